@@ -1,0 +1,92 @@
+"""Failures that travel between processes.
+
+    KvferryError
+    ├── ConfigError              refuse to start: one line, exit code 2
+    ├── RpcError                 a control call did not succeed
+    │   ├── Unavailable          the peer is not there, or went away in the middle
+    │   ├── Unauthenticated      wrong or missing cluster token
+    │   ├── Incompatible         both sides work, but not with each other
+    │   └── BadMessage           malformed, foreign or of another version
+    ├── TransferError            pages did not arrive
+    │   ├── PeerLost             the connection died
+    │   ├── FrameRefused         digest, epoch, room or range was wrong
+    │   └── DeadlineExceeded     too late to matter
+    └── RequestError             this one request cannot be served; carries a `Code`
+
+A `RequestError` crosses the wire as its code and message inside a `RoomEvent`;
+`serving/errors.py` maps the code to an HTTP status.
+"""
+
+import enum
+
+
+class Code(enum.StrEnum):
+    """Why a request failed, as it crosses the wire."""
+
+    BAD_REQUEST = "bad_request"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline"
+    ABORTED = "aborted"
+    PEER_LOST = "peer_lost"
+    SHUTTING_DOWN = "shutting_down"
+    STALE = "stale"
+    INTERNAL = "internal"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether another pair of workers may succeed where this one failed."""
+        return self in (Code.QUEUE_FULL, Code.PEER_LOST, Code.SHUTTING_DOWN, Code.STALE)
+
+
+class KvferryError(Exception):
+    """Root of every error of ours."""
+
+
+class ConfigError(KvferryError):
+    """A flag, a file or this machine does not allow a start. The message is one line."""
+
+
+class RpcError(KvferryError):
+    """A control call did not succeed."""
+
+
+class Unavailable(RpcError):
+    """The peer is not there, or went away in the middle."""
+
+
+class Unauthenticated(RpcError):
+    """The cluster token is wrong or missing."""
+
+
+class Incompatible(RpcError):
+    """Both sides work, but not with each other; the message names both values."""
+
+
+class BadMessage(RpcError):
+    """Malformed, foreign or of another version."""
+
+
+class TransferError(KvferryError):
+    """Pages did not arrive."""
+
+
+class PeerLost(TransferError):
+    """The data connection died."""
+
+
+class FrameRefused(TransferError):
+    """A frame whose digest, epoch, room or range is wrong."""
+
+
+class DeadlineExceeded(TransferError):
+    """Too late to matter."""
+
+
+class RequestError(KvferryError):
+    """This one request cannot be served."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message

@@ -1,0 +1,211 @@
+"""Control plane calls: gRPC generic handlers carrying wire messages, behind a cluster token."""
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from transfer import wire
+from transfer.errors import (
+    BadMessage,
+    ConfigError,
+    Incompatible,
+    RpcError,
+    Unauthenticated,
+    Unavailable,
+)
+
+SERVICE = "kvferry.v1"
+_TOKEN_KEY = "kvferry-token"  # noqa: S105  (a header's name)
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.max_send_message_length", 256 << 20),
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+UnaryHandler = Callable[[Any], Awaitable[msgspec.Struct]]
+StreamHandler = Callable[[Any], AsyncIterator[msgspec.Struct]]
+
+
+@dataclass(frozen=True)
+class Security:
+    """What both planes demand of a peer. TLS is on when certificate files are given."""
+
+    token: str
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        if self.cert_file is None or self.key_file is None:
+            return None
+        return grpc.ssl_server_credentials([(_read(self.key_file), _read(self.cert_file))])
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        if self.ca_file is None:
+            return None
+        return grpc.ssl_channel_credentials(_read(self.ca_file))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+class RpcServer:
+    """Serves unary and streaming methods that speak wire messages."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._methods: dict[str, grpc.RpcMethodHandler] = {}
+        self._server: grpc.aio.Server | None = None
+
+    def unary(self, name: str, request: type[msgspec.Struct], handler: UnaryHandler) -> None:
+        """Register `handler(request) -> reply` under `name`, before start()."""
+
+        async def behave(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            message = await self._accept(data, request, context)
+            try:
+                return wire.encode(await handler(message))
+            except RpcError as error:
+                await context.abort(_status(error), str(error))
+                raise
+
+        self._methods[name] = grpc.unary_unary_rpc_method_handler(behave)
+
+    def stream(self, name: str, request: type[msgspec.Struct], handler: StreamHandler) -> None:
+        """Register `handler(request) -> async iterator of replies` under `name`."""
+
+        async def behave(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            message = await self._accept(data, request, context)
+            replies = handler(message)
+            try:
+                async for reply in replies:
+                    yield wire.encode(reply)
+            except RpcError as error:
+                await context.abort(_status(error), str(error))
+            finally:
+                # The peer's going away must reach the handler's own finally at once.
+                close = getattr(replies, "aclose", None)
+                if close is not None:
+                    await close()
+
+        self._methods[name] = grpc.unary_stream_rpc_method_handler(behave)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken."""
+        server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
+        )
+        credentials = self._security.server_credentials()
+        address = f"{host}:{port}"
+        try:
+            if credentials is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: in use or not an address of this host; "
+                "choose another port"
+            ) from error
+        await server.start()
+        self._server = server
+        return int(bound)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            self._server = None
+
+    async def _accept(
+        self, data: bytes, kind: type[msgspec.Struct], context: grpc.aio.ServicerContext
+    ) -> msgspec.Struct:
+        metadata = dict(context.invocation_metadata() or ())
+        given = str(metadata.get(_TOKEN_KEY, ""))
+        if not hmac.compare_digest(given.encode(), self._security.token.encode()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
+        try:
+            return wire.decode(data, kind)
+        except BadMessage as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+
+
+class RpcClient:
+    """Calls one peer. Errors come back as RpcError and its children."""
+
+    def __init__(self, address: str, security: Security) -> None:
+        self.address = address
+        credentials = security.channel_credentials()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+        self._metadata = ((_TOKEN_KEY, security.token),)
+
+    async def call[M: msgspec.Struct](
+        self, name: str, request: msgspec.Struct, reply: type[M], timeout_s: float
+    ) -> M:
+        """One request, one reply, within timeout_s."""
+        method = self._channel.unary_unary(f"/{SERVICE}/{name}")
+        try:
+            data = await method(wire.encode(request), timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, f"{name} at {self.address}") from error
+        return wire.decode(data, reply)
+
+    async def stream[M: msgspec.Struct](
+        self, name: str, request: msgspec.Struct, reply: type[M]
+    ) -> AsyncIterator[M]:
+        """One request, replies until either side ends the stream."""
+        method = self._channel.unary_stream(f"/{SERVICE}/{name}")
+        call = method(wire.encode(request), metadata=self._metadata)
+        try:
+            async for data in call:
+                yield wire.decode(data, reply)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, f"{name} at {self.address}") from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+_STATUS: dict[type[RpcError], grpc.StatusCode] = {
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    Incompatible: grpc.StatusCode.FAILED_PRECONDITION,
+    BadMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+}
+_ERRORS = {status: kind for kind, status in _STATUS.items()}
+
+
+def _status(error: RpcError) -> grpc.StatusCode:
+    return _STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+
+
+def _translate(error: grpc.aio.AioRpcError, what: str) -> RpcError:
+    if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return Unavailable(f"{what}: no answer in time")
+    kind = _ERRORS.get(error.code(), RpcError)
+    return kind(f"{what}: {error.details()}")
