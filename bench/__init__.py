@@ -1,0 +1,1 @@
+"""Measurements: workloads, clients, rows and their comparison."""

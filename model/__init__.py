@@ -1,0 +1,1 @@
+"""The network, as pure functions on arrays."""

@@ -1,0 +1,1 @@
+"""Prompt in, pages of keys and values out."""

@@ -1,0 +1,1 @@
+"""HTTP in, requests through, bytes out."""

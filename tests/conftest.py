@@ -1,0 +1,41 @@
+"""One surrounding for every test: eight virtual CPU devices, strict dtypes, checked shapes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _prepare_environment() -> None:
+    """Set what jax reads once, at its import; processes started by tests inherit it."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICES_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}=8".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+    # A program compiled by one test process is read from disk by the next.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+_prepare_environment()
+
+# Only now: importing jaxtyping imports jax. Annotations of model/ are checked on every call, which
+# for jitted functions means while tracing.
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook("model", "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` unless the platforms asked for include one."""
+    if "cuda" in os.environ["JAX_PLATFORMS"] or "gpu" in os.environ["JAX_PLATFORMS"]:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,1 @@
+"""One suite per interface; every implementation runs it."""

@@ -1,0 +1,1 @@
+"""The whole system, played from one seed."""

@@ -1,0 +1,19 @@
+"""The promises that tests/conftest.py makes to every other test."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def test_eight_virtual_cpu_devices_are_there():
+    assert len(jax.devices("cpu")) == 8
+
+
+def test_mixing_dtypes_raises():
+    with pytest.raises(ValueError, match="dtype"):
+        jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.int32)
+
+
+def test_compiled_programs_are_kept_on_disk():
+    assert jax.config.jax_compilation_cache_dir
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
