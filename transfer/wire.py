@@ -113,6 +113,8 @@ class Grant(Message):
     decode_id: str
     data_address: str  # backend address, for example tcp://127.0.0.1:4000
     page_ids: bytes  # i32[pages]: where each page of the prompt goes in decode's pool
+    tp_size: int  # decode's shards ...
+    stored_kv_heads: int  # ... and the heads they hold together: the reshard plan's other half
 
 
 class GrantBatch(Message):
@@ -235,13 +237,15 @@ class WorkerInfo(Message):
 
 
 class Register(Message):
+    """The epoch is the worker's own: unix milliseconds at its start, so a later one is higher."""
+
     info: WorkerInfo
+    epoch: int
 
 
 class Registered(Message):
-    """The epoch of this incarnation. The lease lasts ttl_s after each heartbeat."""
+    """The lease lasts ttl_s after each heartbeat."""
 
-    epoch: int
     ttl_s: float
 
 

@@ -1,0 +1,61 @@
+"""The API process's limits and addresses: one frozen value, validated once, printed at start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from transfer.errors import ConfigError
+
+Policy = Literal["least_load", "round_robin", "random", "power_of_two"]
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Configuration of `kvferry serve`. Names are those of the flags."""
+
+    model_path: Path  # tokenizer, chat template and generation defaults; no weights are read
+    registry_address: str  # host:port of the control server of the registry
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""  # default: the folder's name
+    api_key: str = ""  # "" = no key asked
+    context_length: int = 0  # 0 = what the workers say
+    max_inflight_requests: int = 256  # generations in the workers' hands, each choice counts
+    max_queued_requests: int = 1024  # waiting for one of those
+    queue_timeout_s: float = 30.0  # longest wait in that queue before 429
+    request_timeout_s: float = 600.0  # deadline of one request, travels with it
+    max_retries: int = 3
+    policy: Policy = "least_load"
+    stream_interval: int = 1  # tokens a chunk after the first
+    batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
+    slow_client_timeout_s: float = 30.0
+    slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
+    sampling_defaults: Literal["model", "openai"] = "model"
+    enable_metrics: bool = True
+    max_request_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_inflight_requests",
+            "stream_interval",
+            "max_request_bytes",
+            "slow_client_buffer_bytes",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_queued_requests", "max_retries", "batch_notify_size", "context_length"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+        for name in ("queue_timeout_s", "request_timeout_s", "slow_client_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path.resolve().name
+
+
+def _flag(name: str) -> str:
+    return "--" + name.removesuffix("_s").replace("_", "-")
