@@ -122,12 +122,6 @@ class GrantBatch(Message):
     version: int = WIRE_VERSION
 
 
-class GrantReply(Message):
-    """Rooms that prefill does not (or no longer) know: decode takes their pages back."""
-
-    unknown_rooms: tuple[int, ...] = ()
-
-
 class Empty(Message):
     pass
 

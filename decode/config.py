@@ -1,0 +1,20 @@
+"""Limits and addresses of a decode worker: one frozen value, validated once."""
+
+from dataclasses import dataclass
+
+from transfer.worker_config import WorkerConfig, at_least
+
+
+@dataclass(frozen=True)
+class DecodeConfig(WorkerConfig):
+    """Configuration of `kvferry decode`. Names are those of the flags."""
+
+    max_running_requests: int = 0  # slots; 0 = 16 on CPU, 256 elsewhere
+    headroom_pages: int = 1  # pages kept free for growth when a request is let in
+    data_host: str = ""  # where frames are taken; "" = host
+    data_port: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "max_running_requests", 0)
+        at_least(self, "headroom_pages", 0)

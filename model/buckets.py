@@ -1,0 +1,104 @@
+"""Every shape that gets compiled, listed before traffic: padding is chosen here and nowhere else."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from model.errors import ModelError
+
+
+def geometric(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """Ascending sizes that end in `largest`, each `factor` times the one before, from `smallest`."""
+    assert 0 < smallest and factor > 1
+    sizes = [largest]
+    while sizes[-1] // factor >= smallest:
+        sizes.append(sizes[-1] // factor)
+    return tuple(reversed(sizes))
+
+
+def bucket_for(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`. Asking for more than the largest is our bug."""
+    idx = bisect_left(buckets, size)
+    assert idx < len(buckets), f"{size} is above the largest bucket {buckets[-1]}"
+    return buckets[idx]
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold num_tokens token positions."""
+    return -(-num_tokens // page_size)
+
+
+@dataclass(frozen=True)
+class PrefillBuckets:
+    """Shapes of the prefill programs.
+
+    tokens: padded lengths of a packed chunk. seqs: prompts in one chunk. pages: capacity of
+    the chunk's list of context pages (its cost follows the pages in use, not the capacity).
+    run_pages: lengths of a gathered run of pages on its way out.
+    """
+
+    tokens: tuple[int, ...]
+    seqs: int
+    pages: int
+    run_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeBuckets:
+    """Shapes of the decode programs.
+
+    slots: padded batch sizes of a step. pages_per_slot: width of the page table.
+    run_pages: lengths of a run of pages that is put in place. admit_rows: slots set in one call.
+    """
+
+    slots: tuple[int, ...]
+    pages_per_slot: int
+    run_pages: tuple[int, ...]
+    admit_rows: int
+
+
+MAX_RUN_PAGES = 32
+ADMIT_ROWS = 4
+
+
+def check_page_size(page_size: int, chunk_size: int, context_length: int) -> None:
+    """Raises ModelError when pages would not tile a chunk or the context."""
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ModelError(f"--page-size must be a power of two, got {page_size}")
+    if context_length % page_size:
+        raise ModelError(
+            f"--page-size {page_size} does not divide the context length {context_length}; "
+            "give a --page-size or --context-length that fits"
+        )
+    if chunk_size % page_size:
+        raise ModelError(
+            f"--page-size {page_size} does not divide --chunked-prefill-size {chunk_size}"
+        )
+
+
+def prefill_buckets(
+    chunk_size: int, max_seqs: int, context_length: int, page_size: int
+) -> PrefillBuckets:
+    """Token buckets shrink by four, since a program serves every context length."""
+    check_page_size(page_size, chunk_size, context_length)
+    run = min(MAX_RUN_PAGES, pages_for(chunk_size, page_size))
+    return PrefillBuckets(
+        tokens=geometric(16, chunk_size, 4),
+        seqs=max_seqs,
+        pages=2 * pages_for(context_length, page_size) + max_seqs,
+        run_pages=geometric(1, run, 4),
+    )
+
+
+def decode_buckets(max_running: int, context_length: int, page_size: int) -> DecodeBuckets:
+    """Slot buckets double; the largest is --max-running-requests."""
+    check_page_size(page_size, page_size, context_length)
+    per_slot = pages_for(context_length, page_size)
+    slots = [1]
+    while slots[-1] < max_running:
+        slots.append(min(slots[-1] * 2, max_running))
+    return DecodeBuckets(
+        slots=tuple(slots),
+        pages_per_slot=per_slot,
+        run_pages=geometric(1, min(MAX_RUN_PAGES, per_slot), 4),
+        admit_rows=min(ADMIT_ROWS, max_running),
+    )

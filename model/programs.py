@@ -1,0 +1,158 @@
+"""Ahead-of-time compilation: programs with names, their memory, and a count of late compiles."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.monitoring
+import jax.stages
+import psutil
+
+from model.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCounter:
+    """Counts what XLA compiles once `arm` was called: every one is a promise broken."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._lock = threading.Lock()
+        self.after_ready = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def arm(self) -> None:
+        """Traffic may come: from here on nothing should compile. Late shapes get logged."""
+        self._armed = True
+        jax.config.update("jax_log_compiles", True)
+
+    def disarm(self) -> None:
+        """Stop counting; this process's engine is gone."""
+        self._armed = False
+        jax.config.update("jax_log_compiles", False)
+
+    def _on_event(self, event: str, duration_s: float, **kwargs: Any) -> None:
+        if self._armed and event == _COMPILE_EVENT:
+            with self._lock:
+                self.after_ready += 1
+            log.error("compiled after ready (%.3f s): %s", duration_s, kwargs)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One compiled function. Calling it never traces."""
+
+    name: str
+    compiled: jax.stages.Compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Scratch memory of one device while the program runs, its fresh outputs included."""
+        memory = self.compiled.memory_analysis()
+        if memory is None:
+            return 0
+        fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return int(memory.temp_size_in_bytes + max(fresh, 0))
+
+
+def compile_program(
+    name: str, function: Callable[..., Any], args: Sequence[Any], donate: tuple[int, ...] = ()
+) -> Program:
+    """Compile `function` for arguments of these shapes, dtypes and shardings.
+
+    args: arrays, or `jax.ShapeDtypeStruct`s with a sharding. donate: positions whose buffers die.
+    """
+    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    return Program(name, lowered.compile())
+
+
+def abstract_like(tree: Any) -> Any:
+    """ShapeDtypeStructs (shape, dtype, sharding) of a pytree of arrays."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes over all devices, replicas counted as often as they are stored."""
+    return sum(
+        shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+    )
+
+
+def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
+    """Memory that this process may fill with weights, pages and scratch, over all its devices.
+
+    On CPU the virtual devices share the host's free memory.
+    """
+    if not 0.0 < fraction <= 1.0:
+        raise ModelError(f"--mem-fraction-static must be in (0, 1], got {fraction}")
+    if devices[0].platform == "cpu":
+        return int(psutil.virtual_memory().available * fraction)
+    stats = [device.memory_stats() or {} for device in devices]
+    return int(min(s.get("bytes_limit", 0) for s in stats) * fraction) * len(devices)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Who gets which bytes, over all devices of the mesh."""
+
+    budget_bytes: int
+    weights_bytes: int
+    scratch_bytes: int
+    page_bytes: int
+    num_pages: int
+
+    def __str__(self) -> str:
+        pool = self.num_pages * self.page_bytes
+        return (
+            f"weights {mib(self.weights_bytes)}, scratch {mib(self.scratch_bytes)}, "
+            f"{self.num_pages} pages {mib(pool)}, of a budget of {mib(self.budget_bytes)}"
+        )
+
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def plan_memory(
+    budget_bytes: int,
+    weights_bytes: int,
+    scratch_bytes: int,
+    page_bytes: int,
+    wanted_pages: int,
+    exact: bool,
+    least_pages: int,
+) -> MemoryPlan:
+    """Give the pool what is left, up to wanted_pages.
+
+    exact: the operator named the number, so less is an error. Raises ModelError when fewer
+    than least_pages fit: the message has the figures and what would do.
+    """
+    left = budget_bytes - weights_bytes - scratch_bytes
+    fit = max(left // page_bytes, 0)
+    if fit < least_pages or (exact and fit < wanted_pages):
+        need = wanted_pages if exact else least_pages
+        raise ModelError(
+            f"too little memory: weights {mib(weights_bytes)} + scratch {mib(scratch_bytes)} + "
+            f"{need} pages {mib(need * page_bytes)} do not fit in {mib(budget_bytes)}; lower "
+            "--max-total-tokens, --context-length or --max-running-requests, or raise "
+            "--mem-fraction-static"
+        )
+    if exact and wanted_pages < least_pages:
+        raise ModelError(
+            f"--max-total-tokens gives {wanted_pages} pages, one request of full context "
+            f"needs {least_pages}; raise it or lower --context-length"
+        )
+    return MemoryPlan(
+        budget_bytes, weights_bytes, scratch_bytes, page_bytes, min(fit, wanted_pages)
+    )

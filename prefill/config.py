@@ -1,0 +1,19 @@
+"""Limits and addresses of a prefill worker: one frozen value, validated once."""
+
+from dataclasses import dataclass
+
+from transfer.worker_config import WorkerConfig, at_least
+
+
+@dataclass(frozen=True)
+class PrefillConfig(WorkerConfig):
+    """Configuration of `kvferry prefill`. Names are those of the flags."""
+
+    chunked_prefill_size: int = 0  # tokens of a chunk; 0 = 512 on CPU, 8192 elsewhere
+    max_seqs_per_chunk: int = 8  # prompts packed into one chunk
+    disable_radix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "chunked_prefill_size", 0)
+        at_least(self, "max_seqs_per_chunk", 1)

@@ -1,0 +1,93 @@
+"""Which pages hold which prefix: whole pages, found by a chain of digests, evicted by age.
+
+Invariant: the cache holds one reference on each of its pages. A page with no other reference
+may be evicted. A page is only found through its whole chain, so within a chain a page is never
+older than the pages behind it, and eviction from the old end takes the tail first.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from transfer.pages import PagePool
+
+
+class PrefixCache:
+    """Prefixes of finished prompts, page by page."""
+
+    def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._enabled = enabled
+        self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> page, oldest first
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def match(self, token_ids: np.ndarray, salt: str, limit_tokens: int) -> tuple[int, ...]:
+        """Share the pages of the longest cached prefix of at most limit_tokens tokens.
+
+        token_ids: i32[n]. The caller owns one reference on each page returned.
+        """
+        if not self._enabled:
+            return ()
+        found: list[tuple[bytes, int]] = []
+        for digest in self._chain(token_ids[: max(limit_tokens, 0)], salt):
+            page = self._pages.get(digest)
+            if page is None:
+                break
+            found.append((digest, page))
+        self._touch([digest for digest, _ in found])
+        pages = tuple(page for _, page in found)
+        self._pool.share(pages)
+        return pages
+
+    def insert(self, token_ids: np.ndarray, salt: str, pages: Sequence[int]) -> None:
+        """Remember the full pages of this prefix; pages[i] holds its i-th page.
+
+        A prefix that is known already keeps its page: the newcomer's copy stays the caller's.
+        """
+        if not self._enabled:
+            return
+        chain: list[bytes] = []
+        for digest, page in zip(self._chain(token_ids, salt), pages, strict=False):
+            if digest not in self._pages:
+                self._pool.share((page,))
+                self._pages[digest] = page
+            chain.append(digest)
+        self._touch(chain)
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to num_pages pages that nobody else holds, oldest first; returns how many."""
+        victims: list[bytes] = []
+        for digest, page in self._pages.items():
+            if len(victims) == num_pages:
+                break
+            if self._pool.refcount(page) == 1:
+                victims.append(digest)
+        for digest in victims:
+            self._pool.release((self._pages.pop(digest),))
+        return len(victims)
+
+    def flush(self) -> int:
+        """Evict all that nobody holds."""
+        return self.evict(len(self._pages))
+
+    def num_evictable(self) -> int:
+        """Cached pages that nobody else holds."""
+        return sum(self._pool.refcount(page) == 1 for page in self._pages.values())
+
+    def _touch(self, chain: Sequence[bytes]) -> None:
+        for digest in reversed(chain):
+            self._pages.move_to_end(digest)
+
+    def _chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
+        """One digest per full page, each over all tokens up to its end."""
+        state = hashlib.sha256(salt.encode())
+        data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+        step = 4 * self._page_size
+        for end in range(step, len(data) + 1, step):
+            state.update(data[end - step : end])
+            yield state.copy().digest()

@@ -1,0 +1,75 @@
+"""Collects what one step brings and packs it into one StepBatch for each API process."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transfer import wire
+
+
+@dataclass(slots=True)
+class Rows:
+    """Tokens of one step, one row each. Arrays have n rows; top_* have m rows."""
+
+    rooms: np.ndarray  # i64[n]
+    token_ids: np.ndarray  # i32[n]
+    token_idx: np.ndarray  # i32[n]
+    finish: np.ndarray  # u8[n]
+    logprobs: np.ndarray | None = None  # f32[n]
+    top_rows: np.ndarray | None = None  # i32[m], rows of this batch
+    top_ids: np.ndarray | None = None  # i32[m, 20]
+    top_logprobs: np.ndarray | None = None  # f32[m, 20]
+
+
+@dataclass(slots=True)
+class _Pending:
+    rows: Rows | None = None
+    events: list[wire.RoomEvent] = field(default_factory=list)
+
+
+class StepEmitter:
+    """Rows and events since the last `take`, by API process. Used by one thread."""
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._step = 0
+        self._pending: dict[str, _Pending] = {}
+
+    def rows(self, api_id: str, rows: Rows) -> None:
+        """The step's rows for this API process; at most once between two takes."""
+        pending = self._pending.setdefault(api_id, _Pending())
+        assert pending.rows is None, "one set of rows a step"
+        pending.rows = rows
+
+    def event(self, api_id: str, event: wire.RoomEvent) -> None:
+        self._pending.setdefault(api_id, _Pending()).events.append(event)
+
+    def take(self, now_s: float) -> dict[str, wire.StepBatch]:
+        """Everything collected, packed; the step number grows by one when there is anything."""
+        if not self._pending:
+            return {}
+        self._step += 1
+        batches = {
+            api_id: self._pack(pending, now_s) for api_id, pending in self._pending.items()
+        }
+        self._pending = {}
+        return batches
+
+    def _pack(self, pending: _Pending, now_s: float) -> wire.StepBatch:
+        rows = pending.rows
+        head = (self._worker_id, self._epoch, self._step, now_s)
+        if rows is None:
+            return wire.StepBatch(*head, events=tuple(pending.events))
+        return wire.StepBatch(
+            *head,
+            rooms=wire.pack_i64(rows.rooms),
+            token_ids=wire.pack_i32(rows.token_ids),
+            token_idx=wire.pack_i32(rows.token_idx),
+            finish=wire.pack_u8(rows.finish),
+            logprobs=b"" if rows.logprobs is None else wire.pack_f32(rows.logprobs),
+            top_rows=b"" if rows.top_rows is None else wire.pack_i32(rows.top_rows),
+            top_ids=b"" if rows.top_ids is None else wire.pack_i32(rows.top_ids),
+            top_logprobs=b"" if rows.top_logprobs is None else wire.pack_f32(rows.top_logprobs),
+            events=tuple(pending.events),
+        )

@@ -1,0 +1,69 @@
+"""What a worker of either role is told at its start."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transfer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Flags that prefill and decode share. Names are those of the flags."""
+
+    model_path: Path
+    registry_address: str  # host:port of the registry's control server
+    host: str = "127.0.0.1"
+    port: int = 0  # control server; 0 picks one
+    worker_id: str = ""  # default: role, host and port
+    served_model_name: str = ""  # default: the folder's name
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    context_length: int = 0  # 0 = the model's, at most 4096 on CPU
+    tp_size: int = 1
+    ep_size: int = 1
+    dp_size: int = 1
+    page_size: int = 0  # tokens; 0 = 16 on CPU, 64 elsewhere
+    max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
+    mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_queued_requests: int = 1024
+    disaggregation_transfer_backend: Literal["tcp"] = "tcp"
+    max_frame_bytes: int = 16 << 20
+    stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "ep_size", "max_queued_requests", "max_frame_bytes"):
+            at_least(self, name, 1)
+        for name in ("context_length", "page_size", "max_total_tokens"):
+            at_least(self, name, 0)
+        if self.dp_size != 1:
+            raise ConfigError(
+                f"--dp-size {self.dp_size} is not supported, it takes 1; "
+                "start more groups for more data-parallel ranks"
+            )
+        if self.ep_size > self.tp_size or self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"--ep-size {self.ep_size} must divide --tp-size {self.tp_size}: experts are "
+                "spread over the tensor-parallel devices"
+            )
+        if self.stall_timeout_s <= 0:
+            raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
+        if not 0.0 <= self.mem_fraction_static <= 1.0:
+            raise ConfigError(
+                f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model_path.resolve().name
+
+
+def at_least(config: Any, name: str, least: int) -> None:
+    """Raises ConfigError naming the flag, its value and what it takes."""
+    value = getattr(config, name)
+    if value < least:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} must be at least {least}, got {value}"
+        )
