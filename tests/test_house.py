@@ -60,7 +60,7 @@ def test_no_pure_module_reaches_jax():
 
 
 def test_tracked_text_names_no_machine_and_no_ticket():
-    findings = []
+    findings: list[str] = []
     for path in tracked_files():
         if path.startswith(NOT_READ) or Path(path).suffix not in TEXT_SUFFIXES:
             continue
