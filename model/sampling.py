@@ -1,0 +1,393 @@
+"""Logits -> token ids: penalties, filters and the draw, as a pure function of its arguments.
+
+What a row draws depends on (seed, token index, its own logits) alone, so a request continues
+with the same tokens in any slot, batch, rank or worker. Two rules keep it so:
+
+    1. A row that does not ask for a feature passes through it bit for bit unchanged (x / 1,
+       x + 0, a mask that keeps all), because whether its branch runs at all is decided by the
+       other rows of the batch.
+    2. The noise of vocabulary entry v is a function of (seed, token index, v).
+
+Costly features stand under `lax.cond` on "any row asks", so one compiled program serves all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+NUM_TOP = 20  # alternatives returned with a token
+NUM_BIAS = 300  # logit biases a request may set
+NUM_STOP = 16  # ids that end a request
+
+# Below this a temperature cannot be told from greedy, and 1 / temperature overflows.
+MIN_TEMPERATURE = 1e-5
+
+History = Callable[[], tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, " B"]]]
+
+
+class SamplingRows(NamedTuple):
+    """How each row of a batch is sampled: numpy on the host, traced arrays in a program.
+
+    The leading axis of every field is the row. `empty_rows` has the values that mean "off".
+    """
+
+    temperature: Any  # f32[B], 0 = greedy
+    top_k: Any  # i32[B], 0 = off
+    top_p: Any  # f32[B], 1 = off
+    min_p: Any  # f32[B], 0 = off
+    frequency_penalty: Any  # f32[B], 0 = off
+    presence_penalty: Any  # f32[B], 0 = off
+    repetition_penalty: Any  # f32[B], 1 = off
+    seed: Any  # u32[B, 2], high word first
+    bias_ids: Any  # i32[B, NUM_BIAS], out of range = unused
+    bias_values: Any  # f32[B, NUM_BIAS]
+    stop_ids: Any  # i32[B, NUM_STOP], out of range = unused
+    min_tokens: Any  # i32[B], no stop id is drawn before this token index
+    num_top_logprobs: Any  # i32[B], -1 none, 0 the chosen token's only, up to NUM_TOP
+
+
+class SampleOut(NamedTuple):
+    """What one step draws, B rows."""
+
+    ids: Any  # i32[B]
+    logprobs: Any  # f32[B], log-softmax of the logits as given, at ids
+    top_ids: Any  # i32[B, NUM_TOP], best first; zeros when no row asks
+    top_logprobs: Any  # f32[B, NUM_TOP]; zeros when no row asks
+
+
+@runtime_checkable
+class SamplingLike(Protocol):
+    """The fields of transfer.wire.SamplingParams that are read here."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def num_top_logprobs(self) -> int: ...
+
+
+# --- packing, on the host ---------------------------------------------------------------------
+
+
+def empty_rows(num_rows: int) -> SamplingRows:
+    """Numpy rows with every feature off: greedy, and no branch of `sample` runs for them."""
+    return SamplingRows(
+        temperature=np.zeros(num_rows, np.float32),
+        top_k=np.zeros(num_rows, np.int32),
+        top_p=np.ones(num_rows, np.float32),
+        min_p=np.zeros(num_rows, np.float32),
+        frequency_penalty=np.zeros(num_rows, np.float32),
+        presence_penalty=np.zeros(num_rows, np.float32),
+        repetition_penalty=np.ones(num_rows, np.float32),
+        seed=np.zeros((num_rows, 2), np.uint32),
+        bias_ids=np.full((num_rows, NUM_BIAS), -1, np.int32),
+        bias_values=np.zeros((num_rows, NUM_BIAS), np.float32),
+        stop_ids=np.full((num_rows, NUM_STOP), -1, np.int32),
+        min_tokens=np.zeros(num_rows, np.int32),
+        num_top_logprobs=np.full(num_rows, -1, np.int32),
+    )
+
+
+def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
+    """Write one request into numpy rows, in place.
+
+    Raises ValueError when it has more biases or stop ids than a row holds.
+    """
+    num_bias, num_stop = len(params.logit_bias), len(params.stop_token_ids)
+    if num_bias > NUM_BIAS:
+        raise ValueError(f"expected at most {NUM_BIAS} logit biases, got {num_bias}")
+    if num_stop > NUM_STOP:
+        raise ValueError(f"expected at most {NUM_STOP} stop ids, got {num_stop}")
+    rows.temperature[row] = params.temperature
+    rows.top_k[row] = params.top_k
+    rows.top_p[row] = params.top_p
+    rows.min_p[row] = params.min_p
+    rows.frequency_penalty[row] = params.frequency_penalty
+    rows.presence_penalty[row] = params.presence_penalty
+    rows.repetition_penalty[row] = params.repetition_penalty
+    rows.seed[row] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
+    rows.bias_ids[row] = -1
+    rows.bias_values[row] = 0.0
+    for place, (token_id, value) in enumerate(params.logit_bias):
+        rows.bias_ids[row, place] = token_id
+        rows.bias_values[row, place] = value
+    rows.stop_ids[row] = -1
+    rows.stop_ids[row, :num_stop] = params.stop_token_ids
+    rows.min_tokens[row] = params.min_tokens
+    rows.num_top_logprobs[row] = params.num_top_logprobs
+
+
+def clear_row(rows: SamplingRows, row: int) -> None:
+    """Turn everything off in one of the numpy rows, in place."""
+    for field, blank in zip(rows, empty_rows(1), strict=True):
+        field[row] = blank[0]
+
+
+def pack_rows(requests: Sequence[SamplingLike], num_rows: int) -> SamplingRows:
+    """Numpy rows: the requests, then empty ones up to num_rows.
+
+    Raises ValueError when there are more requests than rows, or as `set_row`.
+    """
+    if len(requests) > num_rows:
+        raise ValueError(f"expected at most {num_rows} requests, got {len(requests)}")
+    rows = empty_rows(num_rows)
+    for row, params in enumerate(requests):
+        set_row(rows, row, params)
+    return rows
+
+
+# --- sampling, on the device ------------------------------------------------------------------
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    rows: SamplingRows,
+    history: History,
+    token_idx: Int[Array, " B"],
+) -> SampleOut:
+    """Draw one token a row.
+
+    logits: f32[B, V]. token_idx: i32[B], index of the token to draw, 0 = first generated.
+    history: called while tracing, used only when a row has a penalty; gives ids i32[B, C],
+        prompt_len i32[B] and length i32[B]: positions < prompt_len are the prompt,
+        prompt_len <= positions < length were generated, the rest is ignored.
+    Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens,
+    temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
+    the bias. Entries that tie with the last one kept by top-k or top-p are kept too.
+    """
+    rows = jax.tree.map(jnp.asarray, rows)
+    with jax.named_scope("sample"):
+        edited = _edit(logits, rows, history, token_idx)
+        greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+        ids = lax.cond(
+            jnp.any(rows.temperature > 0),
+            lambda: jnp.where(rows.temperature > 0, _draw(edited, rows, token_idx), greedy),
+            lambda: greedy,
+        )
+        log_total = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
+        blank = (
+            jnp.zeros((logits.shape[0], NUM_TOP), jnp.int32),
+            jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32),
+        )
+        top_ids, top_logprobs = lax.cond(
+            jnp.any(rows.num_top_logprobs > 0),
+            lambda: _best(logits, log_total),
+            lambda: blank,
+        )
+    return SampleOut(ids, chosen - log_total, top_ids, top_logprobs)
+
+
+def prompt_logprobs(
+    logits_fn: Callable[[Array], Array],
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    block: int,
+) -> tuple[Float[Array, " T"], Int[Array, "T K"], Float[Array, "T K"]]:
+    """Log-probabilities of the tokens that follow each position.
+
+    logits_fn: hidden states [block, D] -> f32[block, V]. hidden: [T, D].
+    targets: i32[T], the token after each position. block: rows at a time, so that temporary
+    memory is block x V. Returns logprobs f32[T], then ids i32[T, NUM_TOP] and logprobs
+    f32[T, NUM_TOP] of the best entries, best first.
+    """
+    num_rows = targets.shape[0]
+    num_blocks = -(-num_rows // block)
+    padding = num_blocks * block - num_rows
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+    targets = jnp.pad(targets, (0, padding))
+
+    def one_block(args: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        states, wanted = args
+        logits = logits_fn(states)
+        log_total = jax.nn.logsumexp(logits, axis=-1)
+        found = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+        return found - log_total, *_best(logits, log_total)
+
+    with jax.named_scope("prompt_logprobs"):
+        logprobs, top_ids, top_logprobs = lax.map(
+            one_block,
+            (hidden.reshape(num_blocks, block, -1), targets.reshape(num_blocks, block)),
+        )
+    return (
+        logprobs.reshape(-1)[:num_rows],
+        top_ids.reshape(-1, NUM_TOP)[:num_rows],
+        top_logprobs.reshape(-1, NUM_TOP)[:num_rows],
+    )
+
+
+# --- editing logits ---------------------------------------------------------------------------
+
+
+def _edit(logits: Array, rows: SamplingRows, history: History, token_idx: Array) -> Array:
+    """Penalties, bias and the wait for min_tokens, each only when a row asks."""
+    has_penalty = jnp.any(
+        (rows.repetition_penalty != 1.0)
+        | (rows.frequency_penalty != 0.0)
+        | (rows.presence_penalty != 0.0)
+    )
+    waits = token_idx < rows.min_tokens
+    has_bias = jnp.any(rows.bias_values != 0.0) | jnp.any(waits)
+
+    def apply() -> Array:
+        penalised = lax.cond(has_penalty, lambda: _penalise(logits, rows, history), lambda: logits)
+        return lax.cond(has_bias, lambda: _bias(penalised, rows, waits), lambda: penalised)
+
+    # One test in the common case; on a GPU each costs a round trip of its predicate.
+    return lax.cond(has_penalty | has_bias, apply, lambda: logits)
+
+
+def _penalise(logits: Array, rows: SamplingRows, history: History) -> Array:
+    """Repetition over prompt and output as in CTRL (arXiv:1909.05858, section 4.1), then
+    frequency and presence over the output, as the OpenAI API defines them."""
+    ids, prompt_len, length = history()
+    num_rows, vocab = logits.shape
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    position = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    exists = position < length[:, None]
+    generated = exists & (position >= prompt_len[:, None])
+    counts = jnp.zeros((num_rows, vocab), jnp.int32)
+    counts = counts.at[row, jnp.where(generated, ids, vocab)].add(1, mode="drop")
+    seen = jnp.zeros((num_rows, vocab), jnp.bool_)
+    seen = seen.at[row, jnp.where(exists, ids, vocab)].set(True, mode="drop")
+
+    repetition = jnp.where(seen, rows.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return logits - rows.presence_penalty[:, None] * (counts > 0).astype(jnp.float32)
+
+
+def _bias(logits: Array, rows: SamplingRows, waits: Array) -> Array:
+    """Add the logit biases; forbid stop ids in rows that wait for min_tokens."""
+    num_rows, vocab = logits.shape
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    # Scatter counts a negative index from the end; past the end it drops it.
+    bias_ids = jnp.where(rows.bias_ids < 0, vocab, rows.bias_ids)
+    logits = logits.at[row, bias_ids].add(rows.bias_values, mode="drop")
+    forbidden = waits[:, None] & (rows.stop_ids >= 0)
+    stop_ids = jnp.where(forbidden, rows.stop_ids, vocab)
+    return logits.at[row, stop_ids].set(-jnp.inf, mode="drop")
+
+
+# --- filters and the draw ---------------------------------------------------------------------
+
+
+def _draw(logits: Array, rows: SamplingRows, token_idx: Array) -> Array:
+    """i32[B]: one draw a row by the Gumbel-max trick. Rows with temperature 0 mean nothing."""
+    scaled = logits / jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
+    asks = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+    has_filter = jnp.any(asks & (rows.temperature > 0))
+    scaled = lax.cond(has_filter, lambda: _filter(scaled, rows), lambda: scaled)
+    noise = jax.vmap(lambda s, i: _gumbel(s, i, logits.shape[1]))(rows.seed, token_idx)
+    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+
+def _gumbel(seed: UInt32[Array, "2"], token_idx: Int[Array, ""], vocab: int) -> Array:
+    """f32[vocab] standard Gumbel noise for one token of one request.
+
+    Large values come from small u, where f32 resolves all 32 bits drawn: among 2^17 entries
+    two of them hardly ever tie for the largest.
+    """
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    bits = jax.random.bits(jax.random.fold_in(key, token_idx), (vocab,), jnp.uint32)
+    u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    # Never 1: noise of -inf could not be told from a filtered entry.
+    return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1.0 - 2.0**-24)))
+
+
+def _filter(scaled: Array, rows: SamplingRows) -> Array:
+    """-inf for entries outside top-k, then top-p of what is left, then min-p."""
+    scaled = lax.cond(
+        jnp.any(rows.top_k > 0), lambda: _keep_top_k(scaled, rows.top_k), lambda: scaled
+    )
+    scaled = lax.cond(
+        jnp.any(rows.top_p < 1.0), lambda: _keep_top_p(scaled, rows.top_p), lambda: scaled
+    )
+    least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = -inf keeps all
+    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+
+
+def _keep_top_k(scaled: Array, top_k: Array) -> Array:
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[1]), scaled.shape[1])
+    least = _threshold(scaled, lambda above: jnp.sum(above, axis=-1, dtype=jnp.int32) >= wanted)
+    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+
+
+def _keep_top_p(scaled: Array, top_p: Array) -> Array:
+    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    # The best entry weighs 1, so a target between 0 and 1 keeps it even when top_p is 0.
+    wanted = jnp.maximum(top_p * jnp.sum(weights, axis=-1), 0.5)
+    least = _threshold(
+        scaled, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= wanted
+    )
+    least = jnp.where(top_p < 1.0, least, -jnp.inf)
+    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+
+
+def _threshold(
+    values: Float[Array, "B V"], enough: Callable[[Bool[Array, "B V"]], Bool[Array, " B"]]
+) -> Float[Array, " B"]:
+    """The largest t for which the entries >= t are enough, by bisection over the bits of f32.
+
+    32 passes over the values instead of a sort, which takes XLA several times as long.
+    `enough` must hold for all entries and be monotone.
+    """
+    keys = _ordered(values)
+
+    def one_bit(step: Array, found: Array) -> Array:
+        bit = lax.shift_left(jnp.uint32(1), jnp.uint32(31) - step.astype(jnp.uint32))
+        candidate = found | bit
+        return jnp.where(enough(keys >= candidate[:, None]), candidate, found)
+
+    found = lax.fori_loop(0, 32, one_bit, jnp.zeros(values.shape[0], jnp.uint32))
+    return _unordered(found)
+
+
+SIGN = np.uint32(1 << 31)
+
+
+def _ordered(values: Array) -> Array:
+    """u32 that compare as the f32 do."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits & SIGN != 0, ~bits, bits | SIGN)
+
+
+def _unordered(keys: Array) -> Array:
+    bits = jnp.where(keys & SIGN != 0, keys ^ SIGN, ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _best(logits: Array, log_total: Array) -> tuple[Array, Array]:
+    """Ids i32[B, NUM_TOP] and logprobs f32[B, NUM_TOP] of the best entries, best first.
+
+    A vocabulary smaller than NUM_TOP is filled up with id 0 at -inf.
+    """
+    count = min(NUM_TOP, logits.shape[1])
+    values, ids = lax.top_k(logits, count)
+    missing = ((0, 0), (0, NUM_TOP - count))
+    logprobs = jnp.pad(values - log_total[:, None], missing, constant_values=-jnp.inf)
+    return jnp.pad(ids.astype(jnp.int32), missing), logprobs
