@@ -1,0 +1,1 @@
+"""Paged attention: one plain reference, and the backends that must agree with it."""

@@ -1,0 +1,1 @@
+"""Grouped expert products: one plain reference, and the backends that must agree with it."""
