@@ -22,7 +22,7 @@ def write_tokens(
     pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
     layer: Int32[Array, ""],
     kv: Float[Array, "tokens 2 kv_heads head_dim"],
-    kv_idx: Int32[Array, "tokens"],  # noqa: F821
+    kv_idx: Int32[Array, " tokens"],
 ) -> Float[Array, "layers 2 pages page_size kv_heads head_dim"]:
     """Write one layer's new tokens. Returns the pool; runs inside a layer loop that carries it.
 
@@ -37,7 +37,7 @@ def write_tokens(
 
 def gather_pages(
     pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
-    page_ids: Int32[Array, "n"],  # noqa: F821
+    page_ids: Int32[Array, " n"],
 ) -> Float[Array, "layers 2 n page_size kv_heads head_dim"]:
     """Pack pages, all layers, into one array. Works shard by shard: no collective.
 
@@ -50,7 +50,7 @@ def gather_pages(
 def write_pages(
     pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
     staged: Float[Array, "layers 2 n page_size kv_heads head_dim"],
-    page_ids: Int32[Array, "n"],  # noqa: F821
+    page_ids: Int32[Array, " n"],
 ) -> Float[Array, "layers 2 pages page_size kv_heads head_dim"]:
     """Put packed pages in place; the inverse of gather_pages. Donate the pool when jitting.
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import jax
 import numpy as np
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -116,3 +117,23 @@ def pool_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of what every device holds whole."""
     return NamedSharding(mesh, P())
+
+
+def sum_shards(x: Array) -> Array:
+    """Sum over every shard of the mesh; inside `jax.shard_map`."""
+    return lax.psum(x, SHARDS)
+
+
+def gather_shards(x: Array) -> Array:
+    """Join the last axis over every shard of the mesh; inside `jax.shard_map`."""
+    return lax.all_gather(x, SHARDS, axis=x.ndim - 1, tiled=True)
+
+
+def shard_idx() -> Array:
+    """Which shard of the mesh this is, i32; inside `jax.shard_map`."""
+    return lax.axis_index(SHARDS)
+
+
+def expert_shard_idx() -> Array:
+    """Which run of experts this shard has, i32; inside `jax.shard_map`."""
+    return lax.axis_index(EXPERT)

@@ -1,0 +1,81 @@
+"""Attention of one layer over paged keys and values: project, rotate, write, attend, project."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from model.config import ModelConfig
+from model.kv import write_tokens
+from model.layers import product, rms_norm, rotate
+from model.sharding import sum_shards
+
+
+class ChunkBatch(NamedTuple):
+    """Tokens of up to S sequences packed into one chunk, and the pages they may attend to.
+
+    All int32, replicated. A token whose kv_idx is out of range is padding: its key and value
+    are dropped, experts skip it and its hidden state means nothing. seq_idx and page_seq of
+    padding are S. The pages of a sequence stand together in the list, in order; they hold the
+    positions already cached and those of this chunk.
+    """
+
+    token_ids: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]
+    seq_idx: Int32[Array, " tokens"]
+    kv_idx: Int32[Array, " tokens"]
+    page_ids: Int32[Array, " pages"]
+    page_seq: Int32[Array, " pages"]
+    page_pos: Int32[Array, " pages"]
+    num_pages_used: Int32[Array, ""]
+
+
+class Rows(NamedTuple):
+    """What attention needs to know of each row, the same in every layer."""
+
+    cos: Float[Array, "rows half"]
+    sin: Float[Array, "rows half"]
+    kv_idx: Int32[Array, " rows"]
+
+
+# (q [rows, kv_heads, group, head_dim], pool, layer) -> the same shape as q.
+Attend = Callable[[Array, Array, Array], Array]
+
+
+def attention(
+    cfg: ModelConfig,
+    weights: dict[str, Array],
+    x: Float[Array, "rows hidden"],
+    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    layer: Int32[Array, ""],
+    rows: Rows,
+    attend: Attend,
+) -> tuple[Float[Array, "rows hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]]:
+    """Attention of this shard's heads, summed over shards; float32. Returns also the pool.
+
+    weights: one layer's. The rows' keys and values are in the pool before they attend.
+    Source: grouped queries arXiv:2305.13245; pages arXiv:2309.06180, section 4.1.
+    """
+    with jax.named_scope("attention"):
+        heads, group, head_dim = weights["o"].shape[:3]
+        flat = weights["qkv"].reshape(cfg.hidden_size, heads * (group + 2) * head_dim)
+        qkv = product(x, flat).reshape(-1, heads, group + 2, head_dim)
+        if cfg.qkv_bias:
+            qkv = qkv + weights["qkv_bias"].astype(jnp.float32)
+        qkv = qkv.astype(x.dtype)
+        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
+        if cfg.qk_norm:
+            q = rms_norm(q, weights["q_norm"], cfg.rms_norm_eps)
+            k = rms_norm(k, weights["k_norm"], cfg.rms_norm_eps)
+        q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
+        k = rotate(k, rows.cos, rows.sin)
+        pool = write_tokens(pool, layer, jnp.stack([k, v], axis=1), rows.kv_idx)
+        out = attend(q.reshape(-1, heads, group, head_dim), pool, layer)
+        out = out.reshape(-1, heads * group * head_dim)
+        out = sum_shards(product(out, weights["o"].reshape(-1, cfg.hidden_size)))
+        if cfg.o_bias:
+            out = out + weights["o_bias"].astype(jnp.float32)
+        return out, pool

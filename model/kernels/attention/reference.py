@@ -1,0 +1,141 @@
+"""Paged attention in plain XLA: online softmax over blocks of pages, as many as are in use.
+
+The trip count is data, so one program serves every context length. Scores, softmax and sums
+are float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
+"""
+
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32
+
+from model.attention import ChunkBatch
+
+_PREFILL_BLOCK: Final = 256
+_DECODE_BLOCK: Final = 128
+_LOW: Final = np.float32(-1e30)
+
+
+class _Running(NamedTuple):
+    """Softmax so far: maximum and sum of the scores, weighted sum of the values."""
+
+    top: Array
+    total: Array
+    acc: Array
+
+    def add(self, scores: Array, allowed: Array, values: Array) -> "_Running":
+        """One more block: scores [*b, q, s], allowed broadcasts to it, values [*b, s, h]."""
+        scores = jnp.where(allowed, scores, _LOW)
+        top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
+        # A row with nothing allowed so far has top == _LOW, where exp would be one.
+        weights = jnp.where(allowed, jnp.exp(scores - top[..., None]), np.float32(0))
+        keep = jnp.exp(self.top - top)
+        total = self.total * keep + jnp.sum(weights, axis=-1)
+        acc = self.acc * keep[..., None] + _batched(weights, values, False)
+        return _Running(top, total, acc)
+
+    def value(self) -> Array:
+        """The softmax-weighted mean; zero where nothing was allowed."""
+        return self.acc / jnp.where(self.total > 0, self.total, np.float32(1))[..., None]
+
+
+def _batched(a: Array, b: Array, transposed: bool) -> Array:
+    """a [*batch, q, x] times b [*batch, x, y], or b [*batch, y, x] when transposed; float32."""
+    batch = tuple(range(a.ndim - 2))
+    contract = ((a.ndim - 1,), (b.ndim - 1 if transposed else b.ndim - 2,))
+    exact = lax.Precision.HIGHEST
+    return lax.dot_general(a, b, (contract, (batch, batch)), precision=exact)
+
+
+def _start(shape: tuple[int, ...]) -> _Running:
+    rows = shape[:-1]
+    return _Running(
+        jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), jnp.zeros(shape, jnp.float32)
+    )
+
+
+def _scaled(q: Array) -> Array:
+    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5)
+
+
+def _pad(list_: Array, multiple: int, value: int) -> Array:
+    short = -list_.shape[-1] % multiple
+    return jnp.pad(list_, [(0, 0)] * (list_.ndim - 1) + [(0, short)], constant_values=value)
+
+
+def prefill(
+    q: Float[Array, "tokens kv_heads group head_dim"],
+    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    layer: Int32[Array, ""],
+    batch: ChunkBatch,
+) -> Float[Array, "tokens kv_heads group head_dim"]:
+    """Every token attends to its own sequence's positions up to its own. Padding yields anything.
+
+    Cost follows tokens times the pages in use, not the capacity of the page list.
+    """
+    tokens, heads, group, head_dim = q.shape
+    page_size = pool.shape[3]
+    per_block = max(1, _PREFILL_BLOCK // page_size)
+    span = per_block * page_size
+    ids = _pad(batch.page_ids, per_block, 0)
+    seqs = _pad(batch.page_seq, per_block, -1)
+    starts = _pad(batch.page_pos, per_block, 0)
+    offsets = jnp.arange(page_size, dtype=jnp.int32)
+    queries = _scaled(q).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
+
+    def block(b: Array, running: _Running) -> _Running:
+        at = b * np.int32(per_block)
+        block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
+        kv = pool.at[layer, :, block_ids].get(mode="clip", wrap_negative_indices=False)
+        kv = kv.astype(jnp.float32).transpose(1, 3, 0, 2, 4).reshape(2, heads, span, head_dim)
+        pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
+        seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
+        used = (at + jnp.arange(per_block, dtype=jnp.int32) < batch.num_pages_used)[:, None]
+        seq = jnp.where(used, seq, np.int32(-1)).reshape(span)
+        same = seq == batch.seq_idx[:, None]
+        allowed = same & (pos.reshape(span) <= batch.positions[:, None])
+        allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
+        return running.add(_batched(queries, kv[0], True), allowed, kv[1])
+
+    trips = -(-batch.num_pages_used // np.int32(per_block))
+    with jax.named_scope("prefill_attention"):
+        out = lax.fori_loop(np.int32(0), trips, block, _start(queries.shape)).value()
+    return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
+
+
+def decode(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    layer: Int32[Array, ""],
+    positions: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows pages_per_row"],
+) -> Float[Array, "rows kv_heads group head_dim"]:
+    """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
+
+    Cost follows rows times the longest row.
+    """
+    rows, heads, _, head_dim = q.shape
+    page_size = pool.shape[3]
+    per_block = max(1, _DECODE_BLOCK // page_size)
+    span = per_block * page_size
+    table = _pad(page_table, per_block, 0)
+    offsets = jnp.arange(span, dtype=jnp.int32)
+    queries = _scaled(q)
+
+    def allowed_in(b: Array) -> Bool[Array, "rows 1 1 span"]:
+        return (b * np.int32(span) + offsets <= positions[:, None])[:, None, None, :]
+
+    def block(b: Array, running: _Running) -> _Running:
+        ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
+        kv = pool.at[layer, :, ids].get(mode="clip", wrap_negative_indices=False)
+        kv = kv.astype(jnp.float32).transpose(2, 0, 4, 1, 3, 5)
+        kv = kv.reshape(2, rows, heads, span, head_dim)
+        return running.add(_batched(queries, kv[0], True), allowed_in(b), kv[1])
+
+    trips = jnp.max(positions) // np.int32(span) + np.int32(1)
+    with jax.named_scope("decode_attention"):
+        out = lax.fori_loop(np.int32(0), trips, block, _start(q.shape)).value()
+    return out.astype(q.dtype)

@@ -1,0 +1,65 @@
+"""Grouped expert products in plain XLA: rows sorted by expert, one small product per block.
+
+Each block has rows of one expert, whose weights are taken by a dynamic index; the number of
+blocks is data. Only experts that were chosen are read, which is what decoding pays for.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+from model.layers import gated, product
+
+
+def block_rows(rows: int, chosen: int, experts: int) -> int:
+    """Rows of a block: about twice what an expert gets, a power of two, at most 128."""
+    even = -(-rows * chosen // experts)
+    return int(min(128, 2 ** (2 * even - 1).bit_length(), 2 ** (rows - 1).bit_length()))
+
+
+def experts(
+    x: Float[Array, "rows hidden"],
+    local_ids: Int32[Array, "rows chosen"],
+    weights: Float[Array, "rows chosen"],
+    gate_up: Float[Array, "layers experts hidden 2 f"],
+    down: Float[Array, "layers experts f hidden"],
+    layer: Int32[Array, ""],
+) -> Float[Array, "rows hidden"]:
+    """Weighted sum of the chosen experts that live here; float32.
+
+    local_ids: experts of this shard; the number of experts means "elsewhere", adding nothing.
+    """
+    num_rows, chosen = local_ids.shape
+    hidden, width, num_experts = x.shape[1], gate_up.shape[4], gate_up.shape[1]
+    size = block_rows(num_rows, chosen, num_experts)
+    flat = local_ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0)
+    row_ends = jnp.cumsum(counts.astype(jnp.int32))
+    block_ends = jnp.cumsum(-(-counts.astype(jnp.int32) // np.int32(size)))
+    by_expert = jnp.pad(x[order // chosen], ((0, size), (0, 0)))
+
+    def block(b: Array, out: Array) -> Array:
+        e = jnp.searchsorted(block_ends, b, side="right").astype(jnp.int32)
+        first_block = jnp.where(e > 0, block_ends[e - 1], np.int32(0))
+        first_row = jnp.where(e > 0, row_ends[e - 1], np.int32(0))
+        start = first_row + (b - first_block) * np.int32(size)
+        rows = lax.dynamic_slice(by_expert, (start, np.int32(0)), (size, hidden))
+        index = (layer, e, *[np.int32(0)] * 3)
+        both = lax.dynamic_slice(gate_up, index, (1, 1, hidden, 2, width))
+        last = lax.dynamic_slice(down, index[:4], (1, 1, width, hidden))
+        inner = gated(product(rows, both.reshape(hidden, 2 * width)))
+        done = product(inner, last.reshape(width, hidden))
+        # Rows past this expert's last belong to the next block, which comes later and
+        # overwrites them, or to nobody here, and then they must be zero.
+        own = start + jnp.arange(size, dtype=jnp.int32) < row_ends[e]
+        done = jnp.where(own[:, None], done, np.float32(0))
+        return lax.dynamic_update_slice(out, done, (start, np.int32(0)))
+
+    with jax.named_scope("experts"):
+        out = jnp.zeros((num_rows * chosen + size, hidden), jnp.float32)
+        out = lax.fori_loop(np.int32(0), block_ends[-1], block, out)
+        back = out[jnp.argsort(order)].reshape(num_rows, chosen, hidden)
+        return jnp.sum(back * weights[:, :, None], axis=1)

@@ -1,0 +1,111 @@
+"""The small parts of a layer: products, norms, rotary embedding, the dense feed-forward."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+from model.config import RopeConfig
+from model.sharding import shard_idx, sum_shards
+
+
+def product(
+    x: Float[Array, "rows a"], w: Float[Array, "..."], transposed: bool = False
+) -> Float[Array, "rows b"]:
+    """x @ w in float32, from operands of w's dtype.
+
+    w: [a, b], or [b, a] when transposed: the contraction is named, so nothing is moved.
+    """
+    axis = 1 if transposed else 0
+    exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
+    rows = x.shape[0]
+    x = x.astype(w.dtype)
+    if rows == 1 and w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # XLA's CPU product of one bfloat16 row is slower than that of two.
+        x = jnp.concatenate([x, x])
+    out = lax.dot_general(
+        x, w, (((1,), (axis,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
+    )
+    return out[:rows]
+
+
+def rms_norm(
+    x: Float[Array, "*rows size"], weight: Float[Array, " size"], eps: float
+) -> Float[Array, "*rows size"]:
+    """Root-mean-square norm, computed in float32, of x's dtype. Source: arXiv:1910.07467."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + np.float32(eps))
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians per position of each rotated pair, f32[head_dim / 2].
+
+    Source: arXiv:2104.09864; llama3 scaling as transformers' modeling_rope_utils has it.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    freq = 1.0 / rope.theta**exponent
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        # Turns a pair makes over the original context: few are stretched, many left alone,
+        # and the band between is blended.
+        turns = rope.original_max_position * freq / (2.0 * math.pi)
+        band = rope.high_freq_factor - rope.low_freq_factor
+        blend = np.clip((turns - rope.low_freq_factor) / band, 0.0, 1.0)
+        freq = (1.0 - blend) * freq / rope.factor + blend * freq
+    else:
+        assert rope.kind == "default", rope.kind
+    return freq.astype(np.float32)
+
+
+def rope_tables(
+    freq: np.ndarray, positions: Int32[Array, " rows"]
+) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
+    """Cosines and sines of every position, float32, made once for all layers."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "rows heads head_dim"],
+    cos: Float[Array, "rows half"],
+    sin: Float[Array, "rows half"],
+) -> Float[Array, "rows heads head_dim"]:
+    """Rotate the pairs (i, i + head_dim / 2), in float32, of x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def gated(gate_up: Float[Array, "rows two_f"]) -> Float[Array, "rows f"]:
+    """SiLU(gate) * up of a product whose columns are all gates, then all ups; float32."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def feed_forward(
+    x: Float[Array, "rows hidden"],
+    gate_up: Float[Array, "hidden 2 f"],
+    down: Float[Array, "f hidden"],
+) -> Float[Array, "rows hidden"]:
+    """Dense SwiGLU over this shard's part of the intermediate, summed over shards; float32."""
+    with jax.named_scope("mlp"):
+        hidden, two, width = gate_up.shape
+        inner = gated(product(x, gate_up.reshape(hidden, two * width)))
+        return sum_shards(product(inner, down))
+
+
+def embed(
+    table: Float[Array, "vocab hidden"], token_ids: Int32[Array, " rows"]
+) -> Float[Array, "rows hidden"]:
+    """Rows of an embedding sharded by vocabulary; exact, as one shard alone adds a row."""
+    with jax.named_scope("embed"):
+        local = token_ids - shard_idx() * np.int32(table.shape[0])
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = table.at[local].get(mode="clip", wrap_negative_indices=False)
+        return sum_shards(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))

@@ -1,0 +1,192 @@
+"""Every parameter of a network: its sizes as trained and as stored, its sharding, random values."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model.config import ModelConfig
+from model.sharding import EXPERT, SHARDS, TENSOR, Dims
+
+# {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
+# the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
+Params = dict[str, Any]
+
+
+class Segment(NamedTuple):
+    """A run of layers of identical structure."""
+
+    first: int
+    count: int
+    moe: bool
+
+
+def segments(cfg: ModelConfig) -> tuple[Segment, ...]:
+    """The network's layers as the fewest runs, in order."""
+    runs: list[Segment] = []
+    for layer, moe in enumerate(cfg.moe_layers):
+        if runs and runs[-1].moe == moe:
+            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+        else:
+            runs.append(Segment(layer, 1, moe))
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter. canonical: its shape as trained; shape: as stored, padded for the mesh.
+
+    head_axis: the kv head axis where heads may be replicated; the next axis is then the
+    group, followed (tail > 0) by `tail` entries per kv head that are copied, not dealt out.
+    std: deviation of random values; 0 means ones.
+    """
+
+    canonical: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: P
+    dtype: Any
+    std: float
+    head_axis: int | None = None
+    tail: int = 0
+    replicas: int = 1
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """Where the parameter lives."""
+        return NamedSharding(mesh, self.spec)
+
+    def expand(self, values: Any, xp: Any) -> Any:
+        """Stored values out of those as trained. xp: numpy or jax.numpy."""
+        assert values.shape == self.canonical, (values.shape, self.canonical)
+        if self.head_axis is not None and self.replicas > 1:
+            values = self._replicate(values, xp)
+        widths = [(0, new - old) for old, new in zip(values.shape, self.shape, strict=True)]
+        return values if values.shape == self.shape else xp.pad(values, widths)
+
+    def _replicate(self, values: Any, xp: Any) -> Any:
+        axis = self.head_axis
+        assert axis is not None
+        before, after = values.shape[:axis], values.shape[axis + 2 :]
+        heads, group = values.shape[axis], values.shape[axis + 1] - self.tail
+        stored = self.shape[axis + 1] - self.tail
+        own, shared = xp.split(values, [group], axis=axis + 1)
+        widths = [(0, 0)] * values.ndim
+        widths[axis + 1] = (0, stored * self.replicas - group)
+        dealt = xp.pad(own, widths).reshape(*before, heads, self.replicas, stored, *after)
+        copies = xp.expand_dims(shared, axis + 1)
+        copies = xp.broadcast_to(copies, (*before, heads, self.replicas, self.tail, *after))
+        return xp.concatenate([dealt, copies], axis=axis + 2).reshape(
+            *before, heads * self.replicas, stored + self.tail, *after
+        )
+
+
+def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
+    """The tree of `Leaf`s that has the structure of the parameters."""
+    hidden, vocab = cfg.hidden_size, cfg.vocab_size
+    std = 1.0 / math.sqrt(hidden)
+    embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
+    tree: Params = {
+        "embed": embed,
+        "layers": tuple(_layer_leaves(cfg, dims, dtype, run) for run in segments(cfg)),
+        "norm": _plain((hidden,), dtype, 0.0),
+    }
+    if not cfg.tie_word_embeddings:
+        head = (hidden, vocab), (hidden, dims.vocab)
+        tree["lm_head"] = Leaf(*head, P(None, SHARDS), dtype, std)
+    return tree
+
+
+def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:
+    return Leaf(shape, shape, P(), dtype, std)
+
+
+def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
+    n, hidden, head_dim = run.count, cfg.hidden_size, cfg.head_dim
+    std = 1.0 / math.sqrt(hidden)
+    old, new = (cfg.num_kv_heads, cfg.group), (dims.kv_heads, dims.group)
+    old_qkv, new_qkv = (old[0], old[1] + 2, head_dim), (new[0], new[1] + 2, head_dim)
+    tree = {
+        "attn_norm": _plain((n, hidden), dtype, 0.0),
+        # Queries of a kv head, then its key, then its value: one product makes all three.
+        "qkv": Leaf(
+            (n, hidden, *old_qkv), (n, hidden, *new_qkv), P(None, None, SHARDS), dtype, std,
+            head_axis=2, tail=2, replicas=dims.replicas,
+        ),
+        "o": Leaf(
+            (n, *old, head_dim, hidden), (n, *new, head_dim, hidden), P(None, SHARDS), dtype,
+            1.0 / math.sqrt(cfg.num_heads * head_dim), head_axis=1, replicas=dims.replicas,
+        ),
+        "mlp_norm": _plain((n, hidden), dtype, 0.0),
+    }
+    if cfg.qkv_bias:
+        tree["qkv_bias"] = Leaf(
+            (n, *old_qkv), (n, *new_qkv), P(None, SHARDS), dtype, 0.1,
+            head_axis=1, tail=2, replicas=dims.replicas,
+        )
+    if cfg.o_bias:
+        tree["o_bias"] = _plain((n, hidden), dtype, 0.1)
+    if cfg.qk_norm:
+        tree["q_norm"] = _plain((n, head_dim), dtype, 0.0)
+        tree["k_norm"] = _plain((n, head_dim), dtype, 0.0)
+    if run.moe:
+        return tree | _expert_leaves(cfg, dims, dtype, n)
+    width, wide = cfg.intermediate_size, dims.intermediate
+    tree["gate_up"] = Leaf(
+        (n, hidden, 2, width), (n, hidden, 2, wide), P(None, None, None, SHARDS), dtype, std
+    )
+    tree["down"] = Leaf(
+        (n, width, hidden), (n, wide, hidden), P(None, SHARDS), dtype, 1.0 / math.sqrt(width)
+    )
+    return tree
+
+
+def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+    hidden, experts = cfg.hidden_size, cfg.num_experts
+    width, wide = cfg.moe_intermediate_size, dims.moe_intermediate
+    std = 1.0 / math.sqrt(hidden)
+    return {
+        "router": _plain((n, hidden, experts), jnp.dtype(jnp.float32), std),
+        "experts_gate_up": Leaf(
+            (n, experts, hidden, 2, width), (n, experts, hidden, 2, wide),
+            P(None, EXPERT, None, None, TENSOR), dtype, std,
+        ),
+        "experts_down": Leaf(
+            (n, experts, width, hidden), (n, experts, wide, hidden),
+            P(None, EXPERT, TENSOR, None), dtype, 1.0 / math.sqrt(width),
+        ),
+    }
+
+
+def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
+    """Random parameters, made where they live. The same seed gives every mesh the same network."""
+    flat, tree = jax.tree.flatten(leaves)
+    key = jax.random.key(seed)
+    made = [_random_leaf(leaf, mesh, jax.random.fold_in(key, i)) for i, leaf in enumerate(flat)]
+    return jax.tree.unflatten(tree, made)
+
+
+def _random_leaf(leaf: Leaf, mesh: Mesh, key: Array) -> Array:
+    if leaf.std == 0:
+        return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding(mesh))
+
+    def make(key: Array) -> Array:
+        # Row by row: the float32 draws of a whole stack would not fit beside it.
+        def row(row_key: Array) -> Array:
+            values = jax.random.normal(row_key, leaf.canonical[1:], jnp.float32)
+            return (values * np.float32(leaf.std)).astype(leaf.dtype)
+
+        rows = jax.lax.map(row, jax.random.split(key, leaf.canonical[0]))
+        return leaf.expand(rows, jnp)
+
+    stacked = leaf.canonical[0] <= 1024 and len(leaf.canonical) > 2
+
+    def whole(key: Array) -> Array:
+        values = jax.random.normal(key, leaf.canonical, jnp.float32)
+        return leaf.expand((values * np.float32(leaf.std)).astype(leaf.dtype), jnp)
+
+    return jax.jit(make if stacked else whole, out_shardings=leaf.sharding(mesh))(key)
