@@ -202,6 +202,7 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None) or "float32"
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
+    bos = [token for source in sources for token in source.ids("bos_token_id")]
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -220,7 +221,7 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         o_bias=bias,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=next((x.ids("bos_token_id")[0] for x in sources if x.ids("bos_token_id")), None),
+        bos_token_id=next(iter(bos), None),
         default_temperature=generation.number("temperature", None) if generation else None,
         default_top_p=generation.number("top_p", None) if generation else None,
         default_top_k=generation.integer("top_k", None, low=0) if generation else None,
@@ -293,7 +294,9 @@ def _experts(fields: _Fields, architecture: str) -> dict[str, Any]:
         width = fields.integer("intermediate_size")
         routed = (True,) * num_layers
         return found | {
-            "moe_intermediate_size": width, "norm_topk_prob": True, "moe_layers": routed
+            "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+            "moe_layers": routed,
         }
     step = fields.integer("decoder_sparse_step", 1)
     plain = fields.raw("mlp_only_layers", [])

@@ -1,6 +1,8 @@
 """Every parameter of a network: its sizes as trained and as stored, its sharding, random values."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ class Segment(NamedTuple):
     """A run of layers of identical structure."""
 
     first: int
-    count: int
+    num_layers: int
     moe: bool
 
 
@@ -32,7 +34,7 @@ def segments(cfg: ModelConfig) -> tuple[Segment, ...]:
     runs: list[Segment] = []
     for layer, moe in enumerate(cfg.moe_layers):
         if runs and runs[-1].moe == moe:
-            runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+            runs[-1] = runs[-1]._replace(num_layers=runs[-1].num_layers + 1)
         else:
             runs.append(Segment(layer, 1, moe))
     return tuple(runs)
@@ -106,7 +108,7 @@ def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:
 
 
 def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
-    n, hidden, head_dim = run.count, cfg.hidden_size, cfg.head_dim
+    n, hidden, head_dim = run.num_layers, cfg.hidden_size, cfg.head_dim
     std = 1.0 / math.sqrt(hidden)
     old, new = (cfg.num_kv_heads, cfg.group), (dims.kv_heads, dims.group)
     old_qkv, new_qkv = (old[0], old[1] + 2, head_dim), (new[0], new[1] + 2, head_dim)
@@ -114,19 +116,36 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
         "attn_norm": _plain((n, hidden), dtype, 0.0),
         # Queries of a kv head, then its key, then its value: one product makes all three.
         "qkv": Leaf(
-            (n, hidden, *old_qkv), (n, hidden, *new_qkv), P(None, None, SHARDS), dtype, std,
-            head_axis=2, tail=2, replicas=dims.replicas,
+            (n, hidden, *old_qkv),
+            (n, hidden, *new_qkv),
+            P(None, None, SHARDS),
+            dtype,
+            std,
+            head_axis=2,
+            tail=2,
+            replicas=dims.replicas,
         ),
         "o": Leaf(
-            (n, *old, head_dim, hidden), (n, *new, head_dim, hidden), P(None, SHARDS), dtype,
-            1.0 / math.sqrt(cfg.num_heads * head_dim), head_axis=1, replicas=dims.replicas,
+            (n, *old, head_dim, hidden),
+            (n, *new, head_dim, hidden),
+            P(None, SHARDS),
+            dtype,
+            1.0 / math.sqrt(cfg.num_heads * head_dim),
+            head_axis=1,
+            replicas=dims.replicas,
         ),
         "mlp_norm": _plain((n, hidden), dtype, 0.0),
     }
     if cfg.qkv_bias:
         tree["qkv_bias"] = Leaf(
-            (n, *old_qkv), (n, *new_qkv), P(None, SHARDS), dtype, 0.1,
-            head_axis=1, tail=2, replicas=dims.replicas,
+            (n, *old_qkv),
+            (n, *new_qkv),
+            P(None, SHARDS),
+            dtype,
+            0.1,
+            head_axis=1,
+            tail=2,
+            replicas=dims.replicas,
         )
     if cfg.o_bias:
         tree["o_bias"] = _plain((n, hidden), dtype, 0.1)
@@ -152,12 +171,18 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
     return {
         "router": _plain((n, hidden, experts), jnp.dtype(jnp.float32), std),
         "experts_gate_up": Leaf(
-            (n, experts, hidden, 2, width), (n, experts, hidden, 2, wide),
-            P(None, EXPERT, None, None, TENSOR), dtype, std,
+            (n, experts, hidden, 2, width),
+            (n, experts, hidden, 2, wide),
+            P(None, EXPERT, None, None, TENSOR),
+            dtype,
+            std,
         ),
         "experts_down": Leaf(
-            (n, experts, width, hidden), (n, experts, wide, hidden),
-            P(None, EXPERT, TENSOR, None), dtype, 1.0 / math.sqrt(width),
+            (n, experts, width, hidden),
+            (n, experts, wide, hidden),
+            P(None, EXPERT, TENSOR, None),
+            dtype,
+            1.0 / math.sqrt(width),
         ),
     }
 
@@ -173,20 +198,23 @@ def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
 def _random_leaf(leaf: Leaf, mesh: Mesh, key: Array) -> Array:
     if leaf.std == 0:
         return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding(mesh))
+    return _random_maker(leaf, mesh)(key)
+
+
+@functools.cache
+def _random_maker(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
+    """One program for all leaves that look alike."""
+
+    def draw(key: Array, shape: tuple[int, ...]) -> Array:
+        values = jax.random.normal(key, shape, jnp.float32)
+        return (values * np.float32(leaf.std)).astype(leaf.dtype)
 
     def make(key: Array) -> Array:
-        # Row by row: the float32 draws of a whole stack would not fit beside it.
-        def row(row_key: Array) -> Array:
-            values = jax.random.normal(row_key, leaf.canonical[1:], jnp.float32)
-            return (values * np.float32(leaf.std)).astype(leaf.dtype)
-
-        rows = jax.lax.map(row, jax.random.split(key, leaf.canonical[0]))
+        if len(leaf.canonical) <= 2:
+            return leaf.expand(draw(key, leaf.canonical), jnp)
+        # Layer by layer: the float32 draws of a whole stack would not fit beside it.
+        keys = jax.random.split(key, leaf.canonical[0])
+        rows = jax.lax.map(lambda row_key: draw(row_key, leaf.canonical[1:]), keys)
         return leaf.expand(rows, jnp)
 
-    stacked = leaf.canonical[0] <= 1024 and len(leaf.canonical) > 2
-
-    def whole(key: Array) -> Array:
-        values = jax.random.normal(key, leaf.canonical, jnp.float32)
-        return leaf.expand((values * np.float32(leaf.std)).astype(leaf.dtype), jnp)
-
-    return jax.jit(make if stacked else whole, out_shardings=leaf.sharding(mesh))(key)
+    return jax.jit(make, out_shardings=leaf.sharding(mesh))

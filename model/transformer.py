@@ -150,9 +150,7 @@ def decode_hidden(
     page_table: Int32[Array, "rows pages_per_row"],
     kv_idx: Int32[Array, " rows"],
     expert_map: Int32[Array, "layers experts"] | None = None,
-) -> tuple[
-    Float[Array, "rows hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]
-]:
+) -> tuple[Float[Array, "rows hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]]:
     """One token of every row through the network. Returns hidden states after the last norm.
 
     positions: below zero marks a padding row, whose key and value are dropped.
@@ -229,19 +227,20 @@ def _sharded(
 
     def shard(
         params: Params, pool: Array, inputs: _Inputs, expert_map: Array, meta: tuple[Any, ...]
-    ) -> _Carry:
-        return _layers(model, params, pool, inputs, expert_map, attend_with(*meta), capture)
+    ) -> tuple[Array, Array, Captured | None]:
+        attend = attend_with(*meta)
+        out = _layers(model, params, pool, inputs, expert_map, attend, capture)
+        return out.x, out.pool, out.captured
 
     specs = jax.tree.map(lambda leaf: leaf.spec, model.param_leaves())
     mapped = jax.shard_map(
         shard,
         mesh=model.mesh,
         in_specs=(specs, POOL_SPEC, P(), P(), P()),
-        out_specs=_Carry(P(), POOL_SPEC, P()),
+        out_specs=(P(), POOL_SPEC, P()),
         check_vma=False,
     )
-    out = mapped(params, pool, inputs, expert_map, meta)
-    return out.x, out.pool, out.captured
+    return mapped(params, pool, inputs, expert_map, meta)
 
 
 def _layers(
@@ -317,8 +316,8 @@ def _run(
                 )
         return _Carry(x, pool, captured)
 
-    with jax.named_scope(f"layers_{run.first}_to_{run.first + run.count - 1}"):
-        return lax.fori_loop(np.int32(0), np.int32(run.count), layer_body, carry)
+    with jax.named_scope(f"layers_{run.first}_to_{run.first + run.num_layers - 1}"):
+        return lax.fori_loop(np.int32(0), np.int32(run.num_layers), layer_body, carry)
 
 
 def _nothing_captured(cfg: ModelConfig, x: Array) -> Captured:

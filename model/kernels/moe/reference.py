@@ -47,9 +47,9 @@ def experts(
         first_row = jnp.where(e > 0, row_ends[e - 1], np.int32(0))
         start = first_row + (b - first_block) * np.int32(size)
         rows = lax.dynamic_slice(by_expert, (start, np.int32(0)), (size, hidden))
-        index = (layer, e, *[np.int32(0)] * 3)
-        both = lax.dynamic_slice(gate_up, index, (1, 1, hidden, 2, width))
-        last = lax.dynamic_slice(down, index[:4], (1, 1, width, hidden))
+        zero = jnp.zeros((), jnp.int32)
+        both = lax.dynamic_slice(gate_up, (layer, e, zero, zero, zero), (1, 1, hidden, 2, width))
+        last = lax.dynamic_slice(down, (layer, e, zero, zero), (1, 1, width, hidden))
         inner = gated(product(rows, both.reshape(hidden, 2 * width)))
         done = product(inner, last.reshape(width, hidden))
         # Rows past this expert's last belong to the next block, which comes later and
