@@ -1,0 +1,128 @@
+"""A checkpoint's chat template: messages -> the text its model was trained on.
+
+Templates are jinja2 programs of whoever published the checkpoint, so they run in a sandbox
+that can change nothing. They are written for the surroundings that transformers gives them:
+trim_blocks, lstrip_blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
+escapes nothing, and `generation` blocks, which mark text and are otherwise transparent.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from transfer.clock import SYSTEM_CLOCK, Clock
+
+# Marks where the last message ends. Its last character shows whether the template trims.
+CONTINUE_MARK = "\N{LEFT-POINTING ANGLE BRACKET}continue here\N{RIGHT-POINTING ANGLE BRACKET} "
+
+
+class ChatTemplateError(ValueError):
+    """The messages do not fit the template; the message is the template's own."""
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Raises ChatTemplateError when the source is no jinja2."""
+        self._clock = clock
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = self._strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"chat template does not parse: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        continue_final_message: end right after the last message's content, so that the model
+        goes on with it. Raises ChatTemplateError when the template refuses or fails.
+        """
+        if continue_final_message:
+            messages = _mark_end(messages)
+        try:
+            text = self._template.render(messages=messages, **variables)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+        except Exception as error:
+            # Foreign code on a client's data: whatever fails in it, the request is at fault.
+            kind = type(error).__name__
+            raise ChatTemplateError(f"chat template failed: {kind}: {error}") from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _strftime_now(self, form: str) -> str:
+        return datetime.fromtimestamp(self._clock.now_s(), tz=UTC).astimezone().strftime(form)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark at the end of the last one's content."""
+    if not messages:
+        raise ChatTemplateError("continue_final_message needs at least one message")
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + CONTINUE_MARK
+    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        part = {**content[-1], "text": content[-1]["text"] + CONTINUE_MARK}
+        last["content"] = [*content[:-1], part]
+    else:
+        raise ChatTemplateError("continue_final_message needs a last message that ends in text")
+    return [*messages[:-1], last]
+
+
+def _cut_at_mark(text: str) -> str:
+    end = text.rfind(CONTINUE_MARK.strip())
+    if end < 0:
+        raise ChatTemplateError("the chat template leaves the last message out: cannot continue it")
+    # A template that trims contents would have trimmed the end of this one.
+    return text[:end] if text.startswith(CONTINUE_MARK, end) else text[:end].rstrip()
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

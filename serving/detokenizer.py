@@ -1,0 +1,232 @@
+"""Ids to text as they come: pieces that never split a character, and stop strings held back.
+
+A byte-level vocabulary gives every token its bytes, so a stream is an incremental UTF-8
+decoder over a table: O(1) a token, and for a token of whole characters one list lookup.
+Other vocabularies (sentencepiece's, with its spaces and byte fallback) go through the
+library's decoder over a window of the last few tokens.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# A character has at most four bytes; after twice as many held tokens the bytes are not UTF-8.
+WINDOW_HELD_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """What each id of a byte-level vocabulary adds to the text; ids past the end add nothing.
+
+    texts[id] is None when the bytes are not whole characters.
+    """
+
+    texts: list[str | None]
+    raw: list[bytes]
+
+    @classmethod
+    def of(cls, raw: list[bytes]) -> "TokenTable":
+        return cls([_whole_text(data) for data in raw], raw)
+
+    def without(self, token_ids: frozenset[int]) -> "TokenTable":
+        """The same with some ids adding nothing."""
+        texts, raw = list(self.texts), list(self.raw)
+        for token_id in token_ids:
+            texts[token_id], raw[token_id] = "", b""
+        return TokenTable(texts, raw)
+
+
+@dataclass(frozen=True)
+class WindowDecoder:
+    """How to decode where tokens have no bytes of their own."""
+
+    decode: Callable[[list[int]], str]
+    adds_text: Callable[[int], bool]  # False: the id is skipped, or not in the vocabulary
+
+
+class IncrementalDetokenizer:
+    """The text of one stream. Pieces and the flush join into the decoding of all ids.
+
+    Make one with `Tokenizer.stream`.
+    """
+
+    __slots__ = ("_pending", "_raw", "_size", "_texts", "_window")
+
+    def __init__(self, source: TokenTable | WindowDecoder) -> None:
+        self._pending = b""  # start of a character
+        self._window: _Window | None = None
+        self._texts: list[str | None] = []
+        self._raw: list[bytes] = []
+        if isinstance(source, TokenTable):
+            self._texts, self._raw = source.texts, source.raw
+        else:
+            self._window = _Window(source)
+        self._size = len(self._texts)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids, each >= 0; return the text that can be shown now."""
+        if len(ids) == 1:
+            return self._push_one(ids[0])
+        return "".join([self._push_one(token_id) for token_id in ids])
+
+    def flush(self) -> str:
+        """The rest, when no more ids come; an unfinished character becomes U+FFFD."""
+        if self._window is not None:
+            return self._window.flush()
+        rest = self._pending.decode("utf-8", "replace")
+        self._pending = b""
+        return rest
+
+    def _push_one(self, token_id: int) -> str:
+        if self._window is not None:
+            return self._window.push(token_id)
+        if token_id >= self._size:
+            return ""
+        if not self._pending:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        data = self._pending + self._raw[token_id]
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        pending = data[used:]
+        if len(pending) == 2 and b"\xed\xa0" <= pending <= b"\xed\xbf":
+            # Half of a surrogate: Python waits for the rest, but it is never a character.
+            text, pending = text + 2 * REPLACEMENT, b""
+        self._pending = pending
+        return text
+
+
+def decode_step(streams: Sequence[IncrementalDetokenizer], ids: Sequence[int]) -> list[str]:
+    """The pieces of many streams that each advance by one token."""
+    pieces = []
+    for stream, token_id in zip(streams, ids, strict=True):
+        # The common case without a call: no character is open and the token opens none.
+        if token_id < stream._size and not stream._pending:
+            text = stream._texts[token_id]
+            pieces.append(text if text is not None else stream._push_one(token_id))
+        else:
+            pieces.append(stream._push_one(token_id))
+    return pieces
+
+
+class _Window:
+    """Decodes the ids shown last, then again with the new ones: the difference is new text.
+
+    The ids shown last stay in front because a decoder may treat a first token differently
+    (sentencepiece drops its space).
+    """
+
+    __slots__ = ("_decoder", "_ids", "_num_shown", "_shown")
+
+    def __init__(self, decoder: WindowDecoder) -> None:
+        self._decoder = decoder
+        self._ids: list[int] = []
+        self._num_shown = 0  # ids[:num_shown] are shown, ids[num_shown:] held
+        self._shown = ""  # the decoding of ids[:num_shown]
+
+    def push(self, token_id: int) -> str:
+        if not self._decoder.adds_text(token_id):
+            return ""
+        self._ids.append(token_id)
+        text = self._decoder.decode(self._ids)
+        num_held = len(self._ids) - self._num_shown
+        if text.endswith(REPLACEMENT) and num_held <= WINDOW_HELD_TOKENS:
+            return ""
+        return self._show(text)
+
+    def flush(self) -> str:
+        return self._show(self._decoder.decode(self._ids)) if self._ids else ""
+
+    def _show(self, text: str) -> str:
+        piece = text[len(self._shown) :]
+        if self._num_shown < len(self._ids):
+            del self._ids[: self._num_shown]
+            self._num_shown = len(self._ids)
+            self._shown = self._decoder.decode(self._ids)
+        return piece
+
+
+class StopStrings:
+    """Watches one stream for stop strings; holds back text that may be the start of one.
+
+    The match is the one that ends first, and of those the longest; so it does not depend on
+    where the text was cut into pieces. Source of the automaton: Knuth, Morris, Pratt, "Fast
+    pattern matching in strings", SIAM J. Comput. 6(2), 1977.
+    """
+
+    __slots__ = ("_fallbacks", "_firsts", "_held", "_include", "_matched", "_states", "_stops")
+
+    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
+        """stops: none of them empty (ValueError). include: show the stop string itself too."""
+        if "" in stops:
+            raise ValueError("expected stop strings of at least one character, got an empty one")
+        self._stops = stops
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._fallbacks = [_fallbacks_of(stop) for stop in stops]
+        self._states = [0] * len(stops)  # characters of each stop that the text ends with
+        self._held = ""
+        self._include = include
+        self._matched: str | None = None
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Take the next text. Returns what to show now, and the stop string once one is found.
+
+        After a match all further text is dropped.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        if not self._held and self._firsts.isdisjoint(text):
+            return text, None
+        num_held = len(self._held)
+        text = self._held + text
+        for end in range(num_held, len(text)):
+            stop = self._step(text[end])
+            if stop is not None:
+                self._matched = stop
+                self._held = ""
+                return text[: end + 1 if self._include else end + 1 - len(stop)], stop
+        cut = len(text) - max(self._states)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def flush(self) -> str:
+        """The text held back, when no more comes."""
+        rest, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return rest
+
+    def _step(self, character: str) -> str | None:
+        """Advance every automaton by a character; the longest stop that ends here, if any."""
+        found: str | None = None
+        for index, stop in enumerate(self._stops):
+            state = self._states[index]
+            while state and stop[state] != character:
+                state = self._fallbacks[index][state]
+            if stop[state] == character:
+                state += 1
+            if state == len(stop):
+                if found is None or len(stop) > len(found):
+                    found = stop
+                state = self._fallbacks[index][state]
+            self._states[index] = state
+        return found
+
+
+def _fallbacks_of(stop: str) -> list[int]:
+    """[n]: length of the longest proper prefix of stop[:n] that is also its suffix."""
+    fallbacks = [0, 0]
+    for character in stop[1:]:
+        state = fallbacks[-1]
+        while state and stop[state] != character:
+            state = fallbacks[state]
+        fallbacks.append(state + 1 if stop[state] == character else 0)
+    return fallbacks
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,288 @@
+"""Text <-> ids, and conversations -> text, as a checkpoint's own files say."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving.detokenizer import (
+    IncrementalDetokenizer,
+    StopStrings,
+    TokenTable,
+    WindowDecoder,
+    decode_step,
+)
+from transfer.clock import SYSTEM_CLOCK, Clock
+
+__all__ = [
+    "ChatTemplateError",
+    "IncrementalDetokenizer",
+    "StopStrings",
+    "Tokenizer",
+    "TokenizerError",
+    "decode_step",
+]
+
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer's file is missing or malformed; one line with the file's name."""
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint; safe to share, it never changes.
+
+    vocab_size: one more than the highest id. special_ids: ids that decode to nothing when
+    special tokens are skipped. eos_id, bos_id: of tokenizer_config.json, None when it has
+    none; generation_config.json may name further ids that end a text.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, Any],
+        templates: Mapping[str, ChatTemplate],
+        is_byte_level: bool,
+    ) -> None:
+        """special_tokens: what the template sees, bos_token and such. Use `from_dir`."""
+        self._backend = backend
+        # Files may carry settings from training, which would cut or fill prompts silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._special_tokens = dict(special_tokens)
+        self._templates = dict(templates)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.eos_id = self._id_of_named("eos_token")
+        self.bos_id = self._id_of_named("bos_token")
+        self._keeping: TokenTable | WindowDecoder
+        self._skipping: TokenTable | WindowDecoder
+        if is_byte_level:
+            raw = [b""] * self.vocab_size
+            for token, token_id in vocab.items():
+                raw[token_id] = _byte_level_bytes(token)
+            self._keeping = TokenTable.of(raw)
+            self._skipping = self._keeping.without(self.special_ids)
+        else:
+            self._keeping = self._window_decoder(skip_special_tokens=False)
+            self._skipping = self._window_decoder(skip_special_tokens=True)
+
+    @classmethod
+    def from_dir(cls, path: str | Path, clock: Clock = SYSTEM_CLOCK) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja.
+
+        clock: what templates print as today's date. Raises TokenizerError.
+        """
+        folder = Path(path)
+        config = _read_json_object(folder / "tokenizer_config.json")
+        tokenizer_file = folder / "tokenizer.json"
+        text = _read_text(tokenizer_file)
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more special
+            raise TokenizerError(f"{tokenizer_file} is no tokenizer: {_one_line(error)}") from error
+        special_tokens: dict[str, Any] = {
+            name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
+        }
+        if extra := config.get("additional_special_tokens"):
+            special_tokens["additional_special_tokens"] = [_token_text(token) for token in extra]
+        is_byte_level = _is_byte_level(json.loads(text).get("decoder"))
+        return cls(backend, special_tokens, _read_templates(folder, config, clock), is_byte_level)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it count as such.
+
+        Raises ValueError when the text has lone surrogates, which no UTF-8 has.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ValueError("expected text that UTF-8 can hold, got a lone surrogate") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; those outside the vocabulary add nothing. Raises ValueError below 0."""
+        if ids and min(ids) < 0:
+            raise ValueError(f"expected token ids >= 0, got {min(ids)}")
+        table = self._skipping if skip_special_tokens else self._keeping
+        if isinstance(table, TokenTable):
+            raw, size = table.raw, self.vocab_size
+            data = b"".join([raw[token_id] for token_id in ids if token_id < size])
+            return data.decode("utf-8", "replace")
+        known = [token_id for token_id in ids if token_id < self.vocab_size]
+        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A new stream of text."""
+        return IncrementalDetokenizer(self._skipping if skip_special_tokens else self._keeping)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of one vocabulary entry as its file spells it."""
+        return self._backend.token_to_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, U+FFFD for parts of characters; "" outside the vocabulary."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The true bytes of one token, even when they are no whole character."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if isinstance(self._keeping, TokenTable):
+            return self._keeping.raw[token_id]
+        token = self._backend.id_to_token(token_id)
+        return b"" if token is None else _sentencepiece_bytes(token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation; encode it with add_special_tokens=False.
+
+        continue_final_message: end inside the last message; add_generation_prompt is then
+        off. kwargs: further variables for the template. Raises ChatTemplateError when the
+        checkpoint has no template, or the template raises, with its message.
+        """
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError("this model has no chat template")
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **kwargs,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        return template.render(messages, continue_final_message, **variables)
+
+    def _id_of_named(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def _window_decoder(self, skip_special_tokens: bool) -> WindowDecoder:
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return WindowDecoder(
+            decode=lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special_tokens),
+            adds_text=lambda token_id: token_id < self.vocab_size and token_id not in skipped,
+        )
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {file}: {_one_line(error)}") from error
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_read_text(file))
+    except json.JSONDecodeError as error:
+        raise TokenizerError(f"{file} is no JSON: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _read_templates(
+    folder: Path, config: Mapping[str, Any], clock: Clock
+) -> dict[str, ChatTemplate]:
+    """Templates by name. chat_template.jinja comes before tokenizer_config.json, as newer."""
+    file = folder / "chat_template.jinja"
+    sources: dict[str, Any] = {}
+    if file.exists():
+        sources["default"] = _read_text(file)
+    else:
+        file = folder / "tokenizer_config.json"
+        given = config.get("chat_template")
+        if isinstance(given, list):  # several, each with a name
+            named = [entry for entry in given if isinstance(entry, dict)]
+            sources = {str(entry.get("name")): entry.get("template") for entry in named}
+        elif given is not None:
+            sources["default"] = given
+    templates = {}
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            raise TokenizerError(
+                f"{file}: expected the chat template as text, got {type(source).__name__}"
+            )
+        try:
+            templates[name] = ChatTemplate(source, clock)
+        except ChatTemplateError as error:
+            raise TokenizerError(f"{file}: {_one_line(error)}") from error
+    return templates
+
+
+def _token_text(token: Any) -> str:
+    """A token of tokenizer_config.json: text, or an object with its content."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
+    return text
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# --- bytes of tokens --------------------------------------------------------------------------
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The printable stand-ins in which byte-level vocabularies spell their bytes.
+
+    Bytes that print stand for themselves, the others for the characters from U+0100 on.
+    Source: GPT-2, "Language Models are Unsupervised Multitask Learners", section 2.2, and
+    the vocabularies published with it.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token with any other character is an added one, spelled as it is."""
+    try:
+        return bytes([BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    """<0xE4> is a byte; the lower block is a space."""
+    if BYTE_TOKEN.fullmatch(token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    """Whether the decoder joins the bytes of its tokens and does nothing else."""
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders")
+        return isinstance(parts, list) and len(parts) == 1 and _is_byte_level(parts[0])
+    return decoder.get("type") == "ByteLevel"

@@ -1,0 +1,282 @@
+"""serving/tokenizer against the recorded encodings and conversations, and broken files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
+
+from serving.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
+from transfer.clock import ManualClock
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "tokenizer"
+
+
+def read(name):
+    return json.loads((GOLDENS / name).read_text(encoding="utf-8"))
+
+
+ENCODINGS = read("encodings.json")["encodings"]
+CHATS = read("chats.json")["chats"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_dir(GOLDENS)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the tokenizer that a test may break."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / name, tmp_path / name)
+    (tmp_path / "tokenizer_config.json").chmod(0o644)
+    return tmp_path
+
+
+def set_config(folder, **changes):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+def test_texts_encode_to_the_recorded_ids(tokenizer):
+    for case in ENCODINGS:
+        assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+        without = tokenizer.encode(case["text"], add_special_tokens=False)
+        assert without == case["ids_no_special"], case["text"]
+
+
+def test_ids_decode_to_the_recorded_texts(tokenizer):
+    for case in ENCODINGS:
+        assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"]
+        assert tokenizer.decode(case["ids"]) == case["decoded_skip_special"]
+
+
+def test_conversations_render_and_encode_as_recorded(tokenizer):
+    for case in CHATS:
+        arguments = {
+            "tools": case["tools"],
+            "add_generation_prompt": case["add_generation_prompt"],
+            **case["template_kwargs"],
+        }
+        if "error" in case:
+            with pytest.raises(ChatTemplateError) as caught:
+                tokenizer.apply_chat_template(case["messages"], **arguments)
+            assert str(caught.value) == case["error"]
+        else:
+            text = tokenizer.apply_chat_template(case["messages"], **arguments)
+            assert text == case["text"]
+            assert tokenizer.encode(text, add_special_tokens=False) == case["ids"]
+
+
+def test_every_token_has_the_bytes_the_library_decodes(tokenizer):
+    library = tokenizers.Tokenizer.from_file(str(GOLDENS / "tokenizer.json"))
+    for token_id in range(tokenizer.vocab_size):
+        want = library.decode([token_id], skip_special_tokens=False)
+        assert tokenizer.token_bytes(token_id).decode("utf-8", "replace") == want
+        assert tokenizer.token_text(token_id) == want
+    assert [tokenizer.token_bytes(i) for i in (126, 254)] == [b"\xc2", b"\xa0"]  # U+00A0
+
+
+def test_ids_outside_the_vocabulary_add_nothing(tokenizer):
+    assert tokenizer.vocab_size == 1024
+    assert tokenizer.decode([64, 1024, 10**9, 64]) == "aa"
+    assert tokenizer.token_text(1024) == ""
+    assert tokenizer.token_bytes(-1) == b""
+    with pytest.raises(ValueError, match="expected token ids >= 0, got -1"):
+        tokenizer.decode([5, -1])
+
+
+def test_a_lone_surrogate_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="lone surrogate"):
+        tokenizer.encode("a\ud800b")
+
+
+def test_named_and_special_ids(tokenizer):
+    assert tokenizer.special_ids == {1017, 1018, 1019}
+    assert tokenizer.eos_id == tokenizer.token_id("<|im_end|>")
+    assert tokenizer.bos_id is None
+    assert tokenizer.token_id("no such token") is None
+
+
+def test_truncation_and_padding_left_in_the_file_are_off(folder, tokenizer):
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.enable_truncation(3)
+    library.enable_padding(length=200)
+    (folder / "tokenizer.json").unlink()
+    library.save(str(folder / "tokenizer.json"))
+    text = "a text of more than three tokens"
+    assert Tokenizer.from_dir(folder).encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
+    file = folder / name
+    file.unlink()
+    with pytest.raises(TokenizerError, match=name):
+        Tokenizer.from_dir(folder)
+    for content in (b"{not json", b"[]", b"\xff\xfe", b"", b'{"model": {\n}}'):
+        file.write_bytes(content)
+        if name == "tokenizer_config.json" and content.startswith(b'{"'):
+            continue  # a fine configuration with nothing in it
+        with pytest.raises(TokenizerError, match=name) as caught:
+            Tokenizer.from_dir(folder)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chat_template": "{% if %}"},
+        {"chat_template": 5},
+        {"chat_template": [{"name": "default"}]},
+        {"eos_token": 7},
+        {"eos_token": {"text": "</s>"}},
+    ],
+)
+def test_a_malformed_configuration_is_refused(folder, changes):
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_dir(set_config(folder, **changes))
+
+
+def test_the_template_file_comes_before_the_configuration(folder):
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.from_dir(folder).apply_chat_template([]) == "from the file"
+    (folder / "chat_template.jinja").write_text("{{ unclosed")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
+        Tokenizer.from_dir(folder)
+
+
+def test_several_templates_are_chosen_by_name(folder):
+    templates = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=templates))
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "tools"
+
+
+def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
+    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=None))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def render(folder, template, messages=(), **kwargs):
+    clock = ManualClock(1_500_000_000.0)
+    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=template), clock)
+    return tokenizer.apply_chat_template(list(messages), **kwargs)
+
+
+def test_templates_have_the_surroundings_they_are_written_for(folder):
+    set_config(folder, bos_token={"content": "<s>", "special": True})
+    assert render(folder, "{{ bos_token }}|{{ eos_token }}|{{ sep_token }}") == "<s>|<|im_end|>|"
+    assert render(folder, "{{ strftime_now('%Y-%m') }}") == "2017-07"
+    assert render(folder, "{% for i in [1,2,3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}"
+                  "{% endfor %}") == "1"  # fmt: skip
+    assert render(folder, "  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
+    assert render(folder, "{% generation %}a{{ 1 + 1 }}{% endgeneration %}b") == "a2b"
+    assert render(folder, "{{ {'b': '<é>'} | tojson(indent=1) }}") == '{\n "b": "<é>"\n}'
+    assert render(folder, "{{ enable_thinking }}", enable_thinking=False) == "False"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.at.all }}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_whatever_fails_in_a_template_is_a_chat_error(folder, template):
+    with pytest.raises(ChatTemplateError):
+        render(folder, template, [{"role": "user", "content": "hi"}])
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+PARTS = "{% for m in messages %}{{ m.content[-1].text }}[end]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "want"),
+    [
+        (PLAIN, "so far ", "[user]a[end][assistant]so far "),
+        (TRIMMING, "so far ", "[user]a[end][assistant]so far"),
+        (PLAIN, "", "[user]a[end][assistant]"),
+        (PLAIN, "a[end]a", "[user]a[end][assistant]a[end]a"),
+    ],
+)
+def test_a_final_message_is_continued_where_it_ends(folder, template, content, want):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    assert render(folder, template, messages, continue_final_message=True) == want
+    assert messages[1]["content"] == content
+
+
+def test_a_final_message_of_parts_is_continued(folder):
+    messages = [{"role": "assistant", "content": [{"type": "text", "text": "one two"}]}]
+    assert render(folder, PARTS, messages, continue_final_message=True) == "one two"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "match"),
+    [
+        (PLAIN, [], "at least one message"),
+        (PLAIN, [{"role": "assistant", "content": None}], "ends in text"),
+        ("fixed", [{"role": "assistant", "content": "x"}], "leaves the last message out"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(folder, template, messages, match):
+    with pytest.raises(ChatTemplateError, match=match):
+        render(folder, template, messages, continue_final_message=True)
+
+
+def sentencepiece_like():
+    """A vocabulary in the way of Llama 2: spaces as lower blocks, bytes as <0xNN>."""
+    pieces = ["<unk>", "<s>", "</s>"]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,é"]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a")]
+    pieces += ["".join(pair) for pair in merges]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def test_a_sentencepiece_vocabulary_decodes_and_names_its_bytes(tmp_path):
+    sentencepiece_like().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    text = "the cat, a 世 the é."
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, 2, 10**6]) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == " " + text
+    the_id, byte_id = (tokenizer.token_id(name) for name in ("▁the", "<0xE4>"))
+    assert the_id is not None
+    assert byte_id is not None
+    assert tokenizer.token_text(the_id) == " the"
+    assert tokenizer.token_bytes(byte_id) == b"\xe4"
+    assert tokenizer.bos_id == 1
