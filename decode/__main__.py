@@ -1,0 +1,27 @@
+"""`python -m decode`: the same as `kvferry decode`."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from model.devices import prepare_devices
+from decode.config import DecodeConfig
+from decode.worker import DecodeWorker
+from transfer import flags
+
+
+def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
+    """Run a decode worker until it is told to stop."""
+    parser = flags.Parser(prog=prog, description="take pages and draw tokens, one step at a time for all")
+    flags.add_flags(parser, DecodeConfig, flags.WORKER_HELP)
+    flags.add_security_flags(parser)
+    args = parser.parse_args(argv)
+    config = flags.config_from(DecodeConfig, args)
+    security = flags.security_from(args)
+    prepare_devices(config.tp_size)
+    worker = DecodeWorker(config, security)
+    asyncio.run(worker.run(config.registry_address, flags.announce))
+
+
+if __name__ == "__main__":
+    flags.run_main("decode", lambda: main(sys.argv[1:]))

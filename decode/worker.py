@@ -1,0 +1,425 @@
+"""The decode loop: rooms in, reservations out, pages placed, one step at a time for all slots.
+
+One turn seats and starts rooms, dispatches step n+1, then reads step n's tokens, so all host
+work overlaps the device. Everything of one step leaves as one message per API process.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decode.admission import Admission, Seat
+from decode.config import DecodeConfig
+from decode.engine import DecodeEngine, SlotStart
+from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, StepResult, ended
+from model.buckets import decode_buckets
+from model.opening import on_cpu
+from model.programs import CompileCounter
+from model.sampling import SampleOut
+from transfer import wire
+from transfer.backend import FirstToken, PageReceiver
+from transfer.clock import SYSTEM_CLOCK, Clock
+from transfer.emit import Rows, StepEmitter
+from transfer.errors import Code, RpcError
+from transfer.pages import PagePool
+from transfer.room import Room, RoomTable, Side, State
+from transfer.rpc import RpcClient, Security
+from transfer.tcp import TcpReceiver
+from transfer.worker import Aborted, ApiGone, Submitted, Worker, describe, open_configured
+
+log = logging.getLogger(__name__)
+
+GRANT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class PagesArrived:
+    room: int
+    page_start: int
+    shards: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Finished:
+    room: int
+    first: FirstToken
+
+
+@dataclass(frozen=True)
+class SenderLost:
+    rooms: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class GrantFailed:
+    rooms: tuple[int, ...]
+    message: str
+
+
+@dataclass(slots=True)
+class Held:
+    """What decode knows of one room."""
+
+    submit: wire.Submit
+    room: Room
+    seat: Seat | None = None
+
+
+class DecodeWorker(Worker):
+    """One decode group."""
+
+    role: wire.Role = "decode"
+
+    def __init__(
+        self, config: DecodeConfig, security: Security, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        super().__init__(security, clock, config.host, config.port)
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self._held: dict[int, Held] = {}
+        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
+        self._starts: list[tuple[Held, FirstToken]] = []
+        self._inflight: deque[tuple[StepPlan, SampleOut]] = deque()
+        self._clients: dict[str, RpcClient] = {}  # loop thread only
+        self._grant_tasks: set[asyncio.Task[None]] = set()
+        self._load = wire.Load()
+        self._compiles = CompileCounter()
+
+    # --- start ----------------------------------------------------------------------------------
+
+    def build(self) -> wire.WorkerInfo:
+        config = self.config
+        opened = open_configured(config)
+        page_size = opened.kv.page_size
+        slots = config.max_running_requests or (16 if on_cpu() else 256)
+        buckets = decode_buckets(slots, opened.context_length, page_size)
+        self._engine = DecodeEngine(
+            opened, buckets, config.mem_fraction_static, config.max_total_tokens
+        )
+        log.info("memory: %s", self._engine.plan)
+        self._pool = PagePool(self._engine.num_pages)
+        self._admission = Admission(self._pool, slots, page_size, config.headroom_pages)
+        self._scheduler = DecodeScheduler(self._admission, page_size)
+        self._emitter = StepEmitter(self.worker_id(), self.epoch)
+        kv = opened.kv
+        self._receiver: PageReceiver = TcpReceiver(
+            self.security,
+            host=config.data_host or config.host,
+            port=config.data_port,
+            kv=kv,
+            tp_size=config.tp_size,
+            on_pages=lambda room, start, shards: self.inbox.post(
+                PagesArrived(room, start, shards)
+            ),
+            on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
+            on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
+            stall_timeout_s=config.stall_timeout_s,
+        )
+        self._data_address = self._receiver.start()
+        self._opened = opened
+        self._compiles.arm()
+        self._refresh_load()
+        return describe(self, config, opened, self._data_address, self._engine.num_pages)
+
+    def worker_id(self) -> str:
+        return self.config.worker_id or f"decode-{self.host}:{self.port}"
+
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        total = submit.num_prompt_tokens + submit.sampling.max_new_tokens
+        limit = min(
+            self._opened.context_length, self._engine.num_pages * self._opened.kv.page_size
+        )
+        if total > limit:
+            message = f"prompt and output of {total} tokens, this worker takes {limit}"
+            return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
+        if len(self._held) >= self.config.max_queued_requests:
+            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
+            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
+        return None
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def handle(self, event: Any) -> None:
+        match event:
+            case Submitted(submits):
+                for submit in submits:
+                    self._open(submit)
+            case PagesArrived(room, page_start, shards):
+                self._place(room, page_start, shards)
+            case Finished(room, first):
+                self._ready(room, first)
+            case Aborted(rooms, _):
+                for room in rooms:
+                    self._drop(room, "aborted")
+            case ApiGone(api_id):
+                gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
+                for room in gone:
+                    self._drop(room, "api_gone")
+            case SenderLost(rooms, message):
+                for room in rooms:
+                    self._fail(room, Code.PEER_LOST, f"prefill lost: {message}")
+            case GrantFailed(rooms, message):
+                for room in rooms:
+                    self._fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
+            case _:
+                raise AssertionError(f"unknown event {event!r}")
+
+    def _open(self, submit: wire.Submit) -> None:
+        if submit.room in self._held:
+            return  # the same submit, delivered twice
+        room = Room(submit.room, Side.DECODE, self.clock.now_s(), submit.deadline_s)
+        if not self._rooms.add(room):
+            event = _failed(submit.room, Code.QUEUE_FULL, "too many rooms")
+            self._emitter.event(submit.api_id, event)
+            return
+        self._held[submit.room] = Held(submit, room)
+        self._admission.add(submit.room, len(submit.token_ids) // 4, submit.arrival_s)
+
+    def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
+        held = self._held.get(room)
+        if held is None or held.seat is None:
+            self.counters["pages_late"] += shards[0].shape[2]
+            return
+        if held.room.state is State.RESERVED:
+            held.room.advance(State.RECEIVING, self.clock.now_s())
+        num_pages = shards[0].shape[2]
+        self._engine.place_run(held.seat.pages[page_start : page_start + num_pages], shards)
+        self.counters["pages_received"] += num_pages
+
+    def _ready(self, room: int, first: FirstToken) -> None:
+        """All pages are in place: prefill may forget the room, the slot may start."""
+        held = self._held.get(room)
+        if held is None or held.seat is None:
+            return
+        self._receiver.ack(room)
+        held.room.advance(State.READY, self.clock.now_s())
+        if first.finished:
+            self._end(room)
+        else:
+            self._starts.append((held, first))
+
+    # --- one turn -------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        self._seat()
+        self._start()
+        plan = self._plan()
+        if plan is not None:
+            self._inflight.append((plan, self._engine.step(plan.slots, plan.new_pages)))
+            self.counters["steps"] += 1
+        if self._inflight and (len(self._inflight) > 1 or plan is None):
+            self._complete(*self._inflight.popleft())
+        for room in self._rooms.expired(self.clock.now_s()):
+            self._fail(room.room, Code.DEADLINE, "deadline passed in decode")
+        self._refresh_load()
+        self.publish(self._emitter.take(self.clock.monotonic_s()))
+        return bool(self._inflight)
+
+    def _seat(self) -> None:
+        """Reserve for those who fit, and tell their prefill workers."""
+        grants: dict[str, list[wire.Grant]] = {}
+        for seat in self._admission.admit():
+            held = self._held[seat.room]
+            held.seat = seat
+            held.room.advance(State.RESERVED, self.clock.now_s())
+            num_pages = -(-seat.num_tokens // self._opened.kv.page_size)
+            self._receiver.expect(seat.room, self.epoch, num_pages)
+            grant = wire.Grant(
+                room=seat.room,
+                epoch=self.epoch,
+                decode_id=self.worker_id(),
+                data_address=self._data_address,
+                page_ids=wire.pack_i32(seat.pages[:num_pages]),
+                tp_size=self.config.tp_size,
+                stored_kv_heads=self._opened.kv.num_kv_heads,
+            )
+            grants.setdefault(held.submit.prefill.address, []).append(grant)
+        if grants:
+            self.on_loop(self._send_grants, grants)
+
+    def _start(self) -> None:
+        """Rooms whose pages are all there join the batch."""
+        starts = []
+        for held, first in self._starts:
+            if held.seat is None or self._held.get(held.submit.room) is not held:
+                continue
+            submit = held.submit
+            tokens = np.append(wire.unpack_i32(submit.token_ids), np.int32(first.token_id))
+            starts.append(
+                SlotStart(
+                    held.seat.slot,
+                    tokens,
+                    submit.num_prompt_tokens,
+                    held.seat.pages,
+                    submit.sampling,
+                )
+            )
+            self._scheduler.start(
+                held.seat, submit.api_id, submit.sampling, submit.num_prompt_tokens
+            )
+            held.room.advance(State.DECODING, self.clock.now_s())
+        self._starts = []
+        self._engine.start_slots(starts)
+
+    def _plan(self) -> StepPlan | None:
+        """Plan the next step; while the pool is dry, let ends come in, then preempt."""
+        while True:
+            try:
+                return self._scheduler.plan()
+            except OutOfPages:
+                if self._inflight:
+                    self._complete(*self._inflight.popleft())
+                else:
+                    self._preempt(self._admission.victim().room)
+
+    def _preempt(self, room: int) -> None:
+        held = self._held[room]
+        self.counters["preemptions"] += 1
+        self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
+        self._drop(room, "preempted")
+
+    def _complete(self, plan: StepPlan, out: SampleOut) -> None:
+        """Read a step's tokens, send them, and end what they end."""
+        result = self._scheduler.finish(plan, np.asarray(out.ids))
+        self.counters["tokens"] += len(result.rows)
+        by_api: dict[str, list[int]] = {}
+        slots = plan.slots[result.rows]
+        for at, slot in enumerate(slots.tolist()):
+            running = self._scheduler.running(slot)
+            assert running is not None
+            by_api.setdefault(running.api_id, []).append(at)
+        wanted = self._scheduler.top_wanted(slots)
+        logprobs = np.asarray(out.logprobs) if (wanted >= 0).any() else None
+        tops = (
+            (np.asarray(out.top_ids), np.asarray(out.top_logprobs))
+            if (wanted > 0).any()
+            else None
+        )
+        for api_id, rows in by_api.items():
+            at_rows = np.array(rows, np.int32)
+            # Two steps may complete in one turn (a dry pool): each is a message of its own.
+            if self._emitter.has_rows(api_id):
+                self.publish(self._emitter.take(self.clock.monotonic_s()))
+            self._emitter.rows(api_id, _rows(result, at_rows, wanted, logprobs, tops))
+        for at in ended(result).tolist():
+            self._end(int(result.rooms[at]))
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def _end(self, room: int) -> None:
+        self._held[room].room.advance(State.DONE, self.clock.now_s())
+        self._forget(room)
+
+    def _fail(self, room: int, code: Code, message: str) -> None:
+        held = self._held.get(room)
+        if held is None:
+            return
+        self._emitter.event(held.submit.api_id, _failed(room, code, message))
+        self._drop(room, code.value)
+
+    def _drop(self, room: int, why: str) -> None:
+        """End a room early, in whatever state; late frames of it will be refused."""
+        held = self._held.get(room)
+        if held is None:
+            return
+        self.counters[f"rooms_{why}"] += 1
+        held.room.advance(State.FAILED, self.clock.now_s())
+        self._forget(room)
+
+    def _forget(self, room: int) -> None:
+        held = self._held.pop(room)
+        self._rooms.remove(room)
+        self._receiver.forget(room)
+        if held.seat is not None:
+            self._scheduler.stop(held.seat.slot)
+            held.seat = None
+        self._admission.release(room)
+
+    # --- grants (loop thread) ---------------------------------------------------------------------
+
+    def _send_grants(self, grants: dict[str, list[wire.Grant]]) -> None:
+        for address, batch in grants.items():
+            task = asyncio.create_task(self._send_grant(address, tuple(batch)))
+            self._grant_tasks.add(task)
+            task.add_done_callback(self._grant_tasks.discard)
+
+    async def _send_grant(self, address: str, grants: tuple[wire.Grant, ...]) -> None:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = RpcClient(address, self.security)
+        try:
+            await client.call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
+        except RpcError as error:
+            self.inbox.post(GrantFailed(tuple(grant.room for grant in grants), str(error)))
+
+    # --- what others may know --------------------------------------------------------------------
+
+    def load(self) -> wire.Load:
+        return self._load
+
+    def _refresh_load(self) -> None:
+        self._load = wire.Load(
+            queued_requests=self._admission.num_waiting,
+            queued_tokens=self._admission.waiting_tokens,
+            running_requests=self._scheduler.num_running,
+            pages_total=self._pool.num_pages,
+            pages_free=self._pool.num_free,
+            slots_total=self._admission.num_slots,
+            slots_free=self._admission.num_free_slots,
+            steps=self.progress,
+        )
+
+    def state(self) -> wire.WorkerState:
+        self._refresh_load()
+        self._admission.check()
+        counters = {**self.counters, **self._receiver.counters}
+        return wire.WorkerState(
+            worker_id=self.worker_id(),
+            role=self.role,
+            epoch=self.epoch,
+            load=self._load,
+            pages_held=self._pool.num_held,
+            pages_cached=0,
+            rooms=len(self._held),
+            compiles_after_ready=self._compiles.after_ready,
+            counters={name: float(value) for name, value in counters.items()},
+            config={name: str(value) for name, value in vars(self.config).items()},
+        )
+
+    def flush(self) -> wire.FlushReply:
+        return wire.FlushReply(flushed=True, message="decode keeps no cache")
+
+    def close(self) -> None:
+        self._compiles.disarm()
+        receiver = getattr(self, "_receiver", None)
+        if receiver is not None:
+            receiver.close()
+
+
+def _failed(room: int, code: Code, message: str) -> wire.RoomEvent:
+    return wire.RoomEvent(room, "failed", code=code.value, message=message)
+
+
+def _rows(
+    result: StepResult,
+    at: np.ndarray,
+    wanted: np.ndarray,
+    logprobs: np.ndarray | None,
+    tops: Sequence[np.ndarray] | None,
+) -> Rows:
+    """One API process's part of a step. at: i32[n] into the result; the arrays are the device's."""
+    device_rows = result.rows[at]
+    rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
+    if logprobs is not None:
+        rows.logprobs = logprobs[device_rows]
+    if tops is not None:
+        rows.top_rows = np.flatnonzero(wanted[at] > 0).astype(np.int32)
+        rows.top_ids = tops[0][device_rows][rows.top_rows]
+        rows.top_logprobs = tops[1][device_rows][rows.top_rows]
+    return rows

@@ -1,0 +1,152 @@
+"""Open a checkpoint for one role: resolve what flags leave open, load weights, size the pool."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from model.config import KVSpec, ModelConfig
+from model.errors import ModelError
+from model.kv import init_pool
+from model.programs import (
+    MemoryPlan,
+    Program,
+    memory_budget_bytes,
+    plan_memory,
+    tree_bytes,
+)
+from model.sharding import kv_spec, make_mesh
+from model.transformer import Model
+from model.weights import load_params, model_digest
+
+log = logging.getLogger(__name__)
+
+CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model in memory, before its page pool."""
+
+    model: Model
+    params: Any
+    kv: KVSpec
+    logical_kv_heads: int
+    context_length: int
+    digest: str
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return list(self.model.mesh.devices.flat)
+
+
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def open_model(
+    path: Path,
+    dtype: str,
+    kv_cache_dtype: str,
+    tp_size: int,
+    ep_size: int,
+    page_size: int,
+    context_length: int,
+) -> OpenedModel:
+    """Read config and weights onto a mesh of tp_size devices.
+
+    dtype, kv_cache_dtype: "auto" | "float32" | "bfloat16"; auto is float32 on CPU (bfloat16
+    products are an order slower there), else the checkpoint's; the cache follows the weights.
+    context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
+    Raises ModelError, one line, for anything that does not fit.
+    """
+    cfg = ModelConfig.from_dir(path)
+    if tp_size > len(jax.devices()):
+        raise ModelError(
+            f"--tp-size {tp_size} needs {tp_size} devices, this process sees "
+            f"{len(jax.devices())} ({jax.default_backend()})"
+        )
+    if dtype == "auto":
+        dtype = "float32" if on_cpu() else cfg.torch_dtype
+    kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    page_size = page_size or (16 if on_cpu() else 64)
+    limit = cfg.max_position_embeddings
+    if context_length > limit:
+        raise ModelError(
+            f"--context-length {context_length} is above the model's "
+            f"max_position_embeddings {limit}"
+        )
+    context_length = context_length or (min(limit, CPU_CONTEXT_LENGTH) if on_cpu() else limit)
+    mesh = make_mesh(tp_size, ep_size)
+    model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size)
+    digest = model_digest(path)
+    log.info("loading weights from %s as %s on %d device(s)", path, dtype, tp_size)
+    params = load_params(path, model, progress=_Progress())
+    return OpenedModel(
+        model=model,
+        params=params,
+        kv=kv_spec(cfg, model.dims, page_size, kv_dtype),
+        logical_kv_heads=cfg.num_kv_heads,
+        context_length=context_length,
+        digest=digest,
+    )
+
+
+def make_pool(
+    opened: OpenedModel,
+    fraction: float,
+    max_total_tokens: int,
+    natural_pages: int,
+    compile_all: Callable[[int], list[Program]],
+) -> tuple[Array, MemoryPlan, list[Program]]:
+    """Compile every program, learn their scratch memory, and give the pool what is left.
+
+    fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
+    natural_pages: more than this many could never be in use at once, or are of no benefit.
+    compile_all(num_pages): compiles for a pool of this size. Scratch does not depend on the
+    pool's size (a test holds that), so a trial with a small pool tells it.
+    Returns (pool, plan, programs). Raises ModelError when it does not fit.
+    """
+    fraction = fraction or (0.1 if on_cpu() else 0.85)
+    page_size = opened.kv.page_size
+    least = -(-opened.context_length // page_size)
+    weights = tree_bytes(opened.params)
+    # What is loaded by now is no longer free: it belongs to the budget all the same.
+    budget = memory_budget_bytes(fraction, opened.devices)
+    if on_cpu():
+        budget += weights
+    exact = max_total_tokens > 0
+    wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
+
+    def plan(scratch: int) -> MemoryPlan:
+        return plan_memory(
+            budget, weights, scratch, opened.kv.page_bytes, wanted, exact, least
+        )
+
+    guess = plan(0)
+    programs = compile_all(guess.num_pages)
+    num_devices = len(opened.devices)
+    scratch = max(program.temp_bytes for program in programs) * num_devices
+    final = plan(scratch)
+    if final.num_pages != guess.num_pages:
+        programs = compile_all(final.num_pages)
+    pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
+    return jax.block_until_ready(pool), final, programs
+
+
+class _Progress:
+    """Logs loading at each quarter, so that a log file stays short."""
+
+    def __init__(self) -> None:
+        self._quarter = 0
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        quarter = 4 * done_bytes // max(total_bytes, 1)
+        if quarter > self._quarter:
+            self._quarter = quarter
+            log.info("weights %d%% of %.1f MiB", 25 * quarter, total_bytes / 2**20)

@@ -1,0 +1,27 @@
+"""`python -m prefill`: the same as `kvferry prefill`."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from model.devices import prepare_devices
+from prefill.config import PrefillConfig
+from prefill.worker import PrefillWorker
+from transfer import flags
+
+
+def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
+    """Run a prefill worker until it is told to stop."""
+    parser = flags.Parser(prog=prog, description="compute prompts and ship their pages")
+    flags.add_flags(parser, PrefillConfig, flags.WORKER_HELP)
+    flags.add_security_flags(parser)
+    args = parser.parse_args(argv)
+    config = flags.config_from(PrefillConfig, args)
+    security = flags.security_from(args)
+    prepare_devices(config.tp_size)
+    worker = PrefillWorker(config, security)
+    asyncio.run(worker.run(config.registry_address, flags.announce))
+
+
+if __name__ == "__main__":
+    flags.run_main("prefill", lambda: main(sys.argv[1:]))

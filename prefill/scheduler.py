@@ -1,0 +1,175 @@
+"""Which tokens go into the next chunk, and which pages they fill.
+
+Pure: state and events in, a plan out. Requests are taken in order of arrival once decode has
+granted them pages; prompts are packed into one chunk until a budget (tokens, prompts, context
+pages) is used up. A request holds all pages of its prompt from its first chunk until
+`release`, so a started prompt always finishes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefill.prefix_cache import PrefixCache
+from transfer.pages import PagePool
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One request as prefill sees it."""
+
+    room: int
+    token_ids: np.ndarray  # i32[n]
+    arrival_s: float
+    salt: str = ""
+    logprobs_start: int = -1  # positions >= start need logits; -1 = none
+    granted: bool = False
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0  # tokens found in the prefix cache
+    num_planned: int = 0  # tokens computed or in a chunk that was dispatched
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs_start >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one prompt's tokens within a chunk."""
+
+    prompt: Prompt
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.prompt.num_tokens
+
+
+class PrefillScheduler:
+    """Owns the queue, and the only caller of the page pool and the prefix cache."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        chunk_tokens: int,
+        chunk_seqs: int,
+        chunk_pages: int,
+    ) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._page_size = page_size
+        self._chunk_tokens = chunk_tokens
+        self._chunk_seqs = chunk_seqs
+        self._chunk_pages = chunk_pages
+        self._prompts: dict[int, Prompt] = {}
+        self._ready: list[Prompt] = []  # granted, with tokens left to plan; oldest first
+
+    def add(self, prompt: Prompt) -> None:
+        """Queue a prompt. It waits for `grant`."""
+        assert prompt.room not in self._prompts, f"room {prompt.room} twice"
+        assert prompt.num_tokens > 0
+        self._prompts[prompt.room] = prompt
+
+    def grant(self, room: int) -> None:
+        """Decode has pages for it: it may be computed."""
+        prompt = self._prompts[room]
+        if prompt.granted:
+            return
+        prompt.granted = True
+        at = len(self._ready)
+        while at and self._ready[at - 1].arrival_s > prompt.arrival_s:
+            at -= 1
+        self._ready.insert(at, prompt)
+
+    def release(self, room: int) -> None:
+        """The room is over, well or badly: its pages go back. Unknown rooms are ignored.
+
+        Chunks already dispatched may still write to these pages; a later owner's writes are
+        dispatched later and the device runs in order, so they win.
+        """
+        prompt = self._prompts.pop(room, None)
+        if prompt is None:
+            return
+        if prompt in self._ready:
+            self._ready.remove(prompt)
+        self._pool.release(tuple(prompt.pages))
+        prompt.pages = []
+
+    def plan(self) -> tuple[Piece, ...]:
+        """The next chunk; empty when nothing can run. Its tokens count as planned at once."""
+        pieces: list[Piece] = []
+        tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
+        for prompt in tuple(self._ready):
+            if tokens_left == 0 or len(pieces) == self._chunk_seqs:
+                break
+            if not prompt.pages and not self._start(prompt):
+                break  # first come, first served: nobody overtakes into the free pages
+            num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
+            num_pages = -(-(prompt.num_planned + num_tokens) // self._page_size)
+            if num_pages > pages_left:
+                break
+            piece = Piece(prompt, prompt.num_planned, num_tokens)
+            pieces.append(piece)
+            tokens_left -= num_tokens
+            pages_left -= num_pages
+            self._planned(piece)
+        return tuple(pieces)
+
+    def queued(self) -> tuple[int, int]:
+        """Requests and tokens not yet planned."""
+        left = [p.num_tokens - p.num_planned for p in self._prompts.values()]
+        return sum(n > 0 for n in left), sum(left)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def _start(self, prompt: Prompt) -> bool:
+        """Take cached pages and reserve the rest; False when there is no room yet."""
+        if prompt.logprobs_start >= 0:
+            reusable = max(prompt.logprobs_start - 1, 0)
+        else:
+            reusable = prompt.num_tokens - 1  # the last token's logits must be computed
+        shared = self._cache.match(prompt.token_ids, prompt.salt, reusable)
+        need = -(-prompt.num_tokens // self._page_size) - len(shared)
+        short = need - self._pool.num_free
+        if short > 0:
+            self._cache.evict(short)
+        fresh = self._pool.reserve(need)
+        if fresh is None:
+            self._pool.release(shared)
+            return False
+        prompt.pages = [*shared, *fresh]
+        prompt.num_cached = prompt.num_planned = len(shared) * self._page_size
+        return True
+
+    def _planned(self, piece: Piece) -> None:
+        prompt = piece.prompt
+        prompt.num_planned = piece.end
+        if piece.is_last:
+            self._ready.remove(prompt)
+        # The device runs in order: any later chunk that reads these pages finds them written.
+        full = piece.end // self._page_size
+        self._cache.insert(
+            prompt.token_ids[: full * self._page_size], prompt.salt, prompt.pages[:full]
+        )
+
+
+def pages_to_ship(piece: Piece, page_size: int, already: int) -> Sequence[int]:
+    """Indices, within the prompt, of pages complete after this piece and not yet shipped."""
+    if piece.is_last:
+        end = -(-piece.end // page_size)
+    else:
+        end = piece.end // page_size
+    return range(already, max(end, already))

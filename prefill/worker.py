@@ -1,0 +1,460 @@
+"""The prefill loop: rooms in, chunks on the device, pages and first tokens out.
+
+One turn dispatches a chunk, then reads the results of the chunk before it, so the host ships
+pages and tokens of chunk n while the device computes chunk n+1.
+"""
+
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from model.buckets import pages_for, prefill_buckets
+from model.opening import on_cpu
+from model.programs import CompileCounter
+from model.sampling import SampleOut
+from prefill.config import PrefillConfig
+from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
+from prefill.prefix_cache import PrefixCache
+from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
+from transfer import wire
+from transfer.backend import FirstToken, PageSender
+from transfer.clock import SYSTEM_CLOCK, Clock
+from transfer.emit import Rows, StepEmitter
+from transfer.errors import Code
+from transfer.layout import Piece as HeadRun
+from transfer.layout import plan_heads
+from transfer.pages import PagePool
+from transfer.room import Room, RoomTable, Side, State
+from transfer.rpc import RpcServer, Security
+from transfer.stops import finish_of
+from transfer.tcp import TcpSender
+from transfer.worker import Aborted, ApiGone, Submitted, Worker, describe, open_configured
+
+log = logging.getLogger(__name__)
+
+EARLY_GRANT_S = 10.0  # a grant may come before its submit; kept this long
+
+
+@dataclass(frozen=True)
+class Granted:
+    grants: tuple[wire.Grant, ...]
+
+
+@dataclass(frozen=True)
+class SenderSaid:
+    event: Any
+
+
+@dataclass(slots=True)
+class Held:
+    """What prefill knows of one room."""
+
+    submit: wire.Submit
+    prompt: Prompt
+    room: Room
+    grant: wire.Grant | None = None
+    shipped_pages: int = 0
+    logprobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A dispatched chunk and everything that waits for it."""
+
+    chunk: ChunkInFlight
+    sampled: SampleOut | None
+    runs: list[tuple[int, int, int, list[Array]]]  # room, first page, pages, staged shards
+
+
+class PrefillWorker(Worker):
+    """One prefill group."""
+
+    role: wire.Role = "prefill"
+
+    def __init__(
+        self, config: PrefillConfig, security: Security, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        super().__init__(security, clock, config.host, config.port)
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self._held: dict[int, Held] = {}
+        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
+        self._early: dict[int, tuple[wire.Grant, float]] = {}
+        self._inflight: deque[InFlight] = deque()
+        self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
+        self._load = wire.Load()
+        self._compiles = CompileCounter()
+
+    # --- start ----------------------------------------------------------------------------------
+
+    def build(self) -> wire.WorkerInfo:
+        config = self.config
+        opened = open_configured(config)
+        page_size = opened.kv.page_size
+        chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
+        context = opened.context_length
+        chunk = min(chunk, pages_for(context, page_size) * page_size)
+        buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
+        natural = 4 * config.max_seqs_per_chunk * pages_for(context, page_size)
+        self._engine = PrefillEngine(
+            opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
+        )
+        log.info("memory: %s", self._engine.plan)
+        self._pool = PagePool(self._engine.num_pages)
+        self._cache = PrefixCache(self._pool, page_size, not config.disable_radix_cache)
+        self._scheduler = PrefillScheduler(
+            self._pool, self._cache, page_size, chunk, buckets.seqs, buckets.pages
+        )
+        self._emitter = StepEmitter(self.worker_id(), self.epoch)
+        self._sender: PageSender = TcpSender(
+            self.security,
+            sender_id=self.worker_id(),
+            on_event=lambda event: self.inbox.post(SenderSaid(event)),
+            max_frame_bytes=config.max_frame_bytes,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+        self._opened = opened
+        self._compiles.arm()
+        self._refresh_load()
+        return describe(self, config, opened, "", self._engine.num_pages)
+
+    def worker_id(self) -> str:
+        return self.config.worker_id or f"prefill-{self.host}:{self.port}"
+
+    def register_methods(self, server: RpcServer) -> None:
+        server.unary("Grant", wire.GrantBatch, self._grant)
+
+    async def _grant(self, batch: wire.GrantBatch) -> wire.Empty:
+        self.require_ready()
+        self.inbox.post(Granted(batch.grants))
+        return wire.Empty()
+
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        num_tokens = len(submit.token_ids) // 4
+        limit = min(
+            self._opened.context_length, self._engine.num_pages * self._opened.kv.page_size
+        )
+        if num_tokens > limit:
+            message = f"prompt of {num_tokens} tokens, this worker takes {limit}"
+            return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
+        if len(self._held) >= self.config.max_queued_requests:
+            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
+            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
+        return None
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def handle(self, event: Any) -> None:
+        match event:
+            case Submitted(submits):
+                for submit in submits:
+                    self._open(submit)
+            case Granted(grants):
+                for grant in grants:
+                    self._take_grant(grant)
+            case Aborted(rooms, _):
+                for room in rooms:
+                    self._early.pop(room, None)
+                    self._drop(room, "aborted")
+            case ApiGone(api_id):
+                gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
+                for room in gone:
+                    self._drop(room, "api_gone")
+            case SenderSaid(said):
+                self._sender_said(said)
+            case _:
+                raise AssertionError(f"unknown event {event!r}")
+
+    def _open(self, submit: wire.Submit) -> None:
+        if submit.room in self._held:
+            return  # the same submit, delivered twice
+        now = self.clock.now_s()
+        room = Room(submit.room, Side.PREFILL, now, submit.deadline_s)
+        if not self._rooms.add(room):
+            self._fail_event(submit, Code.QUEUE_FULL, "too many rooms")
+            return
+        prompt = Prompt(
+            room=submit.room,
+            token_ids=wire.unpack_i32(submit.token_ids),
+            arrival_s=submit.arrival_s,
+            salt=submit.cache_salt,
+            logprobs_start=submit.sampling.prompt_logprobs_start,
+        )
+        self._held[submit.room] = Held(submit, prompt, room)
+        self._scheduler.add(prompt)
+        early = self._early.pop(submit.room, None)
+        if early is not None:
+            self._take_grant(early[0])
+
+    def _take_grant(self, grant: wire.Grant) -> None:
+        held = self._held.get(grant.room)
+        now = self.clock.now_s()
+        if held is None:
+            self._early[grant.room] = (grant, now + EARLY_GRANT_S)
+            return
+        if held.grant is not None:
+            return
+        if grant.epoch != held.submit.decode.epoch:
+            self.counters["grants_stale"] += 1
+            return
+        held.grant = grant
+        held.room.advance(State.GRANTED, now)
+        self._scheduler.grant(grant.room)
+
+    def _sender_said(self, said: Any) -> None:
+        now = self.clock.now_s()
+        match said.kind:
+            case "acked":
+                held = self._held.get(said.room)
+                if held is not None:
+                    held.room.advance(State.DONE, now)
+                    self._forget(said.room)
+            case "nacked":
+                self.counters["transfers_refused"] += 1
+                self._fail(said.room, Code.STALE, f"decode refused pages: {said.message}")
+            case "lost":
+                self.counters["transfers_lost"] += 1
+                self._fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")
+
+    # --- one turn -------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        pieces = self._scheduler.plan()
+        if pieces:
+            self._dispatch_chunk(pieces)
+        if self._inflight and (len(self._inflight) > 1 or not pieces):
+            self._complete(self._inflight.popleft())
+        self._expire()
+        self._refresh_load()
+        self.publish(self._emitter.take(self.clock.monotonic_s()))
+        return bool(self._inflight)
+
+    def _dispatch_chunk(self, pieces: tuple[Piece, ...]) -> None:
+        now = self.clock.now_s()
+        chunk = self._engine.run_chunk(pieces)
+        runs: list[tuple[int, int, int, list[Array]]] = []
+        firsts: list[FirstSample] = []
+        for row, piece in enumerate(pieces):
+            held = self._held[piece.prompt.room]
+            if held.room.state is State.GRANTED:
+                held.room.advance(State.COMPUTING, now)
+            if piece.is_last:
+                submit = held.submit
+                firsts.append(
+                    FirstSample(
+                        row, submit.sampling, piece.prompt.token_ids, submit.num_prompt_tokens
+                    )
+                )
+            runs += self._gather(held, piece)
+        sampled = self._engine.sample_first(chunk, firsts) if firsts else None
+        self._inflight.append(InFlight(chunk, sampled, runs))
+        self.counters["chunks"] += 1
+        self.counters["tokens_computed"] += sum(piece.num_tokens for piece in pieces)
+
+    def _gather(self, held: Held, piece: Piece) -> list[tuple[int, int, int, list[Array]]]:
+        """Stage the pages that this piece completes, in runs that fit a compiled gather."""
+        wanted = pages_to_ship(piece, self._opened.kv.page_size, held.shipped_pages)
+        held.shipped_pages += len(wanted)
+        longest = self._engine.max_run_pages
+        runs = []
+        for at in range(0, len(wanted), longest):
+            idxs = wanted[at : at + longest]
+            shards = self._engine.gather_run([piece.prompt.pages[i] for i in idxs])
+            runs.append((piece.prompt.room, idxs[0], len(idxs), shards))
+        return runs
+
+    def _complete(self, flight: InFlight) -> None:
+        """Ship what the chunk finished. Rooms that ended meanwhile are passed over."""
+        for room, first_page, num_pages, arrays in flight.runs:
+            held = self._held.get(room)
+            if held is None or held.grant is None:
+                continue
+            shards = [np.asarray(array)[:, :, :num_pages] for array in arrays]
+            runs = self._runs_to(held.grant)
+            self._sender.send_pages(held.grant, first_page, shards, runs)
+            self.counters["pages_sent"] += num_pages
+        if flight.chunk.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(flight.chunk)
+        if flight.sampled is not None:
+            self._emit_first_tokens(flight.chunk, SampleOut(*map(np.asarray, flight.sampled)))
+
+    def _runs_to(self, grant: wire.Grant) -> tuple[HeadRun, ...]:
+        key = (grant.tp_size, grant.stored_kv_heads)
+        if key not in self._head_runs:
+            self._head_runs[key] = plan_heads(
+                self._opened.logical_kv_heads,
+                self.config.tp_size,
+                self._opened.kv.num_kv_heads,
+                grant.tp_size,
+                grant.stored_kv_heads,
+            )
+        return self._head_runs[key]
+
+    def _emit_first_tokens(self, chunk: ChunkInFlight, out: SampleOut) -> None:
+        """First tokens go to the client at once, and to decode behind the last page."""
+        by_api: dict[str, list[tuple[int, Held, int]]] = {}
+        now = self.clock.now_s()
+        for row, piece in enumerate(chunk.pieces):
+            held = self._held.get(piece.prompt.room)
+            if not piece.is_last or held is None or held.grant is None:
+                continue
+            submit = held.submit
+            token_id, token_idx = int(out.ids[row]), submit.num_generated
+            finish = finish_of(token_id, token_idx, submit.sampling)
+            by_api.setdefault(submit.api_id, []).append((row, held, finish))
+            held.room.advance(State.SENDING, now)
+            first = FirstToken(token_id, token_idx, piece.prompt.num_tokens, finish)
+            self._sender.finish(held.grant, first)
+            self._emitter.event(submit.api_id, self._prefilled(held))
+        for api_id, rows in by_api.items():
+            self._emitter.rows(api_id, _first_rows(rows, out))
+
+    def _prefilled(self, held: Held) -> wire.RoomEvent:
+        self.counters["cached_tokens"] += held.prompt.num_cached
+        return wire.RoomEvent(
+            held.submit.room,
+            "prefilled",
+            cached_tokens=held.prompt.num_cached,
+            prompt_logprobs=_joined_logprobs(held),
+        )
+
+    def _collect_prompt_logprobs(self, chunk: ChunkInFlight) -> None:
+        assert chunk.prompt_logprobs is not None
+        arrays = [np.asarray(array) for array in chunk.prompt_logprobs]
+        row = 0
+        for piece in chunk.pieces:
+            held = self._held.get(piece.prompt.room)
+            if held is not None and piece.prompt.wants_logprobs:
+                # Row r tells of the token after it: position piece.start + r + 1.
+                first = max(piece.prompt.logprobs_start, 1)
+                skip = max(first - (piece.start + 1), 0)
+                last = min(piece.end, held.submit.num_prompt_tokens - 1) - piece.start
+                if skip < last:
+                    cut = slice(row + skip, row + last)
+                    lps, ids, tops = (array[cut] for array in arrays)
+                    held.logprobs.append((lps, ids, tops))
+            row += piece.num_tokens
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def _fail(self, room: int, code: Code, message: str) -> None:
+        held = self._held.get(room)
+        if held is None:
+            return
+        self._fail_event(held.submit, code, message)
+        self._drop(room, code.value)
+
+    def _fail_event(self, submit: wire.Submit, code: Code, message: str) -> None:
+        event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)
+        self._emitter.event(submit.api_id, event)
+
+    def _drop(self, room: int, why: str) -> None:
+        """End a room early: nothing of it is sent any more, its pages go back."""
+        held = self._held.get(room)
+        if held is None:
+            return
+        self.counters[f"rooms_{why}"] += 1
+        held.room.advance(State.FAILED, self.clock.now_s())
+        if held.grant is not None:
+            self._sender.cancel(room)
+        self._forget(room)
+
+    def _forget(self, room: int) -> None:
+        del self._held[room]
+        self._rooms.remove(room)
+        self._scheduler.release(room)
+
+    def _expire(self) -> None:
+        now = self.clock.now_s()
+        for room in self._rooms.expired(now):
+            self._fail(room.room, Code.DEADLINE, "deadline passed in prefill")
+        for room_id in [r for r, (_, until) in self._early.items() if until < now]:
+            del self._early[room_id]
+            self.counters["grants_expired"] += 1
+
+    # --- what others may know --------------------------------------------------------------------
+
+    def load(self) -> wire.Load:
+        return self._load
+
+    def _refresh_load(self) -> None:
+        requests, tokens = self._scheduler.queued()
+        self._load = wire.Load(
+            queued_requests=requests,
+            queued_tokens=tokens,
+            running_requests=len(self._held) - requests,
+            pages_total=self._pool.num_pages,
+            pages_free=self._pool.num_free + self._cache.num_evictable(),
+            steps=self.progress,
+        )
+
+    def state(self) -> wire.WorkerState:
+        self._refresh_load()
+        cached = self._cache.num_evictable()
+        return wire.WorkerState(
+            worker_id=self.worker_id(),
+            role=self.role,
+            epoch=self.epoch,
+            load=self._load,
+            pages_held=self._pool.num_held - cached,
+            pages_cached=len(self._cache),
+            rooms=len(self._held),
+            compiles_after_ready=self._compiles.after_ready,
+            counters=dict(self.counters),
+            config={name: str(value) for name, value in vars(self.config).items()},
+        )
+
+    def flush(self) -> wire.FlushReply:
+        flushed = self._cache.flush()
+        left = len(self._cache)
+        message = f"{flushed} pages flushed"
+        if left:
+            message += f", {left} kept: running requests hold them"
+        return wire.FlushReply(flushed=left == 0, message=message)
+
+    def close(self) -> None:
+        self._compiles.disarm()
+        sender = getattr(self, "_sender", None)
+        if sender is not None:
+            sender.close()
+
+
+def _first_rows(rows: list[tuple[int, Held, int]], out: SampleOut) -> Rows:
+    """Pack first tokens. rows: (row of the chunk, its room, finish)."""
+    at = np.array([row for row, _, _ in rows], np.int32)
+    wants = np.array([held.submit.sampling.num_top_logprobs for _, held, _ in rows], np.int32)
+    packed = Rows(
+        rooms=np.array([held.submit.room for _, held, _ in rows], np.int64),
+        token_ids=out.ids[at],
+        token_idx=np.array([held.submit.num_generated for _, held, _ in rows], np.int32),
+        finish=np.array([finish for _, _, finish in rows], np.uint8),
+    )
+    if (wants >= 0).any():
+        packed.logprobs = out.logprobs[at]
+    if (wants > 0).any():
+        packed.top_rows = np.flatnonzero(wants > 0).astype(np.int32)
+        packed.top_ids = out.top_ids[at][packed.top_rows]
+        packed.top_logprobs = out.top_logprobs[at][packed.top_rows]
+    return packed
+
+
+def _joined_logprobs(held: Held) -> wire.PromptLogprobs | None:
+    if not held.prompt.wants_logprobs:
+        return None
+    start = max(held.prompt.logprobs_start, 1)
+    ids = held.prompt.token_ids[start : held.submit.num_prompt_tokens]
+    if not held.logprobs:
+        return wire.PromptLogprobs(start, wire.pack_i32(ids[:0]), b"", b"", b"")
+    logprobs, top_ids, tops = (np.concatenate(parts) for parts in zip(*held.logprobs, strict=True))
+    assert len(ids) == len(logprobs), (len(ids), len(logprobs))
+    return wire.PromptLogprobs(
+        start,
+        wire.pack_i32(ids),
+        wire.pack_f32(logprobs),
+        wire.pack_i32(top_ids),
+        wire.pack_f32(tops),
+    )

@@ -1,0 +1,247 @@
+"""Command lines to frozen configs, and the one way a process starts, reports and ends.
+
+Every field of a config dataclass is a flag of the same name (`max_total_tokens` is
+`--max-total-tokens`; a unit suffix `_s` is left out). Anything wrong is one line on stderr and
+exit code 2.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from model.errors import ModelError
+from transfer.errors import ConfigError, KvferryError
+from transfer.rpc import Security
+
+TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"  # noqa: S105  (a variable's name)
+NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
+LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
+
+EXIT_CONFIG = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(**kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise SystemExit(EXIT_CONFIG)
+
+
+def flag_name(field: str) -> str:
+    """`queue_timeout_s` -> `--queue-timeout`."""
+    return "--" + field.removesuffix("_s").replace("_", "-")
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    help_texts: dict[str, str],
+    prefix: str = "",
+    skip: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """One flag per field of a config dataclass.
+
+    prefix: put in front of each name ("prefill" gives --prefill-tp-size); such flags are only
+    set in the namespace when given. skip: fields without a flag. optional: required fields
+    that may be left out here because the caller fills them in.
+    """
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if field.name in skip:
+            continue
+        name = flag_name(f"{prefix}_{field.name}" if prefix else field.name)
+        required = field.default is dataclasses.MISSING and field.name not in optional
+        options: dict[str, Any] = {
+            "help": help_texts[field.name].replace("%", "%%"),
+            "dest": f"{prefix}_{field.name}" if prefix else field.name,
+        }
+        if prefix or field.name in optional:
+            options["default"] = argparse.SUPPRESS
+        elif required:
+            options["required"] = True
+        else:
+            options["default"] = field.default
+        options.update(_value_options(hints[field.name]))
+        parser.add_argument(name, **options)
+
+
+def _value_options(hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of this type."""
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint), "metavar": "{" + ",".join(get_args(hint)) + "}"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if isinstance(hint, UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    return {"type": hint, "metavar": hint.__name__.upper()}
+
+
+def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", **more: Any) -> C:
+    """The config of these arguments; prefixed ones win over plain ones, `more` over both.
+
+    Raises ConfigError from the config's own validation.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        for dest in (field.name, f"{prefix}_{field.name}"):
+            if hasattr(args, dest):
+                values[field.name] = getattr(args, dest)
+    values.update(more)
+    return config(**values)
+
+
+# --- security ---------------------------------------------------------------------------------
+
+
+def add_security_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cluster security")
+    group.add_argument(
+        "--cluster-token-file",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help=f"file with the secret that all processes share; default: ${TOKEN_ENV}",
+    )
+    for name, what in (("ca", "CA certificates that peers must match"), ("cert", "own certificate"),
+                       ("key", "own private key")):
+        group.add_argument(
+            f"--tls-{name}-file", type=Path, default=None, metavar="FILE", help=f"TLS: {what}"
+        )
+
+
+def security_from(args: argparse.Namespace) -> Security:
+    """The cluster token and TLS files. Raises ConfigError when there is no token."""
+    tls = (args.tls_ca_file, args.tls_cert_file, args.tls_key_file)
+    if any(tls) and not all(tls):
+        raise ConfigError("--tls-ca-file, --tls-cert-file and --tls-key-file go together")
+    if args.cluster_token_file is not None:
+        try:
+            token = args.cluster_token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--cluster-token-file {args.cluster_token_file}: {error}") from error
+    else:
+        token = os.environ.get(TOKEN_ENV, "").strip()
+    if len(token) < 16:
+        raise ConfigError(
+            f"a cluster token of at least 16 characters is needed, got {len(token)}: "
+            f"give --cluster-token-file or ${TOKEN_ENV} (openssl rand -hex 32 makes one)"
+        )
+    return Security(token, *tls)
+
+
+# --- process ----------------------------------------------------------------------------------
+
+
+def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
+    """Run a process's main and exit: 0 well, 2 for what the operator can mend, 1 otherwise.
+
+    Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
+    """
+    set_up_logging(prog)
+    _watch_lifeline()
+    code = 0
+    try:
+        main()
+    except (ConfigError, ModelError) as error:
+        sys.stderr.write(f"kvferry {prog}: {' '.join(str(error).split())}\n")
+        code = EXIT_CONFIG
+    except KvferryError as error:
+        sys.stderr.write(f"kvferry {prog}: {' '.join(str(error).split())}\n")
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        logging.getLogger(__name__).exception("kvferry %s failed", prog)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def set_up_logging(prog: str) -> None:
+    """Lines on stderr: time, level, message; under `kvferry up` the parent adds the name."""
+    level = os.environ.get("KVFERRY_LOG_LEVEL", "INFO").upper()
+    name = "" if NOTIFY_ENV in os.environ else f"[{prog}] "
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        format=f"%(asctime)s {name}%(levelname).1s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    for noisy in ("jax", "absl", "httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def notify_ready(**facts: Any) -> None:
+    """Tell a supervising `kvferry up` that this process is ready; without one, do nothing."""
+    number = os.environ.get(NOTIFY_ENV)
+    if number is None:
+        return
+    with os.fdopen(int(number), "w") as pipe:
+        json.dump(facts, pipe)
+
+
+def announce(worker_id: str) -> None:
+    """A worker is registered and takes work."""
+    logging.getLogger(__name__).info("%s is ready", worker_id)
+    notify_ready(worker_id=worker_id)
+
+
+def _watch_lifeline() -> None:
+    """Die with the supervisor, however it dies: its end of the pipe closes."""
+    number = os.environ.get(LIFELINE_ENV)
+    if number is None:
+        return
+
+    def wait() -> None:
+        os.read(int(number), 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+WORKER_HELP = {
+    "model_path": "checkpoint folder: Hugging Face layout, or made by `kvferry convert`",
+    "registry_address": "host:port of the registry",
+    "host": "address to listen on; peers reach this process by it",
+    "port": "port to listen on; 0 picks one",
+    "worker_id": "name in the cluster; '' makes one of role, host and port",
+    "served_model_name": "model name in the API; '' takes the folder's",
+    "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
+    "context_length": "most tokens of one request; 0: the model's (at most 4096 on CPU)",
+    "tp_size": "devices that share each layer (virtual ones on CPU)",
+    "ep_size": "parts into which the experts are divided; divides the tp size",
+    "dp_size": "data-parallel ranks; 1",
+    "page_size": "tokens in a page; 0: 16 on CPU, else 64",
+    "max_total_tokens": "page pool in tokens; 0: what memory allows",
+    "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "
+    "memory on CPU, else 0.85",
+    "kv_cache_dtype": "type of pages; auto follows --dtype",
+    "max_queued_requests": "requests held at most, running ones included",
+    "disaggregation_transfer_backend": "how pages travel",
+    "max_frame_bytes": "largest piece in which pages are sent",
+    "stall_timeout_s": "seconds without progress after which a data connection is lost",
+    "chunked_prefill_size": "tokens computed at once; 0: 512 on CPU, else 8192",
+    "max_seqs_per_chunk": "prompts packed into one chunk at most",
+    "disable_radix_cache": "do not reuse the pages of common prefixes",
+    "max_running_requests": "slots: requests decoded at once; 0: 16 on CPU, else 256",
+    "headroom_pages": "pages kept free for growth when a request is let in",
+    "data_host": "address to take pages on; '' is --host",
+    "data_port": "port to take pages on; 0 picks one",
+}

@@ -1,0 +1,415 @@
+"""The shell of a worker process: control server, reply streams, lease, and the engine thread.
+
+Two threads matter. The *loop* (asyncio, main thread) speaks gRPC. The *engine thread* alone
+touches schedulers, pages and the device; everything reaches it through one inbox and leaves it
+through `Worker.publish`, one wake-up of the loop for each step. Data-plane threads of the
+transfer backend only post to the inbox.
+
+A failure of the engine thread ends the process: its rooms move to another worker, and a
+half-working one would be worse than none.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from model.opening import OpenedModel, open_model
+from transfer import wire
+from transfer.bootstrap import RegistryClient
+from transfer.clock import Clock
+from transfer.errors import Code, KvferryError, Unavailable
+from transfer.rpc import RpcServer, Security
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5  # idle streams carry a sign of life this often
+MAX_BATCHES = 4096  # unsent steps after which an API process counts as gone
+
+
+class Inbox:
+    """Events for the engine thread, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._events: deque[Any] = deque()
+        self._ready = threading.Condition()
+
+    def post(self, event: Any) -> None:
+        with self._ready:
+            self._events.append(event)
+            self._ready.notify()
+
+    def drain(self, timeout_s: float) -> list[Any]:
+        """All that is there; waits up to timeout_s for the first."""
+        with self._ready:
+            if not self._events and timeout_s > 0:
+                self._ready.wait(timeout_s)
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+
+# --- events that every worker understands -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Submitted:
+    submits: tuple[wire.Submit, ...]
+
+
+@dataclass(frozen=True)
+class Aborted:
+    rooms: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ApiGone:
+    api_id: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Run a function on the engine thread and hand its result to the loop."""
+
+    function: Callable[[], Any]
+    answer: "asyncio.Future[Any]"
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass
+class _Stream:
+    """One API process's reply stream."""
+
+    serial: int
+    queue: "asyncio.Queue[wire.StepBatch | None]" = field(
+        default_factory=lambda: asyncio.Queue(MAX_BATCHES)
+    )
+
+
+class Worker(ABC):
+    """What prefill and decode fill in. `build` .. `load` run on the thread each one names."""
+
+    role: wire.Role
+
+    def __init__(self, security: Security, clock: Clock, host: str, port: int) -> None:
+        self.security = security
+        self.clock = clock
+        self.host = host
+        self.port = port
+        self.epoch = int(clock.now_s() * 1000)
+        self.inbox = Inbox()
+        self.progress = 0  # grows with every turn of the engine loop
+        self._streams: dict[str, _Stream] = {}
+        self._serial = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._ready = False
+        self._engine_error: BaseException | None = None
+
+    # --- filled in by the role ------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self) -> wire.WorkerInfo:
+        """Load, compile, open the data plane (a thread of its own, before ready)."""
+
+    @abstractmethod
+    def handle(self, event: Any) -> None:
+        """Apply one event (engine thread)."""
+
+    @abstractmethod
+    def turn(self) -> bool:
+        """Do one step's work (engine thread). True: more can be done at once."""
+
+    @abstractmethod
+    def load(self) -> wire.Load:
+        """What there is to do (loop thread; reads plain counters only)."""
+
+    @abstractmethod
+    def state(self) -> wire.WorkerState:
+        """The answer to Info (engine thread)."""
+
+    @abstractmethod
+    def flush(self) -> wire.FlushReply:
+        """Drop cached prefixes (engine thread)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the data plane (loop thread, after the engine has stopped)."""
+
+    def register_methods(self, server: RpcServer) -> None:
+        """Add the role's own methods (before start)."""
+
+    async def started(self) -> None:
+        """Called on the loop once the worker is ready."""
+
+    # --- running -----------------------------------------------------------------------------
+
+    async def run(self, registry_address: str, on_ready: Callable[[str], None]) -> None:
+        """Serve until SIGINT or SIGTERM. Raises what the build or the engine raised."""
+        self._loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, stop.set)
+        server = self._make_server()
+        self.port = await server.start(self.host, self.port)
+        stopped = asyncio.create_task(stop.wait())
+        registry = RegistryClient(registry_address, self.security, self.clock)
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            built = asyncio.wrap_future(_in_daemon_thread(self.build))
+            await asyncio.wait({built, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return
+            info = built.result()
+            engine = threading.Thread(
+                target=self._engine_main, args=(stop,), name="engine", daemon=True
+            )
+            await self.started()
+            self._ready = True
+            engine.start()
+            lease = asyncio.create_task(
+                registry.run_worker(info, self.epoch, lambda: (self.load(), False), HEARTBEAT_S)
+            )
+            tasks = [lease, asyncio.create_task(self._announce(registry, info, on_ready))]
+            await asyncio.wait({stopped, lease}, return_when=asyncio.FIRST_COMPLETED)
+            if lease.done():
+                lease.result()
+        finally:
+            self._ready = False
+            self._stopping.set()
+            for task in tasks:
+                task.cancel()
+            with contextlib.suppress(KvferryError):
+                await registry.deregister()
+            for stream in self._streams.values():
+                _offer(stream, None)
+            await server.stop(0.2)
+            self.close()
+        if self._engine_error is not None:
+            raise self._engine_error
+
+    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
+        """Send each API process its batch: one wake-up of the loop (engine thread)."""
+        if batches and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, batches)
+
+    def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run something on the loop (any thread)."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def ref(self, worker_id: str) -> wire.WorkerRef:
+        return wire.WorkerRef(worker_id, self.epoch, f"{self.host}:{self.port}")
+
+    # --- loop thread -------------------------------------------------------------------------
+
+    async def _announce(
+        self, registry: RegistryClient, info: wire.WorkerInfo, on_ready: Callable[[str], None]
+    ) -> None:
+        await registry.registered.wait()
+        on_ready(info.worker_id)
+
+    def _make_server(self) -> RpcServer:
+        server = RpcServer(self.security)
+        server.unary("Submit", wire.SubmitBatch, self._submit)
+        server.unary("Abort", wire.AbortBatch, self._abort)
+        server.unary("Info", wire.Empty, lambda _: self._ask(self.state))
+        server.unary("Flush", wire.Empty, lambda _: self._ask(self.flush))
+        server.stream("Subscribe", wire.Subscribe, self._subscribe)
+        self.register_methods(server)
+        return server
+
+    async def _submit(self, batch: wire.SubmitBatch) -> wire.SubmitReply:
+        self.require_ready()
+        refused = []
+        accepted = []
+        for submit in batch.submits:
+            why = self.refusal(submit)
+            if why is None:
+                accepted.append(submit)
+            else:
+                refused.append(why)
+        if accepted:
+            self.inbox.post(Submitted(tuple(accepted)))
+        return wire.SubmitReply(tuple(refused))
+
+    def refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        """Why this submit cannot be taken, judged without the engine; None = it can."""
+        mine = submit.prefill if self.role == "prefill" else submit.decode
+        if mine.epoch != self.epoch:
+            return _refuse(
+                submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}"
+            )
+        if submit.api_id not in self._streams:
+            return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
+        if len(submit.token_ids) % 4 or not 0 < submit.num_prompt_tokens:
+            return _refuse(submit, Code.BAD_REQUEST, "token_ids is not i32[n], n > 0")
+        return self.capacity_refusal(submit)
+
+    @abstractmethod
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        """The role's part of `refusal`."""
+
+    async def _abort(self, batch: wire.AbortBatch) -> wire.Empty:
+        self.inbox.post(Aborted(batch.rooms, batch.reason))
+        return wire.Empty()
+
+    async def _ask(self, function: Callable[[], Any]) -> Any:
+        self.require_ready()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self.inbox.post(Ask(function, answer, loop))
+        try:
+            return await asyncio.wait_for(answer, 5.0)
+        except TimeoutError as error:
+            raise Unavailable(f"the engine of this {self.role} worker does not answer") from error
+
+    def require_ready(self) -> None:
+        if not self._ready:
+            raise Unavailable(f"{self.role} worker is not ready")
+
+    async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
+        self.require_ready()
+        self._serial += 1
+        stream = _Stream(self._serial)
+        older = self._streams.get(request.api_id)
+        if older is not None:
+            _offer(older, None)
+        self._streams[request.api_id] = stream
+        try:
+            yield self._sign_of_life()
+            while True:
+                try:
+                    batch = await asyncio.wait_for(stream.queue.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    batch = self._sign_of_life()
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            if self._streams.get(request.api_id) is stream:
+                del self._streams[request.api_id]
+                self.inbox.post(ApiGone(request.api_id))
+
+    def _sign_of_life(self) -> wire.StepBatch:
+        worker_id = self.worker_id()
+        return wire.StepBatch(worker_id, self.epoch, 0, self.clock.monotonic_s())
+
+    @abstractmethod
+    def worker_id(self) -> str:
+        """Known once the control port is bound."""
+
+    def _deliver(self, batches: dict[str, wire.StepBatch]) -> None:
+        for api_id, batch in batches.items():
+            stream = self._streams.get(api_id)
+            if stream is not None and not _offer(stream, batch):
+                log.warning("%s does not read its steps: dropped", api_id)
+                del self._streams[api_id]
+                _offer(stream, None)
+                self.inbox.post(ApiGone(api_id))
+
+    # --- engine thread ------------------------------------------------------------------------
+
+    def _engine_main(self, stop: asyncio.Event) -> None:
+        try:
+            busy = False
+            while not self._stopping.is_set():
+                for event in self.inbox.drain(0.0 if busy else 0.05):
+                    self._dispatch(event)
+                busy = self.turn()
+                self.progress += 1
+        except BaseException as error:
+            log.exception("the engine of this %s worker failed", self.role)
+            self._engine_error = error
+        finally:
+            self.on_loop(stop.set)
+
+    def _dispatch(self, event: Any) -> None:
+        if not isinstance(event, Ask):
+            self.handle(event)
+            return
+        result = event.function()
+        event.loop.call_soon_threadsafe(_answer, event.answer, result)
+
+
+def open_configured(config: WorkerConfig) -> OpenedModel:
+    """Load the model that the flags name. Raises ModelError."""
+    return open_model(
+        config.model_path,
+        config.dtype,
+        config.kv_cache_dtype,
+        config.tp_size,
+        config.ep_size,
+        config.page_size,
+        config.context_length,
+    )
+
+
+def describe(
+    worker: Worker, config: WorkerConfig, opened: OpenedModel, data_address: str, num_pages: int
+) -> wire.WorkerInfo:
+    """How a worker of either role presents itself to the registry."""
+    kv = opened.kv
+    return wire.WorkerInfo(
+        worker_id=worker.worker_id(),
+        role=worker.role,
+        address=f"{worker.host}:{worker.port}",
+        data_address=data_address,
+        model_name=config.model_name,
+        model_digest=opened.digest,
+        kv_spec=wire.KVSpecMessage(
+            num_layers=kv.num_layers,
+            num_kv_heads=opened.logical_kv_heads,
+            head_dim=kv.head_dim,
+            page_size=kv.page_size,
+            dtype=kv.dtype,
+        ),
+        tp_size=config.tp_size,
+        dp_size=config.dp_size,
+        context_length=opened.context_length,
+        max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
+        stored_kv_heads=kv.num_kv_heads,
+    )
+
+
+def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _offer(stream: _Stream, batch: wire.StepBatch | None) -> bool:
+    """Queue a batch, or the end (None), which displaces the oldest when there is no room."""
+    if batch is None and stream.queue.full():
+        stream.queue.get_nowait()
+    try:
+        stream.queue.put_nowait(batch)
+    except asyncio.QueueFull:
+        return False
+    return True
+
+
+def _refuse(submit: wire.Submit, code: Code, message: str) -> wire.Refusal:
+    return wire.Refusal(submit.room, code.value, message)
+
+
+def _in_daemon_thread(function: Callable[[], Any]) -> "Future[Any]":
+    """A concurrent future of function(), on a thread that does not hold up the exit."""
+    future: Future[Any] = Future()
+
+    def main() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=main, name="build", daemon=True).start()
+    return future
