@@ -1,0 +1,95 @@
+"""Safetensors files of one folder: find every tensor, read slices, refuse what is broken."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes  # noqa: F401  teaches numpy the name bfloat16, which safetensors asks it for
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from model.errors import ModelError
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Checkpoint:
+    """The tensors of a folder by name; nothing is read before it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files. Raises ModelError naming a file that is missing, truncated or foreign."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for file in self._listed():
+            self._files[file] = self._open(file)
+            for name in self._files[file].keys():  # noqa: SIM118  a handle, not a dict
+                if name in self._where:
+                    raise ModelError(
+                        f"{folder / file}: tensor {name} is in {self._where[name]} too"
+                    )
+                self._where[name] = file
+
+    def _listed(self) -> list[str]:
+        index = self.folder / _INDEX
+        if not index.exists():
+            if not (self.folder / _SINGLE).exists():
+                raise ModelError(f"{self.folder}: no {_SINGLE} and no {_INDEX}; expected one")
+            return [_SINGLE]
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: not an index with a weight_map: {error!r}") from error
+        if not files or not all(isinstance(f, str) and Path(f).name == f for f in files):
+            raise ModelError(f"{index}: weight_map must name files of its own folder, got {files}")
+        return files
+
+    def _open(self, file: str) -> Any:
+        path = self.folder / file
+        if not path.exists():
+            raise ModelError(f"{path}: no such file, but {_INDEX} names it")
+        try:
+            return safe_open(path, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor of every file, sorted."""
+        return sorted(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError if it is in no file."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Name of a tensor's dtype as the file has it (BF16)."""
+        return str(self._slice(name).get_dtype())
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelError unless the tensor is there with this shape and a dtype we read."""
+        if self.shape(name) != shape:
+            got = list(self.shape(name))
+            raise ModelError(f"{self._at(name)}: shape {got}, expected {list(shape)}")
+        if self.dtype(name) not in _DTYPES:
+            got_dtype = self.dtype(name)
+            raise ModelError(f"{self._at(name)}: dtype {got_dtype}; accepted: {', '.join(_DTYPES)}")
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor in the file's dtype."""
+        try:
+            return np.asarray(self._slice(name)[index])
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._at(name)}: not readable: {error}") from error
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._where:
+            files = ", ".join(sorted(self._files))
+            raise ModelError(f"{self.folder}: tensor {name} is missing from {files}")
+        return self._files[self._where[name]].get_slice(name)
+
+    def _at(self, name: str) -> str:
+        return f"{self.folder / self._where[name]}: tensor {name}"

@@ -1,0 +1,167 @@
+"""The Orbax form of a checkpoint: the tree as trained, restored straight into shardings."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import Array
+
+from model.checkpoint import Checkpoint
+from model.errors import ModelError
+from model.params import Leaf, Params, param_leaves
+from model.sharding import Dims
+from model.tensors import checked_sources
+from model.transformer import Model
+
+_PARAMS: Final = "params"
+_MARK: Final = "_METADATA"
+# Everything beside the weights that serving reads, or people do.
+_COPIED: Final = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README*")
+_NOT_COPIED: Final = "model.safetensors.index.json"
+
+
+def is_orbax(path: str | Path) -> bool:
+    """Whether the folder is one that save_orbax wrote."""
+    return (Path(path) / _PARAMS / _MARK).exists()
+
+
+def save_orbax(
+    src: str | Path,
+    out: str | Path,
+    model: Model,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the safetensors checkpoint `src` to the new folder `out` in Orbax form.
+
+    The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh; the host
+    holds all of it while it is written. Config and tokenizer files are copied.
+    progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` has
+    parameters already.
+    """
+    source_dir, target = Path(src), Path(out).absolute()
+    if is_orbax(source_dir):
+        raise ModelError(f"{source_dir}: is in Orbax form already; expected safetensors")
+    if (target / _PARAMS).exists():
+        raise ModelError(f"{target / _PARAMS}: exists; expected a new folder")
+    files, whole = Checkpoint(source_dir), Dims(model.cfg, 1, 1)
+    leaves = param_leaves(model.cfg, whole, model.dtype)
+    total = sum(_canonical_bytes(leaf) for leaf in jax.tree.leaves(leaves))
+    done = 0
+
+    def read(source: Any, leaf: Leaf) -> np.ndarray:
+        nonlocal done
+        values = np.zeros(leaf.canonical, leaf.dtype)
+        source.fill(files, tuple(slice(0, size) for size in leaf.canonical), values)
+        done += values.nbytes
+        if progress is not None:
+            progress(done, total)
+        return values
+
+    tree = jax.tree.map(read, checked_sources(files, model.cfg, whole), leaves)
+    target.mkdir(parents=True, exist_ok=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
+    for pattern in _COPIED:
+        for file in sorted(source_dir.glob(pattern)):
+            if file.name != _NOT_COPIED:
+                shutil.copyfile(file, target / file.name)
+
+
+def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> Params:
+    """Restore the parameters. arrived(num_bytes) is called for each.
+
+    A parameter that the mesh pads or replicates goes through the host, the others do not.
+    Raises ModelError, one line, when something is missing, misshapen or not readable.
+    """
+    params = folder.absolute() / _PARAMS
+    leaves = _flat(_named(model.param_leaves()))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        _check(params, checkpointer, leaves)
+        made: dict[tuple[str, ...], Array] = {}
+        for name, leaf in leaves.items():
+            made[name] = _restore(params, checkpointer, name, leaf, model)
+            arrived(sum(shard.data.nbytes for shard in made[name].addressable_shards))
+    flat, tree = jax.tree.flatten_with_path(model.param_leaves())
+    return jax.tree.unflatten(tree, [made[_path(path)] for path, _ in flat])
+
+
+def add_to_digest(folder: Path, digest: Any) -> None:
+    """Feed names, sizes and first bytes of the files, in order of name."""
+    root = folder / _PARAMS
+    for file in sorted(path for path in root.rglob("*") if path.is_file()):
+        digest.update(f"{file.relative_to(root)} {file.stat().st_size};".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(4096))
+
+
+def _restore(
+    params: Path, checkpointer: Any, name: tuple[str, ...], leaf: Leaf, model: Model
+) -> Array:
+    sharding = leaf.sharding(model.mesh)
+    fits = leaf.shape == leaf.canonical
+    how = (
+        ocp.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype, global_shape=leaf.shape)
+        if fits
+        else ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    )
+    args = ocp.args.PyTreeRestore(
+        item=_nested(name, 0), restore_args=_nested(name, how), partial_restore=True
+    )
+    try:
+        value = checkpointer.restore(params, args=args)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        where = ".".join(name)
+        raise ModelError(f"{params}: parameter {where} is not readable: {error}") from error
+    for key in name:
+        value = value[key]
+    if fits:
+        return value
+    stored = leaf.expand(np.asarray(value).astype(leaf.dtype), np)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: stored[index])
+
+
+def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
+    """Compare names and shapes before anything is read."""
+    try:
+        found = _flat(checkpointer.metadata(params).item_metadata.tree)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{params}: not a readable Orbax checkpoint: {error}") from error
+    for name, leaf in leaves.items():
+        where = f"{params}: parameter {'.'.join(name)}"
+        if name not in found:
+            raise ModelError(f"{where} is missing")
+        if tuple(found[name].shape) != leaf.canonical:
+            got, expected = list(found[name].shape), list(leaf.canonical)
+            raise ModelError(f"{where}: shape {got}, expected {expected}")
+    for name in found:
+        if name not in leaves:
+            raise ModelError(f"{params}: parameter {'.'.join(name)} is unknown in this model")
+
+
+def _canonical_bytes(leaf: Leaf) -> int:
+    return int(np.prod(leaf.canonical)) * leaf.dtype.itemsize
+
+
+def _path(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
+
+
+def _named(tree: Params) -> dict[str, Any]:
+    """The parameter tree with the tuple of segments as a dict, which Orbax names plainly."""
+    return tree | {"layers": {str(i): run for i, run in enumerate(tree["layers"])}}
+
+
+def _flat(tree: Any, at: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(tree, dict):
+        return {at: tree}
+    return {name: leaf for key in tree for name, leaf in _flat(tree[key], (*at, str(key))).items()}
+
+
+def _nested(name: tuple[str, ...], leaf: Any) -> Any:
+    for key in reversed(name):
+        leaf = {key: leaf}
+    return leaf

@@ -1,0 +1,287 @@
+"""Which tensors of a checkpoint make which parameter, and how one shard of it is filled."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.params import Params, Segment, segments
+from model.sharding import Dims
+
+_TILE: Final = 64
+
+Index = tuple[slice, ...]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Fills one shard of a parameter. What no tensor covers (padding) stays as it is: zero."""
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors that are needed."""
+        ...
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        """Write the part `index` (start and stop known) of the stored parameter to `out`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A parameter laid out as its tensor; the first axis may be padded."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, self.shape
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        part = tuple(_within(s, size) for s, size in zip(index, self.shape, strict=True))
+        out[: _length(part[0])] = files.read(self.name, part)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A parameter [in, out] of a tensor [out, in]; either axis may be padded."""
+
+    name: str
+    size_in: int
+    size_out: int
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.size_out, self.size_in)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        rows, columns = _within(index[1], self.size_out), _within(index[0], self.size_in)
+        if _length(rows) and _length(columns):
+            values = files.read(self.name, (rows, columns))
+            _turn(values, out[: _length(columns), : _length(rows)])
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """[in, 2, out] of two tensors [out, in]."""
+
+    gate: Turned
+    up: Turned
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from self.gate.expected()
+        yield from self.up.expected()
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        assert index[1] == slice(0, 2), index
+        for i, half in enumerate((self.gate, self.up)):
+            half.fill(files, (index[0], index[2]), out[:, i])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How query heads lie in rows of a tensor: heads of one kv head after each other."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    replicas: int
+    stored_group: int
+
+    def queries(self, stored: int) -> slice:
+        """Rows of the query heads of a stored kv head; fewer than stored_group in the last copy."""
+        head, copy = divmod(stored, self.replicas)
+        first = min(copy * self.stored_group, self.group)
+        last = min(first + self.stored_group, self.group)
+        at = head * self.group
+        return slice((at + first) * self.head_dim, (at + last) * self.head_dim)
+
+    def shared(self, stored: int) -> slice:
+        """Rows of the key, or value, head behind a stored kv head."""
+        head = stored // self.replicas
+        return slice(head * self.head_dim, (head + 1) * self.head_dim)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows of the query, key and value tensors."""
+        kv = self.kv_heads * self.head_dim
+        return kv * self.group, kv, kv
+
+
+@dataclass(frozen=True)
+class QKV:
+    """[hidden, kv_heads, group + 2, head_dim], or a bias without the first axis."""
+
+    names: tuple[str, str, str]
+    heads: Heads
+    hidden: int | None
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for name, size in zip(self.names, self.heads.sizes, strict=True):
+            yield name, (size,) if self.hidden is None else (size, self.hidden)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        first_axis = () if self.hidden is None else (slice(0, self.hidden),)
+        stored_heads = index[len(first_axis)]
+        group, head_dim = self.heads.stored_group, self.heads.head_dim
+        for i, stored in enumerate(range(stored_heads.start, stored_heads.stop)):
+            shared = self.heads.shared(stored)
+            parts = (0, self.heads.queries(stored)), (group, shared), (group + 1, shared)
+            for name, (at, rows) in zip(self.names, parts, strict=True):
+                if not _length(rows):
+                    continue
+                values = files.read(name, (rows, *first_axis))
+                to = slice(at, at + _length(rows) // head_dim)
+                if self.hidden is None:
+                    out[i, to] = values.reshape(-1, head_dim)
+                else:
+                    turned = np.empty((self.hidden, _length(rows)), out.dtype)
+                    _turn(values, turned)
+                    out[:, i, to] = turned.reshape(self.hidden, -1, head_dim)
+
+
+@dataclass(frozen=True)
+class Output:
+    """[kv_heads, group, head_dim, hidden] of a tensor [hidden, query rows]."""
+
+    name: str
+    heads: Heads
+    hidden: int
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.hidden, self.heads.sizes[0])
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        head_dim = self.heads.head_dim
+        for i, stored in enumerate(range(index[0].start, index[0].stop)):
+            columns = self.heads.queries(stored)
+            if _length(columns):
+                values = files.read(self.name, (slice(0, self.hidden), columns))
+                to = out[i, : _length(columns) // head_dim]
+                _turn(values, to.reshape(_length(columns), self.hidden))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A leading axis of layers or experts, each of its own tensors."""
+
+    parts: tuple[Source, ...]
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for part in self.parts:
+            yield from part.expected()
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        for i, part in enumerate(self.parts[index[0]]):
+            # A one-dimensional part is still an array to write into.
+            part.fill(files, index[1:], out[i])
+
+
+def _within(part: slice, size: int) -> slice:
+    return slice(min(part.start, size), min(part.stop, size))
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _turn(values: np.ndarray, out: np.ndarray) -> None:
+    """out[...] = values.T, tile by tile: a plain strided copy is three times slower."""
+    for at in range(0, values.shape[0], _TILE):
+        out[:, at : at + _TILE] = values[at : at + _TILE].T
+
+
+def param_sources(cfg: ModelConfig, dims: Dims) -> Params:
+    """The tree of `Source`s that has the structure of the parameters."""
+    tree: Params = {
+        "embed": Plain("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size)),
+        "layers": tuple(_segment_sources(cfg, dims, run) for run in segments(cfg)),
+        "norm": Plain("model.norm.weight", (cfg.hidden_size,)),
+    }
+    if not cfg.tie_word_embeddings:
+        tree["lm_head"] = Turned("lm_head.weight", cfg.hidden_size, cfg.vocab_size)
+    return tree
+
+
+def _segment_sources(cfg: ModelConfig, dims: Dims, run: Segment) -> dict[str, Source]:
+    layers = range(run.first, run.first + run.num_layers)
+    each = [_layer_sources(cfg, dims, f"model.layers.{i}", run.moe) for i in layers]
+    return {name: Stack(tuple(layer[name] for layer in each)) for name in each[0]}
+
+
+def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str, Source]:
+    hidden = cfg.hidden_size
+    heads = Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
+
+    def qkv(kind: str) -> tuple[str, str, str]:
+        return (
+            f"{at}.self_attn.q_proj.{kind}",
+            f"{at}.self_attn.k_proj.{kind}",
+            f"{at}.self_attn.v_proj.{kind}",
+        )
+
+    found: dict[str, Source] = {
+        "attn_norm": Plain(f"{at}.input_layernorm.weight", (hidden,)),
+        "qkv": QKV(qkv("weight"), heads, hidden),
+        "o": Output(f"{at}.self_attn.o_proj.weight", heads, hidden),
+        "mlp_norm": Plain(f"{at}.post_attention_layernorm.weight", (hidden,)),
+    }
+    if cfg.qkv_bias:
+        found["qkv_bias"] = QKV(qkv("bias"), heads, None)
+    if cfg.o_bias:
+        found["o_bias"] = Plain(f"{at}.self_attn.o_proj.bias", (hidden,))
+    if cfg.qk_norm:
+        found["q_norm"] = Plain(f"{at}.self_attn.q_norm.weight", (cfg.head_dim,))
+        found["k_norm"] = Plain(f"{at}.self_attn.k_norm.weight", (cfg.head_dim,))
+    if moe:
+        return found | _expert_sources(cfg, at)
+    found["gate_up"], found["down"] = _gated(
+        hidden, cfg.intermediate_size, f"{at}.mlp", ("gate_proj", "up_proj", "down_proj")
+    )
+    return found
+
+
+def _expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
+    mixtral = cfg.architecture == "MixtralForCausalLM"
+    block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    pairs = [
+        _gated(cfg.hidden_size, cfg.moe_intermediate_size, f"{block}.experts.{e}", names)
+        for e in range(cfg.num_experts)
+    ]
+    return {
+        "router": Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts),
+        "experts_gate_up": Stack(tuple(pair[0] for pair in pairs)),
+        "experts_down": Stack(tuple(pair[1] for pair in pairs)),
+    }
+
+
+def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tuple[Source, Source]:
+    gate, up, down = (f"{at}.{name}.weight" for name in names)
+    both = GateUp(Turned(gate, hidden, width), Turned(up, hidden, width))
+    return both, Turned(down, width, hidden)
+
+
+def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
+    """param_sources, once every tensor is known to be there, in shape, and none is left over.
+
+    Raises ModelError naming the first that is not.
+    """
+    tree = param_sources(cfg, dims)
+    wanted = dict(pair for source in _leaves(tree) for pair in source.expected())
+    for name, shape in wanted.items():
+        files.check(name, shape)
+    for name in files.names:
+        # Older files carry rotary tables; some carry a head that is the embedding again.
+        tied_head = cfg.tie_word_embeddings and name == "lm_head.weight"
+        if name not in wanted and not tied_head and not name.endswith(".rotary_emb.inv_freq"):
+            raise ModelError(f"{files.folder}: tensor {name} is unknown in {cfg.architecture}")
+    return tree
+
+
+def _leaves(tree: Params) -> list[Source]:
+    return [tree["embed"], tree["norm"], *([tree["lm_head"]] if "lm_head" in tree else [])] + [
+        source for run in tree["layers"] for source in run.values()
+    ]

@@ -1,0 +1,114 @@
+"""A checkpoint onto the devices: every parameter straight into its sharding; a digest of files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from jax import Array
+from jax.sharding import Mesh
+
+from model import orbax
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.orbax import is_orbax, save_orbax
+from model.params import Leaf, Params
+from model.tensors import Source, checked_sources
+from model.transformer import Model, random_params
+
+__all__ = ["is_orbax", "load_params", "model_digest", "random_params", "save_orbax"]
+
+Progress = Callable[[int, int], None]
+
+
+def load_params(path: str | Path, model: Model, progress: Progress | None = None) -> Params:
+    """Read a checkpoint folder (safetensors, or what save_orbax wrote) into the model's parameters.
+
+    progress(done_bytes, total_bytes): called as parameters arrive; bytes as stored on devices.
+    The host holds one shard of one parameter at a time. Raises ModelError, one line, naming file
+    and tensor: truncated or missing file, missing or unknown tensor, wrong shape or dtype.
+    """
+    folder = Path(path)
+    leaves, tree = jax.tree.flatten(model.param_leaves())
+    meter = _Meter(progress, leaves, model.mesh)
+    if is_orbax(folder):
+        return orbax.load_params(folder, model, meter.add)
+    files = Checkpoint(folder)
+    sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
+    made = [
+        _place(files, source, leaf, model.mesh, meter)
+        for source, leaf in zip(sources, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
+class _Meter:
+    """Adds up bytes and reports them."""
+
+    def __init__(self, progress: Progress | None, leaves: list[Leaf], mesh: Mesh) -> None:
+        self._progress = progress
+        self._done = 0
+        self._total = sum(
+            int(np.prod(leaf.sharding(mesh).shard_shape(leaf.shape)))
+            * leaf.dtype.itemsize
+            * len(leaf.sharding(mesh).addressable_devices)
+            for leaf in leaves
+        )
+
+    def add(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Meter) -> Array:
+    """One parameter, shard by shard; a shard that several devices hold is read once."""
+    sharding = leaf.sharding(mesh)
+    homes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        assert index is not None
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+        homes.setdefault(bounds, []).append(device)
+    shards: list[Array] = []
+    for bounds, devices in homes.items():
+        out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
+        source.fill(files, tuple(slice(*b) for b in bounds), out)
+        for device in devices:
+            shards.append(jax.device_put(out, device))
+            meter.add(out.nbytes)
+        jax.block_until_ready(shards)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def model_digest(path: str | Path) -> str:
+    """16 hex digits that tell two checkpoints apart without reading them whole.
+
+    Over the configuration, the names, shapes and dtypes of all tensors and samples of each one's
+    bytes; for an Orbax folder over its files' names, sizes and first bytes. Copies of one folder
+    agree; the two forms of one model do not. Raises ModelError as load_params does.
+    """
+    folder = Path(path)
+    digest = xxhash.xxh3_64(repr(ModelConfig.from_dir(folder)).encode())
+    if is_orbax(folder):
+        orbax.add_to_digest(folder, digest)
+        return digest.hexdigest()
+    files = Checkpoint(folder)
+    for name in files.names:
+        shape = files.shape(name)
+        digest.update(f"{name} {files.dtype(name)} {shape};".encode())
+        if shape and min(shape) > 0:
+            digest.update(_sample(files, name, shape))
+    return digest.hexdigest()
+
+
+def _sample(files: Checkpoint, name: str, shape: tuple[int, ...]) -> bytes:
+    """The first, a middle and the last row, as far as 256 columns of each."""
+    rest = tuple(slice(0, min(size, 256)) for size in shape[1:])
+    rows = sorted({0, shape[0] // 2, shape[0] - 1})
+    try:
+        return b"".join(files.read(name, (slice(row, row + 1), *rest)).tobytes() for row in rows)
+    except TypeError as error:
+        raise ModelError(f"{files.folder}: tensor {name}: {files.dtype(name)}: {error}") from error
