@@ -1,0 +1,162 @@
+"""Drives a network as an engine would, in the plainest way: packed chunks, then paged decoding."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from model.config import ModelConfig
+from model.kv import init_pool
+from model.sharding import make_mesh
+from model.transformer import (
+    Captured,
+    ChunkBatch,
+    Model,
+    decode_hidden,
+    logits,
+    prefill_captured,
+    prefill_hidden,
+)
+from model.weights import load_params
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+PAGE_SIZE = 16
+CHUNK = 16
+NUM_PAGES = 40
+MAX_PAGES = 12
+PAGE_LIST = 32
+
+
+class Golden:
+    """The recorded numbers of one checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.checkpoint = GOLDENS / name / "model"
+        self.info: dict[str, Any] = json.loads((GOLDENS / name / "golden.json").read_text())
+        self.numbers = load_file(GOLDENS / name / "golden.safetensors")
+        self.prompts = {p["name"]: p["ids"] for p in self.info["prompts"]}
+        self.first_position = {p["name"]: p["first_logit_position"] for p in self.info["prompts"]}
+
+
+class Ran(NamedTuple):
+    """One prompt's run: logits at every prompt position, chosen ids, logits behind each choice."""
+
+    logits: np.ndarray
+    ids: list[int]
+    step_logits: np.ndarray
+
+
+class Harness:
+    """A loaded model with its programs; every chunk and step has the same padded shape."""
+
+    def __init__(
+        self, checkpoint: Path, tp: int = 1, ep: int = 1, dtype: str = "float32"
+    ) -> None:
+        cfg = ModelConfig.from_dir(checkpoint)
+        self.model = Model.create(cfg, make_mesh(tp, ep), dtype, PAGE_SIZE)
+        self.params = load_params(checkpoint, self.model)
+
+    @cached_property
+    def _prefill(self) -> Any:
+        return jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
+
+    @cached_property
+    def _decode(self) -> Any:
+        return jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
+
+    @cached_property
+    def _logits(self) -> Any:
+        return jax.jit(logits, static_argnums=0)
+
+    def new_pool(self, num_pages: int = NUM_PAGES) -> jax.Array:
+        return init_pool(self.model.kv_spec(), num_pages, self.model.mesh)
+
+    def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Ran]:
+        """Prefill all prompts in chunks that mix them, then decode all in one greedy batch."""
+        pages = scattered_pages([len(p) + new_tokens for p in prompts])
+        pool = self.new_pool()
+        rows: list[np.ndarray] = []
+        for batch in chunks(prompts, pages):
+            hidden, pool = self._prefill(self.model, self.params, pool, batch)
+            rows.append(np.asarray(self._logits(self.model, self.params, hidden)))
+        ends = np.cumsum([len(p) for p in prompts])
+        prompt_logits = np.split(np.concatenate(rows)[: ends[-1]], ends[:-1])
+        step_logits = [[one[-1]] for one in prompt_logits]
+        for step in range(new_tokens - 1):
+            ids = [int(np.argmax(one[-1])) for one in step_logits]
+            positions = [len(p) + step for p in prompts]
+            found, pool = self.decode_step(pool, ids, positions, pages)
+            for one, row in zip(step_logits, found, strict=True):
+                one.append(row)
+        return [
+            Ran(one, [int(i) for i in np.argmax(steps, axis=-1)], np.array(steps))
+            for one, steps in zip(prompt_logits, step_logits, strict=True)
+        ]
+
+    def decode_step(
+        self, pool: jax.Array, ids: list[int], positions: list[int], pages: list[list[int]]
+    ) -> tuple[np.ndarray, jax.Array]:
+        """One step with a padding row at the end. Returns the logits of the other rows."""
+        table = np.zeros((len(ids) + 1, MAX_PAGES), np.int32)
+        for row, listed in enumerate(pages):
+            table[row, : len(listed)] = listed
+        kv_idx = [
+            listed[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+            for at, listed in zip(positions, pages, strict=True)
+        ]
+        arrays = i32([*ids, 0]), i32([*positions, -1]), i32(table), i32([*kv_idx, 0])
+        hidden, pool = self._decode(self.model, self.params, pool, *arrays)
+        found = np.asarray(self._logits(self.model, self.params, hidden))
+        return found[:-1], pool
+
+    def capture(self, prompt: list[int]) -> tuple[np.ndarray, Captured]:
+        """One prompt as one chunk, looked at from inside. Returns its last hidden states too."""
+        (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
+        run = jax.jit(prefill_captured, static_argnums=0, donate_argnums=2)
+        hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
+        return np.asarray(hidden), jax.tree.map(np.asarray, captured)
+
+
+def i32(values: Any) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+def scattered_pages(lengths: Sequence[int]) -> list[list[int]]:
+    """Pages for sequences of these lengths, in no order."""
+    free = list(np.random.default_rng(5).permutation(NUM_PAGES))
+    return [[int(free.pop()) for _ in range(-(-n // PAGE_SIZE))] for n in lengths]
+
+
+def chunks(
+    prompts: Sequence[list[int]], pages: list[list[int]], size: int = CHUNK
+) -> list[ChunkBatch]:
+    """Cut the prompts, laid end to end, every `size` tokens; pad the last chunk."""
+    tokens = [
+        (token, at, seq, pages[seq][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
+        for seq, prompt in enumerate(prompts)
+        for at, token in enumerate(prompt)
+    ]
+    found: list[ChunkBatch] = []
+    for first in range(0, len(tokens), size):
+        part = tokens[first : first + size]
+        reach: dict[int, int] = {}
+        for _, at, seq, _ in part:
+            reach[seq] = at + 1
+        listed = [
+            (pages[seq][i], seq, i * PAGE_SIZE)
+            for seq, length in reach.items()
+            for i in range(-(-length // PAGE_SIZE))
+        ]
+        used = len(listed)
+        part += [(0, 0, len(prompts), NUM_PAGES * PAGE_SIZE)] * (size - len(part))
+        listed += [(0, len(prompts), 0)] * (PAGE_LIST - used)
+        columns = [*zip(*part, strict=True)], [*zip(*listed, strict=True)]
+        found.append(ChunkBatch(*map(i32, columns[0]), *map(i32, columns[1]), i32(used)))
+    return found

@@ -1,0 +1,139 @@
+"""Parity with the recorded numbers of the reference implementation, on every kind of mesh."""
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.config import ModelConfig
+from model.transformer import prefill_captured
+from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
+
+DENSE = ("llama", "qwen3")
+ROUTED = ("mixtral", "qwen3_moe")
+CASES = [(name, tp, 1) for name in DENSE for tp in (1, 2, 4)] + [
+    (name, *mesh) for name in ROUTED for mesh in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+]
+# Limits of tests/goldens/README.md for correct float32 runs.
+LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
+
+golden = cache(Golden)
+
+
+@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
+def test_chunked_prefill_and_paged_decode_give_the_recorded_logits_and_tokens(
+    name: str, tp: int, ep: int
+) -> None:
+    recorded = golden(name)
+    ran = Harness(recorded.checkpoint, tp, ep).run(list(recorded.prompts.values()), 24)
+    for prompt, result in zip(recorded.prompts, ran, strict=True):
+        expected = recorded.numbers[f"{prompt}.logits"]
+        got = result.logits[recorded.first_position[prompt] :]
+        assert got.shape == expected.shape
+        distance = np.abs(got - expected)
+        assert distance.max() < LOGIT_ATOL, prompt
+        assert distance.mean() < LOGIT_MEAN, prompt
+        assert (got.argmax(-1) == expected.argmax(-1)).all(), prompt
+        assert result.ids == recorded.numbers[f"{prompt}.greedy.ids"].tolist(), prompt
+        _check_steps(recorded, prompt, result.step_logits)
+
+
+def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
+    chosen = recorded.numbers[f"{prompt}.greedy.ids"]
+    got = np.take_along_axis(steps, chosen[:, None], axis=-1)[:, 0]
+    assert np.abs(got - recorded.numbers[f"{prompt}.greedy.logits"]).max() < LOGIT_ATOL
+    logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(steps), axis=-1))
+    best = np.argsort(-steps, axis=-1, stable=True)[:, :5]
+    assert (best == recorded.numbers[f"{prompt}.greedy.top5_ids"]).all()
+    best_logprobs = np.take_along_axis(logprobs, best, axis=-1)
+    recorded_logprobs = recorded.numbers[f"{prompt}.greedy.top5_logprobs"]
+    assert np.abs(best_logprobs - recorded_logprobs).max() < LOGIT_ATOL
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"),
+    [("llama", 4, 1), ("qwen3", 1, 1), ("mixtral", 4, 2), ("qwen3_moe", 1, 1), ("qwen3_moe", 4, 4)],
+)
+def test_hidden_states_and_routing_are_the_recorded_ones(name: str, tp: int, ep: int) -> None:
+    recorded = golden(name)
+    harness = Harness(recorded.checkpoint, tp, ep)
+    hidden, seen = harness.capture(recorded.prompts["p33"])
+
+    def close(got: np.ndarray, key: str, atol: float) -> None:
+        assert np.abs(got - recorded.numbers[f"p33.{key}"]).max() < atol, key
+
+    close(np.asarray(seen.embed), "hidden.embed", HIDDEN_ATOL)
+    close(hidden, "hidden.final_norm", HIDDEN_ATOL)
+    for layer in range(harness.model.cfg.num_layers):
+        close(np.asarray(seen.layers[layer]), f"hidden.layer{layer}", HIDDEN_ATOL)
+    for layer in recorded.info["moe_layers"]:
+        close(np.asarray(seen.router_logits[layer]), f"moe.layer{layer}.router_logits", LOGIT_ATOL)
+        order = np.argsort(seen.expert_ids[layer], axis=-1)
+        ids = np.take_along_axis(np.asarray(seen.expert_ids[layer]), order, axis=-1)
+        weights = np.take_along_axis(np.asarray(seen.expert_weights[layer]), order, axis=-1)
+        assert (ids == recorded.numbers[f"p33.moe.layer{layer}.expert_ids"]).all()
+        close(weights, f"moe.layer{layer}.expert_weights", WEIGHT_ATOL)
+
+
+@pytest.mark.parametrize("name", DENSE + ROUTED)
+def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -> None:
+    for file in ("generation_config.json",):
+        shutil.copy(GOLDENS / name / "model" / file, tmp_path / file)
+    shutil.copy(GOLDENS / name / "config.v5.json", tmp_path / "config.json")
+    old, new = ModelConfig.from_dir(GOLDENS / name / "model"), ModelConfig.from_dir(tmp_path)
+    assert old == new
+    assert old.architecture == golden(name).info["architecture"]
+    assert [i for i, moe in enumerate(old.moe_layers) if moe] == golden(name).info["moe_layers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "ep", "median"), [("llama", 2, 1, 0.036), ("qwen3_moe", 2, 2, 0.053)]
+)
+def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(
+    name: str, tp: int, ep: int, median: float
+) -> None:
+    recorded = golden(name)
+    ran = Harness(recorded.checkpoint, tp, ep, "bfloat16").run(list(recorded.prompts.values()), 1)
+    distances = np.concatenate(
+        [
+            np.abs(
+                result.logits[recorded.first_position[prompt] :]
+                - recorded.numbers[f"{prompt}.logits"]
+            ).mean(axis=-1)
+            for prompt, result in zip(recorded.prompts, ran, strict=True)
+        ]
+    )
+    assert distances.shape == (73,)
+    assert np.median(distances) < 1.5 * median
+    if name in DENSE:
+        assert distances.mean() < 1.5 * 0.036
+
+
+def test_experts_may_be_placed_anywhere_when_the_map_says_so() -> None:
+    recorded = golden("qwen3_moe")
+    harness = Harness(recorded.checkpoint, 2, 2)
+    cfg = harness.model.cfg
+    place = np.random.default_rng(3).permutation(cfg.num_experts)
+
+    def moved(stack: jax.Array) -> jax.Array:
+        values = np.zeros(stack.shape, stack.dtype)
+        values[:, place] = np.asarray(stack)
+        return jax.device_put(values, stack.sharding)
+
+    layers = tuple(
+        {key: moved(value) if key.startswith("experts_") else value for key, value in run.items()}
+        for run in harness.params["layers"]
+    )
+    expert_map = jnp.asarray(np.tile(place, (cfg.num_layers, 1)), jnp.int32)
+    prompt = recorded.prompts["p33"]
+    (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
+    run = jax.jit(prefill_captured, static_argnums=0)
+    hidden, _, _ = run(
+        harness.model, harness.params | {"layers": layers}, harness.new_pool(), batch, expert_map
+    )
+    expected = recorded.numbers["p33.hidden.final_norm"]
+    assert np.abs(np.asarray(hidden) - expected).max() < HIDDEN_ATOL
