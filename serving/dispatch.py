@@ -1,0 +1,390 @@
+"""Drives generations through the cluster: places them, puts their tokens in order, moves them."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from serving.config import ServeConfig
+from serving.generation import FinishReason, Generation, GenerationSpec, Sink, unpack_rows
+from serving.limits import Limiter, Ticket
+from serving.membership import Membership, WatchViews
+from serving.metrics import Metrics
+from serving.placement import Placement
+from serving.router import Router
+from serving.timers import LoopTimers, Timers
+from serving.worker_link import Context, WorkerLink
+from transfer import wire
+from transfer.clock import SYSTEM_CLOCK, Clock
+from transfer.errors import Code, RequestError, RpcError
+from transfer.rpc import Security
+
+logger = logging.getLogger(__name__)
+
+_STRAYS_TOLERATED = 3  # rows of an unknown room before its worker is told to drop it
+_STRAYS_REMEMBERED = 4096
+_INFO_TIMEOUT_S = 2.0
+
+
+class Dispatcher:
+    """What the HTTP routes know of the cluster. Everything runs on one event loop.
+
+    A request takes this road: `admit` (429 or a ticket), `submit` (one generation a choice), then
+    its sink hears of it, at last exactly one of on_end and on_error; `ticket.release()`. A client
+    that leaves: `abort`.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        security: Security,
+        clock: Clock = SYSTEM_CLOCK,
+        metrics: Metrics | None = None,
+        *,
+        timers: Timers | None = None,
+        watch: WatchViews | None = None,
+    ) -> None:
+        """watch: streams of cluster views for ever; by default the registry's of the config."""
+        self.metrics = metrics or Metrics()
+        self._config = config
+        self._clock = clock
+        self._timers = timers or LoopTimers()
+        self._limiter = Limiter(
+            config.max_inflight_requests,
+            config.max_queued_requests,
+            config.queue_timeout_s,
+            self._timers,
+        )
+        api_id = f"api-{secrets.token_hex(6)}"
+        context = Context(api_id, security, clock, self._timers, self)
+        self._membership = Membership(config, context, self._view_changed, watch)
+        self._placement = Placement(
+            config, self._membership, Router(config.policy), clock, self._timers, self
+        )
+        self._strays: dict[tuple[str, int], int] = {}
+        self.metrics.gauge(
+            "num_running_reqs", "Generations in the workers' hands", self._placement.__len__
+        )
+        self.metrics.gauge(
+            "num_queue_reqs", "Generations waiting for a place", lambda: self._limiter.queued
+        )
+
+    async def start(self) -> None:
+        """Begin to watch the registry; returns at once, see cluster_ready()."""
+        self._membership.start()
+
+    async def stop(self) -> None:
+        """End every generation with on_error(SHUTTING_DOWN), then every stream."""
+        error = RequestError(Code.SHUTTING_DOWN, "the server is shutting down")
+        for generation in self._placement.all():
+            self.fail(generation, error)
+        await self._membership.stop()
+
+    # --- requests ---
+
+    async def admit(self, n: int = 1) -> Ticket:
+        """Room for n generations; waits its turn. Raises RequestError, mostly QUEUE_FULL."""
+        try:
+            return await self._limiter.admit(n)
+        except RequestError as error:
+            if error.code is Code.QUEUE_FULL:
+                self.metrics.rejected()
+            raise
+
+    def submit(self, spec: GenerationSpec, sink: Sink) -> Generation:
+        """Start a generation. The sink hears nothing before this returns."""
+        generation = Generation(spec, sink)
+        delay_s = spec.deadline_s - self._clock.now_s()
+        generation.deadline_timer = self._timers.call_later(
+            delay_s, lambda: self._deadline(generation)
+        )
+        self._placement.place(generation)
+        return generation
+
+    def abort(self, generation: Generation, finish_reason: FinishReason = "abort") -> None:
+        """Drop it at both workers, at once. Its sink hears nothing any more.
+
+        finish_reason: for the metrics; "stop" when the stream found a stop string. A generation
+        that ended already is left as it is.
+        """
+        if self._close(generation):
+            self._observe_end(generation, finish_reason)
+
+    def find(self, request_id: str) -> list[Generation]:
+        """The live generations of that request, one a choice."""
+        return [g for g in self._placement.all() if g.spec.request_id == request_id]
+
+    def abort_request(self, request_id: str) -> int:
+        """Abort on behalf of another than the stream, which hears on_end("abort"). How many."""
+        return self._abort_aloud(self.find(request_id))
+
+    def abort_all(self) -> int:
+        """The same for every live generation."""
+        return self._abort_aloud(self._placement.all())
+
+    def _abort_aloud(self, generations: list[Generation]) -> int:
+        for generation in generations:
+            self.end(generation, "abort")
+        return len(generations)
+
+    # --- the cluster ---
+
+    def cluster_ready(self) -> bool:
+        """Whether a prefill and a decode worker take work."""
+        return self._membership.ready()
+
+    def context_length(self) -> int:
+        """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
+        return self._membership.context_length()
+
+    @property
+    def model_digest(self) -> str:
+        """Of the workers' model; "" before any worker was seen."""
+        return self._membership.model_digest
+
+    def members(self) -> tuple[wire.Member, ...]:
+        """The cluster as last told by the registry."""
+        return self._membership.members
+
+    async def server_info(self) -> dict[str, Any]:
+        """What /get_server_info shows; asks every worker. One that does not answer says why."""
+        answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
+        workers = [
+            {"worker_id": link.worker_id, "error": str(answer)}
+            if isinstance(answer, RpcError)
+            else msgspec.to_builtins(msgspec.structs.asdict(answer))
+            for link, answer in answers
+        ]
+        return {
+            "ready": self.cluster_ready(),
+            "context_length": self.context_length(),
+            "model_digest": self.model_digest,
+            "running": len(self._placement),
+            "queued": self._limiter.queued,
+            "policy": self._config.policy,
+            "workers": workers,
+        }
+
+    async def flush_cache(self) -> tuple[bool, str]:
+        """Drop every worker's cached prefixes; whether all did, and what they said."""
+        answers = await self._ask_all(lambda link: link.flush())
+        flushed = bool(answers)
+        messages = []
+        for link, answer in answers:
+            if isinstance(answer, RpcError):
+                flushed = False
+                messages.append(f"{link.worker_id}: {answer}")
+            else:
+                flushed = flushed and answer.flushed
+                messages.append(f"{link.worker_id}: {answer.message}")
+        return flushed, "; ".join(messages) or "no worker is there"
+
+    async def metrics_text(self) -> bytes:
+        """Metrics in Prometheus' format, with what the workers count asked now."""
+        answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
+        states = [answer for _, answer in answers if not isinstance(answer, RpcError)]
+        self.metrics.set_states(states)
+        return self.metrics.render()
+
+    async def _ask_all[T](
+        self, ask: Callable[[WorkerLink], Awaitable[T]]
+    ) -> list[tuple[WorkerLink, T | RpcError]]:
+        async def one(link: WorkerLink) -> T | RpcError:
+            try:
+                return await ask(link)
+            except RpcError as error:
+                return error
+
+        links = self._membership.open_links()
+        return list(zip(links, await asyncio.gather(*map(one, links)), strict=True))
+
+    # --- what workers say (LinkOwner) ---
+
+    def on_open(self, link: WorkerLink) -> None:
+        self._placement.place_waiting()
+
+    async def on_batch(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        for event in batch.events:
+            if event.kind == "prefilled":
+                self._prefilled(link, event)
+        if batch.rooms:
+            await self._rows(link, batch)
+        for event in batch.events:
+            if event.kind != "prefilled":
+                self._interrupted(link, event)
+
+    def on_broken(self, link: WorkerLink, message: str) -> None:
+        self._placement.worker_lost(link.key, message)
+        self._membership.broken(link)
+
+    def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:
+        generation = self._placement.at(refusal.room, link.key)
+        if generation is not None:
+            # The leg may have got there after all when its answer was lost, so it is aborted too.
+            self._placement.move(
+                generation, _code(refusal.code), refusal.message, None, link.worker_id
+            )
+
+    def _view_changed(self) -> None:
+        self.metrics.set_members(self._membership.members)
+        self._placement.place_waiting()
+
+    async def _rows(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        """All rows of a step in one go, or in groups of batch_notify_size streams."""
+        rows = unpack_rows(batch)
+        group = self._config.batch_notify_size or len(rows)
+        now_s = self._clock.monotonic_s()
+        for start in range(0, len(rows), group):
+            if start:
+                await asyncio.sleep(0)
+            gaps_s: list[float] = []
+            num_tokens = 0
+            for row in range(start, min(start + group, len(rows))):
+                generation = self._placement.at(rows.rooms[row], link.key)
+                if generation is None:
+                    self._stray(link, rows.rooms[row])
+                    continue
+                try:
+                    tokens = generation.accept(
+                        rows.token_idx[row],
+                        rows.token_ids[row],
+                        rows.finish[row],
+                        rows.logprobs[row] if rows.logprobs is not None else None,
+                        rows.top.get(row),
+                    )
+                    if tokens is None:
+                        continue
+                    generation.sink.on_tokens(tokens)
+                except Exception as error:  # one stream's fault must not reach the others
+                    self._stream_failed(generation, error)
+                    continue
+                num_tokens += len(tokens.ids)
+                if generation.last_token_s:
+                    gaps_s.append(now_s - generation.last_token_s)
+                else:
+                    self.metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+                generation.last_token_s = now_s
+                if len(generation.token_ids) - len(tokens.ids) == generation.attempt_start:
+                    self._placement.first_token(generation)
+                if generation.finish:
+                    self._finish(generation)
+            self.metrics.step(num_tokens, gaps_s)
+
+    def _prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:
+        generation = self._placement.at(event.room, link.key)
+        if generation is None:
+            self._stray(link, event.room)
+            return
+        if generation.prefilled:
+            return
+        generation.prefilled = True
+        num_prompt = len(generation.spec.prompt_ids)
+        cached = min(event.cached_tokens, num_prompt)
+        self.metrics.prefilled(num_prompt, cached)
+        try:
+            generation.sink.on_prefilled(cached, event.prompt_logprobs)
+        except Exception as error:  # one stream's fault must not reach the others
+            self._stream_failed(generation, error)
+
+    def _interrupted(self, link: WorkerLink, event: wire.RoomEvent) -> None:
+        """The room is over at that worker, the generation is not."""
+        generation = self._placement.at(event.room, link.key)
+        if generation is None:
+            return  # its other leg failed first, or the client left
+        if event.kind == "preempted":
+            self.metrics.preempted()
+            self._placement.move_preempted(generation, link.key)
+            return
+        code = _code(event.code)
+        avoid = link.worker_id
+        pair = generation.pair
+        if code is Code.PEER_LOST and pair is not None:
+            # Its peer is at fault, not the one that tells.
+            peer = pair.prefill if pair.decode_key == link.key else pair.decode
+            avoid = peer.info.worker_id
+        self._placement.move(generation, code, event.message, link.key, avoid)
+
+    def _stray(self, link: WorkerLink, room: int) -> None:
+        """Some rows of a room that just ended are on their way always; more are a leak there."""
+        self.metrics.dropped(1)
+        key = (link.worker_id, room)
+        count = self._strays.get(key, 0) + 1
+        if count > _STRAYS_TOLERATED:
+            self._strays.pop(key, None)
+            link.abort(room)
+            return
+        if len(self._strays) >= _STRAYS_REMEMBERED:
+            self._strays.clear()
+        self._strays[key] = count
+
+    # --- ends ---
+
+    def end(self, generation: Generation, reason: FinishReason) -> None:
+        """Complete it early and tell its stream."""
+        if self._close(generation):
+            self._observe_end(generation, reason)
+            self._tell(generation, lambda: generation.sink.on_end(reason))
+
+    def fail(self, generation: Generation, error: RequestError) -> None:
+        """Give it up and tell its stream."""
+        if self._close(generation):
+            logger.info("%s failed: %s", generation.spec.request_id, error)
+            self._observe_end(generation, "error")
+            self._tell(generation, lambda: generation.sink.on_error(error))
+
+    def retried(self, reason: str) -> None:
+        self.metrics.retried(reason)
+
+    def _finish(self, generation: Generation) -> None:
+        """Its last token was told just now; the workers know."""
+        if self._close(generation, tell_workers=False):
+            reason: FinishReason = "stop" if generation.finish == wire.STOP else "length"
+            self._observe_end(generation, reason)
+            self._tell(generation, lambda: generation.sink.on_end(reason))
+
+    def _tell(self, generation: Generation, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # one stream's fault must not reach the others
+            logger.exception("the stream of %s failed at its end", generation.spec.request_id)
+
+    def _close(self, generation: Generation, tell_workers: bool = True) -> bool:
+        """Whether it was alive until now."""
+        if generation.ended:
+            return False
+        self._placement.remove(generation, tell_workers=tell_workers)
+        _cancel_timers(generation)
+        return True
+
+    def _deadline(self, generation: Generation) -> None:
+        spec = generation.spec
+        waited_s = spec.deadline_s - spec.arrival_s
+        where = "being served" if generation.room else "waiting for a prefill and decode worker"
+        self.fail(
+            generation,
+            RequestError(Code.DEADLINE, f"not done within {waited_s:.3g} s, still {where}"),
+        )
+
+    def _stream_failed(self, generation: Generation, error: Exception) -> None:
+        logger.error("the stream of %s failed", generation.spec.request_id, exc_info=error)
+        self.fail(generation, RequestError(Code.INTERNAL, "its stream failed"))
+
+    def _observe_end(self, generation: Generation, reason: str) -> None:
+        self.metrics.ended(reason, self._clock.now_s() - generation.spec.arrival_s)
+
+
+def _cancel_timers(generation: Generation) -> None:
+    for timer in (generation.deadline_timer, generation.retry_timer):
+        if timer is not None:
+            timer.cancel()
+
+
+def _code(text: str) -> Code:
+    """A code from the wire; one that only a newer worker knows is an internal error here."""
+    try:
+        return Code(text)
+    except ValueError:
+        return Code.INTERNAL

@@ -1,0 +1,172 @@
+"""Which workers there are: the registry's view, and one link to each incarnation in it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from serving.config import ServeConfig
+from serving.router import Key, key_of
+from serving.timers import Timer
+from serving.worker_link import Context, WorkerLink
+from transfer import wire
+from transfer.rpc import Security
+
+WatchViews = Callable[[Callable[[wire.ClusterView], None]], Awaitable[None]]
+
+_TICK_S = 0.5
+# A registry that restarted knows nobody until the workers' next heartbeats, so those whose streams
+# are alive keep their place for as long as a lease would have lasted.
+_RESTART_GRACE_S = 3.0
+
+
+class Membership:
+    """Follows the registry; owns the links.
+
+    A worker takes new work while it is in the view (or in a restarted registry's grace) and its
+    stream is open. Leaving the view does not end what runs: only a broken stream does, or another
+    incarnation under the same id. So a registry that dies takes nothing with it.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        context: Context,
+        on_change: Callable[[], None],
+        watch: WatchViews | None,
+    ) -> None:
+        self.members: tuple[wire.Member, ...] = ()
+        self.model_digest = ""
+        self._config = config
+        self._context = context
+        self._on_change = on_change
+        self._watch = watch or _registry_watch(config.registry_address, context)
+        self._links: dict[Key, WorkerLink] = {}
+        self._listed: frozenset[Key] = frozenset()
+        self._revision = -1
+        self._grace_until_s = 0.0
+        self._context_length = 0
+        self._ticked_s = 0.0
+        self._ticker: Timer | None = None
+        self._watching: asyncio.Future[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._watching = asyncio.ensure_future(self._watch(self.on_view))
+        self._ticked_s = self._context.clock.monotonic_s()
+        self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        links = list(self._links.values())
+        self._links.clear()
+        await asyncio.gather(*(link.close() for link in links), *self._closing)
+
+    # --- who takes work ---
+
+    def takers(self, role: wire.Role) -> list[wire.Member]:
+        """Workers of that role that take new work, or would if they were not draining."""
+        in_grace = self._context.clock.monotonic_s() < self._grace_until_s
+        return [
+            link.member
+            for key, link in self._links.items()
+            if link.open and link.member.info.role == role and (key in self._listed or in_grace)
+        ]
+
+    def ready(self) -> bool:
+        return all(
+            any(not member.draining for member in self.takers(role))
+            for role in ("prefill", "decode")
+        )
+
+    def link(self, key: Key) -> WorkerLink | None:
+        return self._links.get(key)
+
+    def open_links(self) -> list[WorkerLink]:
+        """In order of role and id."""
+        links = [link for link in self._links.values() if link.open]
+        return sorted(links, key=lambda link: (link.member.info.role, link.worker_id))
+
+    def context_length(self) -> int:
+        """The least of what the workers and the config allow; the last known when none is there."""
+        asked = self._config.context_length
+        if self._context_length and asked:
+            return min(asked, self._context_length)
+        return self._context_length or asked
+
+    # --- changes ---
+
+    def on_view(self, view: wire.ClusterView) -> None:
+        """The registry's word: every live worker."""
+        if view.revision < self._revision:
+            self._grace_until_s = self._context.clock.monotonic_s() + _RESTART_GRACE_S
+        self._revision = view.revision
+        self.members = view.members
+        self._listed = frozenset(key_of(member) for member in view.members)
+        for member in view.members:
+            link = self._links.get(key_of(member))
+            if link is not None:
+                link.member = member
+            else:
+                self._open(member)
+        newest = {member.info.worker_id: member.epoch for member in view.members}
+        for key, link in list(self._links.items()):
+            worker_id, epoch = key
+            if newest.get(worker_id, epoch) > epoch:
+                self._supersede(link)
+            elif key not in self._listed and not link.open:
+                self._close(link)
+        if view.members:
+            infos = [member.info for member in view.members]
+            self._context_length = min(
+                min(info.context_length, info.max_request_tokens) for info in infos
+            )
+            self.model_digest = infos[0].model_digest
+        self._on_change()
+
+    def broken(self, link: WorkerLink) -> None:
+        """Its stream ended; it is opened again while the registry lists the worker."""
+        if link.key not in self._listed:
+            self._close(link)
+
+    def _open(self, member: wire.Member) -> None:
+        link = WorkerLink(member, self._context)
+        self._links[link.key] = link
+        link.start()
+
+    def _supersede(self, link: WorkerLink) -> None:
+        """Another incarnation lives: whatever this one still says is stale."""
+        was_open = link.open
+        self._close(link)
+        if was_open:
+            self._context.owner.on_broken(link, f"{link.worker_id} was started anew")
+
+    def _close(self, link: WorkerLink) -> None:
+        if self._links.pop(link.key, None) is None:
+            return
+        link.retire()
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _tick(self) -> None:
+        """Look for silent workers, unless it was this process that slept."""
+        now_s = self._context.clock.monotonic_s()
+        if now_s - self._ticked_s < 2 * _TICK_S:
+            for link in self._links.values():
+                link.check_silence(now_s)
+        self._ticked_s = now_s
+        self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
+
+
+def _registry_watch(address: str, context: Context) -> WatchViews:
+    security: Security = context.security
+
+    async def watch(on_view: Callable[[wire.ClusterView], None]) -> None:
+        from transfer.bootstrap import RegistryClient
+
+        await RegistryClient(address, security, context.clock).watch(on_view)
+
+    return watch

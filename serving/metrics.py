@@ -1,0 +1,186 @@
+"""What the API process counts and how Prometheus reads it: the only user of prometheus_client."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from transfer import wire
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT_BOUNDS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
+)  # fmt: skip
+_ITL_BOUNDS_S = (
+    0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2,
+    0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10,
+)  # fmt: skip
+_E2E_BOUNDS_S = (
+    0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960
+)  # fmt: skip
+
+
+class BulkHistogram(Collector):
+    """A histogram that takes a step's values in one call: one numpy pass, no lock, one thread."""
+
+    def __init__(self, name: str, documentation: str, bounds_s: Sequence[float]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._bounds = np.asarray(bounds_s, dtype=np.float64)
+        self._counts = np.zeros(len(bounds_s) + 1, dtype=np.int64)  # the last: above all bounds
+        self._sum_s = 0.0
+
+    def observe(self, values_s: Sequence[float]) -> None:
+        """Count each value in the first bucket whose bound is >= the value."""
+        if not values_s:
+            return
+        values = np.asarray(values_s, dtype=np.float64)
+        buckets = np.searchsorted(self._bounds, values, side="left")
+        self._counts += np.bincount(buckets, minlength=len(self._counts))
+        self._sum_s += float(values.sum())
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._documentation)
+        cumulative = np.cumsum(self._counts).tolist()
+        bounds = [*map(str, self._bounds.tolist()), "+Inf"]
+        family.add_metric([], list(zip(bounds, cumulative, strict=True)), self._sum_s)
+        yield family
+
+
+class _ClusterCollector(Collector):
+    """What the workers report: absolute values, so they are shown as they came."""
+
+    def __init__(self) -> None:
+        self.members: tuple[wire.Member, ...] = ()
+        self.states: dict[str, wire.WorkerState] = {}
+        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (documentation, read) in self.gauges.items():
+            yield GaugeMetricFamily(name, documentation, value=read())
+        yield from self._collect_pages()
+        labels = ["worker"]
+        compiles = CounterMetricFamily(
+            "kvferry_compiles_after_ready",
+            "Programs compiled after ready; each is a bug",
+            labels=labels,
+        )
+        counters = GaugeMetricFamily(
+            "kvferry_worker_counter", "A worker's own counters", labels=["worker", "name"]
+        )
+        for worker_id, state in sorted(self.states.items()):
+            compiles.add_metric([worker_id], state.compiles_after_ready)
+            for name, value in sorted(state.counters.items()):
+                counters.add_metric([worker_id, name], value)
+        yield compiles
+        yield counters
+
+    def _collect_pages(self) -> Iterable[Metric]:
+        labels = ["worker", "role"]
+        values: dict[str, list[tuple[list[str], float]]] = {
+            name: [] for name in ("total", "free", "held", "cached")
+        }
+        for member in self.members:
+            who = [member.info.worker_id, member.info.role]
+            values["total"].append((who, member.load.pages_total))
+            values["free"].append((who, member.load.pages_free))
+        for state in self.states.values():
+            who = [state.worker_id, state.role]
+            values["held"].append((who, state.pages_held))
+            values["cached"].append((who, state.pages_cached))
+        for name, rows in values.items():
+            family = GaugeMetricFamily(f"kvferry_pages_{name}", f"KV pages {name}", labels=labels)
+            for who, value in sorted(rows):
+                family.add_metric(who, value)
+            yield family
+
+
+class Metrics:
+    """All metrics of one API process, in a registry of their own. Used by the event loop only."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._ttft = Histogram(
+            "kvferry_time_to_first_token_seconds",
+            "Request received to first token written",
+            buckets=_TTFT_BOUNDS_S,
+            registry=registry,
+        )
+        self._itl = BulkHistogram(
+            "kvferry_inter_token_latency_seconds", "Gap between tokens of a stream", _ITL_BOUNDS_S
+        )
+        registry.register(self._itl)
+        self._e2e = Histogram(
+            "kvferry_e2e_request_latency_seconds",
+            "Request received to last token written",
+            buckets=_E2E_BOUNDS_S,
+            registry=registry,
+        )
+        self._prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens prefilled")
+        self._cached_tokens = _counter(registry, "cached_tokens", "Prompt tokens found in a cache")
+        self._generation_tokens = _counter(registry, "generation_tokens", "Tokens generated")
+        self._requests = _counter(
+            registry, "num_requests", "Generations ended, by how", "finish_reason"
+        )
+        self._rejected = _counter(registry, "requests_rejected", "Requests answered with 429")
+        self._retries = _counter(registry, "retries", "Generations placed again", "reason")
+        self._preemptions = _counter(registry, "preemptions", "Generations that gave their pages")
+        self._stale = _counter(registry, "stale_rows", "Rows and batches dropped as not expected")
+        self._cluster = _ClusterCollector()
+        registry.register(self._cluster)
+
+    def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        """Show kvferry_<name> as what `read` returns when somebody looks."""
+        self._cluster.gauges[f"kvferry_{name}"] = (documentation, read)
+
+    def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._prompt_tokens.inc(prompt_tokens)
+        self._cached_tokens.inc(cached_tokens)
+
+    def first_token(self, ttft_s: float) -> None:
+        self._ttft.observe(ttft_s)
+
+    def step(self, num_tokens: int, gaps_s: Sequence[float]) -> None:
+        """Tokens told to streams in one step, and the gaps since each stream's last."""
+        self._generation_tokens.inc(num_tokens)
+        self._itl.observe(gaps_s)
+
+    def ended(self, finish_reason: str, e2e_s: float) -> None:
+        """finish_reason: stop, length, abort, or error."""
+        self._requests.labels(finish_reason).inc()
+        self._e2e.observe(e2e_s)
+
+    def rejected(self) -> None:
+        self._rejected.inc()
+
+    def retried(self, reason: str) -> None:
+        self._retries.labels(reason).inc()
+
+    def preempted(self) -> None:
+        self._preemptions.inc()
+
+    def dropped(self, count: int) -> None:
+        """Rows or batches of an incarnation or a room that nobody expects any more."""
+        self._stale.inc(count)
+
+    def set_members(self, members: tuple[wire.Member, ...]) -> None:
+        self._cluster.members = members
+
+    def set_states(self, states: Iterable[wire.WorkerState]) -> None:
+        self._cluster.states = {state.worker_id: state for state in states}
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format (CONTENT_TYPE)."""
+        return generate_latest(self._registry)
+
+
+def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:
+    return Counter(f"kvferry_{name}", documentation, labels, registry=registry)

@@ -1,0 +1,207 @@
+"""Where each live generation is: gives it a pair of workers, and another when that one fails it."""
+
+import itertools
+import logging
+import secrets
+from typing import Literal, Protocol
+
+from serving.config import ServeConfig
+from serving.generation import Generation
+from serving.membership import Membership
+from serving.router import Key, Router
+from serving.timers import Timers
+from transfer.clock import Clock
+from transfer.errors import Code, RequestError
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_LONGEST_S = 1.0
+_GOLDEN = 0.6180339887498949
+
+
+class PlacementOwner(Protocol):
+    """Who ends a generation that cannot be placed any more, and counts the moves."""
+
+    def fail(self, generation: Generation, error: RequestError) -> None: ...
+
+    def end(self, generation: Generation, reason: Literal["abort"]) -> None: ...
+
+    def retried(self, reason: str) -> None: ...
+
+
+class Placement:
+    """Every live generation is in one of three places: in a room, waiting for a pair, backing off.
+
+    A room is at two workers or at none: both legs leave in the same turn, and whatever ends one of
+    them (a refusal, a failure, a lost worker) takes the other back before the next room is made.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        membership: Membership,
+        router: Router,
+        clock: Clock,
+        timers: Timers,
+        owner: PlacementOwner,
+    ) -> None:
+        self._config = config
+        self._membership = membership
+        self._router = router
+        self._clock = clock
+        self._timers = timers
+        self._owner = owner
+        self._live: dict[Generation, None] = {}
+        self._rooms: dict[int, Generation] = {}
+        self._waiting: dict[Generation, None] = {}
+        # Unique over all API processes: random high bits, and a counter that never wraps.
+        self._next_room = itertools.count((secrets.randbits(31) << 32) + 1)
+        self._next_jitter = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def all(self) -> list[Generation]:
+        return list(self._live)
+
+    def at(self, room: int, key: Key) -> Generation | None:
+        """Whose room that is, if that worker is one of its pair."""
+        generation = self._rooms.get(room)
+        if generation is None or not generation.involves(key):
+            return None
+        return generation
+
+    def place(self, generation: Generation) -> None:
+        """Give it a room at the best pair now, or at the first there is."""
+        self._live[generation] = None
+        generation.retry_timer = None
+        pair = self._router.pick(
+            self._membership.takers("prefill"),
+            self._membership.takers("decode"),
+            len(generation.spec.prompt_ids) + len(generation.token_ids),
+            self._clock.monotonic_s(),
+            generation.avoid,
+        )
+        if pair is None:
+            self._waiting[generation] = None
+            return
+        generation.begin_attempt(next(self._next_room), pair)
+        self._rooms[generation.room] = generation
+        for key in (pair.decode_key, pair.prefill_key):
+            link = self._membership.link(key)
+            assert link is not None, f"{key} takes work but has no link"
+            link.submit(generation.submit_message(link.api_id))
+
+    def place_waiting(self) -> None:
+        """Somebody may take work now."""
+        waiting, self._waiting = self._waiting, {}
+        for generation in waiting:
+            self.place(generation)
+
+    def first_token(self, generation: Generation) -> None:
+        """The attempt got through: prefill is done with it."""
+        if generation.pair is not None:
+            self._router.prefilled(generation.pair)
+        generation.refusals = 0
+        generation.refused_since_s = None
+        generation.avoid = frozenset()
+
+    def remove(self, generation: Generation, *, tell_workers: bool) -> None:
+        """It ended. tell_workers: its room is still alive there."""
+        generation.ended = True
+        self._waiting.pop(generation, None)
+        del self._live[generation]
+        if generation.room:
+            self._leave(generation, None, tell_workers)
+
+    def move_preempted(self, generation: Generation, over_at: Key) -> None:
+        """Its pages were needed by an older one: it goes on elsewhere, as often as it takes."""
+        generation.preemptions += 1
+        self._leave(generation, over_at)
+        self.place(generation)
+
+    def move(
+        self, generation: Generation, code: Code, message: str, over_at: Key | None, avoid: str
+    ) -> None:
+        """Its room failed: find another place, or give the generation up when `code` says so.
+
+        over_at: the worker that is known to have dropped the room. avoid: id of the worker that
+        the failure speaks against.
+        """
+        self._leave(generation, over_at)
+        if code is Code.ABORTED:
+            self._owner.end(generation, "abort")
+        elif not code.retryable:
+            self._owner.fail(generation, RequestError(code, message))
+        elif code is Code.QUEUE_FULL:
+            self._back_off(generation, message, avoid)
+        else:
+            self._retry(generation, code, message, avoid)
+
+    def worker_lost(self, key: Key, message: str) -> None:
+        """Move what that incarnation still had to do; a prefill that is done is not missed."""
+        for generation in list(self._rooms.values()):
+            pair = generation.pair
+            if pair is None:  # moved or ended meanwhile
+                continue
+            if pair.decode_key == key or (
+                pair.prefill_key == key and not generation.first_token_here
+            ):
+                self.move(generation, Code.PEER_LOST, message, key, key[0])
+        self._router.forget(key)
+
+    def _leave(
+        self, generation: Generation, over_at: Key | None, tell_workers: bool = True
+    ) -> None:
+        pair = generation.pair
+        assert pair is not None, f"room {generation.room} has no pair"
+        if tell_workers:
+            for key in (pair.decode_key, pair.prefill_key):
+                link = self._membership.link(key)
+                if link is not None and key != over_at:
+                    link.abort(generation.room)
+        del self._rooms[generation.room]
+        self._router.ended(pair)
+        generation.leave_attempt()
+
+    def _retry(self, generation: Generation, code: Code, message: str, avoid: str) -> None:
+        generation.retries += 1
+        if generation.retries > self._config.max_retries:
+            self._owner.fail(
+                generation,
+                RequestError(
+                    Code.PEER_LOST, f"given up after {generation.retries} attempts: {message}"
+                ),
+            )
+            return
+        logger.info("%s moves: %s", generation.spec.request_id, message)
+        self._owner.retried(code.value)
+        generation.avoid |= {avoid}
+        # At once the first time; then slowly enough for a dead worker's stream to be noticed.
+        if generation.retries == 1:
+            self.place(generation)
+        else:
+            self._place_later(generation, generation.retries - 2)
+
+    def _back_off(self, generation: Generation, message: str, avoid: str) -> None:
+        now_s = self._clock.monotonic_s()
+        if generation.refused_since_s is None:
+            generation.refused_since_s = now_s
+        waited_s = now_s - generation.refused_since_s
+        # A client that has seen tokens is past every queue: it waits until its deadline.
+        if not generation.started and waited_s >= self._config.queue_timeout_s:
+            self._owner.fail(generation, RequestError(Code.QUEUE_FULL, message))
+            return
+        self._owner.retried(Code.QUEUE_FULL.value)
+        generation.avoid = frozenset({avoid})
+        self._place_later(generation, generation.refusals)
+        generation.refusals += 1
+
+    def _place_later(self, generation: Generation, exponent: int) -> None:
+        """After a delay that doubles, spread by a quarter so that those refused together part."""
+        delay_s = min(_BACKOFF_FIRST_S * 2 ** min(exponent, 10), _BACKOFF_LONGEST_S)
+        spread = 0.75 + 0.5 * (next(self._next_jitter) * _GOLDEN % 1.0)
+        generation.retry_timer = self._timers.call_later(
+            delay_s * spread, lambda: self.place(generation)
+        )

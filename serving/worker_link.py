@@ -1,0 +1,227 @@
+"""One incarnation of a worker as this process sees it: its reply stream, and what is sent to it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from serving.router import Key, key_of
+from serving.timers import Timers, pause
+from transfer import wire
+from transfer.clock import Clock
+from transfer.errors import Code, Incompatible, RpcError, Unavailable
+from transfer.rpc import RpcClient, Security
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S = 3.0  # a worker says something every 0.5 s; this much of nothing means it hangs
+CALL_TIMEOUT_S = 5.0
+MAX_BATCH = 256  # submits in one call
+_REOPEN_FIRST_S = 0.05
+_REOPEN_LONGEST_S = 1.0
+_ABORT_AGAIN_S = 0.2
+
+
+class LinkOwner(Protocol):
+    """Who is told what happens on a link."""
+
+    def on_open(self, link: "WorkerLink") -> None:
+        """The worker said hello: it takes work."""
+        ...
+
+    async def on_batch(self, link: "WorkerLink", batch: wire.StepBatch) -> None:
+        """A step of this incarnation. Raises BadMessage when it makes no sense."""
+        ...
+
+    def on_broken(self, link: "WorkerLink", message: str) -> None:
+        """The stream ended: the worker drops, or has lost, every room of ours."""
+        ...
+
+    def on_refused(self, link: "WorkerLink", refusal: wire.Refusal) -> None:
+        """That leg did not get there, or was not taken."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all links of one process share."""
+
+    api_id: str
+    security: Security
+    clock: Clock
+    timers: Timers
+    owner: LinkOwner
+
+
+class WorkerLink:
+    """Keeps one reply stream open until retired, and sends submits and aborts in order.
+
+    Calls to a worker follow each other: while one is on its way the next ones gather, so submits
+    batch by themselves, and an abort cannot overtake the submit it is for. Each stream names this
+    process anew, so rooms that the worker drops with a broken stream are never those of the next.
+    """
+
+    def __init__(self, member: wire.Member, context: Context) -> None:
+        self.member = member
+        self.key: Key = key_of(member)
+        self.open = False
+        self.api_id = ""
+        self._context = context
+        self._client = RpcClient(member.info.address, context.security)
+        self._heard_s = 0.0
+        self._streams = 0
+        self._retired = False
+        self._attempt: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._submits: dict[int, wire.Submit] = {}
+        self._aborts: list[int] = []
+
+    @property
+    def worker_id(self) -> str:
+        return self.member.info.worker_id
+
+    def start(self) -> None:
+        self._reader = asyncio.create_task(self._keep_reading())
+
+    async def close(self) -> None:
+        """End the stream and everything under way; nothing is told to the owner."""
+        self.retire()
+        tasks = [t for t in (self._attempt, self._reader, self._sender) if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.close()
+
+    def retire(self) -> None:
+        """Take nothing more, and do not open the stream again."""
+        self._retired = True
+        self.open = False
+        self._submits.clear()
+        self._aborts.clear()
+
+    def submit(self, submit: wire.Submit) -> None:
+        """Send at the end of this turn, with whatever else came in it."""
+        self._submits[submit.room] = submit
+        self._wake_sender()
+
+    def abort(self, room: int) -> None:
+        """Send after the room's submit, or take that back when it has not left."""
+        if self._submits.pop(room, None) is None and self.open:
+            self._aborts.append(room)
+            self._wake_sender()
+
+    def check_silence(self, now_s: float) -> None:
+        """Give the stream up when nothing came for too long: killed peers break it, hung do not."""
+        if self._attempt is not None and now_s - self._heard_s > SILENCE_S:
+            self._attempt.cancel()
+
+    async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.WorkerState:
+        return await self._client.call("Info", wire.Empty(), wire.WorkerState, timeout_s)
+
+    async def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.FlushReply:
+        return await self._client.call("Flush", wire.Empty(), wire.FlushReply, timeout_s)
+
+    # --- the reply stream ---
+
+    async def _keep_reading(self) -> None:
+        delay_s = _REOPEN_FIRST_S
+        while True:
+            self._heard_s = self._context.clock.monotonic_s()
+            self._attempt = asyncio.create_task(self._read())
+            await asyncio.wait([self._attempt])
+            message = self._end_of(self._attempt)
+            self._attempt = None
+            if self.open:
+                delay_s = _REOPEN_FIRST_S
+                self._break(message)
+            if self._retired:
+                return
+            await pause(self._context.timers, delay_s)
+            delay_s = min(2 * delay_s, _REOPEN_LONGEST_S)
+
+    async def _read(self) -> None:
+        """One stream from hello to its end. Raises RpcError."""
+        context = self._context
+        self._streams += 1
+        self.api_id = f"{context.api_id}.{self._streams}"
+        stream = self._client.stream("Subscribe", wire.Subscribe(self.api_id), wire.StepBatch)
+        # Left early, its call must end now and not when the garbage collector comes by.
+        async with aclosing(cast(AsyncGenerator[wire.StepBatch, None], stream)) as batches:
+            async for batch in batches:
+                if (batch.worker_id, batch.epoch) != self.key:
+                    raise Incompatible(
+                        f"{self.member.info.address} is {batch.worker_id} of epoch {batch.epoch}, "
+                        f"expected {self.worker_id} of epoch {self.member.epoch}"
+                    )
+                self._heard_s = context.clock.monotonic_s()
+                if not self.open:
+                    self.open = True
+                    logger.info("worker %s is open", self.worker_id)
+                    context.owner.on_open(self)
+                await context.owner.on_batch(self, batch)
+
+    def _end_of(self, attempt: asyncio.Task[None]) -> str:
+        """Why the stream ended; an error that is not a peer's is a bug of ours, told in full."""
+        if attempt.cancelled():
+            return f"{self.worker_id} said nothing for {SILENCE_S:g} s"
+        error = attempt.exception()
+        if error is None:
+            return f"{self.worker_id} ended its stream"
+        if not isinstance(error, RpcError):
+            logger.error("reading from %s failed", self.worker_id, exc_info=error)
+        return f"{self.worker_id} is lost: {error}"
+
+    def _break(self, message: str) -> None:
+        self.open = False
+        self._submits.clear()
+        self._aborts.clear()
+        logger.warning("worker %s broke off: %s", self.worker_id, message)
+        self._context.owner.on_broken(self, message)
+
+    # --- submits and aborts ---
+
+    def _wake_sender(self) -> None:
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send())
+
+    async def _send(self) -> None:
+        try:
+            while self._submits or self._aborts:
+                if self._submits:
+                    rooms = list(self._submits)[:MAX_BATCH]
+                    await self._send_submits([self._submits.pop(room) for room in rooms])
+                if self._aborts:
+                    rooms, self._aborts = self._aborts, []
+                    await self._send_aborts(rooms)
+        finally:
+            self._sender = None
+
+    async def _send_submits(self, submits: list[wire.Submit]) -> None:
+        owner = self._context.owner
+        try:
+            reply = await self._client.call(
+                "Submit", wire.SubmitBatch(tuple(submits)), wire.SubmitReply, CALL_TIMEOUT_S
+            )
+        except RpcError as error:
+            # Anything but an absent peer would go wrong at the next one too.
+            code = Code.PEER_LOST if isinstance(error, Unavailable) else Code.INTERNAL
+            for submit in submits:
+                owner.on_refused(self, wire.Refusal(submit.room, code, str(error)))
+            return
+        for refusal in reply.refused:
+            owner.on_refused(self, refusal)
+
+    async def _send_aborts(self, rooms: list[int]) -> None:
+        try:
+            await self._client.call(
+                "Abort", wire.AbortBatch(tuple(rooms)), wire.Empty, CALL_TIMEOUT_S
+            )
+        except RpcError as error:
+            if not self.open:
+                return  # the worker drops the rooms of a broken stream by itself
+            logger.warning("abort of %d rooms at %s: %s", len(rooms), self.worker_id, error)
+            self._aborts = rooms + self._aborts
+            await pause(self._context.timers, _ABORT_AGAIN_S)
