@@ -9,7 +9,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,15 @@ from transfer.pages import PagePool
 from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import RpcClient, Security
 from transfer.tcp import TcpReceiver
-from transfer.worker import Aborted, ApiGone, Submitted, Worker, describe, open_configured
+from transfer.worker import (
+    Aborted,
+    ApiGone,
+    PoolFacts,
+    Submitted,
+    Worker,
+    describe,
+    open_configured,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +68,16 @@ class SenderLost:
 class GrantFailed:
     rooms: tuple[int, ...]
     message: str
+
+
+class StepEngine(Protocol):
+    """What the loop needs of `decode.engine.DecodeEngine`."""
+
+    @property
+    def num_pages(self) -> int: ...
+    def place_run(self, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None: ...
+    def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> SampleOut: ...
 
 
 @dataclass(slots=True)
@@ -96,23 +114,17 @@ class DecodeWorker(Worker):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         opened = open_configured(config)
-        page_size = opened.kv.page_size
         slots = config.max_running_requests or (16 if on_cpu() else 256)
-        buckets = decode_buckets(slots, opened.context_length, page_size)
-        self._engine = DecodeEngine(
+        buckets = decode_buckets(slots, opened.context_length, opened.kv.page_size)
+        engine = DecodeEngine(
             opened, buckets, config.mem_fraction_static, config.max_total_tokens
         )
-        log.info("memory: %s", self._engine.plan)
-        self._pool = PagePool(self._engine.num_pages)
-        self._admission = Admission(self._pool, slots, page_size, config.headroom_pages)
-        self._scheduler = DecodeScheduler(self._admission, page_size)
-        self._emitter = StepEmitter(self.worker_id(), self.epoch)
-        kv = opened.kv
-        self._receiver: PageReceiver = TcpReceiver(
+        log.info("memory: %s", engine.plan)
+        receiver = TcpReceiver(
             self.security,
             host=config.data_host or config.host,
             port=config.data_port,
-            kv=kv,
+            kv=opened.kv,
             tp_size=config.tp_size,
             on_pages=lambda room, start, shards: self.inbox.post(
                 PagesArrived(room, start, shards)
@@ -121,20 +133,38 @@ class DecodeWorker(Worker):
             on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
             stall_timeout_s=config.stall_timeout_s,
         )
-        self._data_address = self._receiver.start()
-        self._opened = opened
+        data_address = receiver.start()
+        self.assemble(engine, PoolFacts.of(opened), slots, receiver, data_address)
         self._compiles.arm()
+        return describe(self, config, opened, data_address, engine.num_pages)
+
+    def assemble(
+        self,
+        engine: StepEngine,
+        facts: PoolFacts,
+        num_slots: int,
+        receiver: PageReceiver,
+        data_address: str,
+    ) -> None:
+        """Put the parts together; the simulator brings an engine and a wire of its own."""
+        self._engine = engine
+        self._facts = facts
+        self._pool = PagePool(engine.num_pages)
+        self._admission = Admission(
+            self._pool, num_slots, facts.page_size, self.config.headroom_pages
+        )
+        self._scheduler = DecodeScheduler(self._admission, facts.page_size)
+        self._emitter = StepEmitter(self.worker_id(), self.epoch)
+        self._receiver = receiver
+        self._data_address = data_address
         self._refresh_load()
-        return describe(self, config, opened, self._data_address, self._engine.num_pages)
 
     def worker_id(self) -> str:
         return self.config.worker_id or f"decode-{self.host}:{self.port}"
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
         total = submit.num_prompt_tokens + submit.sampling.max_new_tokens
-        limit = min(
-            self._opened.context_length, self._engine.num_pages * self._opened.kv.page_size
-        )
+        limit = self._facts.request_limit(self._engine.num_pages)
         if total > limit:
             message = f"prompt and output of {total} tokens, this worker takes {limit}"
             return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
@@ -228,7 +258,7 @@ class DecodeWorker(Worker):
             held = self._held[seat.room]
             held.seat = seat
             held.room.advance(State.RESERVED, self.clock.now_s())
-            num_pages = -(-seat.num_tokens // self._opened.kv.page_size)
+            num_pages = -(-seat.num_tokens // self._facts.page_size)
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
                 room=seat.room,
@@ -237,7 +267,7 @@ class DecodeWorker(Worker):
                 data_address=self._data_address,
                 page_ids=wire.pack_i32(seat.pages[:num_pages]),
                 tp_size=self.config.tp_size,
-                stored_kv_heads=self._opened.kv.num_kv_heads,
+                stored_kv_heads=self._facts.stored_kv_heads,
             )
             grants.setdefault(held.submit.prefill.address, []).append(grant)
         if grants:

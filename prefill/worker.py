@@ -6,13 +6,14 @@ pages and tokens of chunk n while the device computes chunk n+1.
 
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax import Array
 
-from model.buckets import pages_for, prefill_buckets
+from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.opening import on_cpu
 from model.programs import CompileCounter
 from model.sampling import SampleOut
@@ -32,7 +33,15 @@ from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
 from transfer.tcp import TcpSender
-from transfer.worker import Aborted, ApiGone, Submitted, Worker, describe, open_configured
+from transfer.worker import (
+    Aborted,
+    ApiGone,
+    PoolFacts,
+    Submitted,
+    Worker,
+    describe,
+    open_configured,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +56,18 @@ class Granted:
 @dataclass(frozen=True)
 class SenderSaid:
     event: Any
+
+
+class ChunkEngine(Protocol):
+    """What the loop needs of `prefill.engine.PrefillEngine`."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def max_run_pages(self) -> int: ...
+    def run_chunk(self, pieces: tuple[Piece, ...]) -> ChunkInFlight: ...
+    def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut: ...
+    def gather_run(self, page_ids: Sequence[int]) -> list[Any]: ...
 
 
 @dataclass(slots=True)
@@ -94,33 +115,47 @@ class PrefillWorker(Worker):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         opened = open_configured(config)
-        page_size = opened.kv.page_size
+        page_size, context = opened.kv.page_size, opened.context_length
         chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
-        context = opened.context_length
         chunk = min(chunk, pages_for(context, page_size) * page_size)
         buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
         natural = 4 * config.max_seqs_per_chunk * pages_for(context, page_size)
-        self._engine = PrefillEngine(
+        engine = PrefillEngine(
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
         )
-        log.info("memory: %s", self._engine.plan)
-        self._pool = PagePool(self._engine.num_pages)
-        self._cache = PrefixCache(self._pool, page_size, not config.disable_radix_cache)
-        self._scheduler = PrefillScheduler(
-            self._pool, self._cache, page_size, chunk, buckets.seqs, buckets.pages
-        )
-        self._emitter = StepEmitter(self.worker_id(), self.epoch)
-        self._sender: PageSender = TcpSender(
+        log.info("memory: %s", engine.plan)
+        sender = TcpSender(
             self.security,
             sender_id=self.worker_id(),
             on_event=lambda event: self.inbox.post(SenderSaid(event)),
             max_frame_bytes=config.max_frame_bytes,
             stall_timeout_s=config.stall_timeout_s,
         )
-        self._opened = opened
+        self.assemble(engine, PoolFacts.of(opened), buckets, sender)
         self._compiles.arm()
+        return describe(self, config, opened, "", engine.num_pages)
+
+    def assemble(
+        self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: PageSender
+    ) -> None:
+        """Put the parts together; the simulator brings an engine and a wire of its own."""
+        self._engine = engine
+        self._facts = facts
+        self._pool = PagePool(engine.num_pages)
+        self._cache = PrefixCache(
+            self._pool, facts.page_size, not self.config.disable_radix_cache
+        )
+        self._scheduler = PrefillScheduler(
+            self._pool,
+            self._cache,
+            facts.page_size,
+            buckets.tokens[-1],
+            buckets.seqs,
+            buckets.pages,
+        )
+        self._emitter = StepEmitter(self.worker_id(), self.epoch)
+        self._sender = sender
         self._refresh_load()
-        return describe(self, config, opened, "", self._engine.num_pages)
 
     def worker_id(self) -> str:
         return self.config.worker_id or f"prefill-{self.host}:{self.port}"
@@ -135,9 +170,7 @@ class PrefillWorker(Worker):
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
         num_tokens = len(submit.token_ids) // 4
-        limit = min(
-            self._opened.context_length, self._engine.num_pages * self._opened.kv.page_size
-        )
+        limit = self._facts.request_limit(self._engine.num_pages)
         if num_tokens > limit:
             message = f"prompt of {num_tokens} tokens, this worker takes {limit}"
             return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
@@ -257,7 +290,7 @@ class PrefillWorker(Worker):
 
     def _gather(self, held: Held, piece: Piece) -> list[tuple[int, int, int, list[Array]]]:
         """Stage the pages that this piece completes, in runs that fit a compiled gather."""
-        wanted = pages_to_ship(piece, self._opened.kv.page_size, held.shipped_pages)
+        wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
         longest = self._engine.max_run_pages
         runs = []
@@ -286,9 +319,9 @@ class PrefillWorker(Worker):
         key = (grant.tp_size, grant.stored_kv_heads)
         if key not in self._head_runs:
             self._head_runs[key] = plan_heads(
-                self._opened.logical_kv_heads,
+                self._facts.logical_kv_heads,
                 self.config.tp_size,
-                self._opened.kv.num_kv_heads,
+                self._facts.stored_kv_heads,
                 grant.tp_size,
                 grant.stored_kv_heads,
             )

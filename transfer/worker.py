@@ -341,6 +341,29 @@ class Worker(ABC):
         event.loop.call_soon_threadsafe(_answer, event.answer, result)
 
 
+@dataclass(frozen=True)
+class PoolFacts:
+    """What a worker's bookkeeping knows of the model."""
+
+    page_size: int
+    context_length: int
+    logical_kv_heads: int
+    stored_kv_heads: int
+
+    @staticmethod
+    def of(opened: OpenedModel) -> "PoolFacts":
+        return PoolFacts(
+            opened.kv.page_size,
+            opened.context_length,
+            opened.logical_kv_heads,
+            opened.kv.num_kv_heads,
+        )
+
+    def request_limit(self, num_pages: int) -> int:
+        """Most tokens of one request, prompt and output."""
+        return min(self.context_length, num_pages * self.page_size)
+
+
 def open_configured(config: WorkerConfig) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError."""
     return open_model(

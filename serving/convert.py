@@ -1,0 +1,49 @@
+"""`kvferry convert`: a Hugging Face checkpoint into a sharded Orbax one."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from model.config import ModelConfig
+from model.devices import prepare_devices
+from model.orbax import save_orbax
+from model.sharding import make_mesh
+from model.transformer import Model
+from transfer import flags
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
+    """Write the converted checkpoint; every command takes its folder as --model-path."""
+    parser = flags.Parser(
+        prog=prog, description="write a checkpoint as Orbax, which restores into its shardings"
+    )
+    parser.add_argument(
+        "--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to write, new"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="type to store; auto: the checkpoint's",
+    )
+    args = parser.parse_args(argv)
+    cfg = ModelConfig.from_dir(args.model_path)
+    dtype = cfg.torch_dtype if args.dtype == "auto" else args.dtype
+    prepare_devices(1)
+    model = Model.create(cfg, make_mesh(1, 1), jnp.dtype(dtype), page_size=16)
+    with tqdm(unit="B", unit_scale=True, desc="converting", disable=None) as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        save_orbax(args.model_path, args.output, model, progress)
+    print(f"kvferry: wrote {args.output}; start it with: kvferry up --model-path {args.output}")

@@ -1,0 +1,65 @@
+"""`kvferry registry`: the process that knows who serves what, where."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transfer import flags
+from transfer.bootstrap import RegistryServer
+from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import ConfigError
+from transfer.rpc import Security
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8998
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """Configuration of `kvferry registry`. Names are those of the flags."""
+
+    host: str = "127.0.0.1"
+    disaggregation_bootstrap_port: int = DEFAULT_PORT
+    lease_ttl_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.lease_ttl_s <= 0:
+            raise ConfigError(f"--lease-ttl must be above 0, got {self.lease_ttl_s}")
+        if not 0 <= self.disaggregation_bootstrap_port <= 65535:
+            raise ConfigError(
+                "--disaggregation-bootstrap-port must be 0 to 65535, got "
+                f"{self.disaggregation_bootstrap_port}"
+            )
+
+
+HELP = {
+    "host": "address to listen on",
+    "disaggregation_bootstrap_port": "port to listen on; 0 picks one",
+    "lease_ttl_s": "seconds after its last heartbeat for which a worker counts as alive",
+}
+
+
+def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
+    """Run the registry until it is told to stop."""
+    parser = flags.Parser(prog=prog, description="keep the list of live workers")
+    flags.add_flags(parser, RegistryConfig, HELP)
+    flags.add_security_flags(parser)
+    args = parser.parse_args(argv)
+    asyncio.run(serve(flags.config_from(RegistryConfig, args), flags.security_from(args)))
+
+
+async def serve(config: RegistryConfig, security: Security) -> None:
+    """Listen, say so, and wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s)
+    port = await server.start(config.host, config.disaggregation_bootstrap_port)
+    address = f"{config.host}:{port}"
+    log.info("registry is ready on %s", address)
+    flags.notify_ready(address=address)
+    await stop.wait()
+    await server.stop()

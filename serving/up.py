@@ -1,0 +1,330 @@
+"""`kvferry up`: one of everything on this machine, supervised, from a checkpoint to a URL.
+
+Children get a pipe to say that they are ready and another whose closing tells them that their
+parent is gone. Each is in a session of its own, so Ctrl-C reaches only the parent, which stops
+them in order. A worker that dies after ready is started again; its requests move meanwhile.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from decode.config import DecodeConfig
+from prefill.config import PrefillConfig
+from serving import api
+from serving.config import ServeConfig
+from serving.demo import demo_model_path
+from transfer import flags
+from transfer.errors import ConfigError, KvferryError
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 1800.0  # a large checkpoint takes its time
+STOP_TIMEOUT_S = 8.0
+RESTART_DELAY_S = 1.0
+MAX_RESTARTS = 5  # of one child
+
+# Flags of `up` without a role in front go to prefill, decode and serve alike.
+_SHARED = ("model_path", "served_model_name", "context_length")
+_FILLED_IN = ("registry_address", "host", "port", "worker_id")
+
+
+class ChildFailed(KvferryError):
+    """A child ended before it was ready, or too often; its own output says why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start one process."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+class Child:
+    """One running process of ours."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, ready_fd: int) -> None:
+        self.spec = spec
+        self.process = process
+        self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
+        assert process.stdout is not None
+        self.output = asyncio.create_task(_relay(spec.name, process.stdout))
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """What the child says when it is ready. Raises ChildFailed when it ends instead."""
+        exited = asyncio.create_task(self.process.wait())
+        await asyncio.wait({self.ready, exited}, return_when=asyncio.FIRST_COMPLETED)
+        exited.cancel()
+        facts = await self.ready  # the pipe closes with the process: {} then
+        if facts:
+            return facts
+        code = await self.process.wait()
+        await self.output
+        raise ChildFailed(f"{self.spec.name} ended with code {code} before it was ready", code)
+
+
+class Supervisor:
+    """Starts, watches, restarts and stops the children."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._children: list[Child] = []
+        self._lifeline_read, self._lifeline_write = os.pipe()
+        self.stopping = False
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start a child; it is not ready yet."""
+        ready_read, ready_write = os.pipe()
+        environment = {
+            **os.environ,
+            flags.TOKEN_ENV: self._token,
+            flags.NOTIFY_ENV: str(ready_write),
+            flags.LIFELINE_ENV: str(self._lifeline_read),
+            "PYTHONUNBUFFERED": "1",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            pass_fds=(ready_write, self._lifeline_read),
+            start_new_session=True,
+        )
+        os.close(ready_write)
+        child = Child(spec, process, ready_read)
+        self._children.append(child)
+        return child
+
+    async def watch(self, child: Child) -> None:
+        """Keep a child alive. Raises ChildFailed when it ends too often or for good reason."""
+        restarts = 0
+        while True:
+            code = await child.process.wait()
+            if self.stopping:
+                return
+            name = child.spec.name
+            self._children.remove(child)
+            restarts += 1
+            if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
+                raise ChildFailed(f"{name} ended with code {code}, {restarts} time(s)", code)
+            log.warning("%s ended with code %d: starting it again", name, code)
+            await asyncio.sleep(RESTART_DELAY_S)
+            child = await self.start(child.spec)
+
+    async def stop(self) -> None:
+        """Stop all, the latest started first; whoever does not is killed."""
+        self.stopping = True
+        for child in reversed(self._children):
+            if child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGTERM)
+        waits = [asyncio.create_task(child.process.wait()) for child in self._children]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_TIMEOUT_S)
+        for child in self._children:
+            if child.process.returncode is None:
+                log.warning("%s does not stop: killed", child.spec.name)
+                child.process.kill()
+                await child.process.wait()
+        os.close(self._lifeline_write)
+
+
+def main(argv: Sequence[str], prog: str = "kvferry up") -> None:
+    """Start the system, print how to use it, run until Ctrl-C."""
+    args = _parser(prog).parse_args(argv)
+    model_path = args.model_path = Path(args.model_path or demo_model_path())
+    # Each process checks its own flags again; here they fail before anything starts.
+    flags.config_from(PrefillConfig, args, "prefill", registry_address="")
+    flags.config_from(DecodeConfig, args, "decode", registry_address="")
+    flags.config_from(ServeConfig, args, registry_address="")
+    if not model_path.is_dir():
+        raise ConfigError(f"--model-path {model_path} is not a folder")
+    for count in ("prefill", "decode"):
+        if getattr(args, count) < 1:
+            raise ConfigError(f"--{count} must be at least 1, got {getattr(args, count)}")
+    api.listen(args.host, args.port).close()
+    try:
+        asyncio.run(_run(args))
+    except ChildFailed as error:
+        sys.stderr.write(f"kvferry up: {error}\n")
+        raise SystemExit(flags.EXIT_CONFIG if error.code == flags.EXIT_CONFIG else 1) from error
+
+
+def _parser(prog: str) -> flags.Parser:
+    parser = flags.Parser(prog=prog, description="start prefill, decode and the API here")
+    flags.add_flags(
+        parser, ServeConfig, api.HELP, skip=("registry_address",), optional=("model_path",)
+    )
+    parser.set_defaults(model_path=None)
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill groups")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode groups")
+    both = parser.add_argument_group("both roles")
+    flags.add_flags(
+        both,
+        WorkerConfig,
+        flags.WORKER_HELP,
+        skip=(*_SHARED, *_FILLED_IN, "max_queued_requests"),
+        optional=[field.name for field in fields(WorkerConfig)],
+    )
+    for role, config in (("prefill", PrefillConfig), ("decode", DecodeConfig)):
+        group = parser.add_argument_group(f"{role} only")
+        skip = (*_SHARED, *_FILLED_IN, "data_host", "data_port")
+        flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
+        own = {field.name for field in fields(config)} - {f.name for f in fields(WorkerConfig)}
+        flags.add_flags(
+            group,
+            config,
+            flags.WORKER_HELP,
+            skip=[f.name for f in fields(config) if f.name not in own or f.name in skip],
+            optional=list(own),
+        )
+    return parser
+
+
+async def _run(args: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    supervisor = Supervisor(secrets.token_hex(32))
+    stopped = asyncio.create_task(stop.wait())
+    running = asyncio.create_task(_start_and_watch(supervisor, args))
+    try:
+        await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ChildFailed):
+            await running
+        if stopped.done():
+            print("kvferry: stopping", flush=True)
+        await supervisor.stop()
+
+
+async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace) -> None:
+    print(f"kvferry: starting {args.prefill} prefill, {args.decode} decode, 1 API process on "
+          f"{args.model_path}", flush=True)
+    registry = await supervisor.start(
+        ChildSpec("registry", ("serving.launch", "registry",
+                               "--disaggregation-bootstrap-port", "0"))
+    )
+    address = (await registry.wait_ready())["address"]
+    workers = [
+        await supervisor.start(_worker(role, number, address, args))
+        for role in ("prefill", "decode")
+        for number in range(getattr(args, role))
+    ]
+    front = await supervisor.start(_front(address, args))
+    children = [registry, *workers, front]
+    async with asyncio.timeout(READY_TIMEOUT_S):
+        facts = await asyncio.gather(*(child.wait_ready() for child in children[1:]))
+        await _healthy(facts[-1]["url"])
+    _say_ready(facts[-1]["url"], facts[-1]["model"], args.api_key)
+    async with asyncio.TaskGroup() as group:
+        for child in children:
+            group.create_task(supervisor.watch(child))
+
+
+def _worker(role: str, number: int, registry: str, args: argparse.Namespace) -> ChildSpec:
+    config: type[Any] = PrefillConfig if role == "prefill" else DecodeConfig
+    value = flags.config_from(config, args, role, registry_address=registry)
+    return ChildSpec(f"{role}-{number}", (role, *_argv(value, skip=())))
+
+
+def _front(registry: str, args: argparse.Namespace) -> ChildSpec:
+    value = flags.config_from(ServeConfig, args, registry_address=registry)
+    return ChildSpec("serve", ("serving", *_argv(value, skip=())))
+
+
+def _argv(config: Any, skip: Sequence[str]) -> list[str]:
+    """A config as the flags that make it again; defaults are left out."""
+    argv: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in skip or value == field.default:
+            continue
+        name = flags.flag_name(field.name)
+        if isinstance(value, bool):
+            argv.append(name if value else name.replace("--", "--no-", 1))
+        else:
+            argv.append(f"{name}={value}")
+    return argv
+
+
+async def _healthy(url: str) -> None:
+    """Wait until the API process sees its workers."""
+    while not await asyncio.to_thread(_probe, f"{url}/health"):
+        await asyncio.sleep(0.1)
+
+
+def _probe(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as reply:  # noqa: S310  (our own http URL)
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _say_ready(url: str, model: str, api_key: str) -> None:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if api_key else ""
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": "Tell me about the ferry."}],
+            "max_tokens": 64,
+            "stream": True,
+        }
+    )
+    print(
+        f"\nkvferry is ready: {url}  (model {model})\n\nStream a completion:\n\n"
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        f"\\\n    -d '{body}'\n\nCtrl-C stops every process.\n",
+        flush=True,
+    )
+
+
+async def _read_ready(fd: int) -> dict[str, Any]:
+    """The one JSON line a child writes when ready; {} when it closes the pipe without."""
+    with os.fdopen(fd) as pipe:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            data = await reader.read()
+        finally:
+            transport.close()
+    facts: dict[str, Any] = json.loads(data) if data else {}
+    return facts
+
+
+async def _relay(name: str, stream: asyncio.StreamReader) -> None:
+    """Pass a child's lines on, with its name in front."""
+    while line := await stream.readline():
+        sys.stderr.write(f"[{name}] {line.decode(errors='replace')}")
+        sys.stderr.flush()

@@ -1,0 +1,58 @@
+"""Who owns each page: counted references over a fixed set of page ids."""
+
+from collections.abc import Iterable
+
+
+class PagePool:
+    """Hands out pages 0 .. num_pages-1. A page is free, or held by one or more references.
+
+    Invariant: free pages have count 0 and stand once in the free list; all others have a
+    count above 0; num_free + num_held == num_pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._count = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def refcount(self, page: int) -> int:
+        return self._count[page]
+
+    def reserve(self, num_pages: int) -> tuple[int, ...] | None:
+        """Take pages with one reference each, or None and nothing taken when too few are free."""
+        assert num_pages >= 0
+        if num_pages > len(self._free):
+            return None
+        taken = tuple(self._free.pop() for _ in range(num_pages))
+        for page in taken:
+            self._count[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference on pages that are held."""
+        for page in pages:
+            assert self._count[page] > 0, f"page {page} is free"
+            self._count[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less; the last one frees the page."""
+        for page in pages:
+            assert self._count[page] > 0, f"page {page} is free already"
+            self._count[page] -= 1
+            if self._count[page] == 0:
+                self._free.append(page)
+
+    def check(self) -> None:
+        """The invariant, in full."""
+        assert len(set(self._free)) == len(self._free)
+        assert all(self._count[page] == 0 for page in self._free)
+        assert sum(count > 0 for count in self._count) == self.num_held
