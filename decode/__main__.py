@@ -4,15 +4,15 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from model.devices import prepare_devices
 from decode.config import DecodeConfig
 from decode.worker import DecodeWorker
+from model.devices import prepare_devices
 from transfer import flags
 
 
 def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     """Run a decode worker until it is told to stop."""
-    parser = flags.Parser(prog=prog, description="take pages and draw tokens, one step at a time for all")
+    parser = flags.Parser(prog=prog, description="take pages and draw tokens")
     flags.add_flags(parser, DecodeConfig, flags.WORKER_HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)

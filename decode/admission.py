@@ -26,9 +26,7 @@ class Seat:
 class Admission:
     """Owner of slots and pages, and the queue in front of them."""
 
-    def __init__(
-        self, pool: PagePool, num_slots: int, page_size: int, headroom_pages: int
-    ) -> None:
+    def __init__(self, pool: PagePool, num_slots: int, page_size: int, headroom_pages: int) -> None:
         self._pool = pool
         self._page_size = page_size
         self._headroom_pages = headroom_pages
@@ -52,7 +50,9 @@ class Admission:
     def add(self, room: int, num_tokens: int, arrival_s: float) -> None:
         """Queue a room."""
         assert all(seat.room != room for seat in self._waiting) and room not in self._seats
-        insort(self._waiting, Seat(room, num_tokens, arrival_s), key=lambda s: (s.arrival_s, s.room))
+        insort(
+            self._waiting, Seat(room, num_tokens, arrival_s), key=lambda s: (s.arrival_s, s.room)
+        )
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many of the waiting as fit, oldest first; nobody overtakes."""

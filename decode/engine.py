@@ -157,9 +157,7 @@ class DecodeEngine:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(kv.dtype), sharding=sharding)
 
         pool, params = pages(num_pages), abstract_like(self._params)
-        state = self._abstract(
-            _empty_state(self._num_slots, buckets, self._opened.context_length)
-        )
+        state = self._abstract(_empty_state(self._num_slots, buckets, self._opened.context_length))
         total = len(buckets.slots) + len(buckets.run_pages) + 1
         done: list[Program] = []
 

@@ -116,9 +116,7 @@ class DecodeWorker(Worker):
         opened = open_configured(config)
         slots = config.max_running_requests or (16 if on_cpu() else 256)
         buckets = decode_buckets(slots, opened.context_length, opened.kv.page_size)
-        engine = DecodeEngine(
-            opened, buckets, config.mem_fraction_static, config.max_total_tokens
-        )
+        engine = DecodeEngine(opened, buckets, config.mem_fraction_static, config.max_total_tokens)
         log.info("memory: %s", engine.plan)
         receiver = TcpReceiver(
             self.security,
@@ -126,9 +124,7 @@ class DecodeWorker(Worker):
             port=config.data_port,
             kv=opened.kv,
             tp_size=config.tp_size,
-            on_pages=lambda room, start, shards: self.inbox.post(
-                PagesArrived(room, start, shards)
-            ),
+            on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
             on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
             on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
             stall_timeout_s=config.stall_timeout_s,
@@ -327,9 +323,7 @@ class DecodeWorker(Worker):
         wanted = self._scheduler.top_wanted(slots)
         logprobs = np.asarray(out.logprobs) if (wanted >= 0).any() else None
         tops = (
-            (np.asarray(out.top_ids), np.asarray(out.top_logprobs))
-            if (wanted > 0).any()
-            else None
+            (np.asarray(out.top_ids), np.asarray(out.top_logprobs)) if (wanted > 0).any() else None
         )
         for api_id, rows in by_api.items():
             at_rows = np.array(rows, np.int32)

@@ -8,7 +8,7 @@ from model.errors import ModelError
 
 def geometric(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     """Ascending sizes that end in `largest`, each `factor` times the one before, from `smallest`."""
-    assert 0 < smallest and factor > 1
+    assert smallest > 0 and factor > 1
     sizes = [largest]
     while sizes[-1] // factor >= smallest:
         sizes.append(sizes[-1] // factor)

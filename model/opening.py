@@ -124,9 +124,7 @@ def make_pool(
     wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
 
     def plan(scratch: int) -> MemoryPlan:
-        return plan_memory(
-            budget, weights, scratch, opened.kv.page_bytes, wanted, exact, least
-        )
+        return plan_memory(budget, weights, scratch, opened.kv.page_bytes, wanted, exact, least)
 
     guess = plan(0)
     programs = compile_all(guess.num_pages)

@@ -77,9 +77,7 @@ def compile_program(
 
 def abstract_like(tree: Any) -> Any:
     """ShapeDtypeStructs (shape, dtype, sharding) of a pytree of arrays."""
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
-    )
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -239,9 +239,7 @@ class PrefillEngine:
 
     def _compile_sample(self, width: int) -> Program:
         seqs, vocab = self._buckets.seqs, self._model.cfg.vocab_size
-        rows = jax.tree.map(
-            lambda a: self._shape(a.shape, a.dtype), empty_rows(seqs)
-        )
+        rows = jax.tree.map(lambda a: self._shape(a.shape, a.dtype), empty_rows(seqs))
         return compile_program(
             f"sample[history={width}]",
             _sample_fn,
@@ -261,9 +259,7 @@ class PrefillEngine:
 def _sample_fn(
     last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
 ) -> SampleOut:
-    return sample(
-        last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len
-    )
+    return sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
 
 
 def _penalised(params: SamplingParams) -> bool:

@@ -142,9 +142,7 @@ class PrefillWorker(Worker):
         self._engine = engine
         self._facts = facts
         self._pool = PagePool(engine.num_pages)
-        self._cache = PrefixCache(
-            self._pool, facts.page_size, not self.config.disable_radix_cache
-        )
+        self._cache = PrefixCache(self._pool, facts.page_size, not self.config.disable_radix_cache)
         self._scheduler = PrefillScheduler(
             self._pool,
             self._cache,

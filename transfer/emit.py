@@ -54,9 +54,7 @@ class StepEmitter:
         if not self._pending:
             return {}
         self._step += 1
-        batches = {
-            api_id: self._pack(pending, now_s) for api_id, pending in self._pending.items()
-        }
+        batches = {api_id: self._pack(pending, now_s) for api_id, pending in self._pending.items()}
         self._pending = {}
         return batches
 

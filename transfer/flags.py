@@ -21,7 +21,7 @@ from model.errors import ModelError
 from transfer.errors import ConfigError, KvferryError
 from transfer.rpc import Security
 
-TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"  # noqa: S105  (a variable's name)
+TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
 NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
@@ -117,8 +117,11 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"file with the secret that all processes share; default: ${TOKEN_ENV}",
     )
-    for name, what in (("ca", "CA certificates that peers must match"), ("cert", "own certificate"),
-                       ("key", "own private key")):
+    for name, what in (
+        ("ca", "CA certificates that peers must match"),
+        ("cert", "own certificate"),
+        ("key", "own private key"),
+    ):
         group.add_argument(
             f"--tls-{name}-file", type=Path, default=None, metavar="FILE", help=f"TLS: {what}"
         )

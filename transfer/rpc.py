@@ -21,7 +21,7 @@ from transfer.errors import (
 )
 
 SERVICE = "kvferry.v1"
-_TOKEN_KEY = "kvferry-token"  # noqa: S105  (a header's name)
+_TOKEN_KEY = "kvferry-token"
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),

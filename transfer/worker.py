@@ -145,11 +145,8 @@ class Worker(ABC):
     def close(self) -> None:
         """Close the data plane (loop thread, after the engine has stopped)."""
 
-    def register_methods(self, server: RpcServer) -> None:
+    def register_methods(self, server: RpcServer) -> None:  # noqa: B027  (not every role has some)
         """Add the role's own methods (before start)."""
-
-    async def started(self) -> None:
-        """Called on the loop once the worker is ready."""
 
     # --- running -----------------------------------------------------------------------------
 
@@ -173,7 +170,6 @@ class Worker(ABC):
             engine = threading.Thread(
                 target=self._engine_main, args=(stop,), name="engine", daemon=True
             )
-            await self.started()
             self._ready = True
             engine.start()
             lease = asyncio.create_task(
@@ -246,12 +242,10 @@ class Worker(ABC):
         """Why this submit cannot be taken, judged without the engine; None = it can."""
         mine = submit.prefill if self.role == "prefill" else submit.decode
         if mine.epoch != self.epoch:
-            return _refuse(
-                submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}"
-            )
+            return _refuse(submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}")
         if submit.api_id not in self._streams:
             return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
-        if len(submit.token_ids) % 4 or not 0 < submit.num_prompt_tokens:
+        if len(submit.token_ids) % 4 or submit.num_prompt_tokens < 1:
             return _refuse(submit, Code.BAD_REQUEST, "token_ids is not i32[n], n > 0")
         return self.capacity_refusal(submit)
 

@@ -64,6 +64,4 @@ def at_least(config: Any, name: str, least: int) -> None:
     """Raises ConfigError naming the flag, its value and what it takes."""
     value = getattr(config, name)
     if value < least:
-        raise ConfigError(
-            f"--{name.replace('_', '-')} must be at least {least}, got {value}"
-        )
+        raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

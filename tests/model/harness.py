@@ -56,9 +56,7 @@ class Ran(NamedTuple):
 class Harness:
     """A loaded model with its programs; every chunk and step has the same padded shape."""
 
-    def __init__(
-        self, checkpoint: Path, tp: int = 1, ep: int = 1, dtype: str = "float32"
-    ) -> None:
+    def __init__(self, checkpoint: Path, tp: int = 1, ep: int = 1, dtype: str = "float32") -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         self.model = Model.create(cfg, make_mesh(tp, ep), dtype, PAGE_SIZE)
         self.params = load_params(checkpoint, self.model)
