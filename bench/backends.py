@@ -1,0 +1,66 @@
+"""Every kernel backend that serves a shape against the plain reference, on random inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernels import KernelBench
+from bench.report import Report
+from model import kernels
+from model.kernels import Backend
+
+
+def compare_backends(report: Report, bench: KernelBench) -> None:
+    """Relative distance of each backend to the reference, per operation; refusals are said."""
+    network, shape = bench.model, bench.shape
+    platform = network.mesh.devices.flat[0].platform
+    dims, cfg = network.dims, shape.cfg
+    attention = kernels.AttentionShape(
+        platform, shape.dtype, shape.page_size, dims.kv_heads, dims.group, cfg.head_dim
+    )
+    bench.fill_pool()
+    for name, backends, inputs in (
+        ("decode attention", kernels.DECODE_ATTENTION, bench.decode_attention_inputs),
+        ("prefill attention", kernels.PREFILL_ATTENTION, bench.prefill_attention_inputs),
+    ):
+        sizes = shape.slots if inputs == bench.decode_attention_inputs else shape.chunks
+        _compare(report, f"{shape.name} {name}", backends, attention, inputs(max(sizes)))
+    if cfg.num_experts:
+        experts = kernels.ExpertsShape(
+            platform,
+            shape.dtype,
+            cfg.hidden_size,
+            dims.moe_intermediate,
+            cfg.num_experts,
+            cfg.num_experts_per_tok,
+        )
+        for tokens in (max(shape.slots), max(shape.chunks)):
+            inputs_at = bench.experts_inputs(tokens)
+            case = f"{shape.name} experts {tokens} tokens"
+            _compare(report, case, kernels.EXPERTS, experts, inputs_at)
+
+
+def _compare(
+    report: Report, case: str, backends: Sequence[Backend], shape: Any, inputs: tuple[Any, ...]
+) -> None:
+    expected = _run(_reference(backends).build(shape), inputs)
+    scale = float(np.abs(expected).max()) or 1.0
+    for backend in backends:
+        try:
+            kernel = backend.build(shape)
+        except NotImplementedError as refusal:
+            print(f"{case}: {backend.name} refuses: {refusal}", file=report.out)
+            continue
+        error = float(np.abs(_run(kernel, inputs) - expected).max()) / scale
+        report.add(case, f"{backend.name} off reference", error, "error")
+
+
+def _reference(backends: Sequence[Backend]) -> Backend:
+    return next(backend for backend in backends if backend.name == "reference")
+
+
+def _run(kernel: Callable[..., Any], inputs: tuple[Any, ...]) -> np.ndarray:
+    return np.asarray(jax.jit(kernel)(*inputs).astype(jnp.float32))

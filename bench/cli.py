@@ -1,0 +1,103 @@
+"""`kvferry bench ...`: one subcommand a benchmark; rows go to the screen and to --json FILE.
+
+jax is imported only by the benchmarks that need it, so that the load client starts at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import BadRows, Report, compare, format_changes, read_rows
+from bench.shapes import KERNEL_PARTS, SHAPES
+from bench.surroundings import describe
+
+
+def add_subcommands(parser: argparse.ArgumentParser) -> None:
+    """Add every benchmark and `compare` to a parser. The choice lands in `bench_command`."""
+    commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+    kernels = commands.add_parser("kernels", help="device work beside its floor, random weights")
+    transfer = commands.add_parser("transfer", help="pages between two processes")
+    serve = commands.add_parser("serve", help="load over HTTP: TTFT, TPOT, ITL, goodput")
+    comparing = commands.add_parser("compare", help="say what got better or worse")
+    for command in (kernels, transfer, serve):
+        command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
+        command.add_argument("--seed", type=int, default=0)
+    _add_kernels(kernels)
+    _add_transfer(transfer)
+    _add_serve(serve)
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    comparing.add_argument("--tolerance", type=float, default=0.05, help="share that is noise")
+    comparing.add_argument("--fail-on-worse", action="store_true")
+
+
+def _add_kernels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="demo", choices=sorted(SHAPES))
+    parser.add_argument("--only", action="append", choices=KERNEL_PARTS, help="may be repeated")
+    parser.add_argument("--budget-s", type=float, default=0.5, help="for each measurement")
+
+
+def _add_transfer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", action="append", metavar="WORKLOAD", help="small, a, b or c")
+    parser.add_argument("--budget-s", type=float, default=1.0, help="for each measurement")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="server to load; without it one is started")
+    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument("--model-path", help="model of the server to start")
+    parser.add_argument("--server-args", default="", help="further arguments of `kvferry up`")
+    parser.add_argument("--num-requests", type=int, default=64)
+    parser.add_argument("--input-tokens", "--isl", type=int, default=512)
+    parser.add_argument("--output-tokens", "--osl", type=int, default=128)
+    parser.add_argument("--spread", type=float, default=0.0, help="0.5: lengths of 0.5 to 1.5 x")
+    parser.add_argument("--shared-prefix-tokens", type=int, default=0)
+    parser.add_argument("--rate", type=float, help="Poisson arrivals a second")
+    parser.add_argument("--concurrency", type=int, default=8, help="in flight, without --rate")
+    parser.add_argument("--vocab-size", type=int, default=1000, help="prompt ids are below this")
+    parser.add_argument("--slo-ttft-ms", type=float)
+    parser.add_argument("--slo-tpot-ms", type=float)
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each request")
+    parser.add_argument("--warm-up", type=int, default=2, help="requests sent before measuring")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what the arguments of `add_subcommands` chose; returns the exit status."""
+    try:
+        if args.bench_command == "compare":
+            return _compare(args)
+        needs_jax = args.bench_command == "kernels"
+        report = Report(args.bench_command, describe(needs_jax), args.seed, args.json)
+        if args.bench_command == "kernels":
+            from bench import kernels
+
+            kernels.run(report, SHAPES[args.shape], args.only or KERNEL_PARTS, args.budget_s)
+            return 0
+        if args.bench_command == "transfer":
+            from bench import transfer
+
+            transfer.run(report, args.only or tuple(transfer.WORKLOADS), args.budget_s)
+            return 0
+        from bench import serve
+
+        return serve.run(args, report)
+    except (ValueError, OSError, RuntimeError) as error:
+        if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
+            raise  # the device's own errors want their traceback
+        print(f"kvferry bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _compare(args: argparse.Namespace) -> int:
+    changes = compare(read_rows(args.before), read_rows(args.after), args.tolerance)
+    print(format_changes(changes))
+    worse = any(change.verdict == "worse" for change in changes)
+    return 1 if worse and args.fail_on_worse else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m bench ...`."""
+    parser = argparse.ArgumentParser(prog="kvferry bench", description="Measure and compare.")
+    add_subcommands(parser)
+    return run(parser.parse_args(argv))

@@ -1,0 +1,182 @@
+"""An HTTP client that stamps each event of a stream when its bytes arrive: nothing more.
+
+Written on asyncio's streams, so that the load it can make is bounded by the server under test
+and not by a client library.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+READ_LIMIT_BYTES = 1 << 20
+
+
+@dataclass
+class Trace:
+    """What one request saw, in seconds of the client's monotonic clock.
+
+    event_s: arrival of each event that brought text. output_tokens: as the server's usage says,
+    else the number of events. error: empty when the stream ended with [DONE].
+    """
+
+    sent_s: float = 0.0
+    event_s: list[float] = field(default_factory=list)
+    done_s: float = 0.0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    finish_reason: str = ""
+    status: int = 0
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended as it should, with at least one token."""
+        return not self.error and bool(self.event_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """Sent to first text."""
+        return self.event_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last - first) / (output_tokens - 1); None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.event_s[-1] - self.event_s[0]) / (self.output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between events."""
+        pairs = zip(self.event_s, self.event_s[1:], strict=False)
+        return [later - earlier for earlier, later in pairs]
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to send. api_key: empty for none."""
+
+    host: str
+    port: int
+    api_key: str = ""
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """An HTTP/1.1 request that asks the server to close afterwards."""
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "Connection: close",
+            "Accept: */*",
+        ]
+        if self.api_key:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: float) -> Trace:
+    """POST /v1/completions with stream=true and follow it. Failures are in the trace."""
+    trace = Trace()
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(
+                server.host, server.port, limit=READ_LIMIT_BYTES
+            )
+            try:
+                body = json.dumps(payload | {"stream": True}).encode()
+                trace.sent_s = time.perf_counter()
+                writer.write(server.request("POST", "/v1/completions", body))
+                await writer.drain()
+                await _follow(reader, trace)
+            finally:
+                writer.close()
+    except TimeoutError:
+        trace.error = f"no end within {timeout_s} s"
+    except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        trace.error = f"{type(error).__name__}: {error}"
+    trace.done_s = time.perf_counter()
+    return trace
+
+
+async def get_json(server: Server, path: str, timeout_s: float) -> tuple[int, Any]:
+    """(status, parsed body or None). Raises OSError or TimeoutError when there is no answer."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        try:
+            writer.write(server.request("GET", path))
+            await writer.drain()
+            status, chunked = await _read_head(reader)
+            body = b"".join([piece async for piece in _pieces(reader, chunked)])
+        finally:
+            writer.close()
+    try:
+        return status, json.loads(body) if body else None
+    except ValueError:
+        return status, None
+
+
+async def _follow(reader: asyncio.StreamReader, trace: Trace) -> None:
+    trace.status, chunked = await _read_head(reader)
+    if trace.status != 200:
+        body = b"".join([piece async for piece in _pieces(reader, chunked)])
+        trace.error = f"HTTP {trace.status}: {body[:200].decode(errors='replace')}"
+        return
+    pending, ended = b"", False
+    async for piece in _pieces(reader, chunked):
+        now_s = time.perf_counter()
+        *frames, pending = (pending + piece).split(b"\n\n")
+        for frame in frames:
+            if frame.startswith(b"data: "):
+                ended = _take_event(frame[6:], trace, now_s) or ended
+    if not ended and not trace.error:
+        trace.error = "stream ended without [DONE]"
+    trace.output_tokens = trace.output_tokens or len(trace.event_s)
+
+
+def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
+    """Account for one event; returns whether it was the last."""
+    if data.strip() == b"[DONE]":
+        return True
+    event = json.loads(data)
+    if "error" in event:
+        trace.error = f"error event: {json.dumps(event['error'])[:200]}"
+        return False
+    usage = event.get("usage")
+    if usage:
+        trace.output_tokens = int(usage["completion_tokens"])
+        trace.prompt_tokens = int(usage["prompt_tokens"])
+    for choice in event.get("choices", ()):
+        # An incomplete character yields an event with empty text: a token came all the same.
+        if choice.get("text") or not choice.get("finish_reason"):
+            trace.event_s.append(now_s)
+        if choice.get("finish_reason"):
+            trace.finish_reason = choice["finish_reason"]
+    return False
+
+
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, bool]:
+    """Status, and whether the body is chunked."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    parts = head[0].split(" ", 2)
+    if len(parts) < 2 or not parts[1].isdigit():
+        raise ValueError(f"not an HTTP status line: {head[0]!r}")
+    fields = [line.lower().replace(" ", "") for line in head[1:]]
+    return int(parts[1]), "transfer-encoding:chunked" in fields
+
+
+async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> Any:
+    """Body as it arrives; the connection closes after it."""
+    while not chunked:
+        piece = await reader.read(1 << 16)
+        if not piece:
+            return
+        yield piece
+    while True:
+        size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+        piece = await reader.readexactly(size + 2)
+        if size == 0:
+            return
+        yield piece[:-2]

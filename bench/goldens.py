@@ -1,0 +1,131 @@
+"""Recorded numbers of small checkpoints against what this device computes: float32, one device."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from bench.report import Report
+from bench.surroundings import ROOT
+from model.attention import ChunkBatch
+from model.config import ModelConfig
+from model.kv import init_pool
+from model.sharding import make_mesh
+from model.transformer import Model, decode_hidden, logits, prefill_hidden
+from model.weights import load_params
+
+FOLDER = ROOT / "tests" / "goldens"
+PAGE_SIZE = 16
+TOKENS = 144  # one padded chunk holds the longest prompt
+NUM_PAGES = 10  # of that prompt and its continuation
+LOGIT_TOLERANCE = 2e-4  # as the fixtures' README has it for float32
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One checkpoint: largest distance of a logit, prompts, continuations that are the same."""
+
+    error: float
+    prompts: int
+    same: int
+
+
+def check_goldens(report: Report, names: Sequence[str] = ()) -> bool:
+    """Run every checkpoint found (or those named) and report it; whether all agree.
+
+    Raises FileNotFoundError when the fixtures are not there.
+    """
+    found = sorted(path.parent.name for path in FOLDER.glob("*/golden.json"))
+    if not found:
+        raise FileNotFoundError(f"no golden fixtures in {FOLDER}: run from a clone")
+    good = True
+    for name in names or found:
+        outcome = check_golden(FOLDER / name)
+        good = good and outcome.error < LOGIT_TOLERANCE and outcome.same == outcome.prompts
+        shapes = {"golden": name, "dtype": "float32"}
+        report.add(name, "largest logit error", outcome.error, "error", LOGIT_TOLERANCE, shapes)
+        different = outcome.prompts - outcome.same
+        report.add(name, "greedy texts that differ", different, "failed", shapes=shapes)
+    return good
+
+
+def check_golden(folder: Path) -> Outcome:
+    """Prefill and greedily continue every prompt of one fixture."""
+    numbers = load_file(folder / "golden.safetensors")
+    info = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
+    cfg = ModelConfig.from_dir(folder / "model")
+    network = Model.create(cfg, make_mesh(1, 1, jax.devices()[:1]), "float32", PAGE_SIZE)
+    runner = _Runner(network, load_params(folder / "model", network))
+    errors, same = [], 0
+    for prompt in info["prompts"]:
+        name, first = prompt["name"], prompt["first_logit_position"]
+        got, ids = runner.run(prompt["ids"], len(prompt["greedy_ids"]))
+        errors.append(float(np.abs(got[first:] - numbers[f"{name}.logits"]).max()))
+        same += ids == prompt["greedy_ids"]
+    return Outcome(max(errors), len(info["prompts"]), same)
+
+
+class _Runner:
+    """One prompt at a time through the two programs."""
+
+    def __init__(self, network: Model, params: Any) -> None:
+        self._network = network
+        self._params = params
+        self._prefill = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
+        self._decode = jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
+        self._logits = jax.jit(logits, static_argnums=0)
+
+    def run(self, prompt: list[int], new_tokens: int) -> tuple[np.ndarray, list[int]]:
+        """Logits f32[len(prompt), vocab] and the greedy continuation."""
+        pool = init_pool(self._network.kv_spec(), NUM_PAGES, self._network.mesh)
+        batch = _one_chunk(prompt)
+        hidden, pool = self._prefill(self._network, self._params, pool, batch)
+        got = np.asarray(self._logits(self._network, self._params, hidden))[: len(prompt)]
+        ids = [int(got[-1].argmax())]
+        table = jnp.asarray(_pages()[None])
+        for position in range(len(prompt), len(prompt) + new_tokens - 1):
+            row = [ids[-1], position, _kv_idx(np.array([position]))[0]]
+            token, at, kv_idx = (jnp.asarray(np.array([value], np.int32)) for value in row)
+            hidden, pool = self._decode(self._network, self._params, pool, token, at, table, kv_idx)
+            scores = self._logits(self._network, self._params, hidden)
+            ids.append(int(np.asarray(scores)[0].argmax()))
+        return got, ids
+
+
+def _pages() -> np.ndarray:
+    """Pages of the one sequence, in no order."""
+    return np.random.default_rng(3).permutation(NUM_PAGES).astype(np.int32)
+
+
+def _kv_idx(positions: np.ndarray) -> np.ndarray:
+    kv_idx: np.ndarray = _pages()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    return kv_idx
+
+
+def _one_chunk(prompt: list[int]) -> ChunkBatch:
+    """The prompt as one sequence, padded to TOKENS."""
+    length = len(prompt)
+    used = -(-length // PAGE_SIZE)
+    token_ids, seq_idx = np.zeros(TOKENS, np.int32), np.ones(TOKENS, np.int32)
+    token_ids[:length], seq_idx[:length] = prompt, 0
+    positions = np.arange(TOKENS, dtype=np.int32)
+    inside = np.minimum(positions, length - 1)
+    kv_idx = np.where(positions < length, _kv_idx(inside), NUM_PAGES * PAGE_SIZE)
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
+    columns = (
+        token_ids,
+        inside,
+        seq_idx,
+        kv_idx,
+        _pages(),
+        (pages >= used).astype(np.int32),
+        pages * PAGE_SIZE,
+        np.array(used),
+    )
+    return ChunkBatch(*(jnp.asarray(column.astype(np.int32)) for column in columns))

@@ -1,0 +1,298 @@
+"""The device's work, piece by piece, with random weights: each beside the least time it could take.
+
+One device. Whole steps first (decode step, prefill chunk), then what they are made of (attention,
+experts, sampling), then pages in and out. Floors come from bench/floors with ceilings measured in
+the same run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench.ceilings import measure_ceilings
+from bench.floors import (
+    Ceilings,
+    Cost,
+    attention_cost,
+    decode_step_cost,
+    kv_bytes_per_token,
+    moe_cost,
+    prefill_chunk_cost,
+)
+from bench.report import Report
+from bench.shapes import Shape
+from bench.timing import seconds_per_call
+from model.attention import ChunkBatch
+from model.kv import gather_pages, init_pool, write_pages
+from model.programs import compile_program
+from model.sampling import empty_rows, sample
+from model.sharding import make_mesh, replicated
+from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
+
+TRAVEL_PAGES = 32
+
+
+class KernelBench:
+    """One network on one device: owner of its parameters and of the pool that calls donate."""
+
+    def __init__(
+        self, report: Report, shape: Shape, ceilings: Ceilings, budget_s: float, seed: int = 0
+    ) -> None:
+        self.report = report
+        self.shape = shape
+        self.ceilings = ceilings
+        self.budget_s = budget_s
+        self.rng = np.random.default_rng(seed)
+        self.model = Model.create(
+            shape.cfg, make_mesh(1, 1, jax.devices()[:1]), shape.dtype, shape.page_size
+        )
+        self.params = random_params(self.model, seed)
+        self.pages_per_slot = -(-(shape.context + 1) // shape.page_size)
+        self.num_pages = max(
+            max(shape.slots) * self.pages_per_slot,
+            max(shape.chunks) // shape.page_size,
+            2 * TRAVEL_PAGES,
+        )
+        self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
+
+    # --- whole steps --------------------------------------------------------------------------
+
+    def decode(self) -> None:
+        """One token for every slot, logits and greedy choice included."""
+        for slots in self.shape.slots:
+
+            def step(params: Any, pool: Any, ids: Any, positions: Any, table: Any, idx: Any) -> Any:
+                hidden, pool = decode_hidden(self.model, params, pool, ids, positions, table, idx)
+                scores = logits(self.model, params, hidden)
+                return jnp.argmax(scores, axis=-1).astype(jnp.int32), pool
+
+            positions, table = self._table(slots)
+            last = table[:, -1]
+            kv_idx = last * self.shape.page_size + positions % self.shape.page_size
+            args = (self._ids(slots), positions, table, kv_idx)
+            taken_s = self._time_with_pool("decode_step", step, jax.device_put(args))
+            cost = decode_step_cost(self.shape, slots, self.shape.context)
+            self._rows(f"decode step x{slots}", taken_s, cost, {"slots": slots}, slots)
+
+    def prefill(self) -> None:
+        """One prompt in one chunk, logits of its last token included."""
+        for tokens in self.shape.chunks:
+
+            def chunk(params: Any, pool: Any, batch: Any) -> Any:
+                hidden, pool = prefill_hidden(self.model, params, pool, batch)
+                return logits(self.model, params, hidden[-1:]), pool
+
+            args = (self._chunk(tokens),)
+            taken_s = self._time_with_pool("prefill_chunk", chunk, args)
+            cost = prefill_chunk_cost(self.shape, tokens)
+            self._rows(f"prefill chunk {tokens}", taken_s, cost, {"tokens": tokens}, tokens)
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def attention(self) -> None:
+        """One layer's attention over pages, without projections."""
+        kernels = self.model.kernels
+        for slots in self.shape.slots:
+            args = self.decode_attention_inputs(slots)
+            taken_s = self._time("decode_attention", kernels.decode_attention, args)
+            keys = slots * self.shape.context
+            cost = attention_cost(self.shape, slots, self.shape.context, keys)
+            self._rows(f"decode attention x{slots}", taken_s, cost, {"slots": slots})
+        for tokens in self.shape.chunks:
+            args = self.prefill_attention_inputs(tokens)
+            taken_s = self._time("prefill_attention", kernels.prefill_attention, args)
+            cost = attention_cost(self.shape, tokens, (tokens + 1) / 2, tokens)
+            self._rows(f"prefill attention {tokens}", taken_s, cost, {"tokens": tokens})
+
+    def experts(self) -> None:
+        """One layer's experts, evenly routed; nothing for a dense network."""
+        if not self.shape.cfg.num_experts:
+            return
+        for tokens in (*self.shape.slots, *self.shape.chunks):
+            args = self.experts_inputs(tokens)
+            taken_s = self._time("experts", self.model.kernels.experts, args)
+            cost = moe_cost(self.shape, tokens)
+            self._rows(f"experts {tokens} tokens", taken_s, cost, {"tokens": tokens})
+
+    def sampling(self) -> None:
+        """Logits to ids: greedy, and with temperature and top-p in every row."""
+        vocab = self.shape.cfg.vocab_size
+        for slots in self.shape.slots:
+            scores = jnp.asarray(self.rng.standard_normal((slots, vocab), np.float32))
+            warm = empty_rows(slots)
+            warm.temperature[:] = 0.8
+            warm.top_p[:] = 0.9
+            token_idx = np.zeros(slots, np.int32)
+
+            def draw(scores: Any, rows: Any, token_idx: Any) -> Any:
+                none = jnp.zeros((scores.shape[0], 1), jnp.int32)
+                length = jnp.zeros(scores.shape[0], jnp.int32)
+                return sample(scores, rows, lambda: (none, length, length), token_idx)
+
+            for name, rows in (("greedy", empty_rows(slots)), ("top-p", warm)):
+                taken_s = self._time("sample", draw, (scores, rows, token_idx))
+                cost = Cost(slots * vocab * 4.0, 0.0)
+                self._rows(f"sampling {name} x{slots}", taken_s, cost, {"slots": slots})
+
+    def pages(self) -> None:
+        """Pages packed, to the host, from the host, put in place: payload a second.
+
+        On a CPU device and host share memory, so that nothing crosses.
+        """
+        shape = {"pages": TRAVEL_PAGES, "page_size": self.shape.page_size}
+        num_bytes = TRAVEL_PAGES * self.shape.page_size * kv_bytes_per_token(self.shape)
+        scattered = self.rng.permutation(self.num_pages)[:TRAVEL_PAGES].astype(np.int32)
+        ids = jax.device_put(scattered)
+
+        def row(metric: str, taken_s: float) -> None:
+            # A page moved on the device is read once and written once.
+            on_device = metric in ("gather", "scatter")
+            peak = self.ceilings.copy_gb_s / 2 if on_device else None
+            case = f"{TRAVEL_PAGES} pages"
+            self._add(case, metric, num_bytes / taken_s / 1e9, "GB/s", peak, shape)
+
+        gather = compile_program("gather", gather_pages, (self.pool, ids))
+        row("gather", self._measure(lambda: gather(self.pool, ids)))
+        staged = gather(self.pool, ids)
+        host = np.asarray(staged)
+
+        def to_host() -> Any:
+            # A fresh array each time: a second look at one is answered from its copy.
+            return np.asarray(gather(self.pool, ids))
+
+        if jax.devices()[0].platform != "cpu":
+            gathering_s = self._measure(lambda: gather(self.pool, ids))
+            row("to host", max(self._measure(to_host) - gathering_s, 1e-9))
+            row("to device", self._measure(lambda: jax.device_put(host, staged.sharding)))
+        scatter = compile_program("scatter", write_pages, (self.pool, staged, ids), donate=(0,))
+
+        def put() -> Any:
+            self.pool = scatter(self.pool, staged, ids)
+            return self.pool
+
+        row("scatter", self._measure(put))
+
+    # --- inputs -------------------------------------------------------------------------------
+
+    def fill_pool(self) -> None:
+        """Random keys and values in every page: of zeros, any attention is right."""
+        key = jax.random.key(self.report.seed)
+
+        def layer(i: Any, pool: Any) -> Any:
+            drawn = jax.random.normal(jax.random.fold_in(key, i), pool.shape[1:], pool.dtype)
+            return pool.at[i].set(drawn)
+
+        # Layer by layer: draws for the whole pool would not fit beside it.
+        fill = jax.jit(lambda pool: lax.fori_loop(0, pool.shape[0], layer, pool), donate_argnums=0)
+        self.pool = fill(self.pool)
+
+    def decode_attention_inputs(self, slots: int) -> tuple[Any, ...]:
+        """Arguments of a decode attention kernel, every slot `context` tokens long."""
+        positions, table = self._table(slots)
+        return (self._queries(slots), self.pool, jnp.int32(0), positions, table)
+
+    def prefill_attention_inputs(self, tokens: int) -> tuple[Any, ...]:
+        """Arguments of a prefill attention kernel: one prompt that fills the chunk."""
+        return (self._queries(tokens), self.pool, jnp.int32(0), self._chunk(tokens))
+
+    def experts_inputs(self, tokens: int) -> tuple[Any, ...]:
+        """Arguments of an experts kernel, every expert as likely as the others."""
+        cfg = self.shape.cfg
+        stacks = next(s for s in self.params["layers"] if "experts_down" in s)
+        order = self.rng.random((tokens, cfg.num_experts)).argsort(axis=1)
+        ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
+        weights = jnp.full(ids.shape, 1.0 / cfg.num_experts_per_tok, jnp.float32)
+        x = self._random((tokens, cfg.hidden_size))
+        return (x, ids, weights, stacks["experts_gate_up"], stacks["experts_down"], jnp.int32(0))
+
+    # --- helpers ------------------------------------------------------------------------------
+
+    def _ids(self, count: int) -> np.ndarray:
+        return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)
+
+    def _table(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions i32[slots] and page table i32[slots, pages_per_slot], pages scattered."""
+        count = slots * self.pages_per_slot
+        pages = self.rng.permutation(self.num_pages)[:count].astype(np.int32)
+        positions = np.full(slots, self.shape.context, np.int32)
+        return positions, pages.reshape(slots, self.pages_per_slot)
+
+    def _chunk(self, tokens: int) -> ChunkBatch:
+        size = self.shape.page_size
+        num_pages = -(-tokens // size)
+        page_ids = self.rng.permutation(self.num_pages)[:num_pages].astype(np.int32)
+        positions = np.arange(tokens, dtype=np.int32)
+        batch = ChunkBatch(
+            token_ids=jnp.asarray(self._ids(tokens)),
+            positions=jnp.asarray(positions),
+            seq_idx=jnp.zeros(tokens, jnp.int32),
+            kv_idx=jnp.asarray(page_ids[positions // size] * size + positions % size),
+            page_ids=jnp.asarray(page_ids),
+            page_seq=jnp.zeros(num_pages, jnp.int32),
+            page_pos=jnp.arange(num_pages, dtype=jnp.int32) * size,
+            num_pages_used=jnp.int32(num_pages),
+        )
+        return jax.tree.map(lambda x: jax.device_put(x, replicated(self.model.mesh)), batch)
+
+    def _queries(self, rows: int) -> jax.Array:
+        cfg, dims = self.shape.cfg, self.model.dims
+        return self._random((rows, dims.kv_heads, dims.group, cfg.head_dim))
+
+    def _random(self, shape: tuple[int, ...]) -> jax.Array:
+        values = self.rng.standard_normal(shape, np.float32)
+        return jnp.asarray(values).astype(self.model.dtype)
+
+    def _measure(self, call: Callable[[], Any]) -> float:
+        return seconds_per_call(call, jax.block_until_ready, self.budget_s)
+
+    def _time(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+        placed = jax.device_put(args)
+        program = compile_program(name, function, placed)
+        return self._measure(lambda: program(*placed))
+
+    def _time_with_pool(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> float:
+        program = compile_program(name, function, (self.params, self.pool, *args), donate=(1,))
+
+        def call() -> Any:
+            out, self.pool = program(self.params, self.pool, *args)
+            return out
+
+        return self._measure(call)
+
+    def _rows(
+        self, case: str, taken_s: float, cost: Cost, sizes: dict[str, int], tokens: int = 0
+    ) -> None:
+        floor_s = cost.floor_s(self.ceilings)
+        self._add(case, "time", taken_s * 1e3, "ms", floor_s * 1e3, sizes)
+        self._add(case, "share of floor", floor_s / taken_s, "share", None, sizes)
+        self._add(case, "bytes", cost.num_bytes / 1e6, "MB", None, sizes)
+        self._add(case, "products", cost.flops / 1e9, "GFLOP", None, sizes)
+        if tokens:
+            self._add(case, "rate", tokens / taken_s, "tok/s", tokens / floor_s, sizes)
+
+    def _add(
+        self,
+        case: str,
+        metric: str,
+        value: float,
+        unit: str,
+        baseline: float | None,
+        sizes: dict[str, int],
+    ) -> None:
+        shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
+        shapes["context"] = self.shape.context
+        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes)
+
+
+def run(report: Report, shape: Shape, parts: Sequence[str], budget_s: float) -> None:
+    """Measure the ceilings, then the parts asked for."""
+    ceilings = measure_ceilings(report, shape.dtype, budget_s)
+    bench = KernelBench(report, shape, ceilings, budget_s, report.seed)
+    for part in parts:
+        getattr(bench, part)()

@@ -1,0 +1,228 @@
+"""Rows: what every benchmark writes, how it is printed, and how two runs are compared.
+
+A row is one JSON object on one line. A number without commit, device, versions, shapes and seed
+is a rumour, so a row cannot be made without them.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from bench.surroundings import Surroundings
+
+Direction = Literal["higher", "lower", "neither"]
+
+# Which way is better. A unit that is not here cannot be reported.
+UNITS: dict[str, Direction] = {
+    "tok/s": "higher",
+    "req/s": "higher",
+    "GB/s": "higher",
+    "TFLOP/s": "higher",
+    "share": "higher",
+    "s": "lower",
+    "ms": "lower",
+    "us": "lower",
+    "CPU s/GB": "lower",
+    "error": "lower",
+    "failed": "lower",
+    "GB": "neither",
+    "MB": "neither",
+    "GFLOP": "neither",
+    "count": "neither",
+    "text": "neither",
+}
+
+
+class BadRows(ValueError):
+    """A file of rows that cannot be read; the message names file and line."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value. ratio = value / baseline, both from the same run."""
+
+    bench: str
+    case: str
+    metric: str
+    value: float
+    unit: str
+    commit: str
+    device: str
+    versions: dict[str, str]
+    shapes: dict[str, Any]
+    seed: int
+    baseline: float | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit {self.unit!r} of {self.metric}; known: {', '.join(UNITS)}")
+        if not math.isfinite(self.value):
+            raise ValueError(f"{self.bench} {self.case} {self.metric}: value is {self.value}")
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What makes two rows of two runs the same measurement."""
+        return (self.bench, self.case, self.metric, self.unit)
+
+    def to_json(self) -> str:
+        """One line; absent optional fields are left out."""
+        values = dataclasses.asdict(self)
+        return json.dumps({k: v for k, v in values.items() if v is not None}, sort_keys=False)
+
+
+@dataclass
+class Report:
+    """Rows of one benchmark as they come: appended to the file at once, printed as a table."""
+
+    bench: str
+    surroundings: Surroundings
+    seed: int = 0
+    json_path: Path | None = None
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(
+        self,
+        case: str,
+        metric: str,
+        value: float,
+        unit: str,
+        baseline: float | None = None,
+        shapes: dict[str, Any] | None = None,
+    ) -> Row:
+        """Record, store and print one row. A run that is killed keeps what it has measured."""
+        row = Row(
+            bench=self.bench,
+            case=case,
+            metric=metric,
+            value=float(value),
+            unit=unit,
+            commit=self.surroundings.commit,
+            device=self.surroundings.device,
+            versions=self.surroundings.versions,
+            shapes=shapes or {},
+            seed=self.seed,
+            baseline=None if baseline is None else float(baseline),
+            ratio=float(value) / float(baseline) if baseline else None,
+        )
+        self.rows.append(row)
+        if self.json_path is not None:
+            with self.json_path.open("a", encoding="utf-8") as file:
+                file.write(row.to_json() + "\n")
+        if len(self.rows) == 1:
+            print(HEADER, file=self.out)
+        print(format_row(row), file=self.out, flush=True)
+        return row
+
+
+HEADER = (
+    f"{'bench':10} {'case':34} {'metric':22} {'value':>12} {'unit':9} {'baseline':>11} {'ratio':>7}"
+)
+
+
+def format_number(value: float | None) -> str:
+    """Four significant digits, empty for None."""
+    if value is None:
+        return ""
+    if value == 0 or 1e-3 <= abs(value) < 1e7:
+        digits = 3 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{digits}f}"
+    return f"{value:.3e}"
+
+
+def format_row(row: Row) -> str:
+    """One line of the table under HEADER."""
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    return (
+        f"{row.bench:10} {row.case:34} {row.metric:22} {format_number(row.value):>12} "
+        f"{row.unit:9} {format_number(row.baseline):>11} {ratio:>7}"
+    ).rstrip()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSON-lines file. Raises BadRows naming the line, OSError when unreadable."""
+    rows = []
+    names = {f.name for f in dataclasses.fields(Row)}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            rows.append(Row(**{k: v for k, v in values.items() if k in names}))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise BadRows(f"{path}:{number}: not a row: {error}") from error
+    return rows
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measurement in two runs; a side without it is None."""
+
+    key: tuple[str, str, str, str]
+    before: float | None
+    after: float | None
+    verdict: Literal["better", "worse", "same", "differs", "only before", "only after"]
+
+    @property
+    def ratio(self) -> float | None:
+        """after / before."""
+        return self.after / self.before if self.before and self.after is not None else None
+
+
+def compare(before: Iterable[Row], after: Iterable[Row], tolerance: float = 0.05) -> list[Change]:
+    """Every measurement of either run, in the order seen; repeated ones count as their median.
+
+    tolerance: relative change below which nothing is said.
+    """
+    old, new = _medians(before), _medians(after)
+    keys = [*old, *(key for key in new if key not in old)]
+    return [
+        Change(key, old.get(key), new.get(key), _verdict(key, old, new, tolerance)) for key in keys
+    ]
+
+
+def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
+    values: dict[tuple[str, str, str, str], list[float]] = {}
+    for row in rows:
+        values.setdefault(row.key, []).append(row.value)
+    return {key: statistics.median(found) for key, found in values.items()}
+
+
+def _verdict(
+    key: tuple[str, str, str, str],
+    old: dict[tuple[str, str, str, str], float],
+    new: dict[tuple[str, str, str, str], float],
+    tolerance: float,
+) -> Any:
+    if key not in new:
+        return "only before"
+    if key not in old:
+        return "only after"
+    before, after = old[key], new[key]
+    if abs(after - before) <= tolerance * abs(before):
+        return "same"
+    direction = UNITS[key[3]]
+    if direction == "neither":
+        return "differs"
+    return "better" if (after > before) == (direction == "higher") else "worse"
+
+
+def format_changes(changes: Sequence[Change]) -> str:
+    """A table, the verdict last."""
+    title = f"{'bench':10} {'case':34} {'metric':22} {'before':>12} {'after':>12} {'unit':9}"
+    lines = [f"{title} {'ratio':>7}  verdict"]
+    for change in changes:
+        bench, case, metric, unit = change.key
+        ratio = "" if change.ratio is None else f"{change.ratio:.3f}"
+        lines.append(
+            f"{bench:10} {case:34} {metric:22} {format_number(change.before):>12} "
+            f"{format_number(change.after):>12} {unit:9} {ratio:>7}  {change.verdict}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,222 @@
+"""Load over HTTP against a server that runs, or one started for the occasion: TTFT, TPOT, ITL.
+
+All times are stamped at the client: TTFT is from the request's first byte out to the first text
+in. goodput is the rate of requests that met every SLO.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bench.client import Server, Trace, get_json, stream_completion
+from bench.report import Report
+from bench.timing import percentile
+from bench.workload import PlannedRequest, WorkloadConfig, plan_requests
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 20.0
+
+
+class NoServer(RuntimeError):
+    """The server did not start or does not answer."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Bounds that a request must meet to count as good; None is no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def met_by(self, trace: Trace) -> bool:
+        """Whether the request ended well and in time."""
+        if not trace.ok:
+            return False
+        if self.ttft_ms is not None and trace.ttft_s * 1e3 > self.ttft_ms:
+            return False
+        tpot_s = trace.tpot_s
+        return self.tpot_ms is None or tpot_s is None or tpot_s * 1e3 <= self.tpot_ms
+
+
+async def run_workload(
+    server: Server,
+    model: str,
+    planned: list[PlannedRequest],
+    config: WorkloadConfig,
+    timeout_s: float,
+) -> tuple[list[Trace], float]:
+    """Send all planned requests; returns their traces, in order, and the seconds it all took.
+
+    Paced by arrival times when the config has a rate; otherwise by `concurrency` in flight.
+    """
+    start_s = time.perf_counter()
+    limit = asyncio.Semaphore(config.concurrency)
+
+    async def one(request: PlannedRequest) -> Trace:
+        payload = {
+            "model": model,
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+        if config.rate_per_s is not None:
+            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
+            return await stream_completion(server, payload, timeout_s)
+        async with limit:
+            return await stream_completion(server, payload, timeout_s)
+
+    traces = await asyncio.gather(*(one(request) for request in planned))
+    return list(traces), time.perf_counter() - start_s
+
+
+def report_traces(
+    report: Report, case: str, traces: list[Trace], taken_s: float, slo: Slo, config: WorkloadConfig
+) -> None:
+    """Rows of one run. Latencies are of requests that ended well; the others are counted."""
+    good = [trace for trace in traces if trace.ok]
+    shapes = asdict(config) | {"slo": asdict(slo)}
+
+    def row(metric: str, value: float, unit: str) -> None:
+        report.add(case, metric, value, unit, shapes=shapes)
+
+    row("requests ok", len(good), "count")
+    row("requests failed", len(traces) - len(good), "failed")
+    if not good:
+        return
+    ttft = [trace.ttft_s * 1e3 for trace in good]
+    tpot = [trace.tpot_s * 1e3 for trace in good if trace.tpot_s is not None]
+    itl = [gap * 1e3 for trace in good for gap in trace.itl_s]
+    for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
+        if values:
+            row(f"{name} p50", statistics.median(values), "ms")
+            row(f"{name} p99", percentile(values, 0.99), "ms")
+    row("output", sum(trace.output_tokens for trace in good) / taken_s, "tok/s")
+    row("input", sum(trace.prompt_tokens for trace in good) / taken_s, "tok/s")
+    row("requests", len(good) / taken_s, "req/s")
+    row("goodput", sum(slo.met_by(trace) for trace in traces) / taken_s, "req/s")
+    ends = max(trace.done_s for trace in good) - min(trace.sent_s for trace in good)
+    row("first send to last end", ends, "s")
+
+
+@contextlib.contextmanager
+def started_server(arguments: list[str], log_path: Path | None = None) -> Iterator[Server]:
+    """Run `kvferry up` with these arguments on a free port until the block ends.
+
+    Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "serving.launch", "up", *arguments]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    log_path = log_path or Path(f"bench-server-{port}.log")
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        server = Server("127.0.0.1", port)
+        if not wait_ready(server, process, START_TIMEOUT_S):
+            tail = log_path.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise NoServer(f"{' '.join(command)} did not become ready:\n{tail}")
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
+    """Whether /health answered 200 in time; gives up at once when the process has ended."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if process is not None and process.poll() is not None:
+            return False
+        try:
+            status, _ = asyncio.run(get_json(server, "/health", timeout_s=5.0))
+            if status == 200:
+                return True
+        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            pass  # not there yet
+        time.sleep(0.2)
+    return False
+
+
+def served_model(server: Server) -> str:
+    """Name of the first model that the server lists. Raises NoServer when it lists none."""
+    try:
+        status, body = asyncio.run(get_json(server, "/v1/models", timeout_s=10.0))
+        return str(body["data"][0]["id"])
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        raise NoServer(f"{server.host}:{server.port} does not answer: {error}") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise NoServer(f"/v1/models answered {status} without a model") from error
+
+
+def parse_url(url: str, api_key: str) -> Server:
+    """A server from http://host:port. Raises ValueError for anything else."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"--url must be http://host:port, got {url!r}")
+    return Server(parts.hostname, parts.port or 80, api_key)
+
+
+def load(
+    report: Report,
+    server: Server,
+    case: str,
+    config: WorkloadConfig,
+    slo: Slo,
+    timeout_s: float,
+    warm_up: int,
+) -> list[Trace]:
+    """Warm up, then run the workload and report it."""
+    model = served_model(server)
+    planned = plan_requests(config)
+    if warm_up:
+        asyncio.run(run_workload(server, model, planned[:warm_up], config, timeout_s))
+    traces, taken_s = asyncio.run(run_workload(server, model, planned, config, timeout_s))
+    report_traces(report, case, traces, taken_s, slo, config)
+    for error in sorted({trace.error for trace in traces if trace.error})[:5]:
+        print(f"failed: {error}", file=sys.stderr)
+    return traces
+
+
+def run(args: argparse.Namespace, report: Report) -> int:
+    """Load the server named or started. 1 when any request failed."""
+    config = WorkloadConfig(
+        num_requests=args.num_requests,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        spread=args.spread,
+        shared_prefix_tokens=args.shared_prefix_tokens,
+        rate_per_s=args.rate,
+        concurrency=args.concurrency,
+        vocab_size=args.vocab_size,
+        seed=args.seed,
+    )
+    slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
+    paced = f"rate {args.rate}" if args.rate else f"x{args.concurrency}"
+    case = f"{config.input_tokens}/{config.output_tokens} {paced}"
+    with contextlib.ExitStack() as stack:
+        if args.url:
+            server = parse_url(args.url, args.api_key)
+        else:
+            arguments = args.server_args.split()
+            if args.model_path:
+                arguments += ["--model-path", args.model_path]
+            server = stack.enter_context(started_server(arguments))
+        traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up)
+    return 0 if all(trace.ok for trace in traces) else 1

@@ -1,0 +1,80 @@
+"""The requests of a load test: lengths, contents and arrival times, all from one seed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What to send and when.
+
+    input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
+    times the mean, 0 sends exactly the mean. shared_prefix_tokens: the same for every request.
+    rate_per_s: Poisson arrivals; None keeps `concurrency` requests in flight instead.
+    Raises ValueError naming the field that makes no sense.
+    """
+
+    num_requests: int = 64
+    input_tokens: int = 512
+    output_tokens: int = 128
+    spread: float = 0.0
+    shared_prefix_tokens: int = 0
+    rate_per_s: float | None = None
+    concurrency: int = 8
+    vocab_size: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "input_tokens", "output_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 <= self.spread < 1.0:
+            raise ValueError(f"spread must be in [0, 1), got {self.spread}")
+        if self.rate_per_s is not None and self.rate_per_s <= 0:
+            raise ValueError(f"rate_per_s must be above 0, got {self.rate_per_s}")
+        if not 0 <= self.shared_prefix_tokens <= self.input_tokens:
+            raise ValueError(
+                f"shared_prefix_tokens must be in [0, {self.input_tokens}], "
+                f"got {self.shared_prefix_tokens}"
+            )
+        if self.vocab_size < 2:
+            raise ValueError(f"vocab_size must be at least 2, got {self.vocab_size}")
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """One request. arrival_s: after the start of the run; 0 when arrivals are not paced."""
+
+    arrival_s: float
+    prompt_ids: tuple[int, ...]
+    output_tokens: int
+
+
+def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
+    """The same config gives the same requests, whatever serves them."""
+    rng = np.random.default_rng(config.seed)
+    prefix = rng.integers(0, config.vocab_size, config.shared_prefix_tokens)
+    arrivals = np.zeros(config.num_requests)
+    if config.rate_per_s is not None:
+        arrivals = np.cumsum(rng.exponential(1.0 / config.rate_per_s, config.num_requests))
+        arrivals -= arrivals[0]
+    planned = []
+    for arrival_s in arrivals:
+        length = max(_draw(rng, config.input_tokens, config.spread), len(prefix) + 1)
+        if config.spread == 0.0:
+            length = config.input_tokens
+        rest = rng.integers(0, config.vocab_size, length - len(prefix))
+        planned.append(
+            PlannedRequest(
+                arrival_s=float(arrival_s),
+                prompt_ids=tuple(int(x) for x in np.concatenate([prefix, rest])),
+                output_tokens=_draw(rng, config.output_tokens, config.spread),
+            )
+        )
+    return planned
+
+
+def _draw(rng: np.random.Generator, mean: int, spread: float) -> int:
+    low, high = round(mean * (1.0 - spread)), round(mean * (1.0 + spread))
+    return int(rng.integers(max(low, 1), max(high, 1) + 1))

@@ -1,0 +1,98 @@
+"""Rows keep what makes a number worth reading, and comparing two runs says which way is better."""
+
+import io
+import json
+import math
+
+import pytest
+
+from bench.cli import main
+from bench.report import BadRows, Report, Row, compare, format_changes, read_rows
+from bench.surroundings import Surroundings, describe
+
+HERE = Surroundings("abc123", "2 x processor", {"jax": "0.11.2"})
+
+
+def row(metric: str = "time", value: float = 1.0, unit: str = "ms") -> Row:
+    return Row("bench", "case", metric, value, unit, "abc", "cpu", {}, {}, 0)
+
+
+def test_a_row_survives_the_file(tmp_path):
+    report = Report("kernels", HERE, 7, tmp_path / "rows.jsonl", io.StringIO())
+    written = report.add("step x1", "time", 2.0, "ms", baseline=1.0, shapes={"slots": 1})
+    (read,) = read_rows(tmp_path / "rows.jsonl")
+    assert read == written
+    assert read.ratio == 2.0
+    assert (read.commit, read.device, read.seed, read.shapes) == (
+        "abc123",
+        "2 x processor",
+        7,
+        {"slots": 1},
+    )
+
+
+def test_rows_are_on_disk_before_the_next_is_measured(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    report = Report("kernels", HERE, 0, path, io.StringIO())
+    for count in (1, 2):
+        report.add("a", "time", 1.0, "ms")
+        assert len(path.read_text().splitlines()) == count
+
+
+def test_absent_fields_are_left_out_of_the_line():
+    assert "baseline" not in json.loads(row().to_json())
+
+
+@pytest.mark.parametrize("bad", [{"unit": "furlongs"}, {"value": math.nan}])
+def test_a_row_that_means_nothing_is_refused(bad):
+    with pytest.raises(ValueError, match=r"furlongs|nan"):
+        row(**bad)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"bench": "x"}', "3"])
+def test_a_broken_line_is_named(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row().to_json() + "\n" + line + "\n")
+    with pytest.raises(BadRows, match=r"rows\.jsonl:2"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("unit", "before", "after", "verdict"),
+    [
+        ("ms", 1.0, 2.0, "worse"),
+        ("ms", 2.0, 1.0, "better"),
+        ("tok/s", 1.0, 2.0, "better"),
+        ("tok/s", 2.0, 1.0, "worse"),
+        ("ms", 1.0, 1.04, "same"),
+        ("MB", 1.0, 2.0, "differs"),
+        ("failed", 0.0, 1.0, "worse"),
+    ],
+)
+def test_the_unit_decides_what_is_better(unit, before, after, verdict):
+    (change,) = compare([row(value=before, unit=unit)], [row(value=after, unit=unit)])
+    assert change.verdict == verdict
+
+
+def test_repeated_measurements_count_as_their_median_and_missing_ones_are_said():
+    before = [row(value=v) for v in (1.0, 2.0, 9.0)] + [row("gone")]
+    changes = compare(before, [row(value=2.0), row("new")])
+    assert [change.verdict for change in changes] == ["same", "only before", "only after"]
+    assert "only after" in format_changes(changes)
+
+
+def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
+    before, after = tmp_path / "a", tmp_path / "b"
+    before.write_text(row(value=1.0).to_json() + "\n")
+    after.write_text(row(value=2.0).to_json() + "\n")
+    assert main(["compare", str(before), str(after)]) == 0
+    assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
+    assert "worse" in capsys.readouterr().out
+    assert main(["compare", str(before), str(tmp_path / "none")]) == 1
+
+
+def test_surroundings_without_jax_name_processor_and_versions():
+    found = describe(with_jax=False)
+    assert found.device
+    assert found.commit
+    assert {"python", "jax", "numpy"} <= found.versions.keys()

@@ -1,0 +1,152 @@
+"""The load client against a server of a few lines: what it stamps, counts and calls a failure."""
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bench.client import Server, Trace, get_json, stream_completion
+from bench.report import Report
+from bench.serve import Slo, parse_url, report_traces, run_workload
+from bench.surroundings import Surroundings
+from bench.timing import percentile, seconds_per_call
+from bench.workload import WorkloadConfig, plan_requests
+
+
+def event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}}
+FRAMES = [
+    event("a"),
+    event("b"),
+    event("c", "length"),
+    b"data: " + json.dumps(USAGE).encode() + b"\n\n",
+    b"data: [DONE]\n\n",
+]
+
+
+@contextlib.asynccontextmanager
+async def server_of(pieces: list[bytes], status: int = 200) -> AsyncIterator[Server]:
+    """Answers every request with these pieces, each a chunk of its own."""
+    seen: list[asyncio.Task[None] | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(asyncio.current_task())
+        head = await reader.readuntil(b"\r\n\r\n")
+        for line in head.split(b"\r\n"):
+            if line.lower().startswith(b"content-length:"):
+                await reader.readexactly(int(line.split(b":")[1]))
+        writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status)
+        for piece in pieces:
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield Server("127.0.0.1", listening.sockets[0].getsockname()[1])
+    finally:
+        listening.close()
+        await listening.wait_closed()
+
+
+async def test_a_stream_is_stamped_event_by_event():
+    async with server_of(FRAMES) as server:
+        trace = await stream_completion(server, {"prompt": [1]}, timeout_s=10)
+    assert trace.ok, trace.error
+    assert len(trace.event_s) == 3
+    assert (trace.prompt_tokens, trace.output_tokens) == (4, 3)
+    assert trace.finish_reason == "length"
+    assert trace.sent_s <= trace.event_s[0] <= trace.done_s
+
+
+async def test_frames_cut_anywhere_are_put_together():
+    whole = b"".join(FRAMES)
+    async with server_of([whole[i : i + 7] for i in range(0, len(whole), 7)]) as server:
+        trace = await stream_completion(server, {}, timeout_s=10)
+    assert trace.ok
+    assert len(trace.event_s) == 3
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "expected"),
+    [
+        (FRAMES[:2], 200, "without [DONE]"),
+        ([b"too busy"], 429, "HTTP 429: too busy"),
+        ([b'data: {"error": {"message": "gone"}}\n\n', FRAMES[-1]], 200, "gone"),
+    ],
+)
+async def test_a_stream_that_ends_badly_is_a_failure_with_a_reason(pieces, status, expected):
+    async with server_of(pieces, status) as server:
+        trace = await stream_completion(server, {}, timeout_s=10)
+    assert not trace.ok
+    assert expected in trace.error
+
+
+async def test_a_server_that_is_not_there_is_a_failure_not_an_exception():
+    async with server_of([]) as server:
+        pass
+    assert not (await stream_completion(server, {}, timeout_s=5)).ok
+
+
+async def test_get_json_reads_status_and_body():
+    async with server_of([b'{"data": [1]}']) as server:
+        assert await get_json(server, "/v1/models", 5) == (200, {"data": [1]})
+
+
+async def test_a_workload_gets_a_trace_for_each_request_and_a_row_for_each_metric():
+    config = WorkloadConfig(num_requests=6, input_tokens=4, output_tokens=3, concurrency=2)
+    async with server_of(FRAMES) as server:
+        traces, taken_s = await run_workload(server, "m", plan_requests(config), config, 10)
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    report_traces(report, "4/3 x2", traces, taken_s, Slo(ttft_ms=1e9), config)
+    values = {row.metric: row.value for row in report.rows}
+    assert values["requests ok"] == 6
+    assert values["requests failed"] == 0
+    assert values["output"] == pytest.approx(18 / taken_s)
+    assert values["goodput"] == pytest.approx(values["requests"])
+    assert {"ttft p50", "ttft p99", "tpot p50", "itl p99"} <= values.keys()
+
+
+def test_tpot_is_over_tokens_after_the_first_and_none_for_one_token():
+    trace = Trace(sent_s=0.0, event_s=[1.0, 2.0, 4.0], output_tokens=7)
+    assert trace.ttft_s == 1.0
+    assert trace.tpot_s == pytest.approx(0.5)
+    assert trace.itl_s == [1.0, 2.0]
+    assert Trace(event_s=[1.0], output_tokens=1).tpot_s is None
+
+
+def test_an_slo_counts_only_requests_that_met_all_of_it():
+    trace = Trace(sent_s=0.0, event_s=[0.1, 0.3], output_tokens=2)
+    assert Slo(ttft_ms=101, tpot_ms=201).met_by(trace)
+    assert not Slo(ttft_ms=99).met_by(trace)
+    assert not Slo(tpot_ms=199).met_by(trace)
+    assert not Slo().met_by(Trace(error="gone"))
+
+
+def test_percentile_is_the_nearest_rank():
+    values = [float(v) for v in range(1, 101)]
+    assert percentile(values, 0.99) == 99.0
+    assert percentile(values, 1.0) == 100.0
+    assert percentile([5.0], 0.5) == 5.0
+
+
+def test_timing_waits_for_what_was_started():
+    waited: list[int] = []
+    taken_s = seconds_per_call(lambda: 1, waited.append, budget_s=0.001)
+    assert taken_s > 0
+    assert len(waited) >= 5
+
+
+def test_only_plain_http_addresses_are_taken():
+    assert parse_url("http://localhost:8000", "k") == Server("localhost", 8000, "k")
+    with pytest.raises(ValueError, match="http://host:port"):
+        parse_url("localhost:8000", "")
