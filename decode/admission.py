@@ -23,6 +23,10 @@ class Seat:
     pages: list[int] = field(default_factory=list)
 
 
+def _age(seat: Seat) -> tuple[float, int]:
+    return seat.arrival_s, seat.room
+
+
 class Admission:
     """Owner of slots and pages, and the queue in front of them."""
 
@@ -49,10 +53,9 @@ class Admission:
 
     def add(self, room: int, num_tokens: int, arrival_s: float) -> None:
         """Queue a room."""
-        assert all(seat.room != room for seat in self._waiting) and room not in self._seats
-        insort(
-            self._waiting, Seat(room, num_tokens, arrival_s), key=lambda s: (s.arrival_s, s.room)
-        )
+        assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
+        assert room not in self._seats, f"room {room} twice"
+        insort(self._waiting, Seat(room, num_tokens, arrival_s), key=_age)
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many of the waiting as fit, oldest first; nobody overtakes."""
@@ -82,7 +85,7 @@ class Admission:
 
     def victim(self) -> Seat:
         """The youngest seat. There is one whenever a seat could not grow: at worst, itself."""
-        return max(self._seats.values(), key=lambda s: (s.arrival_s, s.room))
+        return max(self._seats.values(), key=_age)
 
     def release(self, room: int) -> Seat | None:
         """The room is over, in whatever state: slot and pages go back. None if unknown."""

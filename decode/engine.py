@@ -210,7 +210,7 @@ def decode_step(
     SampleOut with B rows; padding rows mean nothing.
     """
     slots, new_pages = plan
-    num_slots, context = state.history.shape
+    num_slots = state.history.shape[0]
     real = slots < num_slots
     safe = jnp.minimum(slots, num_slots - 1)
     length = state.length[safe]

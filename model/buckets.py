@@ -1,4 +1,4 @@
-"""Every shape that gets compiled, listed before traffic: padding is chosen here and nowhere else."""
+"""Every shape that gets compiled, listed before traffic; padding is chosen here alone."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from model.errors import ModelError
 
 
 def geometric(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Ascending sizes that end in `largest`, each `factor` times the one before, from `smallest`."""
-    assert smallest > 0 and factor > 1
+    """Ascending sizes up to `largest`, each `factor` times the one before, none below `smallest`."""
+    assert smallest > 0
+    assert factor > 1
     sizes = [largest]
     while sizes[-1] // factor >= smallest:
         sizes.append(sizes[-1] // factor)

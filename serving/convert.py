@@ -46,4 +46,4 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
             bar.update(done_bytes - bar.n)
 
         save_orbax(args.model_path, args.output, model, progress)
-    print(f"kvferry: wrote {args.output}; start it with: kvferry up --model-path {args.output}")
+    flags.say(f"kvferry: wrote {args.output}; try: kvferry up --model-path {args.output}")

@@ -219,15 +219,14 @@ async def _run(args: argparse.Namespace) -> None:
         with contextlib.suppress(asyncio.CancelledError, ChildFailed):
             await running
         if stopped.done():
-            print("kvferry: stopping", flush=True)
+            flags.say("kvferry: stopping")
         await supervisor.stop()
 
 
 async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace) -> None:
-    print(
-        f"kvferry: starting {args.prefill} prefill, {args.decode} decode, 1 API process on "
-        f"{args.model_path}",
-        flush=True,
+    flags.say(
+        f"kvferry: starting {args.prefill} prefill, {args.decode} decode, 1 API process "
+        f"on {args.model_path}"
     )
     registry = await supervisor.start(
         ChildSpec(
@@ -279,7 +278,7 @@ def _argv(config: Any, skip: Sequence[str]) -> list[str]:
 
 async def _healthy(url: str) -> None:
     """Wait until the API process sees its workers."""
-    while not await asyncio.to_thread(_probe, f"{url}/health"):
+    while not await asyncio.to_thread(_probe, f"{url}/health"):  # noqa: ASYNC110  (a peer's state)
         await asyncio.sleep(0.1)
 
 
@@ -301,11 +300,10 @@ def _say_ready(url: str, model: str, api_key: str) -> None:
             "stream": True,
         }
     )
-    print(
+    flags.say(
         f"\nkvferry is ready: {url}  (model {model})\n\nStream a completion:\n\n"
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"\\\n    -d '{body}'\n\nCtrl-C stops every process.\n",
-        flush=True,
+        f"\\\n    -d '{body}'\n\nCtrl-C stops every process.\n"
     )
 
 

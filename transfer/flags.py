@@ -191,6 +191,12 @@ def set_up_logging(prog: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def say(text: str) -> None:
+    """A line for the person at the terminal, on stdout."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def notify_ready(**facts: Any) -> None:
     """Tell a supervising `kvferry up` that this process is ready; without one, do nothing."""
     number = os.environ.get(NOTIFY_ENV)
