@@ -14,7 +14,7 @@ from serving.limits import Limiter, Ticket
 from serving.membership import Membership, WatchViews
 from serving.metrics import Metrics
 from serving.placement import Placement
-from serving.router import Router
+from serving.router import Key, Router
 from serving.timers import LoopTimers, Timers
 from serving.worker_link import Context, WorkerLink
 from transfer import wire
@@ -148,6 +148,10 @@ class Dispatcher:
     def members(self) -> tuple[wire.Member, ...]:
         """The cluster as last told by the registry."""
         return self._membership.members
+
+    def open_workers(self) -> set[Key]:
+        """(id, epoch) of the workers whose streams are open."""
+        return {link.key for link in self._membership.open_links()}
 
     async def server_info(self) -> dict[str, Any]:
         """What /get_server_info shows; asks every worker. One that does not answer says why."""
