@@ -7,7 +7,7 @@ from model.errors import ModelError
 
 
 def geometric(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """Ascending sizes up to `largest`, each `factor` times the one before, none below `smallest`."""
+    """Ascending sizes up to `largest`, each `factor` times the last, none below `smallest`."""
     assert smallest > 0
     assert factor > 1
     sizes = [largest]

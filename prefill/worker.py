@@ -26,8 +26,7 @@ from transfer.backend import FirstToken, PageSender
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code
-from transfer.layout import Piece as HeadRun
-from transfer.layout import plan_heads
+from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
 from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import RpcServer, Security

@@ -1,0 +1,255 @@
+"""The registry: who serves what, where, and for how long that is believed.
+
+`Leases` is the pure part. A worker's lease lasts ttl_s after each heartbeat; registering again
+replaces, never adds; an older incarnation (lower epoch) is refused. Workers that could not
+work together are refused at registration, with both values named. The registry holds nothing
+that cannot be told to it again: when it restarts, workers register anew and running rooms
+never notice.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+
+from transfer import wire
+from transfer.clock import Clock
+from transfer.errors import Incompatible, RpcError, Unavailable
+from transfer.layout import check_pair
+from transfer.rpc import RpcClient, RpcServer, Security
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+RETRY_S = 0.2
+LOAD_REFRESH_S = 0.25  # watchers see new load figures at most this often
+WATCH_IDLE_S = 1.0  # and a view at least this often, as a sign of life
+
+
+@dataclass(frozen=True)
+class _Lease:
+    info: wire.WorkerInfo
+    epoch: int
+    load: wire.Load
+    draining: bool
+    until_s: float
+
+
+class Leases:
+    """Every live worker. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, ttl_s: float) -> None:
+        assert ttl_s > 0
+        self.ttl_s = ttl_s
+        self.revision = 0  # grows when a worker comes or goes
+        self._leases: dict[str, _Lease] = {}
+
+    def register(self, info: wire.WorkerInfo, epoch: int, now_s: float) -> None:
+        """Take a worker in. Raises Incompatible when it is stale or fits nobody here."""
+        known = self._leases.get(info.worker_id)
+        if known is not None and known.epoch > epoch:
+            raise Incompatible(
+                f"{info.worker_id} registers with epoch {epoch}, a newer one has {known.epoch}"
+            )
+        for other in self._leases.values():
+            if other.info.worker_id != info.worker_id:
+                _check_fit(info, other.info)
+        self._leases[info.worker_id] = _Lease(info, epoch, wire.Load(), False, now_s + self.ttl_s)
+        if known is None or (known.info, known.epoch) != (info, epoch):
+            self.revision += 1
+
+    def heartbeat(self, beat: wire.Heartbeat, now_s: float) -> bool:
+        """Prolong a lease; False when there is none of that epoch."""
+        lease = self._leases.get(beat.worker_id)
+        if lease is None or lease.epoch != beat.epoch:
+            return False
+        if lease.draining != beat.draining:
+            self.revision += 1
+        self._leases[beat.worker_id] = replace(
+            lease, load=beat.load, draining=beat.draining, until_s=now_s + self.ttl_s
+        )
+        return True
+
+    def deregister(self, worker_id: str, epoch: int) -> None:
+        """A worker says goodbye; a later incarnation is left alone."""
+        lease = self._leases.get(worker_id)
+        if lease is not None and lease.epoch <= epoch:
+            del self._leases[worker_id]
+            self.revision += 1
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """Drop workers whose lease has ended; returns their names."""
+        gone = tuple(name for name, lease in self._leases.items() if lease.until_s < now_s)
+        for name in gone:
+            del self._leases[name]
+            self.revision += 1
+        return gone
+
+    def view(self) -> wire.ClusterView:
+        """All live workers, by name."""
+        members = tuple(
+            wire.Member(lease.info, lease.epoch, lease.load, lease.draining)
+            for _, lease in sorted(self._leases.items())
+        )
+        return wire.ClusterView(self.revision, members)
+
+
+def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
+    prefill, decode = (new, old) if new.role == "prefill" else (old, new)
+    if new.role != old.role:
+        check_pair(prefill, decode)
+        return
+    for field in ("wire_version", "model_digest", "kv_spec"):
+        mine, theirs = getattr(new, field), getattr(old, field)
+        if mine != theirs:
+            raise Incompatible(
+                f"{field} differs: {new.worker_id} has {mine}, {old.worker_id} has {theirs}"
+            )
+
+
+class RegistryServer:
+    """`Leases` behind RPC, with views pushed to watchers."""
+
+    def __init__(self, security: Security, clock: Clock, ttl_s: float = 3.0) -> None:
+        self.leases = Leases(ttl_s)
+        self._clock = clock
+        self._watchers: set[asyncio.Event] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._server = RpcServer(security)
+        self._server.unary("Register", wire.Register, self._register)
+        self._server.unary("Heartbeat", wire.Heartbeat, self._heartbeat)
+        self._server.unary("Deregister", wire.Deregister, self._deregister)
+        self._server.stream("Watch", wire.Watch, self._watch)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises ConfigError when it is taken."""
+        bound = await self._server.start(host, port)
+        self._sweeper = asyncio.create_task(self._sweep())
+        return bound
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        await self._server.stop(0.1)
+
+    async def _register(self, message: wire.Register) -> wire.Registered:
+        with self._pushing():
+            self.leases.register(message.info, message.epoch, self._clock.monotonic_s())
+        log.info("%s registered (epoch %d)", message.info.worker_id, message.epoch)
+        return wire.Registered(self.leases.ttl_s)
+
+    async def _heartbeat(self, message: wire.Heartbeat) -> wire.HeartbeatReply:
+        with self._pushing():
+            known = self.leases.heartbeat(message, self._clock.monotonic_s())
+        return wire.HeartbeatReply(known)
+
+    async def _deregister(self, message: wire.Deregister) -> wire.Empty:
+        with self._pushing():
+            self.leases.deregister(message.worker_id, message.epoch)
+        log.info("%s left", message.worker_id)
+        return wire.Empty()
+
+    async def _watch(self, message: wire.Watch) -> AsyncIterator[wire.ClusterView]:
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            idle_s = 0.0
+            sent: wire.ClusterView | None = None
+            while True:
+                view = self.leases.view()
+                if view != sent or idle_s >= WATCH_IDLE_S:
+                    yield view
+                    sent, idle_s = view, 0.0
+                try:
+                    await asyncio.wait_for(changed.wait(), LOAD_REFRESH_S)
+                    changed.clear()
+                except TimeoutError:
+                    idle_s += LOAD_REFRESH_S
+        finally:
+            self._watchers.discard(changed)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.leases.ttl_s / 10)
+            with self._pushing():
+                gone = self.leases.expire(self._clock.monotonic_s())
+            for name in gone:
+                log.warning("%s: lease ended", name)
+
+    @contextlib.contextmanager
+    def _pushing(self) -> Iterator[None]:
+        """Wake the watchers when a worker came or went inside."""
+        before = self.leases.revision
+        yield
+        if self.leases.revision != before:
+            for watcher in self._watchers:
+                watcher.set()
+
+
+class RegistryClient:
+    """A worker's lease, or an API process's view of the cluster. Survives registry restarts."""
+
+    def __init__(self, address: str, security: Security, clock: Clock) -> None:
+        self._client = RpcClient(address, security)
+        self._clock = clock
+        self._lease: tuple[str, int] | None = None
+        self.registered = asyncio.Event()
+
+    async def run_worker(
+        self,
+        info: wire.WorkerInfo,
+        epoch: int,
+        load: Callable[[], tuple[wire.Load, bool]],
+        interval_s: float = 0.5,
+    ) -> None:
+        """Register and send heartbeats until cancelled.
+
+        load(): current load, and whether the worker is draining. An unreachable registry is
+        tried again for ever. Raises Incompatible, Unauthenticated or BadMessage at once.
+        """
+        known = False
+        while True:
+            try:
+                if not known:
+                    register = wire.Register(info, epoch)
+                    await self._client.call("Register", register, wire.Registered, CALL_TIMEOUT_S)
+                    self._lease = (info.worker_id, epoch)
+                    self.registered.set()
+                figures, draining = load()
+                beat = wire.Heartbeat(info.worker_id, epoch, figures, draining)
+                reply = await self._client.call(
+                    "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
+                )
+                known = reply.known
+                await asyncio.sleep(interval_s if known else 0)
+            except Unavailable as error:
+                log.debug("registry not reached: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def deregister(self) -> None:
+        """Say goodbye, if registered. Raises RpcError when the registry does not answer."""
+        if self._lease is not None:
+            farewell = wire.Deregister(*self._lease)
+            self._lease = None
+            await self._client.call("Deregister", farewell, wire.Empty, CALL_TIMEOUT_S)
+        await self._client.close()
+
+    async def watch(
+        self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"
+    ) -> None:
+        """Call on_view with each view until cancelled; reconnects for ever."""
+        while True:
+            try:
+                async for view in self._client.stream(
+                    "Watch", wire.Watch(watcher_id), wire.ClusterView
+                ):
+                    on_view(view)
+            except RpcError as error:
+                log.debug("registry not reached: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        await self._client.close()

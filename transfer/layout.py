@@ -1,0 +1,93 @@
+"""Which heads of which prefill shard go to which decode shard, and whether a pair fits at all.
+
+Pure. Both sides shard pages over kv heads. A side with more shards than the model has kv heads
+stores each head several times: stored head j of S holds logical head j * H // S.
+"""
+
+from dataclasses import dataclass
+
+from transfer.errors import Incompatible
+from transfer.wire import WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRun:
+    """Consecutive heads that travel together; starts count within a shard."""
+
+    src_shard: int
+    src_start: int
+    dst_shard: int
+    dst_start: int
+    num_heads: int
+
+
+def plan_heads(
+    num_kv_heads: int, src_shards: int, src_stored: int, dst_shards: int, dst_stored: int
+) -> tuple[HeadRun, ...]:
+    """Cover every stored head of the destination exactly once, in the longest runs.
+
+    num_kv_heads: of the model. *_stored: heads stored over all shards of a side. Where several
+    source shards hold a head, destinations take turns among them. Raises Incompatible when the
+    numbers do not divide.
+    """
+    for name, shards, stored in (
+        ("prefill", src_shards, src_stored),
+        ("decode", dst_shards, dst_stored),
+    ):
+        if stored % num_kv_heads or stored % shards:
+            raise Incompatible(
+                f"{name} stores {stored} kv heads in {shards} shards, which does not divide: "
+                f"the model has {num_kv_heads}"
+            )
+    src_local, dst_local = src_stored // src_shards, dst_stored // dst_shards
+    src_copies, dst_copies = src_stored // num_kv_heads, dst_stored // num_kv_heads
+    runs: list[HeadRun] = []
+    for stored in range(dst_stored):
+        logical, copy = divmod(stored, dst_copies)
+        source = logical * src_copies + copy % src_copies
+        run = HeadRun(*divmod(source, src_local), *divmod(stored, dst_local), num_heads=1)
+        if runs and _joins(runs[-1], run):
+            last = runs[-1]
+            runs[-1] = HeadRun(
+                last.src_shard,
+                last.src_start,
+                last.dst_shard,
+                last.dst_start,
+                last.num_heads + 1,
+            )
+        else:
+            runs.append(run)
+    return tuple(runs)
+
+
+def _joins(last: HeadRun, run: HeadRun) -> bool:
+    return (
+        last.src_shard == run.src_shard
+        and last.dst_shard == run.dst_shard
+        and last.src_start + last.num_heads == run.src_start
+        and last.dst_start + last.num_heads == run.dst_start
+    )
+
+
+def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
+    """Raises Incompatible, naming the field and both values, when they cannot work together."""
+    pairs = [
+        ("wire version", prefill.wire_version, decode.wire_version),
+        ("model digest", prefill.model_digest, decode.model_digest),
+        *(
+            (f"kv {field}", getattr(prefill.kv_spec, field), getattr(decode.kv_spec, field))
+            for field in prefill.kv_spec.__struct_fields__
+        ),
+    ]
+    for field, left, right in pairs:
+        if left != right:
+            raise Incompatible(
+                f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"
+            )
+    plan_heads(
+        prefill.kv_spec.num_kv_heads,
+        prefill.tp_size,
+        prefill.stored_kv_heads,
+        decode.tp_size,
+        decode.stored_kv_heads,
+    )

@@ -1,0 +1,108 @@
+"""The states of one transfer, as each side sees it, and the rooms a worker holds.
+
+    prefill:  QUEUED -> GRANTED -> COMPUTING -> SENDING -> DONE
+    decode:   QUEUED -> RESERVED -> RECEIVING -> READY -> DECODING -> DONE
+
+From every state but DONE a room may turn FAILED; DONE and FAILED are final.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Side(enum.Enum):
+    """Whose view of the room it is."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class State(enum.Enum):
+    """Where a room stands."""
+
+    QUEUED = "queued"
+    GRANTED = "granted"  # prefill: decode has pages for it
+    COMPUTING = "computing"  # prefill: its first chunk is dispatched
+    SENDING = "sending"  # prefill: all computed, pages on their way
+    RESERVED = "reserved"  # decode: slot and pages are taken
+    RECEIVING = "receiving"  # decode: the first pages came
+    READY = "ready"  # decode: all pages and the first token are here
+    DECODING = "decoding"  # decode: the slot is in the batch
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (State.DONE, State.FAILED)
+
+
+LEGAL: dict[Side, dict[State, tuple[State, ...]]] = {
+    Side.PREFILL: {
+        State.QUEUED: (State.GRANTED, State.FAILED),
+        State.GRANTED: (State.COMPUTING, State.FAILED),
+        State.COMPUTING: (State.SENDING, State.FAILED),
+        State.SENDING: (State.DONE, State.FAILED),
+    },
+    Side.DECODE: {
+        State.QUEUED: (State.RESERVED, State.FAILED),
+        State.RESERVED: (State.RECEIVING, State.FAILED),
+        State.RECEIVING: (State.READY, State.FAILED),
+        # A request that its first token ends never enters the batch.
+        State.READY: (State.DECODING, State.DONE, State.FAILED),
+        State.DECODING: (State.DONE, State.FAILED),
+    },
+}
+
+
+@dataclass(slots=True)
+class Room:
+    """One request's transfer on one side. Times are unix seconds, given by the caller."""
+
+    room: int
+    side: Side
+    opened_s: float
+    deadline_s: float
+    state: State = State.QUEUED
+    entered_s: dict[State, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.entered_s[State.QUEUED] = self.opened_s
+
+    def advance(self, state: State, now_s: float) -> None:
+        """Move on. An illegal move is our bug."""
+        legal = LEGAL[self.side].get(self.state, ())
+        assert state in legal, f"room {self.room} on {self.side.value}: {self.state} -> {state}"
+        self.state = state
+        self.entered_s[state] = now_s
+
+
+class RoomTable:
+    """The rooms of one worker, bounded."""
+
+    def __init__(self, max_rooms: int) -> None:
+        assert max_rooms > 0
+        self.max_rooms = max_rooms
+        self._rooms: dict[int, Room] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def add(self, room: Room) -> bool:
+        """Hold a room; False when the table is full."""
+        assert room.room not in self._rooms, f"room {room.room} twice"
+        if len(self._rooms) >= self.max_rooms:
+            return False
+        self._rooms[room.room] = room
+        return True
+
+    def get(self, room: int) -> Room | None:
+        return self._rooms.get(room)
+
+    def remove(self, room: int) -> None:
+        """Let go of a room that has ended."""
+        removed = self._rooms.pop(room)
+        assert removed.state.is_final, f"room {room} removed in {removed.state}"
+
+    def expired(self, now_s: float) -> tuple[Room, ...]:
+        """Rooms whose deadline has passed."""
+        return tuple(room for room in self._rooms.values() if room.deadline_s < now_s)
