@@ -16,7 +16,6 @@ from model import kernels
 from model.attention import Attend, ChunkBatch, Rows, attention
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
-from model.kv import ShardPool
 from model.layers import embed, feed_forward, product, rms_norm, rope_frequencies, rope_tables
 from model.moe import moe
 from model.params import Params, Segment, param_leaves, random_leaves, segments
@@ -103,7 +102,7 @@ class _Carry(NamedTuple):
     """What goes from layer to layer. The pool must be here: anywhere else it would be copied."""
 
     x: Array
-    pool: ShardPool
+    pool: Array
     captured: Captured | None
 
 
@@ -231,7 +230,7 @@ def _sharded(
     ) -> tuple[Array, Array, Captured | None]:
         attend = attend_with(*meta)
         out = _layers(model, params, pool, inputs, expert_map, attend, capture)
-        return out.x, out.pool.pages(), out.captured
+        return out.x, out.pool, out.captured
 
     specs = jax.tree.map(lambda leaf: leaf.spec, model.param_leaves())
     mapped = jax.shard_map(
@@ -257,7 +256,7 @@ def _layers(
     x = embed(params["embed"], inputs.token_ids)
     freq = rope_frequencies(cfg.rope, cfg.head_dim)
     rows = Rows(*rope_tables(freq, inputs.positions), inputs.kv_idx)
-    carry = _Carry(x, ShardPool.of(pool), _nothing_captured(cfg, x) if capture else None)
+    carry = _Carry(x, pool, _nothing_captured(cfg, x) if capture else None)
     for run, stacks in zip(segments(cfg), params["layers"], strict=True):
         carry = _run(model, run, stacks, carry, inputs, rows, expert_map, attend)
     with jax.named_scope("final_norm"):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from model.attention import ChunkBatch
-from model.kv import ShardPool, read_pages
+from model.kv import read_pages
 
 _PREFILL_BLOCK: Final = 256
 _DECODE_BLOCK: Final = 128
@@ -69,7 +69,7 @@ def _pad(list_: Array, multiple: int, value: int) -> Array:
 
 def prefill(
     q: Float[Array, "tokens kv_heads group head_dim"],
-    pool: ShardPool,
+    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
     layer: Int32[Array, ""],
     batch: ChunkBatch,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
@@ -78,7 +78,7 @@ def prefill(
     Cost follows tokens times the pages in use, not the capacity of the page list.
     """
     tokens, heads, group, head_dim = q.shape
-    page_size = pool.page_size
+    page_size = pool.shape[3]
     per_block = max(1, _PREFILL_BLOCK // page_size)
     span = per_block * page_size
     ids = _pad(batch.page_ids, per_block, 0)
@@ -91,7 +91,7 @@ def prefill(
         at = b * np.int32(per_block)
         block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
         kv = read_pages(pool, layer, block_ids).astype(jnp.float32)
-        kv = kv.transpose(0, 3, 1, 2, 4).reshape(2, heads, span, head_dim)
+        kv = kv.transpose(1, 3, 0, 2, 4).reshape(2, heads, span, head_dim)
         pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
         seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
         used = (at + jnp.arange(per_block, dtype=jnp.int32) < batch.num_pages_used)[:, None]
@@ -109,7 +109,7 @@ def prefill(
 
 def decode(
     q: Float[Array, "rows kv_heads group head_dim"],
-    pool: ShardPool,
+    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
     layer: Int32[Array, ""],
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
@@ -119,7 +119,7 @@ def decode(
     Cost follows rows times the longest row.
     """
     rows, heads, _, head_dim = q.shape
-    page_size = pool.page_size
+    page_size = pool.shape[3]
     per_block = max(1, _DECODE_BLOCK // page_size)
     span = per_block * page_size
     table = _pad(page_table, per_block, 0)
@@ -132,7 +132,7 @@ def decode(
     def block(b: Array, running: _Running) -> _Running:
         ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
         kv = read_pages(pool, layer, ids).astype(jnp.float32)
-        kv = kv.transpose(0, 1, 4, 2, 3, 5).reshape(2, rows, heads, span, head_dim)
+        kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(2, rows, heads, span, head_dim)
         return running.add(_batched(queries, kv[0], True), allowed_in(b), kv[1])
 
     trips = jnp.max(positions) // np.int32(span) + np.int32(1)

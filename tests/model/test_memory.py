@@ -1,0 +1,85 @@
+"""No program copies the page pool: what it needs besides does not grow with the pool."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model.config import ModelConfig
+from model.kv import gather_pages, write_pages
+from model.sharding import POOL_SPEC, make_mesh, pool_sharding
+from model.transformer import ChunkBatch, Model, decode_hidden, prefill_hidden
+from tests.model.harness import GOLDENS
+
+SMALL, LARGE = 64, 1024
+
+
+def _model(name: str, dtype: str, tp: int) -> Model:
+    cfg = ModelConfig.from_dir(GOLDENS / name / "model")
+    return Model.create(cfg, make_mesh(tp, 1), dtype, 16)
+
+
+def _params(model: Model) -> Any:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding(model.mesh)
+        ),
+        model.param_leaves(),
+    )
+
+
+def _array(model: Model, num_pages: int) -> jax.ShapeDtypeStruct:
+    spec = model.kv_spec()
+    shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    return jax.ShapeDtypeStruct(shape, model.dtype, sharding=pool_sharding(model.mesh))
+
+
+def _i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _decode(model: Model, num_pages: int) -> Any:
+    run = jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
+    rows = (_i32(4), _i32(4), _i32(4, 8), _i32(4))
+    return run.lower(model, _params(model), _array(model, num_pages), *rows).compile()
+
+
+def _prefill(model: Model, num_pages: int) -> Any:
+    run = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
+    batch = ChunkBatch(*[_i32(16)] * 4, *[_i32(32)] * 3, _i32())
+    return run.lower(model, _params(model), _array(model, num_pages), batch).compile()
+
+
+def _write(model: Model, num_pages: int) -> Any:
+    run = jax.jit(write_pages, donate_argnums=0)
+    return run.lower(_array(model, num_pages), _array(model, 8), _i32(8)).compile()
+
+
+def _gather(model: Model, num_pages: int) -> Any:
+    return jax.jit(gather_pages).lower(_array(model, num_pages), _i32(8)).compile()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("program", [_decode, _prefill, _write, _gather])
+def test_scratch_memory_does_not_grow_with_the_pool(program: Any, dtype: str, tp: int) -> None:
+    model = _model("mixtral", dtype, tp)
+    small, large = (program(model, n).memory_analysis() for n in (SMALL, LARGE))
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    assert large.output_size_in_bytes - large.alias_size_in_bytes == (
+        small.output_size_in_bytes - small.alias_size_in_bytes
+    )
+    if program is not _gather:
+        pool_bytes = model.kv_spec().page_bytes * LARGE // tp
+        assert large.alias_size_in_bytes >= pool_bytes
+
+
+@pytest.mark.parametrize("program", [_write, _gather])
+def test_pages_move_without_collectives(program: Any) -> None:
+    compiled = program(_model("mixtral", "bfloat16", 2), SMALL)
+    text = compiled.as_text()
+    for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text
+    out = jax.tree.leaves(compiled.output_shardings)[0]
+    assert out.spec == POOL_SPEC
