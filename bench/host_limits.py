@@ -1,0 +1,169 @@
+"""What this host can do at best: copying memory, and moving bytes between two processes by TCP.
+
+The baselines that transfers stand beside, measured in the same run. `python -m bench.host_limits`
+is the receiving process of the TCP measurement; it is started from here.
+"""
+
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+_HEADER = struct.Struct("<Q")
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class PageWork:
+    """One request copies num_pages scattered pages of page_bytes each."""
+
+    name: str
+    num_pages: int
+    layers: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, two for each number."""
+        return self.layers * 2 * self.page_size * self.kv_heads * self.head_dim * 2
+
+    @property
+    def request_bytes(self) -> int:
+        """Payload of one request."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of either pool: enough that requests in flight touch different ones."""
+        return max(4 * self.num_pages, 64)
+
+
+def memcpy_gb_s(threads: int, num_bytes: int, budget_s: float) -> float:
+    """Payload copied a second by so many threads, each a block of its own."""
+    share = num_bytes // threads
+
+    # Written in full first: fresh pages cost more than the copy.
+    blocks = [(np.full(share, 1, np.uint8), np.full(share, 2, np.uint8)) for _ in range(threads)]
+
+    def work(idx: int, counts: list[int]) -> None:
+        source, target = blocks[idx]
+        end_s = time.perf_counter() + budget_s
+        while time.perf_counter() < end_s:
+            np.copyto(target, source)
+            counts.append(source.nbytes)
+
+    return _threads_gb_s(threads, work)
+
+
+def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
+    """One process copies scattered pages of one pool into scattered slots of another."""
+    rng = np.random.default_rng(0)
+    shape = (work.pool_pages, work.page_bytes)
+    source, target = np.full(shape, 1, np.uint8), np.full(shape, 2, np.uint8)
+    moved, start_s = 0, time.perf_counter()
+    while time.perf_counter() - start_s < budget_s:
+        read = rng.permutation(work.pool_pages)[: work.num_pages]
+        write = rng.permutation(work.pool_pages)[: work.num_pages]
+        for here, there in zip(read, write, strict=True):
+            target[there] = source[here]
+        moved += work.request_bytes
+    return moved / (time.perf_counter() - start_s) / 1e9
+
+
+def tcp_gb_s(streams: int, request_bytes: int, budget_s: float) -> float:
+    """Payload a second over so many connections; each request is answered by one byte."""
+    payload = np.ones(request_bytes, np.uint8).data
+
+    with _connections(streams) as connections:
+
+        def work(idx: int, counts: list[int]) -> None:
+            end_s = time.perf_counter() + budget_s
+            while time.perf_counter() < end_s:
+                _request(connections[idx], payload)
+                counts.append(request_bytes)
+
+        return _threads_gb_s(streams, work)
+
+
+def tcp_round_trip_us(request_bytes: int, budget_s: float) -> float:
+    """Median microseconds of one request with its answer."""
+    payload, found = bytes(request_bytes), []
+    with _connections(1) as (connection,):
+        end_s = time.perf_counter() + budget_s
+        while time.perf_counter() < end_s:
+            start_s = time.perf_counter()
+            _request(connection, payload)
+            found.append(time.perf_counter() - start_s)
+    return float(np.median(found)) * 1e6
+
+
+def _request(connection: socket.socket, payload: bytes | memoryview) -> None:
+    # Header and payload in one call: apart, the kernel waits for an acknowledgement in between.
+    sent = connection.sendmsg([_HEADER.pack(len(payload)), payload]) - _HEADER.size
+    connection.sendall(memoryview(payload)[sent:])
+    if not connection.recv(1):
+        raise ConnectionError("the receiving process closed its connection")
+
+
+def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
+    """work(idx, counts) runs in so many threads and appends the bytes that it moved."""
+    counts: list[list[int]] = [[] for _ in range(num)]
+    threads = [threading.Thread(target=work, args=(idx, counts[idx])) for idx in range(num)]
+    start_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(map(sum, counts)) / (time.perf_counter() - start_s) / 1e9
+
+
+@contextmanager
+def _connections(streams: int) -> Iterator[list[socket.socket]]:
+    """So many connections to a receiving process, which ends with them."""
+    command = [sys.executable, "-m", "bench.host_limits", str(streams)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        ExitStack() as stack,
+    ):
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        yield [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+            for _ in range(streams)
+        ]
+
+
+def _receive(connection: socket.socket) -> None:
+    """Take requests and answer each with a byte, until the peer closes."""
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while head := connection.recv(_HEADER.size, socket.MSG_WAITALL):
+            (left,) = _HEADER.unpack(head)
+            while left:
+                left -= connection.recv_into(buffer, min(left, _BUFFER_BYTES))
+            connection.sendall(b"k")
+
+
+def _serve(streams: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        print(listening.getsockname()[1], flush=True)
+        threads = []
+        for _ in range(streams):
+            threads.append(threading.Thread(target=_receive, args=(listening.accept()[0],)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
