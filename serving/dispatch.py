@@ -64,6 +64,7 @@ class Dispatcher:
         self._placement = Placement(
             config, self._membership, Router(config.policy), clock, self._timers, self
         )
+        self._stopped = False
         self._strays: dict[tuple[str, int], int] = {}
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self._placement.__len__
@@ -78,15 +79,17 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """End every generation with on_error(SHUTTING_DOWN), then every stream."""
-        error = RequestError(Code.SHUTTING_DOWN, "the server is shutting down")
+        self._stopped = True
         for generation in self._placement.all():
-            self.fail(generation, error)
+            self.fail(generation, _shutting_down())
         await self._membership.stop()
 
     # --- requests ---
 
     async def admit(self, n: int = 1) -> Ticket:
         """Room for n generations; waits its turn. Raises RequestError, mostly QUEUE_FULL."""
+        if self._stopped:
+            raise _shutting_down()
         try:
             return await self._limiter.admit(n)
         except RequestError as error:
@@ -102,6 +105,8 @@ class Dispatcher:
             delay_s, lambda: self._deadline(generation)
         )
         self._placement.place(generation)
+        if self._stopped:
+            self._timers.call_later(0.0, lambda: self.fail(generation, _shutting_down()))
         return generation
 
     def abort(self, generation: Generation, finish_reason: FinishReason = "abort") -> None:
@@ -219,6 +224,9 @@ class Dispatcher:
         for event in batch.events:
             if event.kind != "prefilled":
                 self._interrupted(link, event)
+
+    def on_stale(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        self.metrics.dropped(1)
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
         self._placement.worker_lost(link.key, message)
@@ -384,6 +392,10 @@ def _cancel_timers(generation: Generation) -> None:
     for timer in (generation.deadline_timer, generation.retry_timer):
         if timer is not None:
             timer.cancel()
+
+
+def _shutting_down() -> RequestError:
+    return RequestError(Code.SHUTTING_DOWN, "the server is shutting down")
 
 
 def _code(text: str) -> Code:

@@ -1,6 +1,7 @@
 """Which workers there are: the registry's view, and one link to each incarnation in it."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from serving.config import ServeConfig
@@ -8,7 +9,9 @@ from serving.router import Key, key_of
 from serving.timers import Timer
 from serving.worker_link import Context, WorkerLink
 from transfer import wire
-from transfer.rpc import Security
+from transfer.bootstrap import RegistryClient
+
+logger = logging.getLogger(__name__)
 
 WatchViews = Callable[[Callable[[wire.ClusterView], None]], Awaitable[None]]
 
@@ -51,6 +54,7 @@ class Membership:
 
     def start(self) -> None:
         self._watching = asyncio.ensure_future(self._watch(self.on_view))
+        self._watching.add_done_callback(_log_end)
         self._ticked_s = self._context.clock.monotonic_s()
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
 
@@ -161,12 +165,17 @@ class Membership:
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
 
 
+def _log_end(watching: "asyncio.Future[None]") -> None:
+    if not watching.cancelled() and watching.exception() is not None:
+        logger.error("the registry is no longer watched", exc_info=watching.exception())
+
+
 def _registry_watch(address: str, context: Context) -> WatchViews:
-    security: Security = context.security
-
     async def watch(on_view: Callable[[wire.ClusterView], None]) -> None:
-        from transfer.bootstrap import RegistryClient
-
-        await RegistryClient(address, security, context.clock).watch(on_view)
+        client = RegistryClient(address, context.security, context.clock)
+        try:
+            await client.watch(on_view, context.api_id)
+        finally:
+            await client.close()
 
     return watch

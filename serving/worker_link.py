@@ -35,6 +35,10 @@ class LinkOwner(Protocol):
         """A step of this incarnation. Raises BadMessage when it makes no sense."""
         ...
 
+    def on_stale(self, link: "WorkerLink", batch: wire.StepBatch) -> None:
+        """A batch that names another incarnation came over this one's stream."""
+        ...
+
     def on_broken(self, link: "WorkerLink", message: str) -> None:
         """The stream ended: the worker drops, or has lost, every room of ours."""
         ...
@@ -152,16 +156,23 @@ class WorkerLink:
         async with aclosing(cast(AsyncGenerator[wire.StepBatch, None], stream)) as batches:
             async for batch in batches:
                 if (batch.worker_id, batch.epoch) != self.key:
-                    raise Incompatible(
-                        f"{self.member.info.address} is {batch.worker_id} of epoch {batch.epoch}, "
-                        f"expected {self.worker_id} of epoch {self.member.epoch}"
-                    )
+                    self._reject(batch)
+                    continue
                 self._heard_s = context.clock.monotonic_s()
                 if not self.open:
                     self.open = True
                     logger.info("worker %s is open", self.worker_id)
                     context.owner.on_open(self)
                 await context.owner.on_batch(self, batch)
+
+    def _reject(self, batch: wire.StepBatch) -> None:
+        """Drop what another incarnation says; raise Incompatible when it lives at this address."""
+        if not self.open:
+            raise Incompatible(
+                f"{self.member.info.address} is {batch.worker_id} of epoch {batch.epoch}, "
+                f"expected {self.worker_id} of epoch {self.member.epoch}"
+            )
+        self._context.owner.on_stale(self, batch)
 
     def _end_of(self, attempt: asyncio.Task[None]) -> str:
         """Why the stream ended; an error that is not a peer's is a bug of ours, told in full."""

@@ -329,7 +329,8 @@ class FakeWorker:
         self._streams[request.api_id] = queue
         alive = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0)
         try:
-            yield alive
+            if not self.silent:
+                yield alive
             while True:
                 try:
                     batch = await asyncio.wait_for(queue.get(), _HEARTBEAT_S)

@@ -25,8 +25,7 @@ from tests.fake_worker import PAGE_SIZE, FakeRegistry, FakeRoom, FakeWorker
 from tests.recording import ManualTimers, RecordingSink, until
 from transfer import wire
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
-from transfer.errors import RpcError
-from transfer.rpc import RpcClient, Security
+from transfer.rpc import Security
 
 __all__ = [
     "CONTEXT_LENGTH",
@@ -111,7 +110,6 @@ class FakeCluster:
             self.security,
             self.clock,
             timers=self.timers,
-            watch=self._watch,
         )
         self._dispatchers.append(dispatcher)
         await dispatcher.start()
@@ -175,19 +173,6 @@ class FakeCluster:
         if finish:
             for worker in self.decode:
                 worker.rooms.pop(room.submit.room, None)
-
-    async def _watch(self, on_view: Callable[[wire.ClusterView], None]) -> None:
-        client = RpcClient(self.registry.address, self.security)
-        try:
-            while True:
-                try:
-                    watched = client.stream("Watch", wire.Watch("fake"), wire.ClusterView)
-                    async for view in watched:
-                        on_view(view)
-                except RpcError:
-                    await asyncio.sleep(0.01)
-        finally:
-            await client.close()
 
     async def _keep_stepping(self) -> None:
         while True:

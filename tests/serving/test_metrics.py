@@ -1,0 +1,69 @@
+"""What Prometheus reads: the names users expect, and a histogram that takes a step at once."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.metrics import BulkHistogram, Metrics
+from transfer import wire
+
+
+def samples(metrics: Metrics) -> dict[tuple, float]:
+    """(name, label values in order of the labels' names...) -> value."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_counters_have_the_names_and_values_that_dashboards_read():
+    metrics = Metrics()
+    metrics.prefilled(12, 8)
+    metrics.first_token(0.03)
+    metrics.step(3, [0.004, 0.02])
+    metrics.ended("stop", 1.25)
+    metrics.rejected()
+    metrics.retried("peer_lost")
+    metrics.preempted()
+    metrics.gauge("num_running_reqs", "now", lambda: 5)
+    read = samples(metrics)
+    assert read["kvferry_prompt_tokens_total",] == 12
+    assert read["kvferry_cached_tokens_total",] == 8
+    assert read["kvferry_generation_tokens_total",] == 3
+    assert read["kvferry_num_requests_total", "stop"] == 1
+    assert read["kvferry_requests_rejected_total",] == 1
+    assert read["kvferry_retries_total", "peer_lost"] == 1
+    assert read["kvferry_preemptions_total",] == 1
+    assert read["kvferry_num_running_reqs",] == 5
+    assert read["kvferry_time_to_first_token_seconds_bucket", "0.04"] == 1
+    assert read["kvferry_time_to_first_token_seconds_count",] == 1
+    assert read["kvferry_e2e_request_latency_seconds_sum",] == 1.25
+    assert read["kvferry_inter_token_latency_seconds_count",] == 2
+    assert read["kvferry_inter_token_latency_seconds_sum",] == pytest.approx(0.024)
+
+
+def test_the_bulk_histogram_counts_a_value_on_a_bound_below_it():
+    histogram = BulkHistogram("h", "doc", [0.1, 0.2])
+    histogram.observe([0.05, 0.1, 0.15, 7.0])
+    histogram.observe([])
+    (family,) = histogram.collect()
+    buckets = [s.value for s in family.samples if s.name == "h_bucket"]
+    assert buckets == [2, 3, 4]
+
+
+def test_what_workers_report_is_shown_as_it_came():
+    metrics = Metrics()
+    load = wire.Load(pages_total=64, pages_free=40)
+    state = wire.WorkerState("p0", "prefill", 1, load, 20, 4, 2, 1, {"chunks": 9.0}, {})
+    info = wire.WorkerInfo(
+        "p0", "prefill", "", "", "m", "d", wire.KVSpecMessage(1, 1, 8, 16, "f"), 1, 1, 64, 64, 1
+    )
+    metrics.set_members((wire.Member(info, 1, load),))
+    metrics.set_states([state])
+    read = samples(metrics)
+    assert read["kvferry_pages_total", "prefill", "p0"] == 64
+    assert read["kvferry_pages_free", "prefill", "p0"] == 40
+    assert read["kvferry_pages_held", "prefill", "p0"] == 20
+    assert read["kvferry_pages_cached", "prefill", "p0"] == 4
+    assert read["kvferry_compiles_after_ready_total", "p0"] == 1
+    assert read["kvferry_worker_counter", "chunks", "p0"] == 9

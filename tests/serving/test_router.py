@@ -1,0 +1,128 @@
+"""Pairs of workers: picked by policy from reported loads and own recent choices."""
+
+from collections import Counter
+
+import pytest
+
+from serving.router import ACKNOWLEDGED_AFTER_S, Router, key_of
+from transfer import wire
+
+
+def member(worker_id: str, role: wire.Role = "decode", *, draining: bool = False, **load: int):
+    info = wire.WorkerInfo(
+        worker_id=worker_id,
+        role=role,
+        address="",
+        data_address="",
+        model_name="m",
+        model_digest="d",
+        kv_spec=wire.KVSpecMessage(1, 1, 8, 16, "float32"),
+        tp_size=1,
+        dp_size=1,
+        context_length=64,
+        max_request_tokens=64,
+        stored_kv_heads=1,
+    )
+    return wire.Member(info, 1, wire.Load(**load), draining)
+
+
+P = member("p", "prefill")
+D = member("d")
+
+
+def picked_prefills(router: Router, prefills, num_picks: int, now_s: float = 0.0, tokens: int = 10):
+    pairs = [router.pick(prefills, [D], tokens, now_s) for _ in range(num_picks)]
+    return [pair.prefill.info.worker_id for pair in pairs]
+
+
+def test_no_pair_while_a_role_is_missing_or_draining():
+    router = Router("least_load")
+    assert router.pick([], [D], 1, 0.0) is None
+    assert router.pick([P], [], 1, 0.0) is None
+    assert router.pick([P], [member("d", draining=True)], 1, 0.0) is None
+    assert router.pick([P], [D], 1, 0.0) is not None
+
+
+def test_least_load_takes_the_prefill_with_fewer_queued_tokens():
+    busy, idle = member("a", "prefill", queued_tokens=500), member("b", "prefill")
+    assert picked_prefills(Router("least_load"), [busy, idle], 3) == ["b", "b", "b"]
+
+
+def test_own_choices_count_before_the_workers_report_them():
+    busy, idle = member("a", "prefill", queued_tokens=25), member("b", "prefill")
+    assert picked_prefills(Router("least_load"), [busy, idle], 5) == ["b", "b", "b", "a", "b"]
+
+
+def test_equal_workers_take_turns():
+    prefills = [member(name, "prefill") for name in "cab"]
+    router = Router("least_load")
+    picked = []
+    for _ in range(6):
+        pair = router.pick(prefills, [D], 10, 0.0)
+        router.ended(pair)
+        picked.append(pair.prefill.info.worker_id)
+    assert picked == ["a", "b", "c", "a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    [
+        ({"slots_total": 4, "running_requests": 3}, {"slots_total": 8, "running_requests": 3}),
+        ({"pages_total": 10, "pages_free": 2}, {"pages_total": 10, "pages_free": 5}),
+        ({"slots_total": 8, "queued_requests": 9}, {"slots_total": 8, "running_requests": 8}),
+    ],
+)
+def test_least_load_looks_at_what_decode_runs_out_of(worse, better):
+    decodes = [member("a", **worse), member("b", **better)]
+    pair = Router("least_load").pick([P], decodes, 1, 0.0)
+    assert pair.decode.info.worker_id == "b"
+
+
+def test_round_robin_takes_turns_whatever_the_load():
+    prefills = [member("a", "prefill", queued_tokens=500), member("b", "prefill")]
+    assert picked_prefills(Router("round_robin"), prefills, 4) == ["a", "b", "a", "b"]
+
+
+def test_random_is_the_same_for_the_same_seed_and_reaches_everybody():
+    prefills = [member(name, "prefill") for name in "abc"]
+    first = picked_prefills(Router("random", seed=5), prefills, 60)
+    assert first == picked_prefills(Router("random", seed=5), prefills, 60)
+    assert set(Counter(first)) == {"a", "b", "c"}
+
+
+def test_power_of_two_never_takes_the_worst_of_all():
+    prefills = [member(name, "prefill", queued_tokens=1000 * i) for i, name in enumerate("abc")]
+    picked = Counter(picked_prefills(Router("power_of_two", seed=1), prefills, 60, tokens=1))
+    assert picked["c"] == 0
+    assert picked["a"] > picked["b"] > 0
+    assert picked_prefills(Router("power_of_two"), [P], 2) == ["p", "p"]
+
+
+def test_workers_to_avoid_are_taken_only_when_there_is_no_other():
+    prefills = [member("a", "prefill"), member("b", "prefill", queued_tokens=500)]
+    router = Router("least_load")
+    pair = router.pick(prefills, [D], 1, 0.0, frozenset({"a", "d"}))
+    assert (pair.prefill.info.worker_id, pair.decode.info.worker_id) == ("b", "d")
+
+
+def test_charges_end_with_the_request_or_when_reports_must_show_them():
+    router = Router("least_load")
+    pair, other = (router.pick([P], [D], 7, 0.0) for _ in range(2))
+    router.prefilled(pair)
+    router.prefilled(pair)
+    assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 2)
+    router.ended(pair)
+    router.ended(pair)
+    assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 1)
+    router.pick([P], [D], 7, ACKNOWLEDGED_AFTER_S)
+    assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 1)
+    router.ended(other)
+    assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 1)
+
+
+def test_a_forgotten_worker_is_not_discharged_again():
+    router = Router("least_load")
+    pair = router.pick([P], [D], 7, 0.0)
+    router.forget(key_of(D))
+    router.ended(pair)
+    assert router.charged_requests(key_of(D)) == 0
