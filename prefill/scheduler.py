@@ -111,11 +111,16 @@ class PrefillScheduler:
         """The next chunk; empty when nothing can run. Its tokens count as planned at once."""
         pieces: list[Piece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
+        may_start = True
         for prompt in tuple(self._ready):
             if tokens_left == 0 or len(pieces) == self._chunk_seqs:
                 break
-            if not prompt.pages and not self._start(prompt):
-                break  # first come, first served: nobody overtakes into the free pages
+            if not prompt.pages:
+                # First come, first served: nobody overtakes into the free pages. Those who have
+                # theirs go on, or an older prompt would wait for pages that wait for their turn.
+                may_start = may_start and self._start(prompt)
+                if not may_start:
+                    continue
             num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
             num_pages = -(-(prompt.num_planned + num_tokens) // self._page_size)
             if num_pages > pages_left:
@@ -137,10 +142,9 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
+        reusable = prompt.num_tokens - 1  # the last token's logits must be computed
         if prompt.logprobs_start >= 0:
-            reusable = max(prompt.logprobs_start - 1, 0)
-        else:
-            reusable = prompt.num_tokens - 1  # the last token's logits must be computed
+            reusable = min(reusable, max(prompt.logprobs_start - 1, 0))
         shared = self._cache.match(prompt.token_ids, prompt.salt, reusable)
         need = -(-prompt.num_tokens // self._page_size) - len(shared)
         short = need - self._pool.num_free
