@@ -161,7 +161,8 @@ def attention_weights(layer: int, random: np.random.RandomState) -> dict[str, np
         "q_proj": random.randn(HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
         "k_proj": random.randn(KV_HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
         "v_proj": random.randn(KV_HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
-        "o_proj": 0.05 * random.randn(HIDDEN, HEADS * HEAD_DIM) / np.sqrt(HIDDEN),
+        # Enough that every key and value moves the text, not so much that it falls apart.
+        "o_proj": 0.25 * random.randn(HIDDEN, HEADS * HEAD_DIM) / np.sqrt(HIDDEN),
         "q_norm": 1 + 0.1 * random.randn(HEAD_DIM),
         "k_norm": 1 + 0.1 * random.randn(HEAD_DIM),
     }
