@@ -1,8 +1,5 @@
 """The page pool as an array: make it, write tokens and pages into it, gather pages out of it."""
 
-import functools
-from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp

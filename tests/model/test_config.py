@@ -1,0 +1,113 @@
+"""Configurations: what is read, and that everything else is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import KVSpec, ModelConfig
+from model.errors import ModelError
+from tests.model.checkpoints import QWEN2, write_config
+from tests.model.harness import GOLDENS
+
+MIXTRAL: dict[str, Any] = json.loads((GOLDENS / "mixtral" / "model" / "config.json").read_text())
+QWEN3_MOE: dict[str, Any] = json.loads(
+    (GOLDENS / "qwen3_moe" / "model" / "config.json").read_text()
+)
+
+
+def test_each_family_turns_on_its_features() -> None:
+    def features(name: str) -> ModelConfig:
+        return ModelConfig.from_dir(GOLDENS / name / "model")
+
+    llama, qwen3, mixtral = features("llama"), features("qwen3"), features("mixtral")
+    assert (llama.rope.kind, llama.rope.theta, llama.rope.original_max_position) == (
+        "llama3",
+        500000.0,
+        64,
+    )
+    assert (llama.qk_norm, llama.qkv_bias, llama.head_dim, llama.group) == (False, False, 16, 3)
+    assert llama.eos_token_ids == (1019, 1017)
+    assert llama.bos_token_id == 1017
+    assert (qwen3.qk_norm, qwen3.tie_word_embeddings, qwen3.head_dim) == (True, True, 32)
+    assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
+    assert (mixtral.moe_intermediate_size, mixtral.norm_topk_prob) == (96, True)
+    routed = features("qwen3_moe")
+    assert routed.moe_layers == (True, False, True, True)
+    assert (routed.intermediate_size, routed.moe_intermediate_size) == (160, 48)
+
+
+def test_qwen2_has_biases_and_a_window_that_is_switched_off(tmp_path: Path) -> None:
+    cfg = ModelConfig.from_dir(write_config(tmp_path, QWEN2))
+    assert (cfg.qkv_bias, cfg.o_bias) == (True, False)
+    assert cfg.moe_layers == (False, False)
+
+
+def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
+    write_config(tmp_path, QWEN2)
+    extra = {"eos_token_id": [9, 7], "temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(extra))
+    cfg = ModelConfig.from_dir(tmp_path)
+    assert cfg.eos_token_ids == (9, 7)
+    assert (cfg.default_temperature, cfg.default_top_p, cfg.default_top_k) == (0.6, 0.95, 20)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (QWEN2, {"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel'; acc"),
+        (QWEN2, {"architectures": []}, "architectures is []; accepted: a list of one of Llama"),
+        (QWEN2, {"vocab_size": None}, "vocab_size is missing"),
+        (QWEN2, {"vocab_size": "many"}, "vocab_size is 'many'; accepted: an integer of at least 1"),
+        (QWEN2, {"num_hidden_layers": 0}, "num_hidden_layers is 0; accepted: an integer of at"),
+        (QWEN2, {"rms_norm_eps": True}, "rms_norm_eps is True; accepted: a number"),
+        (QWEN2, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; accepted: a finite"),
+        (QWEN2, {"num_key_value_heads": 3}, "num_key_value_heads is 3; accepted: a divisor of 4"),
+        (QWEN2, {"hidden_size": 42}, "hidden_size is 42; accepted: a multiple of 4 heads"),
+        (QWEN2, {"head_dim": 5}, "head_dim is 5; accepted: an even number"),
+        (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; accepted: silu"),
+        (QWEN2, {"use_sliding_window": True}, "sliding_window is 128; accepted: null, or a"),
+        (QWEN2, {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; accepted: true or"),
+        (QWEN2, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention']; "),
+        (QWEN2, {"mlp_bias": True}, "mlp_bias is True; accepted: false"),
+        (QWEN2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; accepted: 1.0"),
+        (QWEN2, {"torch_dtype": "int8"}, "torch_dtype is 'int8'; accepted: float32, bfloat16"),
+        (QWEN2, {"eos_token_id": "end"}, "eos_token_id is 'end'; accepted: a token id"),
+        (QWEN2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8';"),
+        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; accepted"),
+        (QWEN2, {"rope_scaling": [1]}, "rope_scaling is [1]; accepted: an object or null"),
+        (QWEN2, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
+        (MIXTRAL, {"sliding_window": 64}, "sliding_window is 64; accepted: null"),
+        (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),
+        (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; accepted: a list of layer"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_in_one_line(
+    base: dict[str, Any], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        ModelConfig.from_dir(write_config(tmp_path, base | change))
+    assert message in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not readable as JSON"), ("[1]", "expected a JSON object, got list")],
+)
+def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dir(tmp_path)
+    with pytest.raises(ModelError, match="no such file"):
+        ModelConfig.from_dir(tmp_path / "elsewhere")
+
+
+def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
+    assert KVSpec(3, 2, 16, 8, "bfloat16").page_bytes == 3 * 2 * 8 * 2 * 16 * 2
+    assert (
+        KVSpec(3, 2, 16, 8, "float32").page_bytes == 2 * KVSpec(3, 2, 16, 8, "float16").page_bytes
+    )

@@ -1,0 +1,55 @@
+"""The pool beside a plain numpy one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.config import KVSpec
+from model.kv import gather_pages, init_pool, read_pages, write_pages, write_tokens
+from model.sharding import make_mesh, pool_sharding
+from tests.model.harness import i32
+
+SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=3, page_size=4, dtype="float32")
+PAGES = 6
+
+
+def _filled(mesh_size: int) -> tuple[jax.Array, np.ndarray]:
+    pool = init_pool(SPEC, PAGES, make_mesh(mesh_size, 1))
+    values = np.random.default_rng(0).standard_normal(pool.shape).astype(np.float32)
+    return jax.device_put(values, pool.sharding), values
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_pages_gathered_and_written_elsewhere_arrive_whole(tp: int) -> None:
+    pool, values = _filled(tp)
+    ids = i32([5, 0, 3, PAGES])  # the last is padding
+    staged = jax.jit(gather_pages)(pool, ids)
+    assert staged.sharding.is_equivalent_to(pool_sharding(make_mesh(tp, 1)), staged.ndim)
+    assert (np.asarray(staged)[:, :, :3] == values[:, :, [5, 0, 3]]).all()
+    to = i32([1, 2, PAGES, -1])
+    written = np.asarray(jax.jit(write_pages, donate_argnums=0)(pool, staged, to))
+    expected = values.copy()
+    expected[:, :, [1, 2]] = values[:, :, [5, 0]]
+    assert (written == expected).all()
+
+
+def test_tokens_are_written_at_their_kv_index_and_padding_is_dropped() -> None:
+    pool, values = _filled(1)
+    kv = np.random.default_rng(1).standard_normal((5, 2, 4, 3)).astype(np.float32)
+    kv_idx = [7, 0, PAGES * 4, -1, 23]
+    written = np.asarray(jax.jit(write_tokens)(pool, i32(1), jnp.asarray(kv), i32(kv_idx)))
+    expected = values.copy()
+    for row, at in enumerate(kv_idx):
+        if 0 <= at < PAGES * 4:
+            expected[1, :, at // 4, at % 4] = kv[row]
+    assert (written == expected).all()
+
+
+def test_a_layers_pages_are_read_in_the_order_asked() -> None:
+    pool, values = _filled(1)
+    ids = [[4, 1], [0, 99]]
+    found = np.asarray(jax.jit(read_pages)(pool, i32(1), i32(ids)))
+    assert found.shape == (2, 2, 2, 4, 4, 3)
+    assert (found[0, 0] == values[1, :, 4]).all()
+    assert (found[1, 0] == values[1, :, 0]).all()
