@@ -27,5 +27,5 @@ def test_a_backend_that_refuses_makes_way_for_the_next_and_the_log_says_so(
 
 
 def test_when_none_can_serve_every_refusal_is_named() -> None:
-    with pytest.raises(NotImplementedError, match="no backend of op serves .*fast: no cpu"):
+    with pytest.raises(NotImplementedError, match=r"no backend of op serves .*fast: no cpu"):
         kernels.choose("op", [kernels.Backend("fast", _refuse)], SHAPE)

@@ -1,0 +1,83 @@
+"""The Orbax form holds the same model, for every mesh."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.sharding import make_mesh
+from model.transformer import Model
+from model.weights import is_orbax, load_params, model_digest, save_orbax
+from tests.model.checkpoints import QWEN2, write_checkpoint
+from tests.model.harness import GOLDENS
+
+
+def _model(folder: Path, tp: int = 1, ep: int = 1) -> Model:
+    return Model.create(ModelConfig.from_dir(folder), make_mesh(tp, ep), "float32", 16)
+
+
+def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "odd", QWEN2)
+    cases = [
+        (tmp_path / "odd", [(1, 1), (4, 1)]),
+        (GOLDENS / "llama" / "model", [(4, 1)]),
+        (GOLDENS / "qwen3_moe" / "model", [(2, 2)]),
+    ]
+    for i, (source, meshes) in enumerate(cases):
+        out = tmp_path / f"out{i}"
+        counts: list[tuple[int, int]] = []
+        save_orbax(source, out, _model(source), lambda *got, to=counts: to.append(got))
+        assert counts[-1][0] == counts[-1][1] > 0
+        assert is_orbax(out)
+        assert not is_orbax(source)
+        assert ModelConfig.from_dir(out) == ModelConfig.from_dir(source)
+        for tp, ep in meshes:
+            direct = load_params(source, _model(source, tp, ep))
+            restored = load_params(out, _model(out, tp, ep))
+            assert jax.tree.structure(direct) == jax.tree.structure(restored)
+            for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(restored), strict=True):
+                assert a.sharding == b.sharding
+                assert a.dtype == b.dtype
+                assert (np.asarray(a) == np.asarray(b)).all()
+
+
+def test_tokenizer_and_generation_files_come_along_but_no_safetensors_index(
+    tmp_path: Path,
+) -> None:
+    source, out = GOLDENS / "mixtral" / "model", tmp_path / "out"
+    save_orbax(source, out, _model(source))
+    names = {file.name for file in out.iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "params",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    shutil.copytree(out, tmp_path / "copy")
+    assert model_digest(out) == model_digest(tmp_path / "copy")
+
+
+def test_bad_orbax_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    source, out = GOLDENS / "llama" / "model", tmp_path / "out"
+    save_orbax(source, out, _model(source))
+    with pytest.raises(ModelError, match=r"params: exists; expected a new folder"):
+        save_orbax(source, out, _model(source))
+    with pytest.raises(ModelError, match=r"is in Orbax form already; expected safetensors"):
+        save_orbax(out, tmp_path / "again", _model(source))
+    other = GOLDENS / "qwen3" / "model"
+    with pytest.raises(ModelError, match=r"parameter embed: shape \[1024, 96\], expected \[1024"):
+        load_params(out, _model(other))
+    for file in (out / "params").rglob("*"):
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ModelError) as caught:
+        load_params(out, _model(source))
+    assert "\n" not in str(caught.value)
+    (out / "params" / "_METADATA").write_text("{}")
+    with pytest.raises(ModelError):
+        load_params(out, _model(source))
