@@ -1,0 +1,238 @@
+"""KV pages between two processes over transfer/tcp, beside memcpy and raw loopback of the same run.
+
+A request copies scattered pages of this process's pool into scattered pages of the other's, and is
+done when this process holds the acknowledgement. Digests of the pages are compared afterwards.
+"""
+
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from bench.host_limits import (
+    PageWork,
+    memcpy_gb_s,
+    page_copy_gb_s,
+    tcp_gb_s,
+    tcp_round_trip_us,
+)
+from bench.report import Report
+from bench.transfer_peer import (
+    AHEAD,
+    EPOCH,
+    STALL_TIMEOUT_S,
+    WORKLOADS,
+    digest,
+    new_pool,
+    page_ids,
+    sender_view,
+)
+from transfer import wire
+from transfer.backend import FirstToken
+from transfer.layout import plan_heads
+from transfer.rpc import Security
+from transfer.tcp import TcpSender
+
+TOKEN = "bench"
+OUTSTANDING = (1, 8)
+MAX_FRAME_BYTES = 16 << 20
+WARM_UPS = 4
+
+
+class TransferFailed(RuntimeError):
+    """Pages did not arrive, or not as they were sent."""
+
+
+class Peer:
+    """The other process, from here: its address, and a line of questions and answers."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.address = str(self._answer()["address"])
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and parse the answer."""
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise TransferFailed("the receiving process ended early")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def receiving_process(work: PageWork) -> Iterator[Peer]:
+    """A peer for one workload, ended with the block."""
+    command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Peer(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+class Sender:
+    """The prefill side: gathers pages, sends them, waits for acknowledgements."""
+
+    def __init__(self, work: PageWork, address: str, outstanding: int) -> None:
+        self._work = work
+        self._address = address
+        self.pool = new_pool(work, 1)
+        self.pool[...] = np.arange(self.pool.shape[2], dtype=np.uint16)[:, None, None, None]
+        self._ids = [page_ids(work, room) for room in range(AHEAD)]
+        heads = work.kv_heads
+        self._runs = plan_heads(heads, 1, heads, 1, heads)
+        # One staging array for each request in flight, taken back with its acknowledgement.
+        shape = (*self.pool.shape[:2], work.num_pages, *self.pool.shape[3:])
+        self._staging = [np.full(shape, 0, np.uint16) for _ in range(outstanding)]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for idx in range(outstanding):
+            self._free.put(idx)
+        self._sent: dict[int, tuple[float, int]] = {}  # room -> when, staging
+        self.taken_s: list[float] = []
+        self.failures: list[str] = []
+        self._room = 0
+        self._sender = TcpSender(
+            Security(TOKEN),
+            sender_id="bench",
+            on_event=self._on_event,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            stall_timeout_s=STALL_TIMEOUT_S,
+        )
+
+    def send_one(self) -> int:
+        """Start one request, once fewer than the allowed number are outstanding."""
+        idx = self._take()
+        self._room += 1
+        room = self._room
+        ids = self._ids[room % AHEAD]
+        grant = wire.Grant(
+            room=room,
+            epoch=EPOCH,
+            decode_id="bench-peer",
+            data_address=self._address,
+            page_ids=wire.pack_i32(ids),
+            tp_size=1,
+            stored_kv_heads=self._work.kv_heads,
+        )
+        self._sent[room] = (time.perf_counter(), idx)
+        pages = np.take(self.pool, ids, axis=2, out=self._staging[idx], mode="clip")
+        self._sender.send_pages(grant, 0, [sender_view(pages)], self._runs)
+        num_tokens = self._work.num_pages * self._work.page_size
+        self._sender.finish(grant, FirstToken(0, 0, num_tokens, wire.RUNNING))
+        return room
+
+    def drain(self) -> None:
+        """Wait until nothing is outstanding."""
+        for idx in [self._take() for _ in self._staging]:
+            self._free.put(idx)
+
+    def close(self) -> None:
+        """Close connections."""
+        self._sender.close()
+
+    def _take(self) -> int:
+        """A free staging array, waiting for one. Raises TransferFailed when a request failed."""
+        try:
+            idx = self._free.get(timeout=2 * STALL_TIMEOUT_S)
+        except queue.Empty as error:
+            raise TransferFailed("no acknowledgement in time") from error
+        if self.failures:
+            raise TransferFailed(self.failures[0])
+        return idx
+
+    def _on_event(self, event: Any) -> None:
+        now_s = time.perf_counter()
+        if event.kind == "lost":
+            self.failures.append(f"lost: {event.message}")
+            self._free.put(0)  # wakes who waits, to see the failure
+            return
+        sent_s, idx = self._sent.pop(event.room)
+        if event.kind == "acked":
+            self.taken_s.append(now_s - sent_s)
+        else:
+            self.failures.append(f"refused: {event.message}")
+        self._free.put(idx)
+
+
+def run(report: Report, names: Sequence[str], budget_s: float) -> None:
+    """Measure the workloads named. Raises ValueError for an unknown one."""
+    for name in names:
+        if name not in WORKLOADS:
+            raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
+    for name in names:
+        for outstanding in (1,) if name == "small" else OUTSTANDING:
+            measure(report, WORKLOADS[name], outstanding, budget_s)
+
+
+def measure(report: Report, work: PageWork, outstanding: int, budget_s: float) -> None:
+    """One workload with so many requests outstanding, and its baselines."""
+    case = f"{work.name} x{outstanding}"
+    shapes = asdict(work) | {"page_bytes": work.page_bytes, "outstanding": outstanding}
+    threads = min(outstanding, os.cpu_count() or 1)
+    if work.num_pages == 1:
+        round_trip_us = tcp_round_trip_us(work.request_bytes, budget_s)
+        report.add(case, "raw loopback p50", round_trip_us, "us", shapes=shapes)
+        taken_s, _, _ = transfer(work, outstanding, budget_s)
+        p50_us = statistics.median(taken_s) * 1e6
+        report.add(case, "tcp p50", p50_us, "us", round_trip_us, shapes)
+        return
+    memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
+    loopback = tcp_gb_s(outstanding, work.request_bytes, budget_s)
+    report.add(case, f"memcpy, {threads} threads", memcpy, "GB/s", shapes=shapes)
+    if outstanding == 1:
+        report.add(case, "page copy", page_copy_gb_s(work, budget_s), "GB/s", memcpy, shapes)
+    report.add(case, "raw loopback", loopback, "GB/s", memcpy, shapes)
+    taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s)
+    gigabytes = len(taken_s) * work.request_bytes / 1e9
+    report.add(case, "tcp", gigabytes / whole_s, "GB/s", loopback, shapes)
+    report.add(case, "tcp of memcpy", gigabytes / whole_s / memcpy, "share", shapes=shapes)
+    report.add(case, "tcp CPU", cpu_s / gigabytes, "CPU s/GB", shapes=shapes)
+
+
+def transfer(work: PageWork, outstanding: int, budget_s: float) -> tuple[list[float], float, float]:
+    """Seconds of each request, of all, and of processor time of both sides.
+
+    Raises TransferFailed when pages were lost or arrived other than they were sent.
+    """
+    with receiving_process(work) as peer:
+        sender = Sender(work, peer.address, outstanding)
+        try:
+            for _ in range(WARM_UPS):
+                sender.send_one()
+            sender.drain()
+            sender.taken_s.clear()
+            cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"]
+            start_s = time.perf_counter()
+            while time.perf_counter() - start_s < budget_s:
+                room = sender.send_one()
+            sender.drain()
+            whole_s = time.perf_counter() - start_s
+            cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"] - cpu_s
+            expected = digest(sender.pool, page_ids(work, room))
+            found = peer.ask(f"digest {room}")["digest"]
+        finally:
+            sender.close()
+        told = peer.ask("quit")
+    if found != expected:
+        raise TransferFailed(f"pages arrived changed: digest {found}, expected {expected}")
+    if told["lost"]:
+        raise TransferFailed(f"{told['lost']} rooms lost: {told['counters']}")
+    return sender.taken_s, whole_s, cpu_s

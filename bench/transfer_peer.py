@@ -1,0 +1,137 @@
+"""The decode side of the transfer benchmark: a process that puts pages in place and acknowledges.
+
+Started by bench/transfer, which speaks with it in lines: `digest ROOM` is answered with a digest of
+that room's pages, `quit` with what the process cost.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+from bench.host_limits import PageWork
+from model.config import KVSpec
+from transfer.backend import FirstToken
+from transfer.rpc import Security
+from transfer.tcp import TcpReceiver
+
+EPOCH = 1
+AHEAD = 64  # rooms expected before they are heard of
+STALL_TIMEOUT_S = 10.0
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        PageWork("small", num_pages=1, layers=1, page_size=16, kv_heads=1, head_dim=64),
+        PageWork("a", num_pages=64, layers=4, page_size=16, kv_heads=4, head_dim=64),
+        PageWork("b", num_pages=128, layers=16, page_size=16, kv_heads=4, head_dim=64),
+        PageWork("c", num_pages=64, layers=32, page_size=64, kv_heads=4, head_dim=64),
+    )
+}
+
+
+def new_pool(work: PageWork, fill: int) -> np.ndarray:
+    """u16[layers, 2, pages, page_size, kv_heads, head_dim], written in full."""
+    shape = (work.layers, 2, work.pool_pages, work.page_size, work.kv_heads, work.head_dim)
+    return np.full(shape, fill, np.uint16)
+
+
+def page_ids(work: PageWork, room: int) -> np.ndarray:
+    """Pages of a room, scattered; both processes work them out for themselves."""
+    return np.random.default_rng(room % AHEAD).permutation(work.pool_pages)[: work.num_pages]
+
+
+def digest(pool: np.ndarray, ids: np.ndarray) -> str:
+    """Of the pages' bytes, in the order of ids."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.take(pool, ids, axis=2)).data)
+
+
+def spec_of(work: PageWork) -> KVSpec:
+    """The pages of a workload as the backends know them."""
+    return KVSpec(work.layers, work.kv_heads, work.head_dim, work.page_size, "bfloat16")
+
+
+class Peer:
+    """Owner of the destination pool."""
+
+    def __init__(self, work: PageWork, token: str) -> None:
+        self._work = work
+        self._pool = new_pool(work, 0)
+        self._ids = [page_ids(work, room) for room in range(AHEAD)]
+        self._lost = 0
+        self._lock = threading.Lock()
+        self._receiver = TcpReceiver(
+            Security(token),
+            host="127.0.0.1",
+            port=0,
+            kv=spec_of(work),
+            tp_size=1,
+            on_pages=self._on_pages,
+            on_finish=self._on_finish,
+            on_lost=self._on_lost,
+            stall_timeout_s=STALL_TIMEOUT_S,
+        )
+
+    def start(self) -> str:
+        """Listen; returns the address."""
+        address: str = self._receiver.start()
+        for room in range(1, AHEAD + 1):
+            self._receiver.expect(room, EPOCH, self._work.num_pages)
+        return address
+
+    def digest(self, room: int) -> str:
+        """Of what a room put in place."""
+        return digest(self._pool, self._ids[room % AHEAD])
+
+    def close(self) -> dict[str, Any]:
+        """Stop; returns what there is to say."""
+        self._receiver.close()
+        times = os.times()
+        counters = dict(self._receiver.counters)
+        return {"cpu_s": times.user + times.system, "lost": self._lost, "counters": counters}
+
+    def _on_pages(self, room: int, page_start: int, shards: Sequence[np.ndarray]) -> None:
+        pages = shards[0].view(np.uint16)
+        ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
+        self._pool[:, :, ids] = pages
+
+    def _on_finish(self, room: int, first: FirstToken) -> None:
+        self._receiver.ack(room)
+        self._receiver.forget(room)
+        self._receiver.expect(room + AHEAD, EPOCH, self._work.num_pages)
+
+    def _on_lost(self, rooms: Sequence[int], message: str) -> None:
+        with self._lock:
+            self._lost += len(rooms)
+        print(f"lost {len(rooms)} rooms: {message}", file=sys.stderr)
+
+
+def sender_view(pages: np.ndarray) -> np.ndarray:
+    """Pages as the numbers they stand for."""
+    return pages.view(ml_dtypes.bfloat16)
+
+
+def main() -> None:
+    """Serve one workload until told to quit."""
+    peer = Peer(WORKLOADS[sys.argv[1]], sys.argv[2])
+    print(json.dumps({"address": peer.start()}), flush=True)
+    for line in sys.stdin:
+        word, _, rest = line.strip().partition(" ")
+        if word == "digest":
+            print(json.dumps({"digest": peer.digest(int(rest))}), flush=True)
+        elif word == "cpu":
+            times = os.times()
+            print(json.dumps({"cpu_s": times.user + times.system}), flush=True)
+        elif word == "quit":
+            break
+    print(json.dumps(peer.close()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The transfer benchmark: sizes as published, limits that measure something, pages that arrive."""
+
+import io
+
+import pytest
+
+from bench.host_limits import memcpy_gb_s, page_copy_gb_s, tcp_gb_s, tcp_round_trip_us
+from bench.report import Report
+from bench.surroundings import Surroundings
+from bench.transfer import measure, run, transfer
+from bench.transfer_peer import WORKLOADS, digest, new_pool, page_ids
+
+SMALL = WORKLOADS["small"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pages", "kib"), [("small", 1, 4), ("a", 64, 64), ("b", 128, 256), ("c", 64, 2048)]
+)
+def test_workloads_have_the_sizes_that_others_were_measured_with(name, pages, kib):
+    assert WORKLOADS[name].num_pages == pages
+    assert WORKLOADS[name].page_bytes == kib << 10
+
+
+def test_limits_of_the_host_are_measured():
+    assert memcpy_gb_s(2, 1 << 20, 0.01) > 0
+    assert page_copy_gb_s(SMALL, 0.01) > 0
+    assert tcp_gb_s(2, 1 << 16, 0.02) > 0
+    assert 0 < tcp_round_trip_us(64, 0.02) < 30_000
+
+
+def test_pages_arrive_and_every_request_is_timed():
+    taken_s, whole_s, cpu_s = transfer(SMALL, 1, budget_s=0.05)
+    assert taken_s
+    assert max(taken_s) <= whole_s
+    assert cpu_s > 0
+
+
+def test_pages_that_differ_have_another_digest():
+    pool = new_pool(SMALL, 1)
+    ids = page_ids(SMALL, 3)
+    before = digest(pool, ids)
+    pool[0, 1, ids[0], 5, 0, 9] = 2
+    assert digest(pool, ids) != before
+
+
+def test_a_measurement_stands_beside_its_baseline():
+    report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
+    measure(report, SMALL, 1, budget_s=0.02)
+    raw, ours = report.rows
+    assert ours.baseline == raw.value
+    assert ours.shapes["page_bytes"] == 4096
+
+
+def test_an_unknown_workload_is_refused():
+    report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
+    with pytest.raises(ValueError, match="small, a, b, c"):
+        run(report, ["huge"], 0.01)
