@@ -1,0 +1,297 @@
+"""Chunks within their budgets, in order of arrival, and every page back however a prompt ends."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill.prefix_cache import PrefixCache
+from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
+from transfer.pages import PagePool
+
+PAGE = 4
+
+
+class Bench:
+    """A scheduler with its pool and cache."""
+
+    def __init__(
+        self,
+        num_pages: int = 64,
+        chunk_tokens: int = 16,
+        chunk_seqs: int = 3,
+        chunk_pages: int = 64,
+        cached: bool = True,
+    ) -> None:
+        self.pool = PagePool(num_pages)
+        self.cache = PrefixCache(self.pool, PAGE, cached)
+        self.scheduler = PrefillScheduler(
+            self.pool, self.cache, PAGE, chunk_tokens, chunk_seqs, chunk_pages
+        )
+
+    def add(
+        self,
+        room: int,
+        tokens: int | Sequence[int],
+        arrival_s: float | None = None,
+        logprobs_start: int = -1,
+        granted: bool = True,
+    ) -> Prompt:
+        """A prompt; a count stands for tokens that no other room has."""
+        if isinstance(tokens, int):
+            tokens = [1000 * room + at for at in range(tokens)]
+        prompt = Prompt(
+            room,
+            np.array(tokens, np.int32),
+            float(room) if arrival_s is None else arrival_s,
+            logprobs_start=logprobs_start,
+        )
+        self.scheduler.add(prompt)
+        if granted:
+            self.scheduler.grant(room)
+        return prompt
+
+    def plan(self) -> list[tuple[int, int, int]]:
+        """(room, start, end) of the next chunk's pieces."""
+        return [(piece.prompt.room, piece.start, piece.end) for piece in self.scheduler.plan()]
+
+    def all_back(self) -> bool:
+        """Whether only the cache holds pages."""
+        self.pool.check()
+        return self.pool.num_held == len(self.cache) == self.cache.num_evictable()
+
+
+def test_nothing_runs_before_its_grant() -> None:
+    bench = Bench()
+    bench.add(1, 5, granted=False)
+    assert bench.plan() == []
+    assert bench.scheduler.queued() == (1, 5)
+    bench.scheduler.grant(1)
+    bench.scheduler.grant(1)  # told twice
+    assert bench.plan() == [(1, 0, 5)]
+    assert bench.plan() == []
+    assert bench.scheduler.queued() == (0, 0)
+
+
+def test_prompts_are_packed_until_the_token_budget_is_used_up() -> None:
+    bench = Bench(chunk_tokens=16)
+    bench.add(1, 6)
+    bench.add(2, 20)
+    assert bench.plan() == [(1, 0, 6), (2, 0, 10)]
+    assert bench.plan() == [(2, 10, 20)]
+
+
+def test_no_more_prompts_than_the_chunk_has_rows() -> None:
+    bench = Bench(chunk_tokens=64, chunk_seqs=2)
+    for room in (1, 2, 3):
+        bench.add(room, 3)
+    assert bench.plan() == [(1, 0, 3), (2, 0, 3)]
+    assert bench.plan() == [(3, 0, 3)]
+
+
+def test_context_pages_of_a_chunk_stay_within_their_budget() -> None:
+    bench = Bench(chunk_tokens=32, chunk_pages=4)
+    bench.add(1, 9)  # three pages
+    bench.add(2, 8)  # two: they do not fit beside them
+    bench.add(3, 1)  # fits, but does not overtake
+    assert bench.plan() == [(1, 0, 9)]
+    assert bench.plan() == [(2, 0, 8), (3, 0, 1)]
+
+
+def test_a_long_prompt_goes_chunk_by_chunk() -> None:
+    bench = Bench(chunk_tokens=16)
+    bench.add(1, 40)
+    assert [bench.plan() for _ in range(4)] == [[(1, 0, 16)], [(1, 16, 32)], [(1, 32, 40)], []]
+
+
+def test_order_is_by_arrival_whatever_the_order_of_grants() -> None:
+    bench = Bench(chunk_seqs=1)
+    bench.add(1, 3, arrival_s=5.0)
+    bench.add(2, 3, arrival_s=1.0)
+    bench.add(3, 3, arrival_s=5.0)
+    assert [bench.plan()[0][0] for _ in range(3)] == [2, 1, 3]
+
+
+def test_nobody_overtakes_into_the_free_pages() -> None:
+    bench = Bench(num_pages=6, chunk_tokens=64)
+    bench.add(1, 16)
+    assert bench.plan() == [(1, 0, 16)]
+    bench.add(2, 12)  # three pages, two are free
+    bench.add(3, 4)
+    assert bench.plan() == []
+    bench.scheduler.release(1)
+    assert bench.plan() == [(2, 0, 12), (3, 0, 4)]
+
+
+def test_a_started_prompt_goes_on_behind_an_older_one_that_waits_for_pages() -> None:
+    """Without it both would wait for ever: the older for pages, the younger for its turn."""
+    bench = Bench(num_pages=8, chunk_tokens=16)
+    bench.add(2, 24, arrival_s=2.0)
+    assert bench.plan() == [(2, 0, 16)]
+    bench.add(1, 20, arrival_s=1.0)  # five pages, two are free
+    bench.add(3, 4, arrival_s=3.0)
+    assert bench.plan() == [(2, 16, 24)]
+    assert bench.plan() == []
+    bench.scheduler.release(2)
+    assert bench.plan() == [(1, 0, 16)]
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    bench = Bench()
+    tokens = list(range(10))
+    bench.add(1, tokens)
+    bench.plan()
+    bench.scheduler.release(1)
+    second = bench.add(2, [*tokens, 99])
+    assert bench.plan() == [(2, 8, 11)]
+    assert second.num_cached == 8
+
+
+def test_a_prefix_is_shared_while_its_first_owner_is_still_at_work() -> None:
+    bench = Bench(chunk_tokens=8)
+    first = bench.add(1, list(range(16)))
+    bench.plan()
+    second = bench.add(2, list(range(16)), arrival_s=0.0)
+    assert bench.plan() == [(2, 8, 16)]
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2:] != first.pages[2:]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 8])
+def test_the_last_token_is_always_computed(num_tokens: int) -> None:
+    bench = Bench()
+    tokens = list(range(num_tokens))
+    for room in (1, 2):
+        bench.add(room, tokens)
+        ((_, start, end),) = bench.plan()
+        assert end == num_tokens
+        bench.scheduler.release(room)
+    assert start == (num_tokens - 1) // PAGE * PAGE
+
+
+@pytest.mark.parametrize(
+    ("logprobs_start", "cached"),
+    [(-1, 12), (0, 0), (1, 0), (4, 0), (5, 4), (9, 8), (13, 12), (16, 12), (99, 12)],
+)
+def test_positions_whose_logprobs_are_asked_are_computed(logprobs_start: int, cached: int) -> None:
+    """The row before position p tells p's logprob, so reuse ends one token earlier."""
+    bench = Bench()
+    tokens = list(range(16))
+    bench.add(1, tokens)
+    bench.plan()
+    bench.scheduler.release(1)
+    bench.add(2, tokens, logprobs_start=logprobs_start)
+    assert bench.plan() == [(2, cached, 16)]
+
+
+def test_cached_pages_give_way_to_a_prompt_that_needs_them() -> None:
+    bench = Bench(num_pages=4)
+    bench.add(1, 16)
+    bench.plan()
+    bench.scheduler.release(1)
+    assert len(bench.cache) == 4
+    bench.add(2, 12)
+    assert bench.plan() == [(2, 0, 12)]
+    assert len(bench.cache) == 4  # three of the new one, one of the old
+
+
+@pytest.mark.parametrize("chunks", [None, 0, 1, 2, 3])
+def test_abort_in_every_state_frees_every_page(chunks: int | None) -> None:
+    """None: before its grant; else after that many chunks."""
+    bench = Bench(chunk_tokens=8, cached=False)
+    bench.add(1, 20, granted=chunks is not None)
+    for _ in range(chunks or 0):
+        assert bench.plan()
+    bench.scheduler.release(1)
+    bench.scheduler.release(1)  # an unknown room is no matter
+    assert bench.all_back()
+    assert bench.plan() == []
+    assert len(bench.scheduler) == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "already", "expected"),
+    [
+        (0, 8, 0, [0, 1]),  # two full pages
+        (0, 6, 0, [0]),  # the page in the making stays
+        (6, 4, 1, [1]),  # ... and goes when it is full
+        (4, 2, 1, []),
+        (8, 3, 2, [2]),  # the last piece takes its half page along
+        (10, 1, 0, [0, 1, 2]),  # cached pages are shipped too
+    ],
+)
+def test_pages_are_shipped_once_when_complete(
+    start: int, num_tokens: int, already: int, expected: list[int]
+) -> None:
+    piece = Piece(Prompt(1, np.zeros(11, np.int32), 0.0), start, num_tokens)
+    assert list(pages_to_ship(piece, PAGE, already)) == expected
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 40), st.integers(0, 3), st.booleans()),
+        st.tuples(st.just("plan"), st.none(), st.none(), st.none()),
+        st.tuples(st.just("release"), st.integers(0, 5), st.none(), st.none()),
+        st.tuples(st.just("grant"), st.integers(0, 5), st.none(), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(EVENTS, st.booleans())
+def test_random_events_keep_budgets_order_and_pages(events: list, cached: bool) -> None:
+    bench = Bench(num_pages=12, chunk_tokens=12, chunk_seqs=2, chunk_pages=11, cached=cached)
+    live: dict[int, Prompt] = {}
+    computed: dict[int, int] = {}
+    room = 0
+    for kind, number, arrival, granted in events:
+        if kind == "add":
+            room += 1
+            shared = list(range(number))  # all prompts share beginnings
+            live[room] = bench.add(room, shared, arrival_s=arrival, granted=granted)
+        elif kind == "plan":
+            _run_chunk(bench, computed)
+        elif live:
+            chosen = list(live)[number % len(live)]
+            if kind == "grant":
+                bench.scheduler.grant(chosen)
+            else:
+                del live[chosen]
+                bench.scheduler.release(chosen)
+        held = {page for prompt in live.values() for page in prompt.pages}
+        assert bench.pool.num_held - bench.cache.num_evictable() == len(held)
+        bench.pool.check()
+    _drain(bench, live, computed)
+    assert bench.all_back()
+
+
+def _run_chunk(bench: Bench, computed: dict[int, int]) -> bool:
+    pieces = bench.scheduler.plan()
+    assert sum(piece.num_tokens for piece in pieces) <= 12
+    assert len(pieces) <= 2
+    assert sum(-(-piece.end // PAGE) for piece in pieces) <= 11
+    for piece in pieces:
+        prompt = piece.prompt
+        assert prompt.granted
+        assert piece.num_tokens > 0
+        assert piece.start == computed.get(prompt.room, prompt.num_cached)
+        assert len(prompt.pages) == len(set(prompt.pages)) == -(-prompt.num_tokens // PAGE)
+        computed[prompt.room] = piece.end
+    return bool(pieces)
+
+
+def _drain(bench: Bench, live: dict[int, Prompt], computed: dict[int, int]) -> None:
+    """All that are left get their grant, and all of them run: nobody is stuck."""
+    for room in live:
+        bench.scheduler.grant(room)
+    while live:
+        if _run_chunk(bench, computed):
+            continue
+        done = [room for room, prompt in live.items() if computed.get(room) == prompt.num_tokens]
+        assert done, "nothing can run and nothing is done"
+        for room in done:
+            del live[room]
+            bench.scheduler.release(room)
