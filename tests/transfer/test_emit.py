@@ -1,0 +1,79 @@
+"""One message a step and API process, with everything in it."""
+
+import numpy as np
+import pytest
+
+from transfer import wire
+from transfer.emit import Rows, StepEmitter
+
+
+def rows(*rooms: int) -> Rows:
+    n = len(rooms)
+    return Rows(
+        rooms=np.array(rooms, np.int64),
+        token_ids=np.arange(n, dtype=np.int64) + 10,  # narrowed on the way out
+        token_idx=np.arange(n, dtype=np.int32),
+        finish=np.full(n, wire.STOP, np.uint8),
+    )
+
+
+def test_nothing_collected_is_no_message_and_no_step() -> None:
+    emitter = StepEmitter("decode-0", 7)
+    assert emitter.take(1.0) == {}
+    emitter.rows("a", rows(1))
+    assert emitter.take(2.0)["a"].step == 1
+    assert emitter.take(3.0) == {}
+    emitter.rows("a", rows(1))
+    assert emitter.take(4.0)["a"].step == 2
+
+
+def test_rows_survive_the_wire() -> None:
+    emitter = StepEmitter("decode-0", 7)
+    emitter.rows("a", rows(2**40, 5))
+    batch = wire.decode(wire.encode(emitter.take(1.5)["a"]), wire.StepBatch)
+    assert (batch.worker_id, batch.epoch, batch.emitted_s) == ("decode-0", 7, 1.5)
+    assert wire.unpack_i64(batch.rooms).tolist() == [2**40, 5]
+    assert wire.unpack_i32(batch.token_ids).tolist() == [10, 11]
+    assert wire.unpack_i32(batch.token_idx).tolist() == [0, 1]
+    assert wire.unpack_u8(batch.finish).tolist() == [wire.STOP] * 2
+    assert batch.logprobs == batch.top_rows == batch.top_ids == batch.top_logprobs == b""
+
+
+def test_logprobs_go_along_when_asked() -> None:
+    emitter = StepEmitter("decode-0", 7)
+    asked = rows(1, 2)
+    asked.logprobs = np.array([-0.5, -1.5], np.float32)
+    asked.top_rows = np.array([1], np.int32)
+    asked.top_ids = np.arange(wire.NUM_TOP_LOGPROBS, dtype=np.int32)[None]
+    asked.top_logprobs = -np.arange(wire.NUM_TOP_LOGPROBS, dtype=np.float32)[None]
+    emitter.rows("a", asked)
+    batch = emitter.take(0.0)["a"]
+    assert wire.unpack_f32(batch.logprobs).tolist() == [-0.5, -1.5]
+    assert wire.unpack_i32(batch.top_rows).tolist() == [1]
+    assert wire.unpack_i32(batch.top_ids).tolist() == list(range(wire.NUM_TOP_LOGPROBS))
+    assert wire.unpack_f32(batch.top_logprobs)[-1] == 1 - wire.NUM_TOP_LOGPROBS
+
+
+def test_each_api_process_gets_its_own_and_events_keep_their_order() -> None:
+    emitter = StepEmitter("prefill-0", 7)
+    emitter.rows("a", rows(1))
+    emitter.event("b", wire.RoomEvent(2, "preempted"))
+    emitter.event("b", wire.RoomEvent(3, "failed", code="deadline"))
+    emitter.event("a", wire.RoomEvent(1, "prefilled"))
+    batches = emitter.take(0.0)
+    assert sorted(batches) == ["a", "b"]
+    assert [event.room for event in batches["b"].events] == [2, 3]
+    assert batches["b"].rooms == b""
+    assert batches["a"].step == batches["b"].step == 1
+    assert len(batches["a"].events) == 1
+
+
+def test_rows_of_two_steps_are_never_one_message() -> None:
+    emitter = StepEmitter("decode-0", 7)
+    assert not emitter.has_rows("a")
+    emitter.event("a", wire.RoomEvent(1, "preempted"))
+    assert not emitter.has_rows("a")
+    emitter.rows("a", rows(1))
+    assert emitter.has_rows("a")
+    with pytest.raises(AssertionError, match="one set of rows"):
+        emitter.rows("a", rows(1))

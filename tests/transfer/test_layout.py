@@ -1,0 +1,132 @@
+"""The reshard plan beside a naive one, and pairs that cannot work."""
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transfer.samples import a_worker
+from transfer import wire
+from transfer.errors import Incompatible
+from transfer.layout import HeadRun, check_pair, plan_heads
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """(kv heads, source shards, source stored, destination shards, destination stored)."""
+    heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+
+    def side() -> tuple[int, int]:
+        shards = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+        copies = draw(st.integers(1, 4))
+        stored = heads * copies
+        while stored % shards:
+            stored += heads
+        return shards, stored
+
+    return heads, *side(), *side()
+
+
+def stored_logical(heads: int, shards: int, stored: int) -> dict[tuple[int, int], int]:
+    """(shard, head of it) -> the logical head it holds; the naive model."""
+    local = stored // shards
+    return {(j // local, j % local): j * heads // stored for j in range(stored)}
+
+
+def spread(runs: tuple[HeadRun, ...]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Each head of each run as (source, destination)."""
+    return [
+        ((run.src_shard, run.src_start + i), (run.dst_shard, run.dst_start + i))
+        for run in runs
+        for i in range(run.num_heads)
+    ]
+
+
+@given(shardings())
+@settings(max_examples=300, deadline=None)
+def test_each_stored_head_is_written_once_with_the_logical_head_it_stands_for(
+    numbers: tuple[int, int, int, int, int],
+) -> None:
+    heads, src_shards, src_stored, dst_shards, dst_stored = numbers
+    source = stored_logical(heads, src_shards, src_stored)
+    wanted = stored_logical(heads, dst_shards, dst_stored)
+    moves = spread(plan_heads(*numbers))
+    assert Counter(dst for _, dst in moves) == Counter(wanted.keys())
+    assert all(source[src] == wanted[dst] for src, dst in moves)
+
+
+@given(shardings())
+@settings(max_examples=200, deadline=None)
+def test_no_two_neighbouring_runs_could_be_one(numbers: tuple[int, int, int, int, int]) -> None:
+    runs = plan_heads(*numbers)
+    for left, right in zip(runs, runs[1:], strict=False):
+        assert (
+            left.src_shard != right.src_shard
+            or left.dst_shard != right.dst_shard
+            or left.src_start + left.num_heads != right.src_start
+            or left.dst_start + left.num_heads != right.dst_start
+        )
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_equal_sides_send_each_shard_to_its_twin_in_one_run(shards: int) -> None:
+    local = 8 // shards
+    assert plan_heads(8, shards, 8, shards, 8) == tuple(
+        HeadRun(shard, 0, shard, 0, local) for shard in range(shards)
+    )
+
+
+def test_sources_that_hold_copies_share_the_work() -> None:
+    runs = plan_heads(2, 4, 4, 4, 4)  # each head lies on two shards of both sides
+    work = Counter(run.src_shard for run in runs)
+    assert set(work.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "side", "values"),
+    [
+        ((4, 3, 4, 1, 4), "prefill", ("4 kv heads", "3 shards")),
+        ((4, 1, 6, 1, 4), "prefill", ("6 kv heads", "has 4")),
+        ((4, 1, 4, 8, 4), "decode", ("4 kv heads", "8 shards")),
+        ((4, 1, 4, 1, 2), "decode", ("2 kv heads", "has 4")),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused_by_name(
+    numbers: tuple[int, int, int, int, int], side: str, values: tuple[str, ...]
+) -> None:
+    with pytest.raises(Incompatible, match=side) as caught:
+        plan_heads(*numbers)
+    assert all(value in str(caught.value) for value in values)
+
+
+def test_a_pair_of_different_shardings_fits() -> None:
+    check_pair(a_worker("prefill", tp_size=4), a_worker("decode", tp_size=8, stored_kv_heads=8))
+
+
+SPEC = a_worker().kv_spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_digest": "d2"}, ("digest", "d1", "d2")),
+        ({"wire_version": 9}, ("version", str(wire.WIRE_VERSION), "9")),
+        ({"kv_spec": msgspec.structs.replace(SPEC, page_size=16)}, ("page_size", "4", "16")),
+        ({"kv_spec": msgspec.structs.replace(SPEC, num_layers=3)}, ("num_layers", "2", "3")),
+        ({"kv_spec": msgspec.structs.replace(SPEC, head_dim=16)}, ("head_dim", "8", "16")),
+        ({"kv_spec": msgspec.structs.replace(SPEC, num_kv_heads=2)}, ("num_kv_heads", "4", "2")),
+        (
+            {"kv_spec": msgspec.structs.replace(SPEC, dtype="float32")},
+            ("dtype", "bfloat16", "float32"),
+        ),
+        ({"tp_size": 3}, ("3 shards",)),
+    ],
+)
+def test_a_pair_that_cannot_work_is_refused_with_field_and_both_values(
+    changes: dict[str, object], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(Incompatible) as caught:
+        check_pair(a_worker("prefill"), a_worker("decode", **changes))
+    assert all(word in str(caught.value) for word in named), str(caught.value)

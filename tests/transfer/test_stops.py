@@ -1,0 +1,58 @@
+"""When a token ends its request: one by one, and alike for a batch."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.stops import finish_of, finish_of_rows
+from transfer.wire import LENGTH, MAX_STOP_IDS, RUNNING, STOP, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=3, stop_token_ids=(7, 9))
+
+
+@pytest.mark.parametrize(
+    ("token_id", "token_idx", "expected"),
+    [
+        (5, 0, RUNNING),
+        (7, 0, STOP),
+        (9, 1, STOP),
+        (5, 1, RUNNING),
+        (5, 2, LENGTH),
+        (9, 2, STOP),  # a stop id at the last place stops: the client hears why
+        (5, 3, LENGTH),
+    ],
+)
+def test_a_stop_id_stops_and_the_last_place_ends_by_length(
+    token_id: int, token_idx: int, expected: int
+) -> None:
+    assert finish_of(token_id, token_idx, PARAMS) == expected
+
+
+def test_an_unused_place_for_a_stop_id_stops_nothing() -> None:
+    assert finish_of(0, 0, SamplingParams(max_new_tokens=5)) == RUNNING
+    unused = np.full((1, MAX_STOP_IDS), -1, np.int32)
+    one = np.zeros(1, np.int32)
+    assert finish_of_rows(one, one, unused, one + 5).tolist() == [RUNNING]
+
+
+ROW = st.tuples(
+    st.integers(0, 9),
+    st.integers(0, 6),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 9), max_size=MAX_STOP_IDS),
+)
+
+
+@given(st.lists(ROW, max_size=8))
+def test_batch_and_single_form_agree(rows: list[tuple[int, int, int, list[int]]]) -> None:
+    stop_ids = np.full((len(rows), MAX_STOP_IDS), -1, np.int32)
+    for at, (_, _, _, stops) in enumerate(rows):
+        stop_ids[at, : len(stops)] = stops
+    columns = np.array([row[:3] for row in rows], np.int32).reshape(len(rows), 3).T
+    got = finish_of_rows(columns[0], columns[1], stop_ids, columns[2])
+    assert got.dtype == np.uint8
+    assert got.tolist() == [
+        finish_of(token_id, idx, SamplingParams(most, stop_token_ids=tuple(stops)))
+        for token_id, idx, most, stops in rows
+    ]
