@@ -1,0 +1,169 @@
+"""Slots and pages: oldest first, nobody overtakes, the youngest leaves."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode.admission import Admission, Seat
+from transfer.pages import PagePool
+
+PAGE = 4
+
+
+def admission(num_pages: int = 16, num_slots: int = 4, headroom_pages: int = 0) -> Admission:
+    return Admission(PagePool(num_pages), num_slots, PAGE, headroom_pages)
+
+
+def rooms(seats: tuple[Seat, ...]) -> list[int]:
+    return [seat.room for seat in seats]
+
+
+def test_the_oldest_is_seated_first_and_equal_ages_go_by_room() -> None:
+    desk = admission()
+    for room, arrival_s in ((4, 2.0), (3, 2.0), (9, 1.0)):
+        desk.add(room, 1, arrival_s)
+    assert rooms(desk.admit()) == [9, 3, 4]
+
+
+def test_a_seat_has_pages_for_its_prompt_and_first_token() -> None:
+    desk = admission()
+    for room, num_tokens in enumerate((1, 3, 4, 5)):
+        desk.add(room, num_tokens, float(room))
+    assert [len(seat.pages) for seat in desk.admit()] == [1, 1, 2, 2]
+    desk.check()
+
+
+def test_nobody_overtakes_one_who_waits_for_pages() -> None:
+    desk = admission(num_pages=4)
+    desk.add(1, 8, 1.0)
+    desk.add(2, 8, 2.0)  # needs three, one is free
+    desk.add(3, 1, 3.0)
+    assert rooms(desk.admit()) == [1]
+    assert desk.admit() == ()
+    assert (desk.num_waiting, desk.waiting_tokens) == (2, 9)
+    desk.release(1)
+    assert rooms(desk.admit()) == [2, 3]
+
+
+def test_no_more_seats_than_slots() -> None:
+    desk = admission(num_slots=2)
+    for room in (1, 2, 3):
+        desk.add(room, 1, float(room))
+    seated = desk.admit()
+    assert sorted(seat.slot for seat in seated) == [0, 1]
+    assert desk.num_free_slots == 0
+    freed = desk.release(1)
+    assert freed is not None
+    assert [seat.slot for seat in desk.admit()] == [freed.slot]
+
+
+def test_headroom_is_left_for_those_who_are_there_but_not_asked_of_the_first() -> None:
+    desk = admission(num_pages=4, headroom_pages=2)
+    desk.add(1, 12, 1.0)  # all four pages: it would never fit with headroom
+    assert rooms(desk.admit()) == [1]
+    desk.release(1)
+    desk.add(2, 1, 2.0)
+    desk.add(3, 1, 3.0)
+    desk.add(4, 1, 4.0)
+    assert rooms(desk.admit()) == [2, 3]  # a third would leave one page of headroom
+
+
+def test_a_seat_grows_a_page_at_a_time_until_the_pool_is_dry() -> None:
+    desk = admission(num_pages=3)
+    desk.add(1, 1, 1.0)
+    (seat,) = desk.admit()
+    grown = [desk.grow(seat) for _ in range(3)]
+    assert grown[2] is None
+    assert seat.pages[1:] == grown[:2]
+    desk.check()
+    desk.release(1)
+    desk.check()
+
+
+def test_the_victim_is_the_youngest_seat_at_worst_the_only_one() -> None:
+    desk = admission()
+    for room, arrival_s in ((1, 1.0), (2, 9.0), (3, 5.0)):
+        desk.add(room, 1, arrival_s)
+    desk.admit()
+    desk.add(4, 1, 99.0)  # waits: it has nothing to give
+    order = []
+    for _ in range(3):
+        order.append(desk.victim().room)
+        desk.release(order[-1])
+    assert order == [2, 3, 1]
+
+
+def test_a_waiting_room_is_released_without_a_seat() -> None:
+    desk = admission()
+    desk.add(1, 5, 1.0)
+    assert desk.release(1) is None
+    assert desk.release(1) is None
+    assert desk.num_waiting == 0
+    assert desk.admit() == ()
+
+
+class AdmissionBesideModel(RuleBasedStateMachine):
+    """Random arrivals, growth and ends; what is waiting and seated is told by plain dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = admission(num_pages=10, num_slots=3, headroom_pages=1)
+        self.waiting: dict[int, tuple[float, int]] = {}  # room -> age, tokens
+        self.seated: dict[int, Seat] = {}
+        self.next_room = 0
+
+    @rule(num_tokens=st.integers(1, 30), arrival_s=st.integers(0, 5))
+    def arrive(self, num_tokens: int, arrival_s: int) -> None:
+        self.next_room += 1
+        self.desk.add(self.next_room, num_tokens, float(arrival_s))
+        self.waiting[self.next_room] = float(arrival_s), num_tokens
+
+    @rule()
+    def admit(self) -> None:
+        for seat in self.desk.admit():
+            oldest = min(self.waiting, key=lambda room: (self.waiting[room][0], room))
+            assert seat.room == oldest
+            assert len(seat.pages) == self.waiting[oldest][1] // PAGE + 1
+            del self.waiting[oldest]
+            self.seated[oldest] = seat
+        if self.waiting and not self.seated:
+            oldest = min(self.waiting, key=lambda room: (self.waiting[room][0], room))
+            assert self.waiting[oldest][1] // PAGE + 1 > 10, "it fits, and nobody is in its way"
+
+    @precondition(lambda self: self.seated)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        seat = self.seated[data.draw(st.sampled_from(sorted(self.seated)))]
+        held = sum(len(other.pages) for other in self.seated.values())
+        page = self.desk.grow(seat)
+        assert (page is None) == (held == 10)
+
+    @precondition(lambda self: self.seated)
+    @rule()
+    def preempt(self) -> None:
+        youngest = max(self.seated.values(), key=lambda seat: (seat.arrival_s, seat.room))
+        assert self.desk.victim() is youngest
+        self.desk.release(youngest.room)
+        del self.seated[youngest.room]
+
+    @precondition(lambda self: self.seated or self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        room = data.draw(st.sampled_from(sorted([*self.seated, *self.waiting])))
+        seat = self.desk.release(room)
+        assert seat is self.seated.pop(room, None)
+        self.waiting.pop(room, None)
+
+    @invariant()
+    def slots_and_pages_add_up(self) -> None:
+        self.desk.check()
+        pages = [page for seat in self.seated.values() for page in seat.pages]
+        assert len(pages) == len(set(pages))
+        assert self.desk.num_waiting == len(self.waiting)
+        assert self.desk.waiting_tokens == sum(tokens for _, tokens in self.waiting.values())
+
+
+AdmissionBesideModel.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestAdmissionBesideModel = AdmissionBesideModel.TestCase

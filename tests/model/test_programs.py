@@ -1,0 +1,75 @@
+"""The page pool takes what memory is left, and a refusal names what would do."""
+
+import re
+
+import pytest
+
+from model.errors import ModelError
+from model.programs import MemoryPlan, memory_budget_bytes, plan_memory
+
+MIB = 2**20
+
+
+def plan(
+    budget: int = 100,
+    weights: int = 40,
+    scratch: int = 10,
+    wanted: int = 1000,
+    exact: bool = False,
+    least: int = 5,
+) -> MemoryPlan:
+    """In MiB; a page has 2."""
+    return plan_memory(budget * MIB, weights * MIB, scratch * MIB, 2 * MIB, wanted, exact, least)
+
+
+def test_the_pool_takes_what_is_left() -> None:
+    assert plan().num_pages == 25
+
+
+def test_the_pool_takes_no_more_than_could_be_in_use() -> None:
+    assert plan(wanted=7).num_pages == 7
+
+
+def test_a_number_that_was_asked_for_is_given_or_refused() -> None:
+    assert plan(wanted=25, exact=True).num_pages == 25
+    with pytest.raises(ModelError, match=re.escape("26 pages 52.0 MiB do not fit in 100.0 MiB")):
+        plan(wanted=26, exact=True)
+
+
+def test_too_little_for_one_request_is_refused_with_the_figures_and_the_flags() -> None:
+    with pytest.raises(ModelError) as refused:
+        plan(budget=59)
+    message = str(refused.value)
+    for part in (
+        "weights 40.0 MiB",
+        "scratch 10.0 MiB",
+        "5 pages 10.0 MiB",
+        "59.0 MiB",
+        "--max-total-tokens",
+        "--context-length",
+        "--mem-fraction-static",
+    ):
+        assert part in message
+
+
+def test_weights_alone_above_the_budget_are_refused() -> None:
+    with pytest.raises(ModelError, match="too little memory"):
+        plan(weights=200)
+
+
+def test_a_pool_asked_for_that_holds_no_full_context_is_refused() -> None:
+    with pytest.raises(ModelError, match="gives 4 pages, one request of full context needs 5"):
+        plan(wanted=4, exact=True)
+
+
+def test_a_plan_reads_as_one_line() -> None:
+    line = str(plan())
+    assert line == (
+        "weights 40.0 MiB, scratch 10.0 MiB, 25 pages 50.0 MiB, of a budget of 100.0 MiB"
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5])
+def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
+    with pytest.raises(ModelError, match=re.escape(f"(0, 1], got {fraction}")):
+        memory_budget_bytes(fraction, [])
