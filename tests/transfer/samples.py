@@ -63,4 +63,3 @@ def sharded(pages: np.ndarray, stored_heads: int, shards: int, dtype: Any) -> li
     """What each of `shards` shards stores of logical pages, heads repeated to stored_heads."""
     stored = np.repeat(pages, stored_heads // pages.shape[4], axis=4)
     return [np.ascontiguousarray(part).view(dtype) for part in np.split(stored, shards, axis=4)]
-

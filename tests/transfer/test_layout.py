@@ -1,5 +1,6 @@
 """The reshard plan beside a naive one, and pairs that cannot work."""
 
+import itertools
 from collections import Counter
 
 import msgspec
@@ -61,7 +62,7 @@ def test_each_stored_head_is_written_once_with_the_logical_head_it_stands_for(
 @settings(max_examples=200, deadline=None)
 def test_no_two_neighbouring_runs_could_be_one(numbers: tuple[int, int, int, int, int]) -> None:
     runs = plan_heads(*numbers)
-    for left, right in zip(runs, runs[1:], strict=False):
+    for left, right in itertools.pairwise(runs):
         assert (
             left.src_shard != right.src_shard
             or left.dst_shard != right.dst_shard

@@ -1,0 +1,197 @@
+"""Control calls over real sockets: replies, streams, errors by name, the token, TLS."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.transfer.samples import PATIENCE_S, SECURITY
+from transfer import wire
+from transfer.errors import (
+    BadMessage,
+    ConfigError,
+    Incompatible,
+    RpcError,
+    Unauthenticated,
+    Unavailable,
+)
+from transfer.rpc import RpcClient, RpcServer, Security
+
+
+async def echo(batch: wire.AbortBatch) -> wire.AbortBatch:
+    return batch
+
+
+def an_echo_server(security: Security = SECURITY) -> RpcServer:
+    server = RpcServer(security)
+    server.unary("Echo", wire.AbortBatch, echo)
+    return server
+
+
+@contextlib.asynccontextmanager
+async def served(
+    server: RpcServer, security: Security = SECURITY, host: str = "127.0.0.1"
+) -> AsyncIterator[RpcClient]:
+    """A client of a running server; both end with the block."""
+    port = await server.start("127.0.0.1", 0)
+    client = RpcClient(f"{host}:{port}", security)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(0.0)
+
+
+MESSAGE = wire.AbortBatch((1, 2, 3), "why")
+
+
+async def test_a_call_brings_its_reply() -> None:
+    async with served(an_echo_server()) as client:
+        assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+
+
+@pytest.mark.parametrize("kind", [Incompatible, BadMessage, Unavailable, Unauthenticated])
+async def test_an_error_of_the_handler_reaches_the_caller_by_type_and_text(
+    kind: type[RpcError],
+) -> None:
+    async def fail(_: wire.Empty) -> wire.Empty:
+        raise kind("page_size 16 here, 64 there")
+
+    server = RpcServer(SECURITY)
+    server.unary("Fail", wire.Empty, fail)
+    async with served(server) as client:
+        with pytest.raises(kind, match="page_size 16 here, 64 there"):
+            await client.call("Fail", wire.Empty(), wire.Empty, PATIENCE_S)
+
+
+@pytest.mark.parametrize("token", ["", "another-token-of-tests", "token-of-the-test"])
+async def test_a_wrong_token_is_refused_before_the_handler(token: str) -> None:
+    called = False
+
+    async def handler(_: wire.Empty) -> wire.Empty:
+        nonlocal called
+        called = True
+        return wire.Empty()
+
+    server = RpcServer(SECURITY)
+    server.unary("Call", wire.Empty, handler)
+    async with served(server, Security(token)) as client:
+        with pytest.raises(Unauthenticated, match="token"):
+            await client.call("Call", wire.Empty(), wire.Empty, PATIENCE_S)
+    assert not called
+
+
+async def test_a_malformed_message_is_refused_by_name() -> None:
+    async with served(an_echo_server()) as client:
+        with pytest.raises(BadMessage, match="AbortBatch"):
+            await client.call("Echo", wire.Load(), wire.AbortBatch, PATIENCE_S)
+
+
+async def test_nobody_there_is_unavailable_within_the_time() -> None:
+    server = an_echo_server()
+    port = await server.start("127.0.0.1", 0)
+    await server.stop(0.0)
+    client = RpcClient(f"127.0.0.1:{port}", SECURITY)
+    with pytest.raises(Unavailable, match="Echo at 127.0.0.1"):
+        await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+    await client.close()
+
+
+async def test_a_handler_that_hangs_is_unavailable_after_the_time() -> None:
+    async def hang(_: wire.Empty) -> wire.Empty:
+        await asyncio.Event().wait()
+        raise AssertionError("never set")
+
+    server = RpcServer(SECURITY)
+    server.unary("Hang", wire.Empty, hang)
+    async with served(server) as client:
+        with pytest.raises(Unavailable, match="no answer in time"):
+            await client.call("Hang", wire.Empty(), wire.Empty, 0.05)
+
+
+async def test_a_port_in_use_is_a_config_error_that_names_it() -> None:
+    first, second = an_echo_server(), an_echo_server()
+    port = await first.start("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=str(port)):
+        await second.start("127.0.0.1", port)
+    await first.stop(0.0)
+
+
+async def test_a_stream_brings_every_reply_in_order_and_ends() -> None:
+    async def count(request: wire.AbortBatch) -> AsyncIterator[wire.AbortBatch]:
+        for room in request.rooms:
+            yield wire.AbortBatch((room,))
+
+    server = RpcServer(SECURITY)
+    server.stream("Count", wire.AbortBatch, count)
+    async with served(server) as client:
+        replies = [reply.rooms async for reply in client.stream("Count", MESSAGE, wire.AbortBatch)]
+    assert replies == [(1,), (2,), (3,)]
+
+
+async def test_leaving_a_stream_reaches_the_handler_s_finally() -> None:
+    left = asyncio.Event()
+
+    async def forever(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        try:
+            yield wire.Empty()
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    server = RpcServer(SECURITY)
+    server.stream("Forever", wire.Empty, forever)
+    async with served(server) as client:
+        stream = client.stream("Forever", wire.Empty(), wire.Empty)
+        assert await anext(stream) == wire.Empty()
+        await stream.aclose()  # type: ignore[attr-defined]
+        await asyncio.wait_for(left.wait(), PATIENCE_S)
+
+
+async def test_an_error_inside_a_stream_reaches_the_reader_by_type() -> None:
+    async def fail(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        yield wire.Empty()
+        raise Incompatible("not you")
+
+    server = RpcServer(SECURITY)
+    server.stream("Fail", wire.Empty, fail)
+    async with served(server) as client:
+        stream = client.stream("Fail", wire.Empty(), wire.Empty)
+        assert await anext(stream) == wire.Empty()
+        with pytest.raises(Incompatible, match="not you"):
+            await anext(stream)
+
+
+async def test_a_server_that_goes_away_ends_its_streams_as_unavailable() -> None:
+    async def forever(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        yield wire.Empty()
+        await asyncio.Event().wait()
+
+    server = RpcServer(SECURITY)
+    server.stream("Forever", wire.Empty, forever)
+    async with served(server) as client:
+        stream = client.stream("Forever", wire.Empty(), wire.Empty)
+        assert await anext(stream) == wire.Empty()
+        await server.stop(0.0)
+        with pytest.raises(Unavailable):
+            await anext(stream)
+
+
+async def test_tls_carries_calls_and_refuses_peers_without_it(
+    tls_security: Security,
+) -> None:
+    server = an_echo_server(tls_security)
+    async with served(server, tls_security, host="localhost") as client:
+        assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+        plain = RpcClient(client.address, SECURITY)
+        with pytest.raises(Unavailable):
+            await plain.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+        await plain.close()
+
+
+def test_a_missing_certificate_file_is_a_config_error_that_names_it(tmp_path: Path) -> None:
+    missing = tmp_path / "cert.pem"
+    with pytest.raises(ConfigError, match=r"cert\.pem"):
+        Security(SECURITY.token, missing, missing, missing).channel_credentials()

@@ -1,0 +1,115 @@
+"""Messages survive the trip, and nothing malformed gets in."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transfer.samples import a_grant, a_worker
+from transfer import wire
+from transfer.errors import BadMessage
+
+
+def a_submit(num_tokens: int = 5, num_prompt_tokens: int = 3) -> wire.Submit:
+    return wire.Submit(
+        room=(1 << 62) + 1,
+        request_id="r",
+        api_id="api-0",
+        token_ids=wire.pack_i32(range(num_tokens)),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=wire.SamplingParams(max_new_tokens=4, logit_bias=((7, -1.5),)),
+        arrival_s=1.5,
+        deadline_s=9.5,
+        prefill=wire.WorkerRef("prefill-0", 1, "127.0.0.1:1"),
+        decode=wire.WorkerRef("decode-0", 2, "127.0.0.1:2"),
+    )
+
+
+MESSAGES = [
+    wire.SubmitBatch((a_submit(), a_submit())),
+    wire.SubmitReply((wire.Refusal(3, "queue_full", "no room"),)),
+    wire.AbortBatch((1, 2)),
+    wire.GrantBatch((a_grant(1, "tcp://h:1", 3),)),
+    wire.Empty(),
+    wire.StepBatch(
+        "decode-0",
+        2,
+        7,
+        1.5,
+        rooms=wire.pack_i64([1 << 62, 2]),
+        token_ids=wire.pack_i32([5, 6]),
+        token_idx=wire.pack_i32([0, 1]),
+        finish=wire.pack_u8([wire.RUNNING, wire.STOP]),
+        events=(wire.RoomEvent(2, "failed", "stale", "too old"),),
+    ),
+    wire.Register(a_worker(), 3),
+    wire.Heartbeat("decode-0", 3, wire.Load(queued_requests=1)),
+    wire.ClusterView(4, (wire.Member(a_worker(), 3, wire.Load()),)),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(message), type(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
+    data = wire.encode(message)
+    for length in range(len(data)):
+        with pytest.raises(BadMessage):
+            wire.decode(data[:length], type(message))
+
+
+@given(st.binary(max_size=64))
+@settings(deadline=None)
+def test_foreign_bytes_never_raise_anything_but_bad_message(data: bytes) -> None:
+    for kind in (wire.SubmitBatch, wire.StepBatch, wire.Register, wire.Heartbeat):
+        try:
+            wire.decode(data, kind)
+        except BadMessage as error:
+            assert kind.__name__ in str(error)  # noqa: PT017  (both outcomes are legal)
+
+
+def test_another_version_is_refused_with_both_versions_named() -> None:
+    other = msgspec.structs.replace(MESSAGES[0], version=wire.WIRE_VERSION + 1)
+    with pytest.raises(BadMessage, match=rf"{wire.WIRE_VERSION + 1}.*{wire.WIRE_VERSION}"):
+        wire.decode(wire.encode(other), wire.SubmitBatch)
+
+
+def test_a_message_of_another_type_is_refused() -> None:
+    with pytest.raises(BadMessage, match="GrantBatch"):
+        wire.decode(wire.encode(MESSAGES[5]), wire.GrantBatch)
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        MESSAGES[2].reason = "other"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack", "dtype"),
+    [
+        (wire.pack_i32, wire.unpack_i32, np.int32),
+        (wire.pack_i64, wire.unpack_i64, np.int64),
+        (wire.pack_f32, wire.unpack_f32, np.float32),
+        (wire.pack_u8, wire.unpack_u8, np.uint8),
+    ],
+)
+def test_arrays_come_out_as_they_went_in(pack, unpack, dtype) -> None:
+    values = np.array([0, 1, 255, 7], dtype)
+    back = unpack(pack(values[::2]))
+    assert back.dtype == dtype
+    assert back.tolist() == values[::2].tolist()
+    assert unpack(pack([])).shape == (0,)
+
+
+@pytest.mark.parametrize("unpack", [wire.unpack_i32, wire.unpack_i64, wire.unpack_f32])
+def test_a_broken_array_is_refused(unpack) -> None:
+    with pytest.raises(BadMessage, match="5 bytes"):
+        unpack(b"12345")
+
+
+def test_generated_tokens_are_counted_behind_the_prompt() -> None:
+    assert a_submit(num_tokens=5, num_prompt_tokens=3).num_generated == 2
