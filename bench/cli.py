@@ -75,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
             kernels.run(report, SHAPES[args.shape], args.only or KERNEL_PARTS, args.budget_s)
             return 0
         if args.bench_command == "transfer":
-            from bench import transfer
+            from bench.transfer import WORKLOADS
+            from bench.transfer import run as run_transfer
 
-            transfer.run(report, args.only or tuple(transfer.WORKLOADS), args.budget_s)
+            run_transfer(report, args.only or tuple(WORKLOADS), args.budget_s)
             return 0
         from bench import serve
 

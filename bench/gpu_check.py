@@ -10,6 +10,7 @@ in for the large one.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -61,8 +62,14 @@ def _run_apart(part: str, args: argparse.Namespace) -> bool:
         command += ["--json", str(args.json)]
     print(f"--- {part} (at most {LIMITS_S[part]} s)", flush=True)
     start_s = time.monotonic()
+    environment = dict(os.environ)
+    if part == "serving":  # the workers are processes of their own and share the device
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     try:
-        code = subprocess.run(command, timeout=LIMITS_S[part], check=False).returncode
+        done = subprocess.run(command, timeout=LIMITS_S[part], check=False, env=environment)
+        code = done.returncode
     except subprocess.TimeoutExpired:
         print(f"gpu_check: {part} was stopped after {LIMITS_S[part]} s", file=sys.stderr)
         return False
@@ -121,13 +128,9 @@ def _kernels(*parts: str) -> Callable[[Report, Shape, float], bool]:
 
 def _serving(report: Report, shape: Shape, budget_s: float) -> bool:
     """Both roles on the one device, the demo model end to end over HTTP."""
-    import os
-
     from bench.serve import Slo, load, started_server
     from bench.workload import WorkloadConfig
 
-    # This process has no more use for the device; the workers share what it has.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     arguments = ["--mem-fraction-static", "0.3", "--max-running-requests", "16"]
     config = WorkloadConfig(num_requests=32, input_tokens=64, output_tokens=32, concurrency=8)
     with started_server(arguments) as server:
