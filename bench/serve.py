@@ -11,10 +11,10 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from bench.client import Server, Trace, get_json, stream_completion
@@ -110,7 +110,7 @@ def report_traces(
 
 
 @contextlib.contextmanager
-def started_server(arguments: list[str], log_path: Path | None = None) -> Iterator[Server]:
+def started_server(arguments: list[str]) -> Iterator[Server]:
     """Run `kvferry up` with these arguments on a free port until the block ends.
 
     Raises NoServer with the end of its log when it exits or is not ready in START_TIMEOUT_S.
@@ -120,22 +120,22 @@ def started_server(arguments: list[str], log_path: Path | None = None) -> Iterat
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "serving.launch", "up", *arguments]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    log_path = log_path or Path(f"bench-server-{port}.log")
-    with log_path.open("wb") as log:
+    with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        server = Server("127.0.0.1", port)
-        if not wait_ready(server, process, START_TIMEOUT_S):
-            tail = log_path.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise NoServer(f"{' '.join(command)} did not become ready:\n{tail}")
-        yield server
-    finally:
-        process.terminate()
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            server = Server("127.0.0.1", port)
+            if not wait_ready(server, process, START_TIMEOUT_S):
+                log.seek(0)
+                tail = log.read()[-2000:].decode(errors="replace")
+                raise NoServer(f"{' '.join(command)} did not become ready:\n{tail}")
+            yield server
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
