@@ -179,7 +179,7 @@ class DecodeWorker(Worker):
             case PagesArrived(room, page_start, shards):
                 self._place(room, page_start, shards)
             case Finished(room, first):
-                self._ready(room, first)
+                self._transferred(room, first)
             case Aborted(rooms, _):
                 for room in rooms:
                     self._drop(room, "aborted")
@@ -218,7 +218,7 @@ class DecodeWorker(Worker):
         self._engine.place_run(held.seat.pages[page_start : page_start + num_pages], shards)
         self.counters["pages_received"] += num_pages
 
-    def _ready(self, room: int, first: FirstToken) -> None:
+    def _transferred(self, room: int, first: FirstToken) -> None:
         """All pages are in place: prefill may forget the room, the slot may start."""
         held = self._held.get(room)
         if held is None or held.seat is None:
