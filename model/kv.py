@@ -1,6 +1,5 @@
 """The page pool as an array: make it, write tokens and pages into it, gather pages out of it."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

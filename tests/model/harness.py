@@ -156,5 +156,5 @@ def chunks(
         part += [(0, 0, len(prompts), NUM_PAGES * PAGE_SIZE)] * (size - len(part))
         listed += [(0, len(prompts), 0)] * (PAGE_LIST - used)
         columns = [*zip(*part, strict=True)], [*zip(*listed, strict=True)]
-        found.append(ChunkBatch(*map(i32, columns[0]), *map(i32, columns[1]), i32(used)))
+        found.append(ChunkBatch._make(map(i32, [*columns[0], *columns[1], used])))
     return found

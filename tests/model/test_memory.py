@@ -47,7 +47,7 @@ def _decode(model: Model, num_pages: int) -> Any:
 
 def _prefill(model: Model, num_pages: int) -> Any:
     run = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
-    batch = ChunkBatch(*[_i32(16)] * 4, *[_i32(32)] * 3, _i32())
+    batch = ChunkBatch._make([*[_i32(16)] * 4, *[_i32(32)] * 3, _i32()])
     return run.lower(model, _params(model), _array(model, num_pages), batch).compile()
 
 

@@ -1,6 +1,7 @@
 """Paged attention against one softmax at a time, in plain numpy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,10 @@ SHAPE = kernels.AttentionShape("cpu", "float32", PAGE_SIZE, HEADS, GROUP, HEAD_D
 LAYER = 1
 
 
-def _built(backends: object) -> list[object]:
+def _built(backends: Sequence[kernels.Backend]) -> list[Any]:
     """Every backend that serves the shape here."""
-    found = []
-    for backend in backends:  # type: ignore[attr-defined]
+    found: list[Any] = []
+    for backend in backends:
         try:
             found.append(pytest.param(backend.build(SHAPE), id=backend.name))
         except NotImplementedError:
@@ -51,14 +52,10 @@ def test_packed_tokens_see_their_own_sequence_up_to_themselves(
     used = len(listed)
     listed += [(0, 3, 0)] * 9
     out_of_range = PAGES * PAGE_SIZE
-    batch = ChunkBatch(
-        i32([0] * 8),
-        i32([position for _, position in rows] + [0]),
-        i32([seq for seq, _ in rows] + [3]),
-        i32([out_of_range] * 8),
-        *map(i32, zip(*listed, strict=True)),
-        i32(used),
-    )
+    positions = [position for _, position in rows] + [0]
+    seq_idx = [seq for seq, _ in rows] + [3]
+    per_token = [[0] * 8, positions, seq_idx, [out_of_range] * 8]
+    batch = ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
     out = np.asarray(jax.jit(prefill)(jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch))
     assert np.isfinite(out).all()
     for row, (seq, position) in enumerate(rows):
