@@ -94,7 +94,7 @@ async def test_nobody_there_is_unavailable_within_the_time() -> None:
     port = await server.start("127.0.0.1", 0)
     await server.stop(0.0)
     client = RpcClient(f"127.0.0.1:{port}", SECURITY)
-    with pytest.raises(Unavailable, match="Echo at 127.0.0.1"):
+    with pytest.raises(Unavailable, match=r"Echo at 127\.0\.0\.1"):
         await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
     await client.close()
 
