@@ -1,0 +1,225 @@
+"""The routes beside generation: health, models, tokens, the cluster's state, abort and flush."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from serving.answer import WholeAnswer
+from serving.conversation import PromptFields, messages_of, render
+from serving.errors import ApiError, bad_field
+from serving.front import Front, read_body
+from serving.metrics import CONTENT_TYPE
+from serving.protocol import (
+    ChoiceAsk,
+    Prompt,
+    Request,
+    Shown,
+    check_model,
+    check_token_ids,
+    read_json,
+)
+from transfer import wire
+
+
+class TokenizeFields(PromptFields, kw_only=True):
+    """POST /tokenize: a prompt, several, or a conversation."""
+
+    prompt: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(msgspec.Struct):
+    """POST /detokenize."""
+
+    tokens: list[int | list[int]]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortFields(msgspec.Struct):
+    """POST /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+_tokenizes = msgspec.json.Decoder(TokenizeFields)
+_detokenizes = msgspec.json.Decoder(DetokenizeFields)
+_aborts = msgspec.json.Decoder(AbortFields)
+
+
+class Admin:
+    """One method a route."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._model = front.model
+        self._dispatcher = front.dispatcher
+        self._created = int(front.clock.now_s())
+
+    # --- health ---
+
+    async def health(self, request: HttpRequest) -> Response:
+        """200 once a prefill and a decode worker take work."""
+        self._front.require_ready()
+        return Response()
+
+    async def health_generate(self, request: HttpRequest) -> Response:
+        """200 once one token went all the way."""
+        self._front.require_ready()
+        ask = ChoiceAsk(
+            0,
+            0,
+            "health",
+            Prompt([next(iter(self._model.eos_ids), 0)]),
+            wire.SamplingParams(max_new_tokens=1, temperature=0.0),
+            Shown(),
+        )
+        asked = Request(ask.request_id, [ask])
+        answer = WholeAnswer(self._front.choices(asked), self._dispatcher)
+        arrival_s = self._front.clock.now_s()
+        await self._front.runner.run(asked, answer, arrival_s, request.receive)
+        return Response()
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        text = await self._dispatcher.metrics_text()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    # --- the model ---
+
+    async def models(self, request: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name != self._model.name:
+            message = f"the model {name!r} does not exist; this server has {self._model.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return _json(self._card())
+
+    async def model_info(self, request: HttpRequest) -> Response:
+        path = str(self._front.config.model_path)
+        return _json(
+            {
+                "model_path": path,
+                "tokenizer_path": path,
+                "served_model_name": self._model.name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "max_model_len": self._model.context_length(),
+                "vocab_size": self._model.vocab_size,
+            }
+        )
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvferry",
+            "root": self._model.name,
+            "parent": None,
+            "max_model_len": self._model.context_length(),
+        }
+
+    # --- tokens ---
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        """Ids of a prompt as the completions route makes them, or of a conversation as chat."""
+        fields = read_json(_tokenizes, await self._body(request))
+        check_model(fields.model, self._model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise bad_field("prompt", "expected exactly one of prompt and messages")
+        add_special = fields.add_special_tokens
+        if fields.messages is not None:
+            messages = messages_of(fields)
+            texts = [render(self._model, messages, fields)]
+            add_special = add_special is True
+        else:
+            texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []
+            add_special = add_special is not False
+        lists = [await self._model.encode(text, add_special) for text in texts]
+        strings = [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
+        is_batch = isinstance(fields.prompt, list)
+        data: dict[str, Any] = {
+            "tokens": lists if is_batch else lists[0],
+            "count": [len(ids) for ids in lists] if is_batch else len(lists[0]),
+            "max_model_len": self._model.context_length(),
+            "token_strs": None,
+        }
+        if fields.return_token_strs:
+            data["token_strs"] = strings if is_batch else strings[0]
+        return _json(data)
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        """Text of ids, special tokens included unless they are to be skipped."""
+        fields = read_json(_detokenizes, await self._body(request))
+        check_model(fields.model, self._model)
+        flat = [item for item in fields.tokens if isinstance(item, int)]
+        if flat and len(flat) < len(fields.tokens):
+            raise bad_field("tokens", "must be token ids, or lists of them, not both")
+        nested = [item for item in fields.tokens if not isinstance(item, int)]
+        texts: str | list[str]
+        texts = (
+            [self._decode(fields, ids) for ids in nested] if nested else self._decode(fields, flat)
+        )
+        return _json({"prompt": texts, "text": texts})
+
+    def _decode(self, fields: DetokenizeFields, ids: Sequence[int]) -> str:
+        if ids:
+            check_token_ids("tokens", ids, self._model.vocab_size)
+        return self._model.tokenizer.decode(ids, bool(fields.skip_special_tokens))
+
+    # --- the cluster ---
+
+    async def server_info(self, request: HttpRequest) -> Response:
+        """This process's configuration and what every worker says."""
+        config = dataclasses.asdict(self._front.config)
+        del config["api_key"]
+        return _json({**config, **await self._dispatcher.server_info()})
+
+    async def load(self, request: HttpRequest) -> Response:
+        """What every worker had to do as of its last heartbeat."""
+        loads = [
+            {
+                "worker_id": member.info.worker_id,
+                "role": member.info.role,
+                **msgspec.structs.asdict(member.load),
+            }
+            for member in self._dispatcher.members()
+        ]
+        return _json(loads)
+
+    async def flush_cache(self, request: HttpRequest) -> Response:
+        """200 when every worker dropped its cached prefixes, else 400 with what they said."""
+        flushed, message = await self._dispatcher.flush_cache()
+        return Response(message + "\n", 200 if flushed else 400, media_type="text/plain")
+
+    async def abort_request(self, request: HttpRequest) -> Response:
+        """{"rid": id} or {"abort_all": true}. Their clients get finish_reason "abort"."""
+        fields = read_json(_aborts, await self._body(request))
+        if not fields.abort_all and not fields.rid:
+            raise bad_field("rid", "expected a request's id, or abort_all")
+        aborted = self._front.runner.abort(None if fields.abort_all else fields.rid)
+        return _json({"success": True, "aborted": aborted})
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        limit = self._front.config.max_request_bytes
+        return await read_body(request.scope, request.receive, limit) or b""
+
+
+def _json(data: Any) -> Response:
+    return Response(orjson.dumps(data, default=_spell), media_type="application/json")
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"cannot write {type(value).__name__} as JSON")

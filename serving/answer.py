@@ -1,0 +1,182 @@
+"""Runs one request from admission to its last byte, and cleans up however that ends."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from starlette.types import Receive
+
+from serving.choice import Choice
+from serving.dispatch import Dispatcher
+from serving.errors import from_request_error
+from serving.generation import FinishReason, Generation, GenerationSpec, Sink, Tokens
+from serving.limits import Ticket
+from serving.protocol import Request
+from serving.stream import SlowClient, until_disconnected
+from transfer import wire
+from transfer.errors import Code, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class ChoiceSink(Sink, Protocol):
+    """A sink that is told its generation before the generation tells it anything."""
+
+    generation: Generation | None
+
+
+class Answer(Protocol):
+    """Where the choices of one request go. closed: nothing more will happen."""
+
+    @property
+    def closed(self) -> asyncio.Future[None]: ...
+
+    @property
+    def sinks(self) -> Sequence[ChoiceSink]: ...
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class WholeAnswer:
+    """All choices of one request, kept until the last has ended."""
+
+    def __init__(self, choices: Sequence[Choice], dispatcher: Dispatcher) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.dispatcher = dispatcher
+        self.sinks = [WholeChoice(choice, self) for choice in choices]
+        self._num_running = len(choices)
+
+    def end_one(self) -> None:
+        self._num_running -= 1
+        if not self._num_running and not self.closed.done():
+            self.closed.set_result(None)
+
+    def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def fail(self, error: RequestError) -> None:
+        """One choice failed, and so the answer has."""
+        if not self.closed.done():
+            self.closed.set_exception(from_request_error(error))
+
+
+class WholeChoice:
+    """The sink of one choice; its text is in the choice's pending piece once it ended."""
+
+    __slots__ = ("_answer", "_choice", "_texts", "generation")
+
+    def __init__(self, choice: Choice, answer: WholeAnswer) -> None:
+        self.generation: Generation | None = None
+        self._choice = choice
+        self._answer = answer
+        self._texts: list[str] = []
+
+    def on_prefilled(self, cached_tokens: int, prompt_logprobs: wire.PromptLogprobs | None) -> None:
+        self._choice.prefilled(cached_tokens, prompt_logprobs)
+
+    def on_tokens(self, tokens: Tokens) -> None:
+        self._texts.append(self._choice.take(tokens))
+        if self._choice.matched is not None:
+            assert self.generation is not None, "whoever submits says so to the sink"
+            self._answer.dispatcher.abort(self.generation, "stop")
+            self.on_end("stop")
+
+    def on_end(self, finish_reason: FinishReason) -> None:
+        self._texts.append(self._choice.finish(finish_reason))
+        self._choice.pending.text = "".join(self._texts)
+        self._answer.end_one()
+
+    def on_error(self, error: RequestError) -> None:
+        self._answer.fail(error)
+
+
+class Runner:
+    """Runs requests on one dispatcher."""
+
+    def __init__(self, dispatcher: Dispatcher, request_timeout_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._request_timeout_s = request_timeout_s
+        self._queued: dict[asyncio.Task[Ticket], frozenset[str]] = {}  # ids that wait for a place
+
+    async def run(
+        self, request: Request, answer: Answer, arrival_s: float, receive: Receive
+    ) -> bool:
+        """Until the answer is closed, or the client left: then False. arrival_s: unix seconds.
+
+        Raises ApiError when the answer failed before anything was sent, or was not admitted.
+        """
+        gone = asyncio.ensure_future(until_disconnected(receive))
+        ticket: Ticket | None = None
+        generations: list[Generation] = []
+        try:
+            ticket = await self._admit(request, gone)
+            if ticket is None:
+                return False
+            for ask, sink in zip(request.choices, answer.sinks, strict=True):
+                spec = GenerationSpec(
+                    ask.prompt.ids,
+                    ask.sampling,
+                    ask.request_id,
+                    arrival_s,
+                    arrival_s + self._request_timeout_s,
+                    request.cache_salt,
+                )
+                sink.generation = self._dispatcher.submit(spec, sink)
+                generations.append(sink.generation)
+            await asyncio.wait((answer.closed, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.closed.done():
+                return False
+            answer.closed.result()
+            return True
+        except SlowClient as error:
+            logger.warning("%s: %s", request.request_id, error)
+            return False
+        except RequestError as error:
+            raise from_request_error(error) from error
+        finally:
+            # Generations that ended are left as they are; the others have nobody to tell.
+            for generation in generations:
+                self._dispatcher.abort(generation)
+            if ticket is not None:
+                ticket.release()
+            gone.cancel()
+            answer.close()
+
+    def abort(self, request_id: str | None) -> int:
+        """Abort one request, or with None every one. How many generations and waiting requests."""
+        waiting = [
+            task for task, ids in self._queued.items() if request_id is None or request_id in ids
+        ]
+        for task in waiting:
+            task.cancel()
+        if request_id is None:
+            return len(waiting) + self._dispatcher.abort_all()
+        return len(waiting) + self._dispatcher.abort_request(request_id)
+
+    async def _admit(self, request: Request, gone: asyncio.Task[None]) -> Ticket | None:
+        """Wait for a place; None when the client left meanwhile."""
+        admitting = asyncio.ensure_future(self._dispatcher.admit(len(request.choices)))
+        self._queued[admitting] = frozenset(ask.request_id for ask in request.choices)
+        try:
+            await asyncio.wait((admitting, gone), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            admitting.add_done_callback(_give_back)
+            admitting.cancel()
+            raise
+        finally:
+            del self._queued[admitting]
+        if admitting.cancelled():
+            raise RequestError(Code.ABORTED, "the request was aborted while it waited")
+        if admitting.done():
+            return admitting.result()
+        admitting.cancel()
+        return None
+
+
+def _give_back(admitting: asyncio.Task[Ticket]) -> None:
+    if not admitting.cancelled() and admitting.exception() is None:
+        admitting.result().release()

@@ -1,0 +1,116 @@
+"""The HTTP routes: what answers where, who may ask, and what is too large."""
+
+import hmac
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from model.config import ModelConfig
+from serving.admin import Admin
+from serving.config import ServeConfig
+from serving.dispatch import Dispatcher
+from serving.endpoints import RAW_SEND, ChatEndpoint, CompletionEndpoint, Generate, SglangEndpoint
+from serving.errors import ApiError
+from serving.front import Front
+from serving.protocol import ServedModel
+from serving.timers import LoopTimers, Timers
+from serving.tokenizer import Tokenizer
+from transfer.clock import SYSTEM_CLOCK, Clock
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})  # no key asked: probes and scrapers have none
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    config: ServeConfig,
+    model_config: ModelConfig,
+    clock: Clock = SYSTEM_CLOCK,
+    timers: Timers | None = None,
+) -> Starlette:
+    """The whole HTTP side. The dispatcher is started and stopped by the caller."""
+    model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
+    front = Front(dispatcher, model, config, clock, timers or LoopTimers())
+    admin = Admin(front)
+    routes = [
+        Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
+        Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
+        Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
+        Route("/v1/models", admin.models),
+        Route("/v1/models/{name:path}", admin.one_model),
+        Route("/tokenize", admin.tokenize, methods=["POST"]),
+        Route("/detokenize", admin.detokenize, methods=["POST"]),
+        Route("/health", admin.health),
+        Route("/health_generate", admin.health_generate),
+        Route("/get_model_info", admin.model_info),
+        Route("/model_info", admin.model_info),
+        Route("/get_server_info", admin.server_info),
+        Route("/server_info", admin.server_info),
+        Route("/get_load", admin.load),
+        Route("/flush_cache", admin.flush_cache, methods=["GET", "POST"]),
+        Route("/abort_request", admin.abort_request, methods=["POST"]),
+    ]
+    if config.enable_metrics:
+        routes.append(Route("/metrics", admin.metrics))
+    return _App(
+        routes=routes,
+        middleware=[Middleware(_ApiKey, api_key=config.api_key)] if config.api_key else [],
+        exception_handlers={
+            ApiError: _answer_api_error,
+            HTTPException: _answer_http_error,
+            Exception: _answer_fault,
+        },
+    )
+
+
+class _App(Starlette):
+    """Keeps the server's own `send`: tokens go past the wrappers that only watch the start."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RAW_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
+class _ApiKey:
+    """Asks for `Authorization: Bearer <key>` everywhere but on the open paths."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            given = scheme.lower() + b" " + key.strip()
+            if not hmac.compare_digest(given, self._expected):
+                message = (
+                    "the API key is wrong" if key else "expected a header Authorization: Bearer"
+                )
+                error = ApiError(401, message, code="invalid_api_key")
+                error.headers["WWW-Authenticate"] = "Bearer"
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError), f"registered for ApiError, got {error!r}"
+    return error.response()
+
+
+def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), f"registered for HTTPException, got {error!r}"
+    what = f"{request.method} {request.url.path}"
+    messages = {404: f"there is no {what}", 405: f"{what} is not allowed"}
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+def _answer_fault(request: HttpRequest, error: Exception) -> Response:
+    # The server logs the error with its traceback; a client has no use for it.
+    return ApiError(500, "internal error", code="internal").response()

@@ -1,0 +1,184 @@
+"""One choice of an answer: takes its generation's tokens, holds what the answer shows of them."""
+
+from dataclasses import dataclass, field
+
+from serving.generation import FinishReason, Tokens, Top
+from serving.protocol import ChoiceAsk
+from serving.tokenizer import StopStrings, Tokenizer
+from transfer import wire
+from transfer.errors import BadMessage
+
+# JSON has no infinity; a logprob this low says "never" as well.
+LOWEST_LOGPROB = -9999.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One position and its logprobs. logprob: None for the first token of a prompt."""
+
+    token_id: int
+    logprob: float | None
+    top: Top
+
+
+@dataclass(slots=True)
+class Piece:
+    """Text and tokens that were not shown yet. entries: [] unless logprobs were asked."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Choice:
+    """The state of one choice, from its first token to its finish reason.
+
+    Text and tokens may part: a stop token and a matched stop string are tokens without text, half
+    a character waits for its other half, and text that may begin a stop string waits for more.
+    `stop_reason` is the stop string or the stop id that ended it.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_quiet_ids",
+        "_stops",
+        "_text_only",
+        "ask",
+        "cached_tokens",
+        "finish_reason",
+        "last_id",
+        "matched",
+        "num_tokens",
+        "pending",
+        "prompt_entries",
+        "stop_reason",
+    )
+
+    def __init__(self, ask: ChoiceAsk, tokenizer: Tokenizer) -> None:
+        shown = ask.shown
+        self.ask = ask
+        self.num_tokens = 0  # generated, as usage counts them
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.matched: str | None = None  # the stop string found: nothing more will be shown
+        self.last_id = -1
+        self.pending = Piece()
+        self.prompt_entries: list[Entry] = []  # from shown.prompt_logprobs_start on
+        self._detokenizer = tokenizer.stream(shown.skip_special_tokens)
+        self._stops = StopStrings(shown.stops, shown.include_stop) if shown.stops else None
+        # Stop ids whose text must not show. Special ones show nothing anyway, mostly.
+        quiet = frozenset(ask.sampling.stop_token_ids) if not shown.include_stop else frozenset()
+        if shown.skip_special_tokens:
+            quiet -= tokenizer.special_ids
+        self._quiet_ids = quiet
+        self._text_only = self.plain and self._stops is None and not quiet
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that is shown of its tokens is text."""
+        shown = self.ask.shown
+        return not (shown.token_ids or shown.num_logprobs >= 0 or shown.drop_output)
+
+    def prefilled(self, cached_tokens: int, logprobs: wire.PromptLogprobs | None) -> None:
+        """The prompt is computed; what its positions were worth, if asked."""
+        self.cached_tokens = cached_tokens
+        shown = self.ask.shown
+        if shown.num_prompt_logprobs < 0:
+            return
+        told = {} if logprobs is None else _told(logprobs)
+        ids = self.ask.prompt.ids
+        for position in range(shown.prompt_logprobs_start, len(ids)):
+            entry = Entry(ids[position], None, [])
+            if position and position in told:
+                entry.logprob, top = told[position]
+                entry.top = top[: shown.num_prompt_logprobs]
+            self.prompt_entries.append(entry)
+
+    def take(self, tokens: Tokens) -> str:
+        """The next tokens; the text that can be shown now. After a match they are ignored."""
+        ids = tokens.ids
+        if self._text_only:
+            self.num_tokens += len(ids)
+            self.last_id = ids[-1]
+            return self._detokenizer.push(ids)
+        return "".join([self._take_one(tokens, place) for place in range(len(ids))])
+
+    def finish(self, reason: FinishReason) -> str:
+        """No more tokens come: the rest of the text."""
+        self.finish_reason = reason
+        if self.matched is not None:
+            return ""
+        if reason == "stop" and self.last_id in self.ask.shown.stop_ids:
+            self.stop_reason = self.last_id
+        if self.ask.shown.drop_output:
+            self.finish_reason = "length"
+            return ""
+        rest = self._detokenizer.flush()
+        if self._stops is not None:
+            rest = self._shown(rest) if rest else ""
+            if self.matched is None:
+                rest += self._stops.flush()
+        return rest
+
+    def drain(self) -> Piece:
+        """What is pending, which then is no more."""
+        piece, self.pending = self.pending, Piece()
+        return piece
+
+    def _take_one(self, tokens: Tokens, place: int) -> str:
+        shown = self.ask.shown
+        if self.matched is not None or shown.drop_output:
+            return ""
+        token_id = tokens.ids[place]
+        index = self.num_tokens
+        self.num_tokens += 1
+        self.last_id = token_id
+        if shown.token_ids:
+            self.pending.ids.append(token_id)
+        if shown.num_logprobs >= 0 and tokens.logprobs is not None:
+            top = tokens.top[place] if tokens.top is not None else None
+            self.pending.entries.append(
+                Entry(token_id, _finite(tokens.logprobs[place]), _best(top, shown.num_logprobs))
+            )
+        if token_id in self._quiet_ids:
+            return ""
+        text = self._detokenizer.push((token_id,))
+        # Stop strings count only in what comes after min_tokens.
+        return text if index < self.ask.sampling.min_tokens else self._shown(text)
+
+    def _shown(self, text: str) -> str:
+        """What of the text passes the stop strings."""
+        if self._stops is None:
+            return text
+        text, self.matched = self._stops.feed(text)
+        if self.matched is not None:
+            self.stop_reason = self.matched
+            self.finish_reason = "stop"
+        return text
+
+
+def _told(logprobs: wire.PromptLogprobs) -> dict[int, tuple[float, Top]]:
+    """By position. Raises BadMessage when the arrays disagree in length."""
+    values = wire.unpack_f32(logprobs.logprobs).tolist()
+    top_ids = wire.unpack_i32(logprobs.top_ids)
+    top_logprobs = wire.unpack_f32(logprobs.top_logprobs)
+    n = len(values)
+    if len(top_ids) != len(top_logprobs) or (n and len(top_ids) % n):
+        raise BadMessage(f"prompt logprobs: {n} values, {len(top_ids)} top ids")
+    told: dict[int, tuple[float, Top]] = {}
+    if not n:
+        return told
+    rows_ids, rows_values = top_ids.reshape(n, -1).tolist(), top_logprobs.reshape(n, -1).tolist()
+    for row, value in enumerate(values):
+        top = list(zip(rows_ids[row], rows_values[row], strict=True))
+        told[logprobs.start + row] = (_finite(value), _best(top, len(top)))
+    return told
+
+
+def _best(top: Top | None, count: int) -> Top:
+    return [(token_id, _finite(logprob)) for token_id, logprob in (top or ())[:count]]
+
+
+def _finite(logprob: float) -> float:
+    return max(LOWEST_LOGPROB, logprob)  # also in place of a NaN

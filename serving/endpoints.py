@@ -1,0 +1,133 @@
+"""The three routes that generate: chat, completions and SGLang's /generate."""
+
+from typing import Any, Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving import openai_api, sglang_api
+from serving.answer import WholeAnswer
+from serving.choice import Choice
+from serving.front import Front, read_body
+from serving.openai_answers import chat_answer, completion_answer
+from serving.protocol import Request, ServedModel
+from serving.stream import Events, EventStream, StreamedAnswer
+
+# Where a scope has the server's own `send`.
+RAW_SEND = "kvferry.send"
+
+
+class Spelling(Events, Protocol):
+    """How an API spells an answer, whole or in events."""
+
+    def whole(self, choices: list[Choice]) -> bytes: ...
+
+
+class Reader(Protocol):
+    """A request whose fields were checked."""
+
+    async def finish(self, request_id: str | None) -> Request:
+        """Tokenizes. Raises ApiError."""
+        ...
+
+
+class Endpoint(Protocol):
+    """What differs between the three routes that generate."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        """Raises ApiError for what is wrong in any field, before any work."""
+        ...
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling: ...
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        return openai_api.ChatReader(openai_api.read_chat(body), model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+        return chat_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))
+
+
+class CompletionEndpoint:
+    """POST /v1/completions."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        return openai_api.CompletionReader(openai_api.read_completion(body), model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+        return completion_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))
+
+
+class SglangEndpoint:
+    """POST /generate."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        return sglang_api.GenerateReader(sglang_api.read_generate(body), model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+        assert isinstance(reader, sglang_api.GenerateReader), "this endpoint made it"
+        return sglang_api.GenerateAnswer(
+            front.model.tokenizer, reader.is_batch, arrival_s, front.clock
+        )
+
+
+class Generate:
+    """A route that generates: an ASGI app of its own, so that nothing wraps its `send`."""
+
+    def __init__(self, front: Front, endpoint: Endpoint) -> None:
+        self._front = front
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front = self._front
+        arrival_s = front.clock.now_s()
+        body = await read_body(scope, receive, front.config.max_request_bytes)
+        if body is None:
+            return
+        reader = self._endpoint.read(body, front.model)
+        front.require_ready()
+        request = await reader.finish(_header(scope, b"x-request-id"))
+        spelling = self._endpoint.spell(reader, request, front, arrival_s)
+        choices = front.choices(request)
+        if request.stream:
+            stream = self._event_stream(request.request_id, scope, send)
+            abort = front.dispatcher.abort
+            streamed = StreamedAnswer(choices, stream, spelling, request.stream_interval, abort)
+            await front.runner.run(request, streamed, arrival_s, receive)
+            return
+        answer = WholeAnswer(choices, front.dispatcher)
+        if await front.runner.run(request, answer, arrival_s, receive):
+            response = Response(spelling.whole(choices), media_type="application/json")
+            response.raw_headers += _id_header(request.request_id)
+            await response(scope, receive, send)
+
+    def _event_stream(self, request_id: str, scope: Scope, send: Send) -> EventStream:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # or a proxy would hold tokens back
+            *_id_header(request_id),
+        ]
+        return EventStream(
+            send,
+            scope.get(RAW_SEND, send),
+            headers,
+            self._front.timers,
+            self._front.config.slow_client_buffer_bytes,
+            self._front.config.slow_client_timeout_s,
+        )
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")
+
+
+def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
+    """Ids of a body may be any text; headers may not."""
+    if not (request_id.isascii() and request_id.isprintable()):
+        return []
+    return [(b"x-request-id", request_id.encode())]

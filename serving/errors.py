@@ -1,0 +1,126 @@
+"""What a client is told when its request fails: a status, and a body in OpenAI's shape.
+
+    code (transfer/errors)   status   type
+    bad_request, too_long      400    invalid_request_error
+    aborted                    400    invalid_request_error
+    queue_full                 429    rate_limit_error, with Retry-After
+    deadline                   504    timeout_error
+    peer_lost, shutting_down,
+    stale                      503    service_unavailable_error, with Retry-After
+    internal                   500    server_error
+
+Once the first byte of a stream is out no status can be sent, so the same body leaves as the
+stream's last event (`error_event`).
+"""
+
+import re
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.responses import Response
+
+from transfer.errors import Code, RequestError
+
+RETRY_AFTER_S = 1
+
+_STATUS = {
+    Code.BAD_REQUEST: 400,
+    Code.TOO_LONG: 400,
+    Code.ABORTED: 400,
+    Code.QUEUE_FULL: 429,
+    Code.DEADLINE: 504,
+    Code.PEER_LOST: 503,
+    Code.SHUTTING_DOWN: 503,
+    Code.STALE: 503,
+    Code.INTERNAL: 500,
+}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+# Where msgspec says the fault is: "... - at `$.messages[0].role`", or "`key` in `$.logit_bias`".
+_PLACE = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+
+
+class ApiError(Exception):
+    """An answer other than 200. param: the field of the request at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """{"error": {"message", "type", "param", "code"}}, as OpenAI's clients read it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return Response(
+            orjson.dumps(self.body()), self.status, self.headers, media_type="application/json"
+        )
+
+
+def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A field of the request holds what we do not take; the message names it too."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def not_served(param: str) -> ApiError:
+    """A feature that would change the answer and that we do not have."""
+    return bad_field(param, "this server does not support it", "unsupported_parameter")
+
+
+def from_request_error(error: RequestError) -> ApiError:
+    """What a failed generation becomes over HTTP."""
+    status = _STATUS[error.code]
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return ApiError(status, error.message, code=str(error.code), headers=headers)
+
+
+def from_decode_error(error: msgspec.DecodeError) -> ApiError:
+    """A body that is no JSON, or JSON of another shape; the field at fault is named."""
+    if not isinstance(error, msgspec.ValidationError):
+        return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+    text = str(error)
+    place = _PLACE.search(text)
+    param = place.group(1) if place else ""
+    missing = _MISSING.search(text)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        return ApiError(400, f"{param}: this field is required", param, "missing_field")
+    if not param:
+        return ApiError(400, f"the body must be a JSON object: {text}", code="invalid_type")
+    # The top-level field is what clients know by name; the message has the whole path.
+    field = re.split(r"[.\[]", param, maxsplit=1)[0]
+    reason = text[: place.start()] if place else text
+    return ApiError(400, f"{param}: {reason}", field, "invalid_type")
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails after its first byte."""
+    return b"data: " + orjson.dumps(error.body()) + b"\n\n"

@@ -1,0 +1,66 @@
+"""What every route works with, and how it reads a body."""
+
+from starlette.types import Receive, Scope
+
+from serving.answer import Runner
+from serving.choice import Choice
+from serving.config import ServeConfig
+from serving.dispatch import Dispatcher
+from serving.errors import RETRY_AFTER_S, ApiError
+from serving.protocol import Request, ServedModel
+from serving.timers import Timers
+from transfer.clock import Clock
+
+
+class Front:
+    """One API process's parts."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        model: ServedModel,
+        config: ServeConfig,
+        clock: Clock,
+        timers: Timers,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.model = model
+        self.config = config
+        self.clock = clock
+        self.timers = timers
+        self.runner = Runner(dispatcher, config.request_timeout_s)
+
+    def require_ready(self) -> None:
+        """Raises ApiError (503) while no pair of workers is there."""
+        if not self.dispatcher.cluster_ready():
+            message = "no prefill and decode worker is ready; try again"
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise ApiError(503, message, code="not_ready", headers=headers)
+
+    def choices(self, request: Request) -> list[Choice]:
+        return [Choice(ask, self.model.tokenizer) for ask in request.choices]
+
+
+async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | None:
+    """The request's body; None when the client left in the middle. Raises ApiError (413)."""
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > most_bytes:
+        raise _too_large(most_bytes)
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > most_bytes:
+            raise _too_large(most_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(most_bytes: int) -> ApiError:
+    message = f"the body is larger than {most_bytes} bytes"
+    return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

@@ -1,0 +1,334 @@
+"""Spells answers as OpenAI does: whole, or as the events of a stream.
+
+Shapes: OpenAI's API reference (chat.completion, chat.completion.chunk, text_completion). Beyond
+them, as vLLM has it: stop_reason, prompt_logprobs, and token ids where asked.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from serving.choice import Choice, Entry, Piece
+from serving.protocol import Request
+from serving.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+# Stands for the text while a frame is made; nobody can send it, so it cannot be found twice.
+_MARK = secrets.token_hex(16)
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Tokens of an answer. A prompt counts once, however many choices it has.
+
+    cached_tokens of a prompt: what even its least lucky choice found in a cache, for each token
+    beyond was computed at least once.
+    """
+    cached: dict[int, int] = {}
+    num_prompt: dict[int, int] = {}
+    for choice in choices:
+        prompt_idx = choice.ask.prompt_idx
+        num_prompt[prompt_idx] = len(choice.ask.prompt.ids)
+        least = min(cached.get(prompt_idx, choice.cached_tokens), choice.cached_tokens)
+        cached[prompt_idx] = least
+    prompt_tokens = sum(num_prompt.values())
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
+
+
+class LogprobShapes:
+    """Logprobs in the two shapes of OpenAI, and vLLM's for prompts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def chat(self, choice: Choice, entries: Sequence[Entry]) -> dict[str, Any] | None:
+        """{"content": [{token, logprob, bytes, top_logprobs}]}; None when not asked."""
+        if choice.ask.shown.num_logprobs < 0:
+            return None
+        as_ids = choice.ask.shown.tokens_as_ids
+        content = []
+        for entry in entries:
+            item = self._item(entry.token_id, entry.logprob or 0.0, as_ids)
+            top = [self._item(token_id, logprob, as_ids) for token_id, logprob in entry.top]
+            content.append({**item, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, choice: Choice, entries: Sequence[Entry], offset: int
+    ) -> tuple[dict[str, Any] | None, int]:
+        """({tokens, token_logprobs, top_logprobs, text_offset}, the offset after them)."""
+        shown = choice.ask.shown
+        if shown.num_logprobs < 0:
+            return None, offset
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for entry in entries:
+            token = self.text(entry.token_id, shown.tokens_as_ids)
+            tokens.append(token)
+            logprobs.append(entry.logprob)
+            offsets.append(offset)
+            offset += len(self._tokenizer.token_text(entry.token_id))
+            if entry.logprob is None:
+                tops.append(None)
+                continue
+            top: dict[str, float] = {}
+            for token_id, value in [
+                *entry.top[: shown.num_logprobs],
+                (entry.token_id, entry.logprob),
+            ]:
+                # Two tokens may have one text, such as halves of characters: the better one shows.
+                top.setdefault(self.text(token_id, shown.tokens_as_ids), value)
+            tops.append(top)
+        shape = {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+        return shape, offset
+
+    def prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
+        """A map a position, from token id to its logprob and text; None when not asked."""
+        if not choice.ask.shown.prompt_logprobs:
+            return None
+        return [self._position(entry) for entry in choice.prompt_entries]
+
+    def _position(self, entry: Entry) -> dict[str, Any] | None:
+        if entry.logprob is None:
+            return None
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        values = {entry.token_id: entry.logprob, **dict(entry.top)}
+        return {
+            str(token_id): {
+                "logprob": value,
+                "rank": ranks.get(token_id),
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, value in values.items()
+        }
+
+    def text(self, token_id: int, as_id: bool) -> str:
+        return f"token_id:{token_id}" if as_id else self._tokenizer.token_text(token_id)
+
+    def _item(self, token_id: int, logprob: float, as_id: bool) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": self.text(token_id, as_id), "logprob": logprob, "bytes": list(data)}
+
+
+class _Answer:
+    """What the answers of both endpoints share. `Shape` is what differs between them."""
+
+    def __init__(self, request: Request, shape: "Shape", model_name: str, created: int) -> None:
+        """created: unix seconds."""
+        self._request = request
+        self._shape = shape
+        self._head = {
+            "id": request.request_id,
+            "object": "",
+            "created": created,
+            "model": model_name,
+        }
+
+    # --- whole ---
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The body of an answer that is not streamed."""
+        items = [self._shape.whole(choice, choice.drain()) for choice in choices]
+        data = {**self._head, "object": self._shape.whole_object, "choices": items}
+        data |= self._shape.extras(choices)
+        return orjson.dumps({**data, "usage": usage_of(choices)})
+
+    # --- streamed (serving.stream.Events) ---
+
+    def opening(self, choice: Choice) -> bytes:
+        items = self._shape.opening(choice)
+        extras = self._shape.extras([choice]) if items else {}
+        return b"".join([self._chunk(choice, item, extras) for item in items])
+
+    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        if not choice.plain or self._request.continuous_usage:
+            return None
+        before, after = self.piece(choice, Piece(_MARK)).split(f'"{_MARK}"'.encode())
+        return before, after
+
+    def piece(self, choice: Choice, piece: Piece) -> bytes:
+        return self._chunk(choice, self._shape.piece(choice, piece, None))
+
+    def finish(self, choice: Choice, rest: Piece) -> bytes:
+        data = b""
+        if rest.text or rest.ids or rest.entries:
+            data = self.piece(choice, rest)
+        return data + self._chunk(choice, self._shape.piece(choice, Piece(), choice.finish_reason))
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        if not self._request.include_usage:
+            return DONE
+        head = {**self._head, "object": self._shape.chunk_object, "choices": []}
+        return event({**head, "usage": usage_of(choices)}) + DONE
+
+    def _chunk(
+        self, choice: Choice, item: dict[str, Any], extras: dict[str, Any] | None = None
+    ) -> bytes:
+        data = {**self._head, "object": self._shape.chunk_object, "choices": [item]}
+        if self._request.continuous_usage:
+            data["usage"] = usage_of([choice])
+        elif self._request.include_usage:
+            data["usage"] = None
+        return event(data | (extras or {}))
+
+
+class Shape(Protocol):
+    """One endpoint's spelling of a choice."""
+
+    whole_object: str
+    chunk_object: str
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]: ...
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]: ...
+
+    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]: ...
+
+    def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Fields beside `choices`."""
+        ...
+
+
+class ChatShape:
+    """chat.completion and its chunks."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, logprobs: LogprobShapes) -> None:
+        self._logprobs = logprobs
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        shown = choice.ask.shown
+        text = choice.ask.prompt.text + piece.text if shown.echo else piece.text
+        item = {
+            "index": choice.ask.index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs.chat(choice, piece.entries),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if shown.token_ids:
+            item["token_ids"] = piece.ids
+        return item
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        content = choice.ask.prompt.text if choice.ask.shown.echo else ""
+        return [self._delta(choice, {"role": "assistant", "content": content})]
+
+    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+        delta = {} if finish_reason else {"content": piece.text}
+        item = self._delta(choice, delta)
+        if piece.entries:
+            item["logprobs"] = self._logprobs.chat(choice, piece.entries)
+        if finish_reason:
+            item |= {"finish_reason": finish_reason, "stop_reason": choice.stop_reason}
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = piece.ids
+        return item
+
+    def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        first = choices[0]
+        extras: dict[str, Any] = {}
+        if first.ask.shown.token_ids:
+            extras["prompt_token_ids"] = first.ask.prompt.ids
+        if (prompt_logprobs := self._logprobs.prompt(first)) is not None:
+            extras["prompt_logprobs"] = prompt_logprobs
+        return extras
+
+    def _delta(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": choice.ask.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+
+class CompletionShape:
+    """text_completion, whole and in chunks."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, logprobs: LogprobShapes) -> None:
+        self._logprobs = logprobs
+        self._offsets: dict[int, int] = {}  # of each choice's next token in its text
+
+    def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        text = piece.text
+        entries = piece.entries
+        if choice.ask.shown.echo:
+            text = choice.ask.prompt.text + text
+            entries = choice.prompt_entries + entries
+        item = self._item(choice, text, entries)
+        item |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = piece.ids
+        return item | self._of_prompt(choice)
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        of_prompt = self._of_prompt(choice)
+        if not choice.ask.shown.echo:
+            return [self._item(choice, "", []) | of_prompt] if of_prompt else []
+        item = self._item(choice, choice.ask.prompt.text, choice.prompt_entries)
+        return [item | of_prompt]
+
+    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+        item = self._item(choice, piece.text, piece.entries)
+        if finish_reason:
+            item |= {"finish_reason": finish_reason, "stop_reason": choice.stop_reason}
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = piece.ids
+        return item
+
+    def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return {}
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        shown = choice.ask.shown
+        if shown.token_ids:
+            fields["prompt_token_ids"] = choice.ask.prompt.ids
+        if (prompt_logprobs := self._logprobs.prompt(choice)) is not None:
+            fields["prompt_logprobs"] = prompt_logprobs
+        return fields
+
+    def _item(self, choice: Choice, text: str, entries: Sequence[Entry]) -> dict[str, Any]:
+        index = choice.ask.index
+        logprobs = None
+        if entries:
+            offset = self._offsets.get(index, 0)
+            logprobs, self._offsets[index] = self._logprobs.completion(choice, entries, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+
+def chat_answer(request: Request, tokenizer: Tokenizer, model_name: str, created: int) -> _Answer:
+    """Spells the answer of POST /v1/chat/completions."""
+    return _Answer(request, ChatShape(LogprobShapes(tokenizer)), model_name, created)
+
+
+def completion_answer(
+    request: Request, tokenizer: Tokenizer, model_name: str, created: int
+) -> _Answer:
+    """Spells the answer of POST /v1/completions."""
+    return _Answer(request, CompletionShape(LogprobShapes(tokenizer)), model_name, created)

@@ -1,0 +1,361 @@
+"""Reads OpenAI's requests, chat and completions, with what vLLM and SGLang add to them.
+
+Field names and meanings: OpenAI's API reference; vLLM's and SGLang's extra parameters of the
+OpenAI-compatible server.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from serving.conversation import PromptFields, messages_of, render
+from serving.errors import ApiError, bad_field, not_served
+from serving.protocol import (
+    ChoiceAsk,
+    Prompt,
+    Request,
+    SamplingFields,
+    ServedModel,
+    Shown,
+    check_logprobs,
+    check_model,
+    check_token_ids,
+    fit_tokens,
+    interval_of,
+    num_choices,
+    read_json,
+    refuse,
+    request_id_of,
+    sampling_of,
+    seed_of,
+    stops_of,
+)
+from transfer import wire
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields, kw_only=True):
+    """What chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    rid: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    best_of: int | None = None
+    response_format: dict[str, Any] | None = None
+    # Not served.
+    use_beam_search: bool | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: int | None = None
+    prompt_embeds: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: bool | None = None
+
+
+REFUSED = (
+    "use_beam_search",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "logits_processors",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+)
+
+
+class CompletionFields(OpenAIFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class ChatFields(PromptFields, OpenAIFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Not served.
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    web_search_options: Any = None
+    chat_template: str | None = None
+
+
+CHAT_REFUSED = ("functions", "audio", "prediction", "web_search_options", "chat_template")
+
+_completions = msgspec.json.Decoder(CompletionFields)
+_chats = msgspec.json.Decoder(ChatFields)
+
+
+def read_completion(body: bytes) -> CompletionFields:
+    """The body's fields, those checked that need no model. Raises ApiError."""
+    fields = read_json(_completions, body)
+    _check_shared(fields)
+    refuse(fields, ("suffix",))
+    return fields
+
+
+def read_chat(body: bytes) -> ChatFields:
+    """The body's fields, those checked that need no model. Raises ApiError."""
+    fields = read_json(_chats, body)
+    _check_shared(fields)
+    refuse(fields, CHAT_REFUSED)
+    if fields.modalities not in (None, [], ["text"]):
+        raise not_served("modalities")
+    if fields.function_call not in (None, "none", "auto"):
+        raise not_served("function_call")
+    if fields.tool_choice not in (None, "none", "auto"):
+        raise not_served("tool_choice")
+    if fields.messages is None:
+        raise ApiError(400, "messages: this field is required", "messages", "missing_field")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad_field("top_logprobs", "needs logprobs to be true")
+    return fields
+
+
+def _check_shared(fields: OpenAIFields) -> None:
+    refuse(fields, REFUSED)
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise not_served("best_of")
+    kind = (fields.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise not_served("response_format")
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_field("stream_options", "is allowed only with stream")
+
+
+# --- completions ------------------------------------------------------------------------------
+
+
+class CompletionReader:
+    """One completions request on its way to a `Request`: `check`, then `finish`."""
+
+    def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
+        """Raises ApiError for what is wrong in any field."""
+        check_model(fields.model, model)
+        self._fields = fields
+        self._model = model
+        self._prompts = _prompts_of(fields.prompt, model.vocab_size)
+        self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
+        if fields.max_tokens is not None and fields.max_tokens < 1 and not self._drop_output:
+            raise bad_field("max_tokens", f"must be at least 1, got {fields.max_tokens}")
+        num_logprobs = check_logprobs("logprobs", fields.logprobs)
+        self._shown = _shown(fields, num_logprobs, model, self._drop_output)
+        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
+        self._n = num_choices(fields.n)
+        self._interval = interval_of(fields.stream_interval, model.config)
+
+    async def finish(self, request_id: str | None) -> Request:
+        """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
+        fields, model = self._fields, self._model
+        prompts = []
+        for given in self._prompts:
+            if isinstance(given, str):
+                add_special = fields.add_special_tokens is not False
+                prompts.append(Prompt(await model.encode(given, add_special), given))
+            else:
+                text = model.tokenizer.decode(given, False) if fields.echo else ""
+                prompts.append(Prompt(given, text))
+        return _request(
+            fields,
+            request_id_of(fields.rid or fields.request_id, request_id, "cmpl-"),
+            prompts,
+            self._n,
+            self._sampling,
+            self._shown,
+            [1 if self._drop_output else self._fit(len(prompt.ids)) for prompt in prompts],
+            self._interval,
+        )
+
+    def _fit(self, num_prompt: int) -> int:
+        length = self._model.context_length()
+        asked, default = self._fields.max_tokens, DEFAULT_COMPLETION_TOKENS
+        return fit_tokens(num_prompt, asked, default, length, "prompt", "max_tokens")
+
+
+def _prompts_of(
+    prompt: str | list[str | int | list[int]], vocab_size: int
+) -> Sequence[str | list[int]]:
+    """A text, texts, ids or lists of ids, as a list of prompts."""
+    if isinstance(prompt, str):
+        texts: list[str] = [prompt]
+    else:
+        texts = [item for item in prompt if isinstance(item, str)]
+        if not texts:
+            return _id_prompts(prompt, vocab_size)
+        if len(texts) < len(prompt):
+            raise bad_field("prompt", "must be of one kind: texts, or token ids, not both")
+    if "" in texts:
+        raise bad_field("prompt", "must not be empty")
+    return texts
+
+
+def _id_prompts(prompt: Sequence[Any], vocab_size: int) -> list[list[int]]:
+    flat = [item for item in prompt if isinstance(item, int)]
+    if flat and len(flat) < len(prompt):
+        raise bad_field("prompt", "must be a list of token ids or a list of such lists, not both")
+    lists = [flat] if flat else list(prompt)
+    if not lists:
+        raise bad_field("prompt", "must not be empty")
+    for ids in lists:
+        check_token_ids("prompt", ids, vocab_size)
+    return lists
+
+
+# --- chat ---------------------------------------------------------------------------------------
+
+
+class ChatReader:
+    """One chat request on its way to a `Request`."""
+
+    def __init__(self, fields: ChatFields, model: ServedModel) -> None:
+        """Raises ApiError for what is wrong in any field."""
+        check_model(fields.model, model)
+        self._fields = fields
+        self._model = model
+        self._max_name = "max_tokens"
+        self._max_tokens = fields.max_tokens
+        if fields.max_completion_tokens is not None:
+            self._max_name = "max_completion_tokens"
+            self._max_tokens = fields.max_completion_tokens
+        if self._max_tokens is not None and self._max_tokens < 1:
+            raise bad_field(self._max_name, f"must be at least 1, got {self._max_tokens}")
+        num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
+        if not fields.logprobs:
+            num_logprobs = -1
+        self._shown = _shown(fields, num_logprobs, model, drop_output=False)
+        self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
+        self._n = num_choices(fields.n)
+        self._interval = interval_of(fields.stream_interval, model.config)
+        self._messages = messages_of(fields)
+
+    async def finish(self, request_id: str | None) -> Request:
+        """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
+        fields, model = self._fields, self._model
+        text = render(model, self._messages, fields)
+        ids = await model.encode(text, fields.add_special_tokens is True)
+        if not ids:
+            raise bad_field("messages", "the chat template makes an empty prompt of them")
+        last = self._messages[-1]
+        shown_text = last["content"] if fields.echo and last["role"] == "assistant" else ""
+        length = model.context_length()
+        max_new = fit_tokens(len(ids), self._max_tokens, None, length, "messages", self._max_name)
+        return _request(
+            fields,
+            request_id_of(fields.rid or fields.request_id, request_id, "chatcmpl-"),
+            [Prompt(ids, shown_text or "")],
+            self._n,
+            self._sampling,
+            self._shown,
+            [max_new],
+            self._interval,
+        )
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def _shown(fields: OpenAIFields, num_logprobs: int, model: ServedModel, drop_output: bool) -> Shown:
+    num_prompt_logprobs = check_logprobs("prompt_logprobs", fields.prompt_logprobs)
+    if fields.echo and isinstance(fields, CompletionFields):
+        # What is echoed has logprobs like the rest.
+        num_prompt_logprobs = max(num_prompt_logprobs, num_logprobs)
+    return Shown(
+        stops=stops_of(fields.stop),
+        include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        stop_ids=frozenset(fields.stop_token_ids or ()),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        prompt_logprobs=fields.prompt_logprobs is not None,
+        echo=bool(fields.echo),
+        drop_output=drop_output,
+        token_ids=bool(fields.return_token_ids),
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+    )
+
+
+def _sampling(
+    fields: OpenAIFields, model: ServedModel, shown: Shown, max_tokens: int | None
+) -> wire.SamplingParams:
+    return sampling_of(
+        fields,
+        model,
+        model.defaults,
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens,
+        # The workers make one table for prompt and output.
+        num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
+        prompt_logprobs_start=0 if shown.num_prompt_logprobs >= 0 else -1,
+    )
+
+
+def _request(
+    fields: OpenAIFields,
+    request_id: str,
+    prompts: list[Prompt],
+    n: int,
+    sampling: wire.SamplingParams,
+    shown: Shown,
+    max_new_tokens: list[int],
+    interval: int,
+) -> Request:
+    choices = []
+    for prompt_idx, prompt in enumerate(prompts):
+        for choice in range(n):
+            own = msgspec.structs.replace(
+                sampling,
+                max_new_tokens=max_new_tokens[prompt_idx],
+                seed=seed_of(fields.seed, choice),
+            )
+            index = prompt_idx * n + choice
+            choices.append(ChoiceAsk(index, prompt_idx, request_id, prompt, own, shown))
+    options = fields.stream_options or StreamOptions()
+    return Request(
+        request_id,
+        choices,
+        stream=bool(fields.stream),
+        stream_interval=interval,
+        include_usage=bool(options.include_usage or options.continuous_usage_stats),
+        continuous_usage=bool(options.continuous_usage_stats),
+        cache_salt=fields.cache_salt or "",
+    )

@@ -1,0 +1,386 @@
+"""What a request is once it was read, whichever API it came by; values are checked here.
+
+The APIs (openai_api, sglang_api) read JSON into their own structs and end in a `Request`. All
+that can be wrong with a field is found before any text is tokenized.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from model.config import ModelConfig
+from serving.config import ServeConfig
+from serving.errors import ApiError, bad_field, from_decode_error, not_served
+from serving.tokenizer import Tokenizer
+from transfer import wire
+from transfer.errors import ConfigError
+
+MAX_CHOICES = 128  # of one prompt
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_REQUEST_ID = 256
+# Longer texts are tokenized in a thread, so that the streams of others do not wait for them.
+INLINE_CHARACTERS = 4096
+NO_NAMES: Mapping[str, str] = {}
+
+
+# --- requests, read ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """text: what `echo` shows; "" when nobody will."""
+
+    ids: list[int]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer shows of its tokens. Counts of logprobs are -1 for none."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    stop_ids: frozenset[int] = frozenset()  # those the client named; eos ids are not among them
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    prompt_logprobs: bool = False  # in a field of their own, beside what is echoed
+    prompt_logprobs_start: int = 0
+    echo: bool = False
+    drop_output: bool = False  # max_tokens 0: a token is made, nobody sees it
+    token_ids: bool = False
+    tokens_as_ids: bool = False  # "token_id:7" in logprobs, in place of its text
+    text_in_logprobs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceAsk:
+    """One generation: `n` and batches are several."""
+
+    index: int
+    prompt_idx: int  # choices of one prompt share it
+    request_id: str
+    prompt: Prompt
+    sampling: wire.SamplingParams
+    shown: Shown
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All choices of one HTTP request, in the order of their indices."""
+
+    request_id: str
+    choices: list[ChoiceAsk]
+    stream: bool = False
+    stream_interval: int = 1
+    include_usage: bool = False
+    continuous_usage: bool = False
+    cache_salt: str = ""
+
+
+# --- the model being served ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request that says nothing gets."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class ServedModel:
+    """What reading a request needs to know of the model."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: ServeConfig,
+        model_config: ModelConfig,
+        workers_context_length: Callable[[], int],
+    ) -> None:
+        """workers_context_length: 0 while no worker was seen."""
+        self.tokenizer = tokenizer
+        self.config = config
+        self.name = config.model_name
+        self.vocab_size = model_config.vocab_size
+        eos = [*model_config.eos_token_ids]
+        if tokenizer.eos_id is not None:
+            eos.append(tokenizer.eos_id)
+        self.eos_ids = tuple(dict.fromkeys(eos))
+        self.defaults = (
+            _defaults_of_model(config, model_config)
+            if config.sampling_defaults == "model"
+            else SamplingDefaults()
+        )
+        self._own_context_length = model_config.max_position_embeddings
+        self._workers_context_length = workers_context_length
+
+    def context_length(self) -> int:
+        """Most tokens of one request, prompt and output."""
+        length = self._workers_context_length() or self._own_context_length
+        return min(length, self.config.context_length or length)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text; a long one is tokenized beside the event loop."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.tokenizer.encode, text, add_special_tokens)
+
+
+def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> SamplingDefaults:
+    """generation_config.json's; greedy is asked by temperature 0, never by do_sample."""
+    file = config.model_path / "generation_config.json"
+    found: Any = {}
+    if file.exists():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
+    given = {
+        "temperature": model_config.default_temperature,
+        "top_p": model_config.default_top_p,
+        "top_k": model_config.default_top_k,
+        "min_p": found.get("min_p"),
+        "repetition_penalty": found.get("repetition_penalty"),
+    }
+    return SamplingDefaults(**{name: value for name, value in given.items() if value is not None})
+
+
+# --- fields both APIs have ------------------------------------------------------------------------
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling as both APIs spell it; null is as good as absent, unknown fields are ignored."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    stream_interval: int | None = None
+    # Not served: each would change the answer, so each is refused by its name.
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+
+
+REFUSED_BY_BOTH = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
+
+
+def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The struct in a body. Raises ApiError naming the field at fault."""
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise from_decode_error(error) from error
+    except UnicodeDecodeError as error:
+        raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
+
+
+def refuse(fields: msgspec.Struct, names: Sequence[str]) -> None:
+    """Raises ApiError for the first of the fields that holds anything."""
+    for name in names:
+        if getattr(fields, name) not in (None, False, "", [], {}):
+            raise not_served(name)
+
+
+def sampling_of(
+    fields: SamplingFields,
+    model: ServedModel,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    num_top_logprobs: int,
+    prompt_logprobs_start: int,
+    names: Mapping[str, str] = NO_NAMES,
+) -> wire.SamplingParams:
+    """Checked parameters, but for what depends on prompt and choice: max_new_tokens and seed.
+
+    names: what this API calls a field that has another name here. Raises ApiError.
+    """
+    refuse(fields, REFUSED_BY_BOTH)
+    top_k = _or(fields.top_k, defaults.top_k)
+    min_tokens = _or(min_tokens, 0)
+    sampling = wire.SamplingParams(
+        max_new_tokens=0,
+        temperature=_in("temperature", _or(fields.temperature, defaults.temperature), 0.0, None),
+        top_k=0 if top_k == -1 else _in("top_k", top_k, 0, None, "-1 (all), or"),
+        top_p=_in("top_p", _or(fields.top_p, defaults.top_p), 0.0, 1.0, open_low=True),
+        min_p=_in("min_p", _or(fields.min_p, defaults.min_p), 0.0, 1.0),
+        frequency_penalty=_in("frequency_penalty", _or(fields.frequency_penalty, 0.0), -2.0, 2.0),
+        presence_penalty=_in("presence_penalty", _or(fields.presence_penalty, 0.0), -2.0, 2.0),
+        repetition_penalty=_in(
+            "repetition_penalty",
+            _or(fields.repetition_penalty, defaults.repetition_penalty),
+            0.0,
+            None,
+            open_low=True,
+        ),
+        logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
+        stop_token_ids=_stop_token_ids(fields, model),
+        min_tokens=_in(names.get("min_tokens", "min_tokens"), min_tokens, 0, None),
+        num_top_logprobs=num_top_logprobs,
+        prompt_logprobs_start=prompt_logprobs_start,
+    )
+    if max_tokens is not None and min_tokens > max_tokens:
+        name = names.get("min_tokens", "min_tokens")
+        raise bad_field(name, f"{min_tokens} is more than the most tokens asked, {max_tokens}")
+    return sampling
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    """Stop strings, checked."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOP_STRINGS:
+        raise bad_field("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+    if "" in stops:
+        raise bad_field("stop", "a stop string must not be empty")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise bad_field("stop", f"at most {MAX_STOP_CHARACTERS} characters, got {longest}")
+    return stops
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises ApiError when the request names another model. None and "" mean the one served."""
+    if name and name != model.name:
+        message = f"the model {name!r} does not exist; this server has {model.name!r}"
+        raise ApiError(400, f"model: {message}", "model", "model_not_found")
+
+
+def num_choices(n: int | None) -> int:
+    return _in("n", _or(n, 1), 1, MAX_CHOICES)
+
+
+def interval_of(asked: int | None, config: ServeConfig) -> int:
+    """Tokens a piece of a stream has, after the first."""
+    return config.stream_interval if asked is None else _in("stream_interval", asked, 1, None)
+
+
+def check_logprobs(name: str, count: int | None) -> int:
+    """A count of top logprobs; None is -1."""
+    return -1 if count is None else _in(name, count, 0, wire.NUM_TOP_LOGPROBS)
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not ids:
+        raise bad_field(name, "must have at least one token")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+
+
+def seed_of(seed: int | None, choice: int) -> int:
+    """Choices of one request differ: seed + choice, or 63 random bits each."""
+    if seed is None:
+        return secrets.randbits(63)
+    return (seed + choice) & ((1 << 63) - 1)
+
+
+def request_id_of(asked: str | None, header: str | None, prefix: str) -> str:
+    """`rid` of the body, else X-Request-Id, else one of our own."""
+    if asked is not None and not 1 <= len(asked) <= MAX_REQUEST_ID:
+        raise bad_field("rid", f"1 to {MAX_REQUEST_ID} characters, got {len(asked)}")
+    if asked is not None:
+        return asked
+    return (header or "")[:MAX_REQUEST_ID] or f"{prefix}{secrets.token_hex(16)}"
+
+
+def fit_tokens(
+    num_prompt: int,
+    asked: int | None,
+    default: int | None,
+    context_length: int,
+    prompt_name: str,
+    max_name: str,
+) -> int:
+    """max_new_tokens of one prompt. default: None takes all that is left of the context.
+
+    Raises ApiError (code context_length_exceeded) naming both numbers.
+    """
+    left = context_length - num_prompt
+    if left < 1:
+        raise bad_field(
+            prompt_name,
+            f"the prompt has {num_prompt} tokens; the context length is {context_length} tokens, "
+            "prompt and output together",
+            "context_length_exceeded",
+        )
+    if asked is None:
+        return left if default is None else min(default, left)
+    if asked > left:
+        raise bad_field(
+            max_name,
+            f"{asked} tokens after a prompt of {num_prompt} make {num_prompt + asked}; the context "
+            f"length is {context_length} tokens",
+            "context_length_exceeded",
+        )
+    return asked
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def _or[T](value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _in[N: (int, float)](
+    name: str, value: N, low: float, high: float | None, but: str = "", open_low: bool = False
+) -> N:
+    """The value, if it is in range. Counts must also fit the wire's 32 bits."""
+    too_low = value <= low if open_low else value < low
+    if not too_low and (high is None or value <= high) and abs(value) < 1 << 31:
+        return value
+    most = f" and at most {high:g}" if high is not None else ""
+    least = f"above {low:g}" if open_low else f"at least {low:g}"
+    raise bad_field(name, f"must be {but + ' ' if but else ''}{least}{most}, got {value}")
+
+
+def _logit_bias(bias: dict[int, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not bias:
+        return ()
+    if len(bias) > wire.MAX_LOGIT_BIAS:
+        raise bad_field("logit_bias", f"at most {wire.MAX_LOGIT_BIAS} entries, got {len(bias)}")
+    check_token_ids("logit_bias", list(bias), vocab_size)
+    for token_id, value in bias.items():
+        if not -100 <= value <= 100:
+            raise bad_field("logit_bias", f"must be -100 to 100, got {value} for token {token_id}")
+    return tuple(bias.items())
+
+
+def _stop_token_ids(fields: SamplingFields, model: ServedModel) -> tuple[int, ...]:
+    ids = fields.stop_token_ids or []
+    if ids:
+        check_token_ids("stop_token_ids", ids, model.vocab_size)
+    eos = () if fields.ignore_eos else model.eos_ids
+    merged = tuple(dict.fromkeys([*eos, *ids]))
+    if len(merged) > wire.MAX_STOP_IDS:
+        most = wire.MAX_STOP_IDS - len(eos)
+        raise bad_field("stop_token_ids", f"at most {most} beside the model's own, got {len(ids)}")
+    return merged

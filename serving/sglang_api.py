@@ -1,0 +1,327 @@
+"""SGLang's own POST /generate: reads requests, and spells answers whole or as cumulative events.
+
+Field names and meanings: SGLang's documentation of its native API and sampling parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from serving.choice import Choice, Entry, Piece
+from serving.errors import bad_field, not_served
+from serving.openai_answers import DONE, event
+from serving.protocol import (
+    ChoiceAsk,
+    Prompt,
+    Request,
+    SamplingDefaults,
+    SamplingFields,
+    ServedModel,
+    Shown,
+    check_logprobs,
+    check_token_ids,
+    fit_tokens,
+    interval_of,
+    num_choices,
+    read_json,
+    refuse,
+    request_id_of,
+    sampling_of,
+    seed_of,
+    stops_of,
+)
+from serving.tokenizer import Tokenizer
+from transfer.clock import Clock
+
+DEFAULT_NEW_TOKENS = 128
+NAMES = {"min_tokens": "min_new_tokens"}
+
+
+class GenerateSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of one prompt."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+    spaces_between_special_tokens: bool | None = None
+
+
+class GenerateFields(msgspec.Struct, kw_only=True):
+    """POST /generate. What may be a list has then one entry a prompt."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: GenerateSampling | list[GenerateSampling] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: str | list[str] | None = None
+    cache_salt: str | None = None
+    # Not served.
+    input_embeds: Any = None
+    image_data: Any = None
+    audio_data: Any = None
+    video_data: Any = None
+    token_ids_logprob: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
+    session_params: Any = None
+
+
+REFUSED = (
+    "input_embeds",
+    "image_data",
+    "audio_data",
+    "video_data",
+    "token_ids_logprob",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "session_params",
+)
+
+_generates = msgspec.json.Decoder(GenerateFields)
+
+
+def read_generate(body: bytes) -> GenerateFields:
+    """The body's fields, those checked that need no model. Raises ApiError."""
+    fields = read_json(_generates, body)
+    refuse(fields, REFUSED)
+    if (fields.text is None) == (fields.input_ids is None):
+        raise bad_field("text", "expected exactly one of text and input_ids")
+    return fields
+
+
+class GenerateReader:
+    """One /generate request on its way to a `Request`."""
+
+    def __init__(self, fields: GenerateFields, model: ServedModel) -> None:
+        """Raises ApiError for what is wrong in any field."""
+        self._fields = fields
+        self._model = model
+        self._prompts, self.is_batch = _prompts_of(fields, model.vocab_size)
+        num_prompts = len(self._prompts)
+        self._params = _each("sampling_params", fields.sampling_params, num_prompts)
+        returns = _each("return_logprob", fields.return_logprob, num_prompts)
+        starts = _each("logprob_start_len", fields.logprob_start_len, num_prompts)
+        tops = _each("top_logprobs_num", fields.top_logprobs_num, num_prompts)
+        self._rids = _each("rid", fields.rid, num_prompts)
+        self._n = {num_choices(params.n if params else None) for params in self._params}
+        if len(self._n) > 1:
+            raise bad_field("n", "must be the same for all prompts of a batch")
+        self._shown = [
+            _shown(params or GenerateSampling(), bool(wanted), start, top, fields)
+            for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
+        ]
+        self._sampling = [
+            self._sampling_of(params or GenerateSampling(), shown)
+            for params, shown in zip(self._params, self._shown, strict=True)
+        ]
+
+    def _sampling_of(self, params: GenerateSampling, shown: Shown) -> Any:
+        max_new = params.max_new_tokens
+        if max_new is not None and max_new < 1:
+            raise bad_field("max_new_tokens", f"must be at least 1, got {max_new}")
+        if params.spaces_between_special_tokens is False:
+            raise not_served("spaces_between_special_tokens")
+        return sampling_of(
+            params,
+            self._model,
+            SamplingDefaults(),
+            max_tokens=max_new,
+            min_tokens=params.min_new_tokens,
+            num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
+            prompt_logprobs_start=(
+                shown.prompt_logprobs_start if shown.num_prompt_logprobs >= 0 else -1
+            ),
+            names=NAMES,
+        )
+
+    async def finish(self, request_id: str | None) -> Request:
+        """Tokenizes. Raises ApiError when a prompt does not fit."""
+        fields, model = self._fields, self._model
+        n = next(iter(self._n))
+        choices: list[ChoiceAsk] = []
+        whole_id = request_id_of(None, request_id, "")
+        for prompt_idx, given in enumerate(self._prompts):
+            ids = await model.encode(given, True) if isinstance(given, str) else given
+            params = self._params[prompt_idx] or GenerateSampling()
+            name = "text" if fields.text is not None else "input_ids"
+            max_new = fit_tokens(
+                len(ids),
+                params.max_new_tokens,
+                DEFAULT_NEW_TOKENS,
+                model.context_length(),
+                name,
+                "max_new_tokens",
+            )
+            own_id = request_id_of(self._rids[prompt_idx], None, "")
+            if self._rids[prompt_idx] is None and not self.is_batch:
+                own_id = whole_id
+            for choice in range(n):
+                sampling = msgspec.structs.replace(
+                    self._sampling[prompt_idx],
+                    max_new_tokens=max_new,
+                    seed=seed_of(params.sampling_seed, choice),
+                )
+                index = prompt_idx * n + choice
+                shown = self._shown[prompt_idx]
+                choices.append(ChoiceAsk(index, prompt_idx, own_id, Prompt(ids), sampling, shown))
+        self.is_batch = self.is_batch or n > 1
+        interval = next((p.stream_interval for p in self._params if p), None)
+        return Request(
+            choices[0].request_id,
+            choices,
+            stream=bool(fields.stream),
+            stream_interval=interval_of(interval, model.config),
+            cache_salt=fields.cache_salt or "",
+        )
+
+
+def _prompts_of(fields: GenerateFields, vocab_size: int) -> tuple[Sequence[str | list[int]], bool]:
+    """The prompts, and whether they came as a batch."""
+    if fields.text is not None:
+        texts = [fields.text] if isinstance(fields.text, str) else fields.text
+        if not texts or "" in texts:
+            raise bad_field("text", "must not be empty")
+        return texts, not isinstance(fields.text, str)
+    given = fields.input_ids or []
+    flat = [item for item in given if isinstance(item, int)]
+    if flat and len(flat) < len(given):
+        raise bad_field("input_ids", "must be token ids, or lists of them, not both")
+    lists = [flat] if flat else [item for item in given if not isinstance(item, int)]
+    if not lists:
+        raise bad_field("input_ids", "must not be empty")
+    for ids in lists:
+        check_token_ids("input_ids", ids, vocab_size)
+    return lists, not flat
+
+
+def _each[T](name: str, value: T | list[T] | None, count: int) -> list[T | None]:
+    """One value a prompt, of a field that may be a list."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise bad_field(name, f"expected one entry for each of {count} prompts, got {len(value)}")
+    return list(value)
+
+
+def _shown(
+    params: GenerateSampling,
+    wanted: bool,
+    start: int | None,
+    top: int | None,
+    fields: GenerateFields,
+) -> Shown:
+    num_logprobs = check_logprobs("top_logprobs_num", top or 0) if wanted else -1
+    if start is not None and start < -1:
+        raise bad_field("logprob_start_len", f"must be at least -1, got {start}")
+    of_prompt = wanted and start is not None and start >= 0
+    return Shown(
+        stops=stops_of(params.stop),
+        include_stop=bool(params.no_stop_trim),
+        skip_special_tokens=params.skip_special_tokens is not False,
+        stop_ids=frozenset(params.stop_token_ids or ()),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_logprobs if of_prompt else -1,
+        prompt_logprobs_start=start if of_prompt and start is not None else 0,
+        token_ids=True,
+        text_in_logprobs=bool(fields.return_text_in_logprobs),
+    )
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class GenerateAnswer:
+    """Spells the answer; events repeat all text and ids so far (serving.stream.Events)."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, is_batch: bool, arrival_s: float, clock: Clock
+    ) -> None:
+        """is_batch: the answer is a list, and events carry an index. arrival_s: unix seconds."""
+        self._tokenizer = tokenizer
+        self._is_batch = is_batch
+        self._arrival_s = arrival_s
+        self._clock = clock
+        self._so_far: dict[int, Piece] = {}
+
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The body of an answer that is not streamed: an object, or a list of a batch's."""
+        items = [self._item(choice, choice.drain()) for choice in choices]
+        return orjson.dumps(items if self._is_batch else items[0])
+
+    def opening(self, choice: Choice) -> bytes:
+        return b""
+
+    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        return None
+
+    def piece(self, choice: Choice, piece: Piece) -> bytes:
+        so_far = self._so_far.setdefault(choice.ask.index, Piece())
+        so_far.text += piece.text
+        so_far.ids += piece.ids
+        so_far.entries += piece.entries
+        item = self._item(choice, so_far)
+        return event({"index": choice.ask.index, **item} if self._is_batch else item)
+
+    def finish(self, choice: Choice, rest: Piece) -> bytes:
+        return self.piece(choice, rest)
+
+    def closing(self, choices: Sequence[Choice]) -> bytes:
+        return DONE
+
+    def _item(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        return {
+            "text": piece.text,
+            "output_ids": piece.ids,
+            "meta_info": self._meta_info(choice, piece),
+        }
+
+    def _meta_info(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        shown = choice.ask.shown
+        meta: dict[str, Any] = {
+            "id": choice.ask.request_id,
+            "finish_reason": _finish_reason(choice),
+            "prompt_tokens": len(choice.ask.prompt.ids),
+            "completion_tokens": choice.num_tokens,
+            "cached_tokens": choice.cached_tokens,
+            "e2e_latency": self._clock.now_s() - self._arrival_s,
+        }
+        if shown.num_logprobs >= 0:
+            meta["input_token_logprobs"] = self._tokens(choice, choice.prompt_entries)
+            meta["output_token_logprobs"] = self._tokens(choice, piece.entries)
+            if shown.num_logprobs > 0:
+                meta["input_top_logprobs"] = self._tops(choice, choice.prompt_entries)
+                meta["output_top_logprobs"] = self._tops(choice, piece.entries)
+        return meta
+
+    def _tokens(self, choice: Choice, entries: Sequence[Entry]) -> list[list[Any]]:
+        return [[e.logprob, e.token_id, self._text(choice, e.token_id)] for e in entries]
+
+    def _tops(self, choice: Choice, entries: Sequence[Entry]) -> list[list[list[Any]] | None]:
+        return [
+            [[value, token_id, self._text(choice, token_id)] for token_id, value in entry.top]
+            or None
+            for entry in entries
+        ]
+
+    def _text(self, choice: Choice, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if choice.ask.shown.text_in_logprobs else None
+
+
+def _finish_reason(choice: Choice) -> dict[str, Any] | None:
+    reason = choice.finish_reason
+    if reason is None:
+        return None
+    if reason == "stop":
+        matched = choice.last_id if choice.matched is None else choice.matched
+        return {"type": "stop", "matched": matched}
+    if reason == "length":
+        return {"type": "length", "length": choice.ask.sampling.max_new_tokens}
+    return {"type": "abort", "message": "aborted"}
