@@ -154,9 +154,9 @@ class Dispatcher:
         """The cluster as last told by the registry."""
         return self._membership.members
 
-    def open_workers(self) -> set[Key]:
-        """(id, epoch) of the workers whose streams are open."""
-        return {link.key for link in self._membership.open_links()}
+    def open_workers(self) -> dict[Key, float]:
+        """(id, epoch) of the workers whose streams are open -> monotonic time of the last word."""
+        return {link.key: link.heard_s for link in self._membership.open_links()}
 
     async def server_info(self) -> dict[str, Any]:
         """What /get_server_info shows; asks every worker. One that does not answer says why."""
@@ -164,7 +164,7 @@ class Dispatcher:
         workers = [
             {"worker_id": link.worker_id, "error": str(answer)}
             if isinstance(answer, RpcError)
-            else msgspec.to_builtins(msgspec.structs.asdict(answer))
+            else msgspec.structs.asdict(answer) | {"load": msgspec.structs.asdict(answer.load)}
             for link, answer in answers
         ]
         return {

@@ -1,10 +1,11 @@
 """One incarnation of a worker as this process sees it: its reply stream, and what is sent to it."""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from serving.router import Key, key_of
@@ -57,6 +58,7 @@ class Context:
     clock: Clock
     timers: Timers
     owner: LinkOwner
+    stream_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
 class WorkerLink:
@@ -74,8 +76,7 @@ class WorkerLink:
         self.api_id = ""
         self._context = context
         self._client = RpcClient(member.info.address, context.security)
-        self._heard_s = 0.0
-        self._streams = 0
+        self.heard_s = 0.0  # monotonic, when the worker last said something
         self._retired = False
         self._attempt: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -119,7 +120,7 @@ class WorkerLink:
 
     def check_silence(self, now_s: float) -> None:
         """Give the stream up when nothing came for too long: killed peers break it, hung do not."""
-        if self._attempt is not None and now_s - self._heard_s > SILENCE_S:
+        if self._attempt is not None and now_s - self.heard_s > SILENCE_S:
             self._attempt.cancel()
 
     async def info(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.WorkerState:
@@ -133,7 +134,7 @@ class WorkerLink:
     async def _keep_reading(self) -> None:
         delay_s = _REOPEN_FIRST_S
         while True:
-            self._heard_s = self._context.clock.monotonic_s()
+            self.heard_s = self._context.clock.monotonic_s()
             self._attempt = asyncio.create_task(self._read())
             await asyncio.wait([self._attempt])
             message = self._end_of(self._attempt)
@@ -149,8 +150,7 @@ class WorkerLink:
     async def _read(self) -> None:
         """One stream from hello to its end. Raises RpcError."""
         context = self._context
-        self._streams += 1
-        self.api_id = f"{context.api_id}.{self._streams}"
+        self.api_id = f"{context.api_id}.{next(context.stream_numbers)}"
         stream = self._client.stream("Subscribe", wire.Subscribe(self.api_id), wire.StepBatch)
         # Left early, its call must end now and not when the garbage collector comes by.
         async with aclosing(cast(AsyncGenerator[wire.StepBatch, None], stream)) as batches:
@@ -158,7 +158,7 @@ class WorkerLink:
                 if (batch.worker_id, batch.epoch) != self.key:
                     self._reject(batch)
                     continue
-                self._heard_s = context.clock.monotonic_s()
+                self.heard_s = context.clock.monotonic_s()
                 if not self.open:
                     self.open = True
                     logger.info("worker %s is open", self.worker_id)

@@ -52,6 +52,10 @@ class FakeRegistry:
         self.members.pop(worker_id, None)
         self.push()
 
+    def revise(self, revision: int) -> None:
+        """Count from there, as a registry that was started anew does."""
+        self._revision = revision - 1
+
     def push(self) -> None:
         self._revision += 1
         for queue in self._watchers:
@@ -222,6 +226,11 @@ class FakeWorker:
         for queue in self._streams.values():
             queue.put_nowait(batch)
 
+    def sign_of_life(self) -> None:
+        """An empty batch to every stream, as idle workers send every half second."""
+        for queue in self._streams.values():
+            queue.put_nowait(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0))
+
     def step(self) -> int:
         """One step: a token for each room that can have one. Returns how many."""
         if self.silent or not self.alive:
@@ -294,7 +303,9 @@ class FakeWorker:
             if self.refusals:
                 refused.append(wire.Refusal(submit.room, self.refusals.popleft(), "told to refuse"))
                 continue
-            assert submit.api_id in self._streams, f"{submit.api_id} has no stream here"
+            if submit.api_id not in self._streams:
+                refused.append(wire.Refusal(submit.room, Code.STALE, "no reply stream"))
+                continue
             tokens = wire.unpack_i32(submit.token_ids).tolist()
             self.rooms[submit.room] = FakeRoom(submit, tokens, ready=False)
         self.cluster.wake()

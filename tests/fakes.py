@@ -103,8 +103,8 @@ class FakeCluster:
         settings = {"model_path": Path("fake"), "registry_address": self.registry.address}
         return ServeConfig(**{**settings, **changes})
 
-    async def dispatcher(self, **changes: Any) -> Dispatcher:
-        """A started dispatcher that sees every worker; stopped with the cluster."""
+    async def dispatcher(self, *, wait: bool = True, **changes: Any) -> Dispatcher:
+        """A started dispatcher, stopped with the cluster; wait: until it sees every worker."""
         dispatcher = Dispatcher(
             self.config(**changes),
             self.security,
@@ -113,13 +113,36 @@ class FakeCluster:
         )
         self._dispatchers.append(dispatcher)
         await dispatcher.start()
-        await until(lambda: self.sees_all(dispatcher))
+        if wait:
+            await until(lambda: self.sees_all(dispatcher))
         return dispatcher
+
+    async def pass_time(self, seconds: float) -> None:
+        """Advance the manual clock by halves of a second, in each of which every worker that
+        neither is dead nor hangs gives a sign of life."""
+        assert isinstance(self.clock, ManualClock)
+        assert self.timers is not None
+        while seconds > 0:
+            for worker in self.workers:
+                worker.sign_of_life()
+            await until(self._all_heard)
+            self.timers.advance(min(seconds, 0.5))
+            seconds -= 0.5
+
+    def _all_heard(self) -> bool:
+        now_s = self.clock.monotonic_s()
+        silent = {worker.worker_id for worker in self.workers if worker.silent}
+        return all(
+            heard_s == now_s
+            for dispatcher in self._dispatchers
+            for (worker_id, _), heard_s in dispatcher.open_workers().items()
+            if worker_id not in silent
+        )
 
     def sees_all(self, dispatcher: Dispatcher) -> bool:
         """Whether it takes every worker that is alive for work."""
         alive = {(worker.worker_id, worker.epoch) for worker in self.workers if worker.alive}
-        return dispatcher.open_workers() == alive
+        return set(dispatcher.open_workers()) == alive
 
     def spec(
         self,

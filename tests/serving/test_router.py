@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from serving.router import ACKNOWLEDGED_AFTER_S, Router, key_of
+from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Router, key_of
 from transfer import wire
 
 
@@ -30,8 +30,15 @@ P = member("p", "prefill")
 D = member("d")
 
 
+def pick(router: Router, prefills, decodes, num_tokens, now_s, avoid=frozenset()) -> Pair:
+    """A pair, where one must be found."""
+    pair = router.pick(prefills, decodes, num_tokens, now_s, avoid)
+    assert pair is not None
+    return pair
+
+
 def picked_prefills(router: Router, prefills, num_picks: int, now_s: float = 0.0, tokens: int = 10):
-    pairs = [router.pick(prefills, [D], tokens, now_s) for _ in range(num_picks)]
+    pairs = [pick(router, prefills, [D], tokens, now_s) for _ in range(num_picks)]
     return [pair.prefill.info.worker_id for pair in pairs]
 
 
@@ -58,7 +65,7 @@ def test_equal_workers_take_turns():
     router = Router("least_load")
     picked = []
     for _ in range(6):
-        pair = router.pick(prefills, [D], 10, 0.0)
+        pair = pick(router, prefills, [D], 10, 0.0)
         router.ended(pair)
         picked.append(pair.prefill.info.worker_id)
     assert picked == ["a", "b", "c", "a", "b", "c"]
@@ -74,7 +81,7 @@ def test_equal_workers_take_turns():
 )
 def test_least_load_looks_at_what_decode_runs_out_of(worse, better):
     decodes = [member("a", **worse), member("b", **better)]
-    pair = Router("least_load").pick([P], decodes, 1, 0.0)
+    pair = pick(Router("least_load"), [P], decodes, 1, 0.0)
     assert pair.decode.info.worker_id == "b"
 
 
@@ -101,13 +108,13 @@ def test_power_of_two_never_takes_the_worst_of_all():
 def test_workers_to_avoid_are_taken_only_when_there_is_no_other():
     prefills = [member("a", "prefill"), member("b", "prefill", queued_tokens=500)]
     router = Router("least_load")
-    pair = router.pick(prefills, [D], 1, 0.0, frozenset({"a", "d"}))
+    pair = pick(router, prefills, [D], 1, 0.0, frozenset({"a", "d"}))
     assert (pair.prefill.info.worker_id, pair.decode.info.worker_id) == ("b", "d")
 
 
 def test_charges_end_with_the_request_or_when_reports_must_show_them():
     router = Router("least_load")
-    pair, other = (router.pick([P], [D], 7, 0.0) for _ in range(2))
+    pair, other = (pick(router, [P], [D], 7, 0.0) for _ in range(2))
     router.prefilled(pair)
     router.prefilled(pair)
     assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 2)
@@ -122,7 +129,7 @@ def test_charges_end_with_the_request_or_when_reports_must_show_them():
 
 def test_a_forgotten_worker_is_not_discharged_again():
     router = Router("least_load")
-    pair = router.pick([P], [D], 7, 0.0)
+    pair = pick(router, [P], [D], 7, 0.0)
     router.forget(key_of(D))
     router.ended(pair)
     assert router.charged_requests(key_of(D)) == 0
