@@ -69,12 +69,18 @@ class FakeCluster:
 
     def __post_init__(self) -> None:
         self.registry = FakeRegistry(self.security)
-        self.timers = ManualTimers(self.clock) if isinstance(self.clock, ManualClock) else None
+        self._timers = ManualTimers(self.clock) if isinstance(self.clock, ManualClock) else None
         self._work = asyncio.Event()
         self._stepper: asyncio.Task[None] | None = None
         self._dispatchers: list[Dispatcher] = []
         self.prefill = [FakeWorker(self, "prefill", f"prefill-{i}") for i in range(self.prefills)]
         self.decode = [FakeWorker(self, "decode", f"decode-{i}") for i in range(self.decodes)]
+
+    @property
+    def timers(self) -> ManualTimers:
+        """What goes off when a test moves the manual clock."""
+        assert self._timers is not None, "this cluster runs on the machine's clock"
+        return self._timers
 
     @property
     def workers(self) -> list[FakeWorker]:
@@ -109,7 +115,7 @@ class FakeCluster:
             self.config(**changes),
             self.security,
             self.clock,
-            timers=self.timers,
+            timers=self._timers,
         )
         self._dispatchers.append(dispatcher)
         await dispatcher.start()
@@ -120,8 +126,6 @@ class FakeCluster:
     async def pass_time(self, seconds: float) -> None:
         """Advance the manual clock by halves of a second, in each of which every worker that
         neither is dead nor hangs gives a sign of life."""
-        assert isinstance(self.clock, ManualClock)
-        assert self.timers is not None
         while seconds > 0:
             for worker in self.workers:
                 worker.sign_of_life()

@@ -1,6 +1,7 @@
 """One generation's tokens: in order, once, whatever order the rows come in."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -87,12 +88,13 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
     gen = generation(prompt_logprobs_start=0)
     first = gen.submit_message("api.1")
     assert wire.unpack_i32(first.token_ids).tolist() == [1, 2, 3]
-    assert not gen.first_token_here
     gen.prefilled = True
+    before = gen.first_token_here
     accept(gen, 0)
-    assert gen.first_token_here
+    assert (before, gen.first_token_here) == (False, True)
     accept(gen, 3)
     gen.leave_attempt()
+    assert gen.room == 0
     gen.begin_attempt(78, Pair(member("p", "prefill"), member("e"), 4, 0.0))
     second = gen.submit_message("api.2")
     assert (second.room, second.decode.worker_id, second.api_id) == (78, "e", "api.2")
@@ -107,7 +109,7 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
 
 
 def batch(**arrays: bytes) -> wire.StepBatch:
-    rows = {
+    rows: dict[str, Any] = {
         "rooms": wire.pack_i64([5, 6]),
         "token_ids": wire.pack_i32([50, 60]),
         "token_idx": wire.pack_i32([0, 4]),

@@ -146,9 +146,9 @@ async def test_the_real_registry_tells_of_workers_as_they_register():
         leases = []
         for worker in cluster.workers:
             client = RegistryClient(f"127.0.0.1:{port}", cluster.security, SYSTEM_CLOCK)
-            lease = client.run_worker(worker.info(), worker.epoch, lambda: (wire.Load(), False))
             clients.append(client)
-            leases.append(asyncio.create_task(lease))
+            run = client.run_worker(worker.info(), worker.epoch, lambda: (wire.Load(), False))
+            leases.append(asyncio.create_task(run))
         await until(dispatcher.cluster_ready)
         spec, sink = cluster.spec(), RecordingSink()
         dispatcher.submit(spec, sink)

@@ -43,7 +43,7 @@ async def test_a_preempted_request_goes_on_with_its_tokens_and_spends_no_retry()
             await running(cluster, sink, num_tokens)
             room = generation.room
             cluster.decode[0].preempt(room)
-            await until(lambda room=room: generation.room not in (0, room))
+            await until(lambda: generation.room not in (0, room))  # noqa: B023
             await cluster.submitted(1)
             submit = cluster.prefill[0].rooms[generation.room].submit
             assert submit.num_generated == len(sink.token_ids)
