@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from serving.answer import WholeAnswer
-from serving.conversation import PromptFields, messages_of, render
+from serving.conversation import messages_of, render
 from serving.errors import ApiError, bad_field
 from serving.front import Front, read_body
 from serving.metrics import CONTENT_TYPE
@@ -27,12 +27,21 @@ from serving.protocol import (
 from transfer import wire
 
 
-class TokenizeFields(PromptFields, kw_only=True):
+class TokenizeFields(msgspec.Struct, kw_only=True):
     """POST /tokenize: a prompt, several, or a conversation."""
 
     prompt: str | list[str] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeFields(msgspec.Struct):

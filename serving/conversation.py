@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import msgspec
+from typing import Any, Protocol
 
 from serving.errors import ApiError, bad_field
 from serving.protocol import ServedModel
@@ -16,21 +14,20 @@ RESERVED_KWARGS = frozenset(
 )
 
 
-class PromptFields(msgspec.Struct, kw_only=True):
-    """What makes the prompt of a conversation."""
+class ConversationFields(Protocol):
+    """What makes the prompt of a conversation, as chat and tokenize requests have it."""
 
-    model: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
+    documents: list[dict[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
 
 
-def messages_of(fields: PromptFields) -> list[dict[str, Any]]:
+def messages_of(fields: ConversationFields) -> list[dict[str, Any]]:
     """The messages as templates expect them. Raises ApiError."""
     if not fields.messages:
         raise bad_field("messages", "must have at least one message")
@@ -42,7 +39,9 @@ def messages_of(fields: PromptFields) -> list[dict[str, Any]]:
     return [_message(message, i) for i, message in enumerate(fields.messages)]
 
 
-def render(model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: PromptFields) -> str:
+def render(
+    model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
+) -> str:
     """The prompt of a conversation. Raises ApiError with the template's own words."""
     kwargs = dict(fields.chat_template_kwargs or {})
     if fields.reasoning_effort is not None:

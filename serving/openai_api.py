@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serving.conversation import PromptFields, messages_of, render
+from serving.conversation import messages_of, render
 from serving.errors import ApiError, bad_field, not_served
 from serving.protocol import (
     ChoiceAsk,
@@ -104,9 +104,17 @@ class CompletionFields(OpenAIFields, kw_only=True):
     suffix: str | None = None
 
 
-class ChatFields(PromptFields, OpenAIFields, kw_only=True):
+class ChatFields(OpenAIFields, kw_only=True):
     """POST /v1/chat/completions."""
 
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
