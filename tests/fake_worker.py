@@ -118,6 +118,8 @@ class FakeWorker:
         self.aborted: list[int] = []  # rooms, as told
         self.submit_calls: list[int] = []  # how many legs each Submit carried
         self.refusals: deque[Code] = deque()  # for the next legs, one each
+        self.gate = asyncio.Event()  # while cleared, calls to Submit do not get through
+        self.gate.set()
         self.draining = False
         self.silent = False  # hung: connected, but says nothing any more
         self.load = wire.Load(pages_total=256, pages_free=256, slots_total=64, slots_free=64)
@@ -297,6 +299,7 @@ class FakeWorker:
     # --- what it serves ---
 
     async def _submit(self, batch: wire.SubmitBatch) -> wire.SubmitReply:
+        await self.gate.wait()
         self.submit_calls.append(len(batch.submits))
         refused = []
         for submit in batch.submits:

@@ -267,7 +267,7 @@ class Chaos:
                 worker.step()
         worker = rng.choice(cluster.workers)
         rooms = sorted(worker.rooms)
-        match rng.choice(["fail", "preempt", "refuse", "hold", "break", "kill", *[""] * 24]):
+        match rng.choice(["fail", *["preempt"] * 4, "refuse", "hold", "break", "kill", *[""] * 24]):
             case "fail" if rooms:
                 worker.fail(rng.choice(rooms), rng.choice([Code.PEER_LOST, Code.STALE]))
             case "preempt":

@@ -1,0 +1,76 @@
+"""What is sent to one worker: in order, together, and never after its stream is gone."""
+
+from collections.abc import Callable
+
+from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
+from tests.serving.test_placement import played
+
+
+def holds(worker: FakeWorker, num_rooms: int) -> Callable[[], bool]:
+    """Whether the worker has that many rooms."""
+    return lambda: len(worker.rooms) == num_rooms
+
+
+async def test_an_abort_does_not_overtake_its_submit():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        slow = cluster.decode[0]
+        slow.gate.clear()
+        generation = dispatcher.submit(cluster.spec(), RecordingSink())
+        room = generation.room
+        await until(lambda: room in cluster.prefill[0].rooms)
+        dispatcher.abort(generation)
+        await until(lambda: cluster.prefill[0].aborted == [room])
+        assert slow.aborted == []
+        slow.gate.set()
+        await until(lambda: slow.aborted == [room])
+        assert slow.submit_calls == [1]
+        assert not slow.rooms
+
+
+async def test_submits_gather_while_one_call_is_under_way():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        slow = cluster.prefill[0]
+        slow.gate.clear()
+        sinks = [RecordingSink() for _ in range(6)]
+        specs = [cluster.spec([n]) for n in range(6)]
+        for count, (spec, sink) in enumerate(zip(specs, sinks, strict=True), 1):
+            dispatcher.submit(spec, sink)
+            await until(holds(cluster.decode[0], count))
+        slow.gate.set()
+        await played(cluster, *sinks)
+        assert slow.submit_calls == [1, 5]
+        assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
+
+
+async def test_what_waits_to_be_sent_to_a_lost_worker_goes_to_another():
+    async with FakeCluster(auto_step=False, decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher()
+        sinks = [RecordingSink() for _ in range(8)]
+        specs = [cluster.spec([n]) for n in range(8)]
+        for worker in cluster.decode:
+            worker.gate.clear()
+        for spec, sink in zip(specs, sinks, strict=True):
+            dispatcher.submit(spec, sink)
+        await until(lambda: len(cluster.prefill[0].rooms) == 8)
+        lost, other = cluster.decode
+        await lost.kill(unlist=True)
+        other.gate.set()
+        await played(cluster, *sinks)
+        assert sum(other.submit_calls) == 8
+        assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
+
+
+async def test_a_broken_stream_is_opened_again_under_another_name():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        sink, spec = RecordingSink(), cluster.spec()
+        generation = dispatcher.submit(spec, sink)
+        await cluster.submitted(1)
+        before = cluster.decode[0].rooms[generation.room].submit.api_id
+        await cluster.decode[0].break_streams()
+        await until(lambda: generation.room in cluster.decode[0].rooms)
+        assert cluster.decode[0].rooms[generation.room].submit.api_id != before
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
