@@ -148,7 +148,7 @@ class Admin:
             raise bad_field("prompt", "expected exactly one of prompt and messages")
         add_special = fields.add_special_tokens
         if fields.messages is not None:
-            messages = messages_of(fields)
+            messages = messages_of(fields, self._model.takes_parts)
             texts = [render(self._model, messages, fields)]
             add_special = add_special is True
         else:

@@ -27,8 +27,11 @@ class ConversationFields(Protocol):
     continue_final_message: bool | None
 
 
-def messages_of(fields: ConversationFields) -> list[dict[str, Any]]:
-    """The messages as templates expect them. Raises ApiError."""
+def messages_of(fields: ConversationFields, takes_parts: bool) -> list[dict[str, Any]]:
+    """The messages, checked, as templates expect them. Raises ApiError.
+
+    takes_parts: the template joins parts of a content itself; else each is one text already.
+    """
     if not fields.messages:
         raise bad_field("messages", "must have at least one message")
     if fields.add_generation_prompt and fields.continue_final_message:
@@ -36,7 +39,12 @@ def messages_of(fields: ConversationFields) -> list[dict[str, Any]]:
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
-    return [_message(message, i) for i, message in enumerate(fields.messages)]
+    return [_message(message, i, takes_parts) for i, message in enumerate(fields.messages)]
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """A content, or its parts, as one text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def render(
@@ -60,52 +68,54 @@ def render(
         raise bad_field("messages", str(error)) from error
 
 
-def _message(message: dict[str, Any], place: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one text, tool arguments as objects."""
+def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str, Any]:
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where}.role: expected a role's name, got {role!r}", "messages")
     content = message.get("content")
+    calls = message.get("tool_calls") or []
     if isinstance(content, list):
-        content = "\n".join(
-            _part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)
-        )
-    elif content is None and message.get("tool_calls"):
+        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        content = parts if takes_parts else text_of(parts)
+    elif content is None and calls:
         content = ""
     elif not isinstance(content, str):
         kind = type(content).__name__ if content is not None else "null"
-        raise ApiError(
-            400, f"{where}.content: expected text, got {kind}", "messages", "invalid_type"
-        )
+        raise _wrong_type(f"{where}.content", f"text, got {kind}")
     message = {**message, "content": content}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
+    if calls:
+        if not isinstance(calls, list):
+            raise _wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
+        message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
     return message
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "input_text"):
         message = f"{where}: this server takes text only, got {kind or type(part).__name__!r}"
         raise ApiError(400, message, "messages", "unsupported_parameter")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise ApiError(400, f"{where}.text: expected text", "messages", "invalid_type")
-    return text
+    if not isinstance(part.get("text"), str):
+        raise _wrong_type(f"{where}.text", "text")
+    return {"type": "text", "text": part["text"]}
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call with its arguments as an object: clients send them as text, templates print JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise ApiError(400, f"{where}.tool_calls: expected functions", "messages", "invalid_type")
+        raise _wrong_type(where, "functions")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            message = f"{where}.tool_calls: arguments of {function.get('name')!r} are no JSON"
-            raise ApiError(400, message, "messages") from error
+            raise _wrong_type(where, f"JSON as arguments of {function.get('name')!r}") from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _wrong_type(where: str, expected: str) -> ApiError:
+    return ApiError(400, f"{where}: expected {expected}", "messages", "invalid_type")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serving.conversation import messages_of, render
+from serving.conversation import messages_of, render, text_of
 from serving.errors import ApiError, bad_field, not_served
 from serving.protocol import (
     ChoiceAsk,
@@ -274,7 +274,7 @@ class ChatReader:
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._n = num_choices(fields.n)
         self._interval = interval_of(fields.stream_interval, model.config)
-        self._messages = messages_of(fields)
+        self._messages = messages_of(fields, model.takes_parts)
 
     async def finish(self, request_id: str | None) -> Request:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
@@ -284,13 +284,14 @@ class ChatReader:
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")
         last = self._messages[-1]
-        shown_text = last["content"] if fields.echo and last["role"] == "assistant" else ""
+        echoes = fields.echo and last["role"] == "assistant"
+        shown_text = text_of(last["content"]) if echoes else ""
         length = model.context_length()
         max_new = fit_tokens(len(ids), self._max_tokens, None, length, "messages", self._max_name)
         return _request(
             fields,
             request_id_of(fields.rid or fields.request_id, request_id, "chatcmpl-"),
-            [Prompt(ids, shown_text or "")],
+            [Prompt(ids, shown_text)],
             self._n,
             self._sampling,
             self._shown,

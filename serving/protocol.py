@@ -16,7 +16,7 @@ import msgspec
 from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, from_decode_error, not_served
-from serving.tokenizer import Tokenizer
+from serving.tokenizer import ChatTemplateError, Tokenizer
 from transfer import wire
 from transfer.errors import ConfigError
 
@@ -122,6 +122,7 @@ class ServedModel:
             if config.sampling_defaults == "model"
             else SamplingDefaults()
         )
+        self.takes_parts = _takes_parts(tokenizer)
         self._own_context_length = model_config.max_position_embeddings
         self._workers_context_length = workers_context_length
 
@@ -136,6 +137,16 @@ class ServedModel:
             return self.tokenizer.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, self.tokenizer.encode, text, add_special_tokens)
+
+
+def _takes_parts(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template joins the parts of a content itself, tried with one part."""
+    probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+    try:
+        text = tokenizer.apply_chat_template(probe)
+    except ChatTemplateError:
+        return False
+    return "probe" in text and "'text'" not in text and '"text"' not in text
 
 
 def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> SamplingDefaults:
@@ -304,11 +315,10 @@ def seed_of(seed: int | None, choice: int) -> int:
 
 def request_id_of(asked: str | None, header: str | None, prefix: str) -> str:
     """`rid` of the body, else X-Request-Id, else one of our own."""
-    if asked is not None and not 1 <= len(asked) <= MAX_REQUEST_ID:
-        raise bad_field("rid", f"1 to {MAX_REQUEST_ID} characters, got {len(asked)}")
-    if asked is not None:
-        return asked
-    return (header or "")[:MAX_REQUEST_ID] or f"{prefix}{secrets.token_hex(16)}"
+    asked = asked or header or f"{prefix}{secrets.token_hex(16)}"
+    if len(asked) > MAX_REQUEST_ID:
+        raise bad_field("rid", f"at most {MAX_REQUEST_ID} characters, got {len(asked)}")
+    return asked
 
 
 def fit_tokens(

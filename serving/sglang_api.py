@@ -147,7 +147,6 @@ class GenerateReader:
         fields, model = self._fields, self._model
         n = next(iter(self._n))
         choices: list[ChoiceAsk] = []
-        whole_id = request_id_of(None, request_id, "")
         for prompt_idx, given in enumerate(self._prompts):
             ids = await model.encode(given, True) if isinstance(given, str) else given
             params = self._params[prompt_idx] or GenerateSampling()
@@ -160,9 +159,9 @@ class GenerateReader:
                 name,
                 "max_new_tokens",
             )
-            own_id = request_id_of(self._rids[prompt_idx], None, "")
-            if self._rids[prompt_idx] is None and not self.is_batch:
-                own_id = whole_id
+            # One header cannot name several prompts.
+            header = None if self.is_batch else request_id
+            own_id = request_id_of(self._rids[prompt_idx], header, "")
             for choice in range(n):
                 sampling = msgspec.structs.replace(
                     self._sampling[prompt_idx],
