@@ -138,8 +138,12 @@ class DecodeEngine:
         kv = self._opened.kv
         shape = (kv.num_layers, 2, bucket, kv.page_size, kv.num_kv_heads, kv.head_dim)
         sharding = pool_sharding(self._model.mesh)
-        index = sharding.addressable_devices_indices_map(shape)
-        devices = sorted(index, key=lambda device: index[device][4].start or 0)
+        starts = {
+            device: index[4].start or 0
+            for device, index in sharding.addressable_devices_indices_map(shape).items()
+            if index is not None
+        }
+        devices = sorted(starts, key=lambda device: starts[device])
         local = [
             jax.device_put(_padded(shard, bucket), device)
             for shard, device in zip(shards, devices, strict=True)

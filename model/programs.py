@@ -37,11 +37,11 @@ class CompileCounter:
         self._armed = False
         jax.config.update("jax_log_compiles", False)
 
-    def _on_event(self, event: str, duration_s: float, **kwargs: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if self._armed and event == _COMPILE_EVENT:
             with self._lock:
                 self.after_ready += 1
-            log.error("compiled after ready (%.3f s): %s", duration_s, kwargs)
+            log.error("compiled after ready (%.3f s): %s", duration_secs, kwargs)
 
 
 @dataclass(frozen=True)

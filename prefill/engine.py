@@ -156,7 +156,7 @@ class PrefillEngine:
             pages[2, page_row:page_end] = np.arange(len(owned), dtype=np.int32) * page_size
             last_rows[idx] = end - 1
             row, page_row = end, page_end
-        return ChunkBatch(*tokens, *pages, np.int32(page_row)), last_rows
+        return _chunk_batch([*tokens, *pages, np.int32(page_row)]), last_rows
 
     def _compile(self, num_pages: int) -> list[Program]:
         """Every program, for a pool of num_pages."""
@@ -225,10 +225,9 @@ class PrefillEngine:
     def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
         seqs, pages = self._buckets.seqs, self._buckets.pages
         i32 = jnp.int32
-        batch = ChunkBatch(
-            *(self._shape((tokens,), i32) for _ in range(4)),
-            *(self._shape((pages,), i32) for _ in range(3)),
-            self._shape((), i32),
+        batch = _chunk_batch(
+            [self._shape((size,), i32) for size in (tokens,) * 4 + (pages,) * 3]
+            + [self._shape((), i32)]
         )
         return (
             batch,
@@ -260,6 +259,11 @@ def _sample_fn(
     last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
 ) -> SampleOut:
     return sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
+
+
+def _chunk_batch(fields: Sequence[Any]) -> ChunkBatch:
+    """The fields in order: host arrays or shapes, which the type does not tell of."""
+    return ChunkBatch._make(fields)
 
 
 def _penalised(params: SamplingParams) -> bool:

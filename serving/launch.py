@@ -3,20 +3,18 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 
-import decode.__main__ as decode_main
-import prefill.__main__ as prefill_main
-from serving import api, convert, registry, up
 from transfer import flags
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str], str], None], str]] = {
-    "up": (up.main, "start prefill, decode and the API on this machine"),
-    "prefill": (prefill_main.main, "start a prefill worker"),
-    "decode": (decode_main.main, "start a decode worker"),
-    "serve": (api.main, "start the HTTP API"),
-    "registry": (registry.main, "start the registry of workers"),
-    "convert": (convert.main, "write a checkpoint as a sharded Orbax checkpoint"),
+COMMANDS = {
+    "up": "start prefill, decode and the API on this machine",
+    "prefill": "start a prefill worker",
+    "decode": "start a decode worker",
+    "serve": "start the HTTP API",
+    "registry": "start the registry of workers",
+    "convert": "write a checkpoint as a sharded Orbax checkpoint",
 }
 
 
@@ -36,12 +34,40 @@ def main() -> None:
         takes = ", ".join([*COMMANDS, "bench", "test"])
         sys.stderr.write(f"kvferry: unknown command {name!r}; it takes {takes}\n")
         raise SystemExit(flags.EXIT_CONFIG)
-    function, _ = COMMANDS[name]
-    flags.run_main(name, lambda: function(argv[1:], f"kvferry {name}"))
+    flags.run_main(name, lambda: _command(name)(argv[1:], f"kvferry {name}"))
+
+
+def _command(name: str) -> Callable[[Sequence[str], str], None]:
+    """What runs it. Imported only here: no command should wait for another's jax."""
+    if name == "up":
+        from decode.config import DecodeConfig
+        from prefill.config import PrefillConfig
+        from serving import up
+
+        return partial(up.main, roles={"prefill": PrefillConfig, "decode": DecodeConfig})
+    if name == "prefill":
+        import prefill.__main__ as prefill_main
+
+        return prefill_main.main
+    if name == "decode":
+        import decode.__main__ as decode_main
+
+        return decode_main.main
+    if name == "serve":
+        from serving import api
+
+        return api.main
+    if name == "registry":
+        from serving import registry
+
+        return registry.main
+    from serving import convert
+
+    return convert.main
 
 
 def _usage() -> str:
-    rows = [(name, what) for name, (_, what) in COMMANDS.items()]
+    rows = [*COMMANDS.items()]
     rows.append(("bench", "run benchmarks: kernels, transfer, serve, compare"))
     rows.append(("test", "run the tests (./kvferry in a clone)"))
     lines = "\n".join(f"  {name:<10}{what}" for name, what in rows)

@@ -21,8 +21,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from decode.config import DecodeConfig
-from prefill.config import PrefillConfig
 from serving import api
 from serving.config import ServeConfig
 from serving.demo import demo_model_path
@@ -39,6 +37,7 @@ MAX_RESTARTS = 5  # of one child
 
 # Flags of `up` without a role in front go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
+_QUEUED = WorkerConfig.max_queued_requests
 _FILLED_IN = ("registry_address", "host", "port", "worker_id")
 
 
@@ -150,35 +149,43 @@ class Supervisor:
         os.close(self._lifeline_write)
 
 
-def main(argv: Sequence[str], prog: str = "kvferry up") -> None:
-    """Start the system, print how to use it, run until Ctrl-C."""
-    args = _parser(prog).parse_args(argv)
+Roles = dict[str, type[WorkerConfig]]
+
+
+def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
+    """Start the system, print how to use it, run until Ctrl-C.
+
+    roles: each role's config type, by the name of its package.
+    """
+    args = _parser(prog, roles).parse_args(argv)
     model_path = args.model_path = Path(args.model_path or demo_model_path())
     # Each process checks its own flags again; here they fail before anything starts.
-    flags.config_from(PrefillConfig, args, "prefill", registry_address="")
-    flags.config_from(DecodeConfig, args, "decode", registry_address="")
+    for role, config in roles.items():
+        _worker_config(config, args, role, "")
     flags.config_from(ServeConfig, args, registry_address="")
     if not model_path.is_dir():
         raise ConfigError(f"--model-path {model_path} is not a folder")
-    for count in ("prefill", "decode"):
+    for count in roles:
         if getattr(args, count) < 1:
             raise ConfigError(f"--{count} must be at least 1, got {getattr(args, count)}")
     api.listen(args.host, args.port).close()
     try:
-        asyncio.run(_run(args))
+        asyncio.run(_run(args, roles))
     except ChildFailed as error:
         sys.stderr.write(f"kvferry up: {error}\n")
         raise SystemExit(flags.EXIT_CONFIG if error.code == flags.EXIT_CONFIG else 1) from error
 
 
-def _parser(prog: str) -> flags.Parser:
+def _parser(prog: str, roles: Roles) -> flags.Parser:
     parser = flags.Parser(prog=prog, description="start prefill, decode and the API here")
     flags.add_flags(
         parser, ServeConfig, api.HELP, skip=("registry_address",), optional=("model_path",)
     )
     parser.set_defaults(model_path=None)
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill groups")
-    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode groups")
+    for role in roles:
+        parser.add_argument(
+            f"--{role}", type=int, default=1, metavar="N", help=f"number of {role} groups"
+        )
     both = parser.add_argument_group("both roles")
     flags.add_flags(
         both,
@@ -187,7 +194,7 @@ def _parser(prog: str) -> flags.Parser:
         skip=(*_SHARED, *_FILLED_IN, "max_queued_requests"),
         optional=[field.name for field in fields(WorkerConfig)],
     )
-    for role, config in (("prefill", PrefillConfig), ("decode", DecodeConfig)):
+    for role, config in roles.items():
         group = parser.add_argument_group(f"{role} only")
         skip = (*_SHARED, *_FILLED_IN, "data_host", "data_port")
         flags.add_flags(group, config, flags.WORKER_HELP, prefix=role, skip=skip)
@@ -202,14 +209,14 @@ def _parser(prog: str) -> flags.Parser:
     return parser
 
 
-async def _run(args: argparse.Namespace) -> None:
+async def _run(args: argparse.Namespace, roles: Roles) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(secrets.token_hex(32))
     stopped = asyncio.create_task(stop.wait())
-    running = asyncio.create_task(_start_and_watch(supervisor, args))
+    running = asyncio.create_task(_start_and_watch(supervisor, args, roles))
     try:
         await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -223,10 +230,11 @@ async def _run(args: argparse.Namespace) -> None:
         await supervisor.stop()
 
 
-async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace) -> None:
+async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, roles: Roles) -> None:
     flags.say(
-        f"kvferry: starting {args.prefill} prefill, {args.decode} decode, 1 API process "
-        f"on {args.model_path}"
+        "kvferry: starting "
+        + ", ".join(f"{getattr(args, role)} {role}" for role in roles)
+        + f" and the API on {args.model_path}"
     )
     registry = await supervisor.start(
         ChildSpec(
@@ -235,8 +243,8 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace) -> 
     )
     address = (await registry.wait_ready())["address"]
     workers = [
-        await supervisor.start(_worker(role, number, address, args))
-        for role in ("prefill", "decode")
+        await supervisor.start(_worker(role, config, number, address, args))
+        for role, config in roles.items()
         for number in range(getattr(args, role))
     ]
     front = await supervisor.start(_front(address, args))
@@ -250,9 +258,23 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace) -> 
             group.create_task(supervisor.watch(child))
 
 
-def _worker(role: str, number: int, registry: str, args: argparse.Namespace) -> ChildSpec:
-    config: type[Any] = PrefillConfig if role == "prefill" else DecodeConfig
-    value = flags.config_from(config, args, role, registry_address=registry)
+def _worker_config(
+    config: type[WorkerConfig], args: argparse.Namespace, role: str, registry: str
+) -> Any:
+    """The role's config. Flags that mean the API process when plain are not taken from there."""
+    own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_queued_requests": _QUEUED}
+    own = {name: getattr(args, f"{role}_{name}", value) for name, value in own.items()}
+    return flags.config_from(config, args, role, registry_address=registry, **own)
+
+
+def _worker(
+    role: str,
+    config: type[WorkerConfig],
+    number: int,
+    registry: str,
+    args: argparse.Namespace,
+) -> ChildSpec:
+    value = _worker_config(config, args, role, registry)
     return ChildSpec(f"{role}-{number}", (role, *_argv(value, skip=())))
 
 

@@ -7,18 +7,21 @@ exit code 2.
 
 import argparse
 import dataclasses
+import difflib
 import json
 import logging
+import math
 import os
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Protocol, get_args, get_origin, get_type_hints
 
 from model.errors import ModelError
-from transfer.errors import ConfigError, KvferryError
+from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
@@ -27,18 +30,37 @@ LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
 EXIT_CONFIG = 2
 
+MIN_TOKEN_CHARS = 16
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line."""
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(**kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse, but a misspelt flag is told before the one it leaves missing."""
+        words = list(sys.argv[1:] if args is None else args)
+        flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        for flag in flags:
+            if flag not in self._option_string_actions:
+                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" * len(close)))
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
         raise SystemExit(EXIT_CONFIG)
+
+
+class TakesFlags(Protocol):
+    """An argument parser, or a group of one."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
 
 
 def flag_name(field: str) -> str:
@@ -47,7 +69,7 @@ def flag_name(field: str) -> str:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
+    parser: TakesFlags,
     config: type[Any],
     help_texts: dict[str, str],
     prefix: str = "",
@@ -76,6 +98,8 @@ def add_flags(
             options["required"] = True
         else:
             options["default"] = field.default
+            if field.default != "":
+                options["help"] += " (default: %(default)s)"
         options.update(_value_options(hints[field.name]))
         parser.add_argument(name, **options)
 
@@ -88,7 +112,18 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
-    return {"type": hint, "metavar": hint.__name__.upper()}
+    return {"type": _finite if hint is float else hint, "metavar": hint.__name__.upper()}
+
+
+def _finite(text: str) -> float:
+    """nan passes every comparison and inf every limit: neither is a size or a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+    return value
 
 
 def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", **more: Any) -> C:
@@ -132,6 +167,8 @@ def security_from(args: argparse.Namespace) -> Security:
     tls = (args.tls_ca_file, args.tls_cert_file, args.tls_key_file)
     if any(tls) and not all(tls):
         raise ConfigError("--tls-ca-file, --tls-cert-file and --tls-key-file go together")
+    if all(tls):
+        _check_tls(*tls)
     if args.cluster_token_file is not None:
         try:
             token = args.cluster_token_file.read_text().strip()
@@ -139,12 +176,33 @@ def security_from(args: argparse.Namespace) -> Security:
             raise ConfigError(f"--cluster-token-file {args.cluster_token_file}: {error}") from error
     else:
         token = os.environ.get(TOKEN_ENV, "").strip()
-    if len(token) < 16:
+    if len(token) < MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
+        got = len(token) if len(token) < MIN_TOKEN_CHARS else "some that ASCII does not print"
         raise ConfigError(
-            f"a cluster token of at least 16 characters is needed, got {len(token)}: "
+            f"a cluster token of at least {MIN_TOKEN_CHARS} characters is needed, got {got}: "
             f"give --cluster-token-file or ${TOKEN_ENV} (openssl rand -hex 32 makes one)"
         )
     return Security(token, *tls)
+
+
+def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
+    """Read the files once before anything starts: later a bad one looks like a lost peer."""
+    for file in (ca_file, cert_file, key_file):
+        if not file.is_file():
+            raise ConfigError(f"TLS: {file} is not a file")
+    try:
+        ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tls-ca-file {ca_file}: no CA certificates: {error}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An empty password: without one, an encrypted key would ask at the terminal.
+        context.load_cert_chain(str(cert_file), str(key_file), password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--tls-cert-file {cert_file} and --tls-key-file {key_file}: not a certificate and "
+            f"its unencrypted key: {error}"
+        ) from error
 
 
 # --- process ----------------------------------------------------------------------------------
@@ -160,7 +218,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     code = 0
     try:
         main()
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
         sys.stderr.write(f"kvferry {prog}: {' '.join(str(error).split())}\n")
         code = EXIT_CONFIG
     except KvferryError as error:

@@ -1,10 +1,14 @@
 """Control plane calls: gRPC generic handlers carrying wire messages, behind a cluster token."""
 
 import hmac
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# Read once, at the import: what gRPC's C core has to say comes to us as exceptions as well.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
 import grpc.aio

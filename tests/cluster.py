@@ -1,0 +1,129 @@
+"""A real system for tests: `kvferry up` in processes of its own, reached over HTTP."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+READY = re.compile(r"kvferry is ready: (http://\S+)  \(model (.+)\)")
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+
+
+@dataclass
+class Cluster:
+    """A running `kvferry up`."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[str]
+    log: Path
+    http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.http = httpx.Client(base_url=self.url, timeout=120.0)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        reply = self.http.post(path, json=body)
+        assert reply.status_code == 200, (reply.status_code, reply.text)
+        return reply.json()
+
+    def generate(self, input_ids: list[int], **sampling: Any) -> Any:
+        """POST /generate with these ids."""
+        more = {k: sampling.pop(k) for k in list(sampling) if k.startswith(("return_", "logprob_"))}
+        more |= {k: sampling.pop(k) for k in list(sampling) if k.startswith("top_logprobs")}
+        body = {"input_ids": input_ids, "sampling_params": sampling, **more}
+        return self.post("/generate", body)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The state of each worker, as /get_server_info tells it."""
+        reply = self.http.get("/get_server_info")
+        assert reply.status_code == 200, reply.text
+        workers: list[dict[str, Any]] = reply.json()["workers"]
+        return workers
+
+    def worker(self, role: str) -> dict[str, Any]:
+        return next(worker for worker in self.workers() if worker["role"] == role)
+
+    def settled(self) -> list[dict[str, Any]]:
+        """The workers' state once no room is left anywhere."""
+        wait_until(lambda: all(worker["rooms"] == 0 for worker in self.workers()))
+        return self.workers()
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The system's processes by role."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            words = child.cmdline()
+            if "-m" in words:
+                name = words[words.index("-m") + 1]
+                found["registry" if name == "serving.launch" else name] = child
+        return found
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Ask until the answer is yes. The state asked for is another process's."""
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.02)
+
+
+def environment() -> dict[str, str]:
+    """What a user's shell would give: none of this test process's own JAX flags."""
+    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+@contextlib.contextmanager
+def up(*flags: str) -> Iterator[Cluster]:
+    """`kvferry up` with these flags on a free port; stopped by Ctrl-C, and nothing is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "serving.launch", "up", "--port", "0", *flags],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            yield _wait_ready(process, log)
+        finally:
+            family = _family(process)
+            process.send_signal(signal.SIGINT)
+            code = process.wait(STOP_TIMEOUT_S)
+        left = [child for child in family if child.is_running()]
+        assert not left, f"still running: {left}"
+        assert code == 0, log.read_text()[-2000:]
+
+
+def _family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def _wait_ready(process: subprocess.Popen[str], log: Path) -> Cluster:
+    until = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until:
+        found = READY.search(log.read_text())
+        if found:
+            return Cluster(found[1], found[2], process, log)
+        if process.poll() is not None:
+            raise AssertionError(f"up ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        time.sleep(0.05)
+    raise AssertionError(f"not ready in time:\n{log.read_text()[-4000:]}")

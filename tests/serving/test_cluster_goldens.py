@@ -1,0 +1,114 @@
+"""Recorded numbers over HTTP, with prefill and decode in processes apart, on every mesh."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cluster import Cluster, environment, up
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+ATOL = 2e-4
+STEPS = 24
+
+# Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache.
+SYSTEMS = {
+    "llama": ("--prefill-tp-size=4", "--decode-tp-size=2"),
+    "qwen3": ("--prefill-tp-size=1", "--decode-tp-size=4", "--disable-radix-cache"),
+    "mixtral": ("--prefill-tp-size=2", "--prefill-ep-size=2", "--decode-tp-size=1"),
+    "qwen3_moe": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
+}
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def system(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Cluster]]:
+    name: str = request.param
+    path = GOLDENS / name / "model"
+    if name == "mixtral":
+        path = _converted(path, tmp_path_factory.mktemp("orbax") / name)
+    with up(
+        f"--model-path={path}",
+        "--chunked-prefill-size=64",
+        "--decode-max-running-requests=4",
+        *SYSTEMS[name],
+    ) as cluster:
+        yield name, cluster
+
+
+def _converted(path: Path, out: Path) -> Path:
+    command = [sys.executable, "-m", "serving.launch", "convert", "--model-path", path, "--output"]
+    subprocess.run([*command, out], check=True, env=environment(), timeout=120)
+    return out
+
+
+def _golden(name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    info = json.loads((GOLDENS / name / "golden.json").read_text())
+    return info["prompts"], load_file(GOLDENS / name / "golden.safetensors")
+
+
+def test_greedy_ids_and_logprobs_are_the_recorded_ones(system: tuple[str, Cluster]) -> None:
+    name, cluster = system
+    prompts, numbers = _golden(name)
+    for prompt in prompts:
+        answer = cluster.generate(
+            prompt["ids"],
+            max_new_tokens=STEPS,
+            temperature=0,
+            return_logprob=True,
+            top_logprobs_num=5,
+        )
+        assert answer["output_ids"] == prompt["greedy_ids"], prompt["name"]
+        tops = answer["meta_info"]["output_top_logprobs"]
+        key = f"{prompt['name']}.greedy"
+        assert [[id_ for _, id_, _ in top] for top in tops] == numbers[f"{key}.top5_ids"].tolist()
+        logprobs = np.array([[logprob for logprob, _, _ in top] for top in tops])
+        assert np.abs(logprobs - numbers[f"{key}.top5_logprobs"]).max() < ATOL
+
+
+def test_prompt_logprobs_are_the_recorded_ones(system: tuple[str, Cluster]) -> None:
+    name, cluster = system
+    prompts, numbers = _golden(name)
+    for prompt in prompts[1:]:
+        answer = cluster.generate(
+            prompt["ids"], max_new_tokens=1, temperature=0, return_logprob=True, logprob_start_len=0
+        )
+        rows = answer["meta_info"]["input_token_logprobs"]
+        assert [id_ for _, id_, _ in rows] == prompt["ids"]
+        assert rows[0][0] is None
+        logits = numbers[f"{prompt['name']}.logits"].astype(np.float64)
+        first = prompt["first_logit_position"]
+        wide = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        wide -= logits.max(1, keepdims=True)
+        want = [
+            wide[position - first, prompt["ids"][position + 1]]
+            for position in range(first, len(prompt["ids"]) - 1)
+        ]
+        got = [logprob for logprob, _, _ in rows[first + 1 :]]
+        assert np.abs(np.array(got) - np.array(want)).max() < ATOL
+
+
+def test_a_prefix_hit_is_reported_and_changes_no_token(system: tuple[str, Cluster]) -> None:
+    name, cluster = system
+    prompts, _ = _golden(name)
+    longest = prompts[-1]
+    for _ in range(2):
+        answer = cluster.generate(longest["ids"], max_new_tokens=STEPS, temperature=0)
+        assert answer["output_ids"] == longest["greedy_ids"]
+    cached = answer["meta_info"]["cached_tokens"]
+    # 130 tokens fill 8 pages of 16; qwen3 runs with the cache turned off.
+    assert cached == (0 if name == "qwen3" else 128)
+
+
+def test_nothing_compiles_after_ready_and_pages_return(system: tuple[str, Cluster]) -> None:
+    _, cluster = system
+    for worker in cluster.settled():
+        assert worker["compiles_after_ready"] == 0
+        assert worker["pages_held"] == 0
