@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 
 from decode.config import DecodeConfig
-from decode.worker import DecodeWorker
-from model.devices import prepare_devices
 from transfer import flags
 
 
@@ -18,6 +16,10 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     args = parser.parse_args(argv)
     config = flags.config_from(DecodeConfig, args)
     security = flags.security_from(args)
+    # Only now: jax takes seconds to import, and a bad flag should be told at once.
+    from decode.worker import DecodeWorker
+    from model.devices import prepare_devices
+
     prepare_devices(config.tp_size)
     worker = DecodeWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))

@@ -4,9 +4,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from model.devices import prepare_devices
 from prefill.config import PrefillConfig
-from prefill.worker import PrefillWorker
 from transfer import flags
 
 
@@ -18,6 +16,10 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     args = parser.parse_args(argv)
     config = flags.config_from(PrefillConfig, args)
     security = flags.security_from(args)
+    # Only now: jax takes seconds to import, and a bad flag should be told at once.
+    from model.devices import prepare_devices
+    from prefill.worker import PrefillWorker
+
     prepare_devices(config.tp_size)
     worker = PrefillWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))
