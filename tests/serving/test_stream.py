@@ -1,0 +1,505 @@
+"""Events leave in line, a slow client costs only itself, and the fast path spells as the plain."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionChunk
+
+from serving.choice import Choice, Piece
+from serving.errors import ApiError, bad_field
+from serving.generation import FinishReason, Generation, GenerationSpec, Tokens
+from serving.openai_answers import chat_answer, completion_answer
+from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.stream import EventStream, SlowClient, StreamedAnswer
+from serving.tokenizer import Tokenizer
+from tests.recording import ManualTimers, until
+from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE, tokenizer_of_tests
+from transfer import wire
+from transfer.clock import ManualClock
+from transfer.errors import Code, RequestError
+
+TOKENIZER = tokenizer_of_tests()
+TIMEOUT_S = 30.0
+
+
+class Wire:
+    """The server's side of one response; `full` makes send wait, as a full socket does."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.free = asyncio.Event()
+        self.free.set()
+        self.error: Exception | None = None
+
+    async def send(self, message: Any) -> None:
+        if not self.free.is_set():
+            await self.free.wait()
+        if self.error is not None:
+            raise self.error
+        self.messages.append(message)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [m["body"] for m in self.messages if m["type"] == "http.response.body"]
+
+
+@dataclasses.dataclass
+class Bench:
+    """A stream on a wire, with time in hand."""
+
+    wire: Wire = dataclasses.field(default_factory=Wire)
+    timers: ManualTimers = dataclasses.field(default_factory=lambda: ManualTimers(ManualClock()))
+    max_unread_bytes: int = 100
+
+    def __post_init__(self) -> None:
+        self.stream = EventStream(
+            self.wire.send,
+            self.wire.send,
+            [(b"content-type", b"text/event-stream")],
+            self.timers,
+            self.max_unread_bytes,
+            TIMEOUT_S,
+        )
+
+
+async def test_a_write_has_left_when_it_returns() -> None:
+    bench = Bench()
+    bench.stream.write(b"one")
+    assert [message["type"] for message in bench.wire.messages] == [
+        "http.response.start",
+        "http.response.body",
+    ]
+    bench.stream.write(b"two")
+    bench.stream.write(b"end", last=True)
+    assert bench.wire.bodies == [b"one", b"two", b"end"]
+    assert [m.get("more_body") for m in bench.wire.messages] == [None, True, True, False]
+    await bench.stream.closed
+    bench.stream.write(b"late")
+    assert len(bench.wire.bodies) == 3
+    assert bench.timers.num_set == 0
+
+
+async def test_what_a_slow_client_keeps_waiting_leaves_merged_and_in_order() -> None:
+    bench = Bench()
+    bench.stream.write(b"one,")
+    bench.wire.free.clear()
+    for text in (b"two,", b"three,", b"four,"):
+        bench.stream.write(text)
+    await asyncio.sleep(0)
+    assert bench.wire.bodies == [b"one,"]
+    bench.wire.free.set()
+    await until(lambda: len(bench.wire.bodies) == 3)
+    assert bench.wire.bodies == [b"one,", b"two,", b"three,four,"]
+    bench.stream.write(b"five,")
+    bench.stream.write(b"six", last=True)
+    await bench.stream.closed
+    assert b"".join(bench.wire.bodies) == b"one,two,three,four,five,six"
+    assert bench.timers.num_set == 0
+
+
+async def test_the_first_write_may_wait_as_well() -> None:
+    bench = Bench()
+    bench.wire.free.clear()
+    bench.stream.write(b"one,")
+    bench.stream.write(b"two", last=True)
+    assert not bench.stream.closed.done()
+    bench.wire.free.set()
+    await bench.stream.closed
+    assert bench.wire.bodies == [b"one,", b"two"]
+    assert bench.wire.messages[-1]["more_body"] is False
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=8), st.booleans(), st.booleans())))
+@settings(max_examples=60, deadline=None)
+def test_whatever_the_client_does_it_reads_every_byte_once(
+    writes: list[tuple[bytes, bool, bool]],
+) -> None:
+    async def play() -> None:
+        bench = Bench()
+        for data, is_free, turns in writes:
+            if is_free:
+                bench.wire.free.set()
+            else:
+                bench.wire.free.clear()
+            bench.stream.write(data)
+            if turns:
+                await asyncio.sleep(0)
+        bench.stream.write(b"!", last=True)
+        bench.wire.free.set()
+        await bench.stream.closed
+        assert b"".join(bench.wire.bodies) == b"".join([data for data, _, _ in writes]) + b"!"
+        assert [m["more_body"] for m in bench.wire.messages[1:]].count(False) == 1
+        assert bench.timers.num_set == 0
+
+    asyncio.run(play())
+
+
+async def test_a_client_that_leaves_too_much_unread_for_too_long_is_given_up() -> None:
+    bench = Bench()
+    bench.wire.free.clear()
+    bench.stream.write(b"x" * 60)
+    assert bench.timers.num_set == 0, "less than the buffer is unread"
+    bench.stream.write(b"x" * 60)
+    assert bench.timers.num_set == 1
+    bench.timers.advance(TIMEOUT_S + 1)
+    with pytest.raises(SlowClient, match="120 bytes"):
+        await bench.stream.closed
+    bench.stream.close()
+    await asyncio.sleep(0)
+    assert bench.wire.messages == []
+
+
+async def test_a_client_that_catches_up_in_time_is_kept() -> None:
+    bench = Bench()
+    bench.wire.free.clear()
+    bench.stream.write(b"x" * 60)
+    bench.stream.write(b"y" * 60)
+    bench.timers.advance(TIMEOUT_S - 1)
+    bench.wire.free.set()
+    await until(lambda: len(bench.wire.bodies) == 2)
+    bench.timers.advance(TIMEOUT_S)
+    bench.stream.write(b"z", last=True)
+    await bench.stream.closed
+
+
+async def test_a_client_that_never_reads_the_end_is_given_up() -> None:
+    bench = Bench()
+    bench.wire.free.clear()
+    bench.stream.write(b"end", last=True)
+    bench.timers.advance(TIMEOUT_S + 1)
+    with pytest.raises(SlowClient):
+        await bench.stream.closed
+    bench.stream.close()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_broken_connection_closes_the_stream(is_slow: bool) -> None:
+    bench = Bench()
+    bench.stream.write(b"one")
+    bench.wire.error = OSError("reset")
+    if is_slow:
+        bench.wire.free.clear()
+    bench.stream.write(b"two")
+    bench.stream.write(b"three")
+    bench.wire.free.set()
+    await bench.stream.closed
+    assert bench.wire.bodies == [b"one"]
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_fault_of_the_server_reaches_whoever_waits(is_slow: bool) -> None:
+    bench = Bench()
+    bench.wire.error = RuntimeError("not in this state")
+    if is_slow:
+        bench.wire.free.clear()
+    bench.stream.write(b"one")
+    bench.wire.free.set()
+    with pytest.raises(RuntimeError, match="not in this state"):
+        await bench.stream.closed
+
+
+async def test_a_failure_is_a_status_before_the_first_byte_and_an_event_after_it() -> None:
+    bench = Bench()
+    bench.stream.fail(bad_field("x", "is wrong"))
+    with pytest.raises(ApiError):
+        await bench.stream.closed
+    assert bench.wire.messages == []
+    bench = Bench()
+    bench.stream.write(b"one")
+    bench.stream.fail(bad_field("x", "is wrong"))
+    await bench.stream.closed
+    assert orjson.loads(bench.wire.bodies[-1][6:])["error"]["param"] == "x"
+
+
+async def test_closing_cancels_a_send_that_waits() -> None:
+    bench = Bench()
+    bench.wire.free.clear()
+    bench.stream.write(b"one")
+    bench.stream.write(b"two")
+    await asyncio.sleep(0)
+    bench.stream.close()
+    await asyncio.sleep(0)
+    bench.wire.free.set()
+    await asyncio.sleep(0)
+    assert bench.wire.messages == []
+
+
+# --- tokens -> events ---
+
+
+def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceAsk:
+    sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS, 5))
+    prompt = prompt or Prompt([1, 2, 3])
+    return ChoiceAsk(index, 0, "id", prompt, sampling, Shown(**shown))
+
+
+class Streaming:
+    """One streamed answer whose tokens come by hand."""
+
+    def __init__(
+        self,
+        asks: Sequence[ChoiceAsk],
+        *,
+        tokenizer: Tokenizer = TOKENIZER,
+        interval: int = 1,
+        is_chat: bool = True,
+        **request: Any,
+    ) -> None:
+        self.bench = Bench(max_unread_bytes=1 << 20)
+        self.request = Request("id", list(asks), stream=True, stream_interval=interval, **request)
+        spell = chat_answer if is_chat else completion_answer
+        self.spelling = spell(self.request, tokenizer, 'model "m"\u00e9', 1234)
+        self.choices = [Choice(ask, tokenizer) for ask in asks]
+        self.aborted: list[tuple[Generation, FinishReason]] = []
+        self.answer = StreamedAnswer(
+            self.choices,
+            self.bench.stream,
+            self.spelling,
+            interval,
+            lambda generation, reason: self.aborted.append((generation, reason)),
+        )
+        for sink, ask in zip(self.answer.sinks, asks, strict=True):
+            spec = GenerationSpec(ask.prompt.ids, ask.sampling, "id", 0.0, 1.0)
+            sink.generation = Generation(spec, sink)
+            sink.on_prefilled(2, None)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
+        assert lines.pop() == ""
+        data = [line.removeprefix("data: ") for line in lines]
+        return [item if item == "[DONE]" else orjson.loads(item) for item in data]
+
+    def texts(self, index: int = 0) -> list[str]:
+        events = [event for event in self.events if event != "[DONE]"]
+        items = [item for event in events for item in event["choices"] if item["index"] == index]
+        found = [item.get("text", item.get("delta", {}).get("content")) for item in items]
+        return [text for text in found if text]
+
+
+LETTERS = [LETTER_A + i for i in range(26)]
+
+
+async def test_a_chat_stream_opens_with_the_role_and_ends_with_reason_usage_and_done() -> None:
+    run = Streaming([asked()], include_usage=True)
+    sink = run.answer.sinks[0]
+    for token_id in LETTERS[:3]:
+        sink.on_tokens(Tokens([token_id]))
+    sink.on_end("length")
+    await run.bench.stream.closed
+    events = run.events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert run.texts() == ["a", "b", "c"]
+    assert events[-3]["choices"][0]["finish_reason"] == "length"
+    assert events[-2]["choices"] == []
+    assert events[-2]["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert events[-1] == "[DONE]"
+    assert all(event["usage"] is None for event in events[:-2])
+    for event in events[:-1]:
+        ChatCompletionChunk.model_validate(event)
+
+
+async def test_the_first_piece_leaves_at_once_and_later_ones_when_an_interval_is_full() -> None:
+    run = Streaming([asked()], interval=4)
+    sink = run.answer.sinks[0]
+    for token_id in LETTERS[:7]:
+        sink.on_tokens(Tokens([token_id]))
+    assert run.texts() == ["a", "bcde"]
+    sink.on_tokens(Tokens(LETTERS[7:10]))
+    assert run.texts() == ["a", "bcde", "fghij"]
+    sink.on_tokens(Tokens([LETTERS[10]]))
+    sink.on_end("length")
+    assert run.texts() == ["a", "bcde", "fghij", "k"]
+
+
+async def test_halves_of_a_character_make_no_event() -> None:
+    run = Streaming([asked()], is_chat=False)
+    sink = run.answer.sinks[0]
+    sink.on_tokens(Tokens([FIRST_BYTE]))
+    assert run.texts() == []
+    sink.on_tokens(Tokens([SECOND_BYTE]))
+    sink.on_tokens(Tokens([FIRST_BYTE]))
+    sink.on_end("length")
+    assert run.texts() == ["é", "\N{REPLACEMENT CHARACTER}"]
+    assert run.events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_stop_string_ends_the_choice_and_aborts_its_generation() -> None:
+    run = Streaming([asked(stops=("cd", "xyz")), asked(1)])
+    first, second = run.answer.sinks
+    first.on_tokens(Tokens([LETTERS[0]]))
+    first.on_tokens(Tokens(LETTERS[1:3]))
+    assert run.texts() == ["a", "b"], "c may be the start of cd"
+    second.on_tokens(Tokens([LETTERS[25]]))
+    first.on_tokens(Tokens(LETTERS[3:6]))
+    assert run.aborted == [(first.generation, "stop")]
+    assert run.texts() == ["a", "b"]
+    assert not run.bench.stream.closed.done()
+    second.on_end("length")
+    await run.bench.stream.closed
+    ends = [e["choices"][0] for e in run.events[:-1] if e["choices"][0]["finish_reason"]]
+    assert [(end["index"], end["finish_reason"], end["stop_reason"]) for end in ends] == [
+        (0, "stop", "cd"),
+        (1, "length", None),
+    ]
+    assert run.choices[0].num_tokens == 4, "the token that completed the match counts, later not"
+
+
+async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
+    run = Streaming([asked(stops=("cx",))])
+    sink = run.answer.sinks[0]
+    for token_id in LETTERS[:3]:
+        sink.on_tokens(Tokens([token_id]))
+    sink.on_end("length")
+    assert "".join(run.texts()) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({}, "a"),
+        ({"include_stop": True}, "a&"),
+        ({"stops": ("zz",)}, "a"),
+    ],
+)
+async def test_a_stop_token_that_is_no_special_one_shows_only_when_asked(
+    shown: dict[str, Any], expected: str
+) -> None:
+    run = Streaming([asked(stop_ids=frozenset({5}), **shown)])
+    sink = run.answer.sinks[0]
+    sink.on_tokens(Tokens([LETTER_A]))
+    sink.on_tokens(Tokens([5]))
+    sink.on_end("stop")
+    assert "".join(run.texts()) == expected
+    assert run.choices[0].num_tokens == 2
+    assert run.events[-2]["choices"][0]["stop_reason"] == 5
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ({}, "a"),
+        ({"skip_special_tokens": False}, "a"),
+        ({"skip_special_tokens": False, "include_stop": True}, "a<|im_end|>"),
+    ],
+)
+async def test_the_end_token_shows_only_when_all_ask_for_it(
+    shown: dict[str, Any], expected: str
+) -> None:
+    run = Streaming([asked(**shown)])
+    sink = run.answer.sinks[0]
+    sink.on_tokens(Tokens([LETTER_A]))
+    sink.on_tokens(Tokens([EOS]))
+    sink.on_end("stop")
+    assert "".join(run.texts()) == expected
+    assert run.events[-2]["choices"][0]["stop_reason"] is None
+
+
+async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
+    run = Streaming([asked(), asked(1)])
+    run.answer.sinks[0].on_tokens(Tokens([LETTER_A]))
+    run.answer.sinks[1].on_error(RequestError(Code.PEER_LOST, "both workers are gone"))
+    await run.bench.stream.closed
+    assert run.events[-1]["error"]["message"] == "both workers are gone"
+    assert run.bench.wire.messages[-1]["more_body"] is False
+    run.answer.sinks[0].on_tokens(Tokens([LETTER_A]))
+    run.answer.sinks[0].on_end("length")
+    assert "error" in run.events[-1]
+
+
+async def test_an_error_before_the_first_byte_is_a_status() -> None:
+    run = Streaming([asked()])
+    run.answer.sinks[0].on_error(RequestError(Code.DEADLINE, "too late"))
+    with pytest.raises(ApiError) as caught:
+        await run.bench.stream.closed
+    assert caught.value.status == 504
+
+
+async def test_echo_comes_once_before_the_first_piece() -> None:
+    ask = asked(prompt=Prompt([1, 2], "prompt "), echo=True)
+    run = Streaming([ask], is_chat=False)
+    run.answer.sinks[0].on_tokens(Tokens([FIRST_BYTE]))
+    run.answer.sinks[0].on_tokens(Tokens([SECOND_BYTE, LETTER_A]))
+    run.answer.sinks[0].on_end("length")
+    assert run.texts() == ["prompt ", "éa"]
+
+
+async def test_continuous_usage_counts_in_every_event() -> None:
+    run = Streaming([asked()], include_usage=True, continuous_usage=True)
+    for token_id in LETTERS[:2]:
+        run.answer.sinks[0].on_tokens(Tokens([token_id]))
+    run.answer.sinks[0].on_end("length")
+    counts = [event["usage"]["completion_tokens"] for event in run.events[:-1]]
+    assert counts == [1, 1, 2, 2, 2]
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    is_chat=st.booleans(),
+    include_usage=st.booleans(),
+    index=st.integers(0, 200),
+    request_id=st.text(st.characters(exclude_categories=["Cs"])),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_fast_path_spells_what_a_plain_encoder_spells(
+    text: str, is_chat: bool, include_usage: bool, index: int, request_id: str
+) -> None:
+    request = Request(request_id, [asked(index)], stream=True, include_usage=include_usage)
+    spell = chat_answer if is_chat else completion_answer
+    spelling = spell(request, TOKENIZER, "name", 7)
+    choice = Choice(request.choices[0], TOKENIZER)
+    frame = spelling.frame(choice)
+    assert frame is not None
+    fast = frame[0] + orjson.dumps(text) + frame[1]
+    assert fast == spelling.piece(choice, Piece(text))
+    chunk = orjson.loads(fast.removeprefix(b"data: "))
+    item = chunk["choices"][0]
+    assert (chunk["id"], item["index"]) == (request_id, index)
+    assert (item["delta"]["content"] if is_chat else item["text"]) == text
+
+
+@given(
+    ids=st.lists(st.integers(0, 1023), min_size=1, max_size=40),
+    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
+    interval=st.integers(1, 5),
+    detailed=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_streams_of_any_cut_join_into_the_whole_text(
+    ids: list[int], cuts: list[int], stops: list[str], interval: int, detailed: bool
+) -> None:
+    ids = [token_id for token_id in ids if token_id not in (EOS, 5)] or [LETTER_A]
+
+    async def play() -> str:
+        ask = asked(stops=tuple(stops), token_ids=detailed)
+        run = Streaming([ask], interval=interval, is_chat=False)
+        start = 0
+        for cut in cuts:
+            if start < len(ids) and not run.aborted:
+                run.answer.sinks[0].on_tokens(Tokens(ids[start : start + cut]))
+            start += cut
+        if not run.aborted:
+            run.answer.sinks[0].on_end("length")
+        await run.bench.stream.closed
+        return "".join(run.texts())
+
+    whole = TOKENIZER.decode(ids)
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+    if ends:
+        # The match that ends first, and of those the longest.
+        end = min(ends)
+        stop = max((s for s in stops if whole[:end].endswith(s)), key=len)
+        whole = whole[: end - len(stop)]
+    assert asyncio.run(play()) == whole
