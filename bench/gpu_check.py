@@ -11,6 +11,7 @@ in for the large one.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ LIMITS_S = {
     "pages": 30,
     "serving": 65,
 }
+STOP_TIMEOUT_S = 10.0
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
 
 
@@ -67,14 +69,29 @@ def _run_apart(part: str, args: argparse.Namespace) -> bool:
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    try:
-        done = subprocess.run(command, timeout=LIMITS_S[part], check=False, env=environment)
-        code = done.returncode
-    except subprocess.TimeoutExpired:
+    code = run_limited(command, environment, LIMITS_S[part])
+    if code is None:
         print(f"gpu_check: {part} was stopped after {LIMITS_S[part]} s", file=sys.stderr)
         return False
     print(f"--- {part}: {time.monotonic() - start_s:.1f} s, exit {code}", flush=True)
     return code == 0
+
+
+def run_limited(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
+    """Exit status of a command, or None when it had to be stopped, with all that it started."""
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _run_inside(part: str, args: argparse.Namespace) -> int:
