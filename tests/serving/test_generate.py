@@ -1,0 +1,132 @@
+"""POST /generate answers in SGLang's shapes."""
+
+import itertools
+from typing import Any
+
+from tests.fakes import logprob_of, top_of
+from tests.serving.live import EOS, LETTER_A, letters, live_server
+
+IDS = [LETTER_A + i for i in range(26)]
+
+
+def params(**fields: Any) -> dict[str, Any]:
+    return {"max_new_tokens": 4, "temperature": 0, **fields}
+
+
+async def test_one_text_has_one_answer() -> None:
+    async with live_server() as live:
+        body = {"text": "Hi!", "sampling_params": params(), "rid": "mine"}
+        answer = (await live.post("/generate", body)).json()
+        meta = answer["meta_info"]
+        assert answer["text"] == letters(4)
+        assert answer["output_ids"] == IDS[:4]
+        assert meta["id"] == "mine"
+        assert meta["finish_reason"] == {"type": "length", "length": 4}
+        assert (meta["prompt_tokens"], meta["completion_tokens"]) == (3, 4)
+        assert meta["cached_tokens"] == 0
+        assert meta["e2e_latency"] > 0
+        assert "output_token_logprobs" not in meta
+        answer = (await live.post("/generate", {"input_ids": [1, 2], "sampling_params": {}})).json()
+        assert answer["meta_info"]["prompt_tokens"] == 2
+        assert answer["text"] == letters(26)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+
+
+async def test_a_batch_or_several_choices_have_a_list() -> None:
+    async with live_server() as live:
+        answers = (
+            await live.post(
+                "/generate",
+                {
+                    "input_ids": [[1, 2], [3]],
+                    "sampling_params": [params(n=2), params(n=2, max_new_tokens=2)],
+                },
+            )
+        ).json()
+        assert [answer["text"] for answer in answers] == ["abcd", "abcd", "ab", "ab"]
+        assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [2, 2, 1, 1]
+        answers = (await live.post("/generate", {"text": ["Hi!"], "sampling_params": {}})).json()
+        assert len(answers) == 1
+
+
+async def test_a_stop_is_named_with_what_matched() -> None:
+    async with live_server() as live:
+        for stop, shown, matched in (
+            ({"stop": "de"}, "abc", "de"),
+            ({"stop": ["x", "d"], "no_stop_trim": True}, "abcd", "d"),
+            ({"stop_token_ids": [IDS[2]]}, "ab", IDS[2]),
+            ({"stop_token_ids": [IDS[2]], "no_stop_trim": True}, "abc", IDS[2]),
+            ({"stop": "b", "min_new_tokens": 5}, letters(26), EOS),
+        ):
+            body = {"text": "Hi!", "sampling_params": params(max_new_tokens=40, **stop)}
+            answer = (await live.post("/generate", body)).json()
+            assert answer["text"] == shown
+            assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
+
+
+async def test_logprobs_are_triples() -> None:
+    async with live_server() as live:
+        body = {
+            "text": "Hi!",
+            "sampling_params": params(max_new_tokens=2),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "return_text_in_logprobs": True,
+        }
+        meta = (await live.post("/generate", body)).json()["meta_info"]
+        assert meta["output_token_logprobs"] == [
+            [logprob_of(IDS[0]), IDS[0], "a"],
+            [logprob_of(IDS[1]), IDS[1], "b"],
+        ]
+        assert meta["output_top_logprobs"][0] == [
+            [value, token_id, text]
+            for (token_id, value), text in zip(top_of(IDS[0])[:2], "ab", strict=True)
+        ]
+        assert meta["input_token_logprobs"] == [
+            [None, 39, "H"],
+            [logprob_of(72), 72, "i"],
+            [logprob_of(0), 0, "!"],
+        ]
+        assert meta["input_top_logprobs"][0] is None
+        body |= {"logprob_start_len": 2, "return_text_in_logprobs": False}
+        meta = (await live.post("/generate", body)).json()["meta_info"]
+        assert meta["input_token_logprobs"] == [[logprob_of(0), 0, None]]
+        del body["logprob_start_len"]
+        meta = (await live.post("/generate", body)).json()["meta_info"]
+        assert meta["input_token_logprobs"] == []
+
+
+async def test_events_repeat_everything_so_far() -> None:
+    async with live_server() as live:
+        body = {"text": "Hi!", "sampling_params": params(), "stream": True, "return_logprob": True}
+        events = await live.events("/generate", body)
+        assert events[-1] == "[DONE]"
+        assert events[0]["text"] == "a"
+        for before, after in itertools.pairwise(events[:-1]):
+            assert after["text"].startswith(before["text"])
+            assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        whole = (await live.post("/generate", {**body, "stream": False})).json()
+        last = events[-2]
+        assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+        assert events[0]["meta_info"]["finish_reason"] is None
+        assert last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+        assert last["meta_info"]["completion_tokens"] == 4
+        assert len(last["meta_info"]["output_token_logprobs"]) == 4
+
+
+async def test_events_of_a_batch_carry_an_index_and_intervals_hold() -> None:
+    async with live_server() as live:
+        sampling = params(max_new_tokens=9, stream_interval=4)
+        body = {"text": ["Hi!", "Ho!"], "sampling_params": sampling, "stream": True}
+        events = await live.events("/generate", body)
+        for index in (0, 1):
+            texts = [event["text"] for event in events[:-1] if event["index"] == index]
+            assert texts == [letters(1), letters(5), letters(9), letters(9)]
+
+
+async def test_a_bad_field_is_a_400_that_names_it() -> None:
+    async with live_server() as live:
+        response = await live.post("/generate", {"text": "a", "sampling_params": {"top_p": 9}})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "top_p"
