@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transfer.worker_config import WorkerConfig, at_least
+from transfer.worker_config import WorkerConfig, at_least, check_port
 
 
 @dataclass(frozen=True)
@@ -18,3 +18,4 @@ class DecodeConfig(WorkerConfig):
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
         at_least(self, "headroom_pages", 0)
+        check_port(self, "data_port")

@@ -100,6 +100,11 @@ class ModelConfig:
         Raises ModelError naming file, field, value got and values accepted.
         """
         folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(
+                f"--model-path {folder} is not a folder; it takes a checkpoint on this machine, "
+                "such as `hf download` makes"
+            )
         fields = _Fields.read(folder / "config.json")
         generation = folder / "generation_config.json"
         extra = _Fields.read(generation) if generation.exists() else None

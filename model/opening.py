@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from model.buckets import check_page_size, pages_for
 from model.config import KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kv import init_pool
@@ -22,7 +23,7 @@ from model.programs import (
 )
 from model.sharding import kv_spec, make_mesh
 from model.transformer import Model
-from model.weights import load_params, model_digest
+from model.weights import load_params, model_digest, stored_bytes
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +58,17 @@ def open_model(
     ep_size: int,
     page_size: int,
     context_length: int,
+    chunk_size: int = 0,
+    fraction: float = 0.0,
+    max_total_tokens: int = 0,
 ) -> OpenedModel:
     """Read config and weights onto a mesh of tp_size devices.
 
     dtype, kv_cache_dtype: "auto" | "float32" | "bfloat16"; auto is float32 on CPU (bfloat16
     products are an order slower there), else the checkpoint's; the cache follows the weights.
     context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
+    chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
+    that what cannot fit is told before the weights are read, which may take minutes.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
@@ -81,16 +87,22 @@ def open_model(
             f"--context-length {context_length} is above the model's "
             f"max_position_embeddings {limit}"
         )
-    context_length = context_length or (min(limit, CPU_CONTEXT_LENGTH) if on_cpu() else limit)
+    if not context_length:
+        context_length = min(limit, CPU_CONTEXT_LENGTH) if on_cpu() else limit
+        context_length = context_length // page_size * page_size or limit
+    whole = pages_for(context_length, page_size) * page_size
+    check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     mesh = make_mesh(tp_size, ep_size)
     model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size)
+    kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
+    _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path)
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, tp_size)
     params = load_params(path, model, progress=_Progress())
     return OpenedModel(
         model=model,
         params=params,
-        kv=kv_spec(cfg, model.dims, page_size, kv_dtype),
+        kv=kv,
         logical_kv_heads=cfg.num_kv_heads,
         context_length=context_length,
         digest=digest,
@@ -112,12 +124,11 @@ def make_pool(
     pool's size (a test holds that), so a trial with a small pool tells it.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
-    fraction = fraction or (0.1 if on_cpu() else 0.85)
     page_size = opened.kv.page_size
     least = -(-opened.context_length // page_size)
     weights = tree_bytes(opened.params)
     # What is loaded by now is no longer free: it belongs to the budget all the same.
-    budget = memory_budget_bytes(fraction, opened.devices)
+    budget = memory_budget_bytes(_fraction(fraction), opened.devices)
     if on_cpu():
         budget += weights
     exact = max_total_tokens > 0
@@ -135,6 +146,28 @@ def make_pool(
         programs = compile_all(final.num_pages)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
+
+
+def _fraction(fraction: float) -> float:
+    return fraction or (0.1 if on_cpu() else 0.85)
+
+
+def _check_memory(
+    model: Model, kv: KVSpec, context_length: int, fraction: float, max_total_tokens: int
+) -> None:
+    """Raises ModelError when weights and the fewest pages allowed cannot fit, scratch aside.
+
+    Reckons as make_pool will, with weights still to come: on CPU they lessen what is free.
+    """
+    weights = stored_bytes(model)
+    share = _fraction(fraction)
+    budget = memory_budget_bytes(share, list(model.mesh.devices.flat))
+    if on_cpu():
+        budget += int((1.0 - share) * weights)
+    least = pages_for(context_length, kv.page_size)
+    exact = max_total_tokens > 0
+    wanted = max_total_tokens // kv.page_size if exact else least
+    plan_memory(budget, weights, 0, kv.page_bytes, wanted, exact, least)
 
 
 class _Progress:

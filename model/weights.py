@@ -19,7 +19,14 @@ from model.params import Leaf, Params
 from model.tensors import Source, checked_sources
 from model.transformer import Model, random_params
 
-__all__ = ["is_orbax", "load_params", "model_digest", "random_params", "save_orbax"]
+__all__ = [
+    "is_orbax",
+    "load_params",
+    "model_digest",
+    "random_params",
+    "save_orbax",
+    "stored_bytes",
+]
 
 Progress = Callable[[int, int], None]
 
@@ -33,7 +40,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     """
     folder = Path(path)
     leaves, tree = jax.tree.flatten(model.param_leaves())
-    meter = _Meter(progress, leaves, model.mesh)
+    meter = _Meter(progress, stored_bytes(model))
     if is_orbax(folder):
         return orbax.load_params(folder, model, meter.add)
     files = Checkpoint(folder)
@@ -45,18 +52,26 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     return jax.tree.unflatten(tree, made)
 
 
+def stored_bytes(model: Model) -> int:
+    """Bytes of the parameters on this process's devices, replicas counted each time."""
+    shardings = [
+        (leaf, leaf.sharding(model.mesh)) for leaf in jax.tree.leaves(model.param_leaves())
+    ]
+    return sum(
+        int(np.prod(sharding.shard_shape(leaf.shape)))
+        * leaf.dtype.itemsize
+        * len(sharding.addressable_devices)
+        for leaf, sharding in shardings
+    )
+
+
 class _Meter:
     """Adds up bytes and reports them."""
 
-    def __init__(self, progress: Progress | None, leaves: list[Leaf], mesh: Mesh) -> None:
+    def __init__(self, progress: Progress | None, total_bytes: int) -> None:
         self._progress = progress
         self._done = 0
-        self._total = sum(
-            int(np.prod(leaf.sharding(mesh).shard_shape(leaf.shape)))
-            * leaf.dtype.itemsize
-            * len(leaf.sharding(mesh).addressable_devices)
-            for leaf in leaves
-        )
+        self._total = total_bytes
 
     def add(self, num_bytes: int) -> None:
         self._done += num_bytes

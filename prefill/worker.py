@@ -113,9 +113,9 @@ class PrefillWorker(Worker):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        opened = open_configured(config)
-        page_size, context = opened.kv.page_size, opened.context_length
         chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
+        opened = open_configured(config, chunk)
+        page_size, context = opened.kv.page_size, opened.context_length
         chunk = min(chunk, pages_for(context, page_size) * page_size)
         buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
         natural = 4 * config.max_seqs_per_chunk * pages_for(context, page_size)

@@ -15,7 +15,7 @@ from serving.app import create_app
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.metrics import Metrics
-from serving.tokenizer import Tokenizer
+from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
@@ -56,8 +56,11 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     config = flags.config_from(ServeConfig, args)
     security = flags.security_from(args)
     with listen(config.host, config.port) as sock:
-        tokenizer = Tokenizer.from_dir(config.model_path)
         model_config = ModelConfig.from_dir(config.model_path)
+        try:
+            tokenizer = Tokenizer.from_dir(config.model_path)
+        except TokenizerError as error:
+            raise ConfigError(str(error)) from error
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, security, sock, tokenizer, model_config))
 

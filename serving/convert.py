@@ -13,6 +13,7 @@ from model.orbax import save_orbax
 from model.sharding import make_mesh
 from model.transformer import Model
 from transfer import flags
+from transfer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -45,5 +46,8 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
             bar.total = total_bytes
             bar.update(done_bytes - bar.n)
 
-        save_orbax(args.model_path, args.output, model, progress)
+        try:
+            save_orbax(args.model_path, args.output, model, progress)
+        except OSError as error:
+            raise ConfigError(f"--output {args.output}: cannot write there: {error}") from error
     flags.say(f"kvferry: wrote {args.output}; try: kvferry up --model-path {args.output}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from transfer import wire
 from transfer.clock import Clock
-from transfer.errors import Incompatible, RpcError, Unavailable
+from transfer.errors import ConfigError, Incompatible, RpcError, Unavailable
 from transfer.layout import check_pair
 from transfer.rpc import RpcClient, RpcServer, Security
 
@@ -193,9 +193,14 @@ class RegistryClient:
     """A worker's lease, or an API process's view of the cluster. Survives registry restarts."""
 
     def __init__(self, address: str, security: Security, clock: Clock) -> None:
+        """Raises ConfigError unless the address is host:port."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+            raise ConfigError(f"--registry-address must be host:port, got {address!r}")
         self._client = RpcClient(address, security)
         self._clock = clock
         self._lease: tuple[str, int] | None = None
+        self._complaint = ""
         self.registered = asyncio.Event()
 
     async def run_worker(
@@ -224,9 +229,10 @@ class RegistryClient:
                     "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
                 )
                 known = reply.known
+                self._complaint = ""
                 await asyncio.sleep(interval_s if known else 0)
             except Unavailable as error:
-                log.debug("registry not reached: %s", error)
+                self._complain(error)
                 await asyncio.sleep(RETRY_S)
 
     async def deregister(self) -> None:
@@ -246,10 +252,17 @@ class RegistryClient:
                 async for view in self._client.stream(
                     "Watch", wire.Watch(watcher_id), wire.ClusterView
                 ):
+                    self._complaint = ""
                     on_view(view)
             except RpcError as error:
-                log.debug("registry not reached: %s", error)
+                self._complain(error)
             await asyncio.sleep(RETRY_S)
+
+    def _complain(self, error: RpcError) -> None:
+        """Tell of a registry that does not answer as it should, each way of it once."""
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            log.warning("registry %s: trying again: %s", self._client.address, error)
 
     async def close(self) -> None:
         await self._client.close()

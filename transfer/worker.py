@@ -358,8 +358,8 @@ class PoolFacts:
         return min(self.context_length, num_pages * self.page_size)
 
 
-def open_configured(config: WorkerConfig) -> OpenedModel:
-    """Load the model that the flags name. Raises ModelError."""
+def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
+    """Load the model that the flags name. Raises ModelError, the soonest it can."""
     return open_model(
         config.model_path,
         config.dtype,
@@ -368,6 +368,9 @@ def open_configured(config: WorkerConfig) -> OpenedModel:
         config.ep_size,
         config.page_size,
         config.context_length,
+        chunk_size,
+        config.mem_fraction_static,
+        config.max_total_tokens,
     )
 
 

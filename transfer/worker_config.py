@@ -36,6 +36,8 @@ class WorkerConfig:
             at_least(self, name, 1)
         for name in ("context_length", "page_size", "max_total_tokens"):
             at_least(self, name, 0)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
         if self.dp_size != 1:
             raise ConfigError(
                 f"--dp-size {self.dp_size} is not supported, it takes 1; "
@@ -52,8 +54,7 @@ class WorkerConfig:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
+        check_port(self, "port")
 
     @property
     def model_name(self) -> str:
@@ -65,3 +66,10 @@ def at_least(config: Any, name: str, least: int) -> None:
     value = getattr(config, name)
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def check_port(config: Any, name: str) -> None:
+    """Raises ConfigError unless the field is a port, or 0 for any."""
+    value = getattr(config, name)
+    if not 0 <= value <= 65535:
+        raise ConfigError(f"--{name.replace('_', '-')} must be 0 to 65535, got {value}")

@@ -102,7 +102,7 @@ def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_dir(tmp_path)
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(ModelError, match="is not a folder"):
         ModelConfig.from_dir(tmp_path / "elsewhere")
 
 
