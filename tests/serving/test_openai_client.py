@@ -127,7 +127,7 @@ async def test_streamed_logprobs_are_the_whole_ones(api: Api) -> None:
         "top_logprobs": 2,
     }
     whole = await api.client.chat.completions.create(**ask)
-    streamed = []
+    streamed: list[Any] = []
     async for chunk in await api.client.chat.completions.create(**ask, stream=True):
         for choice in chunk.choices:
             streamed += choice.logprobs.content if choice.logprobs else []
@@ -278,7 +278,7 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
     stream = await api.client.chat.completions.create(
         model=api.model, messages=HELLO, max_tokens=3, stream=True, extra_body=extra
     )
-    first = None
+    first: Any = None
     async for chunk in stream:
         first = first or chunk.model_dump()
         streamed += chunk.choices[0].model_dump().get("token_ids", [])

@@ -1,9 +1,6 @@
 """Events leave in line, a slow client costs only itself, and the fast path spells as the plain."""
 
 import asyncio
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import orjson
 import pytest
@@ -13,59 +10,14 @@ from openai.types.chat import ChatCompletionChunk
 
 from serving.choice import Choice, Piece
 from serving.errors import ApiError, bad_field
-from serving.generation import FinishReason, Generation, GenerationSpec, Tokens
+from serving.generation import Tokens
 from serving.openai_answers import chat_answer, completion_answer
-from serving.protocol import ChoiceAsk, Prompt, Request, Shown
-from serving.stream import EventStream, SlowClient, StreamedAnswer
-from serving.tokenizer import Tokenizer
-from tests.recording import ManualTimers, until
-from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE, tokenizer_of_tests
-from transfer import wire
-from transfer.clock import ManualClock
+from serving.protocol import Prompt, Request
+from serving.stream import SlowClient
+from tests.recording import until
+from tests.serving.live import FIRST_BYTE, LETTER_A, SECOND_BYTE
+from tests.serving.streaming import LETTERS, TIMEOUT_S, TOKENIZER, Bench, Streaming, asked
 from transfer.errors import Code, RequestError
-
-TOKENIZER = tokenizer_of_tests()
-TIMEOUT_S = 30.0
-
-
-class Wire:
-    """The server's side of one response; `full` makes send wait, as a full socket does."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-        self.free = asyncio.Event()
-        self.free.set()
-        self.error: Exception | None = None
-
-    async def send(self, message: Any) -> None:
-        if not self.free.is_set():
-            await self.free.wait()
-        if self.error is not None:
-            raise self.error
-        self.messages.append(message)
-
-    @property
-    def bodies(self) -> list[bytes]:
-        return [m["body"] for m in self.messages if m["type"] == "http.response.body"]
-
-
-@dataclasses.dataclass
-class Bench:
-    """A stream on a wire, with time in hand."""
-
-    wire: Wire = dataclasses.field(default_factory=Wire)
-    timers: ManualTimers = dataclasses.field(default_factory=lambda: ManualTimers(ManualClock()))
-    max_unread_bytes: int = 100
-
-    def __post_init__(self) -> None:
-        self.stream = EventStream(
-            self.wire.send,
-            self.wire.send,
-            [(b"content-type", b"text/event-stream")],
-            self.timers,
-            self.max_unread_bytes,
-            TIMEOUT_S,
-        )
 
 
 async def test_a_write_has_left_when_it_returns() -> None:
@@ -233,59 +185,6 @@ async def test_closing_cancels_a_send_that_waits() -> None:
 # --- tokens -> events ---
 
 
-def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceAsk:
-    sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS, 5))
-    prompt = prompt or Prompt([1, 2, 3])
-    return ChoiceAsk(index, 0, "id", prompt, sampling, Shown(**shown))
-
-
-class Streaming:
-    """One streamed answer whose tokens come by hand."""
-
-    def __init__(
-        self,
-        asks: Sequence[ChoiceAsk],
-        *,
-        tokenizer: Tokenizer = TOKENIZER,
-        interval: int = 1,
-        is_chat: bool = True,
-        **request: Any,
-    ) -> None:
-        self.bench = Bench(max_unread_bytes=1 << 20)
-        self.request = Request("id", list(asks), stream=True, stream_interval=interval, **request)
-        spell = chat_answer if is_chat else completion_answer
-        self.spelling = spell(self.request, tokenizer, 'model "m"\u00e9', 1234)
-        self.choices = [Choice(ask, tokenizer) for ask in asks]
-        self.aborted: list[tuple[Generation, FinishReason]] = []
-        self.answer = StreamedAnswer(
-            self.choices,
-            self.bench.stream,
-            self.spelling,
-            interval,
-            lambda generation, reason: self.aborted.append((generation, reason)),
-        )
-        for sink, ask in zip(self.answer.sinks, asks, strict=True):
-            spec = GenerationSpec(ask.prompt.ids, ask.sampling, "id", 0.0, 1.0)
-            sink.generation = Generation(spec, sink)
-            sink.on_prefilled(2, None)
-
-    @property
-    def events(self) -> list[Any]:
-        lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
-        assert lines.pop() == ""
-        data = [line.removeprefix("data: ") for line in lines]
-        return [item if item == "[DONE]" else orjson.loads(item) for item in data]
-
-    def texts(self, index: int = 0) -> list[str]:
-        events = [event for event in self.events if event != "[DONE]"]
-        items = [item for event in events for item in event["choices"] if item["index"] == index]
-        found = [item.get("text", item.get("delta", {}).get("content")) for item in items]
-        return [text for text in found if text]
-
-
-LETTERS = [LETTER_A + i for i in range(26)]
-
-
 async def test_a_chat_stream_opens_with_the_role_and_ends_with_reason_usage_and_done() -> None:
     run = Streaming([asked()], include_usage=True)
     sink = run.answer.sinks[0]
@@ -321,89 +220,6 @@ async def test_the_first_piece_leaves_at_once_and_later_ones_when_an_interval_is
     sink.on_tokens(Tokens([LETTERS[10]]))
     sink.on_end("length")
     assert run.texts() == ["a", "bcde", "fghij", "k"]
-
-
-async def test_halves_of_a_character_make_no_event() -> None:
-    run = Streaming([asked()], is_chat=False)
-    sink = run.answer.sinks[0]
-    sink.on_tokens(Tokens([FIRST_BYTE]))
-    assert run.texts() == []
-    sink.on_tokens(Tokens([SECOND_BYTE]))
-    sink.on_tokens(Tokens([FIRST_BYTE]))
-    sink.on_end("length")
-    assert run.texts() == ["é", "\N{REPLACEMENT CHARACTER}"]
-    assert run.events[-2]["choices"][0]["finish_reason"] == "length"
-
-
-async def test_a_stop_string_ends_the_choice_and_aborts_its_generation() -> None:
-    run = Streaming([asked(stops=("cd", "xyz")), asked(1)])
-    first, second = run.answer.sinks
-    first.on_tokens(Tokens([LETTERS[0]]))
-    first.on_tokens(Tokens(LETTERS[1:3]))
-    assert run.texts() == ["a", "b"], "c may be the start of cd"
-    second.on_tokens(Tokens([LETTERS[25]]))
-    first.on_tokens(Tokens(LETTERS[3:6]))
-    assert run.aborted == [(first.generation, "stop")]
-    assert run.texts() == ["a", "b"]
-    assert not run.bench.stream.closed.done()
-    second.on_end("length")
-    await run.bench.stream.closed
-    ends = [e["choices"][0] for e in run.events[:-1] if e["choices"][0]["finish_reason"]]
-    assert [(end["index"], end["finish_reason"], end["stop_reason"]) for end in ends] == [
-        (0, "stop", "cd"),
-        (1, "length", None),
-    ]
-    assert run.choices[0].num_tokens == 4, "the token that completed the match counts, later not"
-
-
-async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
-    run = Streaming([asked(stops=("cx",))])
-    sink = run.answer.sinks[0]
-    for token_id in LETTERS[:3]:
-        sink.on_tokens(Tokens([token_id]))
-    sink.on_end("length")
-    assert "".join(run.texts()) == "abc"
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        ({}, "a"),
-        ({"include_stop": True}, "a&"),
-        ({"stops": ("zz",)}, "a"),
-    ],
-)
-async def test_a_stop_token_that_is_no_special_one_shows_only_when_asked(
-    shown: dict[str, Any], expected: str
-) -> None:
-    run = Streaming([asked(stop_ids=frozenset({5}), **shown)])
-    sink = run.answer.sinks[0]
-    sink.on_tokens(Tokens([LETTER_A]))
-    sink.on_tokens(Tokens([5]))
-    sink.on_end("stop")
-    assert "".join(run.texts()) == expected
-    assert run.choices[0].num_tokens == 2
-    assert run.events[-2]["choices"][0]["stop_reason"] == 5
-
-
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        ({}, "a"),
-        ({"skip_special_tokens": False}, "a"),
-        ({"skip_special_tokens": False, "include_stop": True}, "a<|im_end|>"),
-    ],
-)
-async def test_the_end_token_shows_only_when_all_ask_for_it(
-    shown: dict[str, Any], expected: str
-) -> None:
-    run = Streaming([asked(**shown)])
-    sink = run.answer.sinks[0]
-    sink.on_tokens(Tokens([LETTER_A]))
-    sink.on_tokens(Tokens([EOS]))
-    sink.on_end("stop")
-    assert "".join(run.texts()) == expected
-    assert run.events[-2]["choices"][0]["stop_reason"] is None
 
 
 async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
@@ -467,39 +283,3 @@ def test_the_fast_path_spells_what_a_plain_encoder_spells(
     item = chunk["choices"][0]
     assert (chunk["id"], item["index"]) == (request_id, index)
     assert (item["delta"]["content"] if is_chat else item["text"]) == text
-
-
-@given(
-    ids=st.lists(st.integers(0, 1023), min_size=1, max_size=40),
-    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
-    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
-    interval=st.integers(1, 5),
-    detailed=st.booleans(),
-)
-@settings(max_examples=100, deadline=None)
-def test_streams_of_any_cut_join_into_the_whole_text(
-    ids: list[int], cuts: list[int], stops: list[str], interval: int, detailed: bool
-) -> None:
-    ids = [token_id for token_id in ids if token_id not in (EOS, 5)] or [LETTER_A]
-
-    async def play() -> str:
-        ask = asked(stops=tuple(stops), token_ids=detailed)
-        run = Streaming([ask], interval=interval, is_chat=False)
-        start = 0
-        for cut in cuts:
-            if start < len(ids) and not run.aborted:
-                run.answer.sinks[0].on_tokens(Tokens(ids[start : start + cut]))
-            start += cut
-        if not run.aborted:
-            run.answer.sinks[0].on_end("length")
-        await run.bench.stream.closed
-        return "".join(run.texts())
-
-    whole = TOKENIZER.decode(ids)
-    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
-    if ends:
-        # The match that ends first, and of those the longest.
-        end = min(ends)
-        stop = max((s for s in stops if whole[:end].endswith(s)), key=len)
-        whole = whole[: end - len(stop)]
-    assert asyncio.run(play()) == whole

@@ -1,0 +1,115 @@
+"""Streams on a wire that a test holds in its hands: full or free, with time to move."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from serving.choice import Choice
+from serving.generation import FinishReason, Generation, GenerationSpec
+from serving.openai_answers import chat_answer, completion_answer
+from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.stream import EventStream, StreamedAnswer
+from serving.tokenizer import Tokenizer
+from tests.recording import ManualTimers
+from tests.serving.live import EOS, LETTER_A, tokenizer_of_tests
+from transfer import wire
+from transfer.clock import ManualClock
+
+TOKENIZER = tokenizer_of_tests()
+TIMEOUT_S = 30.0
+
+
+class Wire:
+    """The server's side of one response; `full` makes send wait, as a full socket does."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.free = asyncio.Event()
+        self.free.set()
+        self.error: Exception | None = None
+
+    async def send(self, message: Any) -> None:
+        if not self.free.is_set():
+            await self.free.wait()
+        if self.error is not None:
+            raise self.error
+        self.messages.append(message)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [m["body"] for m in self.messages if m["type"] == "http.response.body"]
+
+
+@dataclasses.dataclass
+class Bench:
+    """A stream on a wire, with time in hand."""
+
+    wire: Wire = dataclasses.field(default_factory=Wire)
+    timers: ManualTimers = dataclasses.field(default_factory=lambda: ManualTimers(ManualClock()))
+    max_unread_bytes: int = 100
+
+    def __post_init__(self) -> None:
+        self.stream = EventStream(
+            self.wire.send,
+            self.wire.send,
+            [(b"content-type", b"text/event-stream")],
+            self.timers,
+            self.max_unread_bytes,
+            TIMEOUT_S,
+        )
+
+
+def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceAsk:
+    sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS, 5))
+    prompt = prompt or Prompt([1, 2, 3])
+    return ChoiceAsk(index, 0, "id", prompt, sampling, Shown(**shown))
+
+
+class Streaming:
+    """One streamed answer whose tokens come by hand."""
+
+    def __init__(
+        self,
+        asks: Sequence[ChoiceAsk],
+        *,
+        tokenizer: Tokenizer = TOKENIZER,
+        interval: int = 1,
+        is_chat: bool = True,
+        **request: Any,
+    ) -> None:
+        self.bench = Bench(max_unread_bytes=1 << 20)
+        self.request = Request("id", list(asks), stream=True, stream_interval=interval, **request)
+        spell = chat_answer if is_chat else completion_answer
+        self.spelling = spell(self.request, tokenizer, 'model "m"\u00e9', 1234)
+        self.choices = [Choice(ask, tokenizer) for ask in asks]
+        self.aborted: list[tuple[Generation, FinishReason]] = []
+        self.answer = StreamedAnswer(
+            self.choices,
+            self.bench.stream,
+            self.spelling,
+            interval,
+            lambda generation, reason: self.aborted.append((generation, reason)),
+        )
+        for sink, ask in zip(self.answer.sinks, asks, strict=True):
+            spec = GenerationSpec(ask.prompt.ids, ask.sampling, "id", 0.0, 1.0)
+            sink.generation = Generation(spec, sink)
+            sink.on_prefilled(2, None)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
+        assert lines.pop() == ""
+        data = [line.removeprefix("data: ") for line in lines]
+        return [item if item == "[DONE]" else orjson.loads(item) for item in data]
+
+    def texts(self, index: int = 0) -> list[str]:
+        events = [event for event in self.events if event != "[DONE]"]
+        items = [item for event in events for item in event["choices"] if item["index"] == index]
+        found = [item.get("text", item.get("delta", {}).get("content")) for item in items]
+        return [text for text in found if text]
+
+
+LETTERS = [LETTER_A + i for i in range(26)]
