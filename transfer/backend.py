@@ -1,4 +1,4 @@
-"""What moves pages: the frame, the two ends of a backend, and the checks every backend shares.
+"""What moves pages: the frame, and the two ends that every backend has.
 
 A sender (prefill) pushes frames into rooms that the receiver (decode) expects:
 
@@ -8,32 +8,34 @@ A sender (prefill) pushes frames into rooms that the receiver (decode) expects:
     CANCEL ->                                    the sender gives the room up
     PING ->   PONG <-                            signs of life while rooms are open
 
-Frames of one room are in order on one connection. The digest covers header, meta and payload.
+Frames of one room are in order on one connection. A frame is header, meta, payload and digest
+(xxh3-64 of all before it). The digest comes last so that both ends can work it out while the
+payload passes through their caches; lengths are checked against the room before they are used.
 """
 
 import enum
 import struct
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-import ml_dtypes
 import numpy as np
 import xxhash
 
-from model.config import KVSpec
 from transfer import wire
-from transfer.errors import BadMessage, FrameRefused
+from transfer.errors import BadMessage
 from transfer.layout import HeadRun
 
 MAGIC = b"KVF1"
 MAX_META_BYTES = 1 << 16
 MAX_PAYLOAD_BYTES = 1 << 31
 # magic, version, kind, room, epoch, page_start, num_pages, dst_shard, dst_start, num_heads,
-# meta_len, payload_len, digest
-_HEADER = struct.Struct("<4sHHqqIIIIIIQQ")
+# meta_len, payload_len
+_HEADER = struct.Struct("<4sHHqqIIIIIIQ")
 HEADER_BYTES = _HEADER.size
+_DIGEST = struct.Struct("<Q")
+DIGEST_BYTES = _DIGEST.size
 
 
 class Kind(enum.IntEnum):
@@ -65,7 +67,6 @@ class Frame:
     num_heads: int = 0
     meta_len: int = 0
     payload_len: int = 0
-    digest: int = 0
 
     def pack(self) -> bytes:
         """HEADER_BYTES bytes."""
@@ -82,7 +83,6 @@ class Frame:
             self.num_heads,
             self.meta_len,
             self.payload_len,
-            self.digest,
         )
 
     @staticmethod
@@ -105,26 +105,37 @@ class Frame:
             )
         return frame
 
-    def sealed(self, meta: bytes, payload: memoryview | bytes = b"") -> "Frame":
-        """This frame with lengths and digest for these contents."""
-        bare = replace(self, meta_len=len(meta), payload_len=len(payload), digest=0)
-        return replace(bare, digest=digest_of(bare, meta, payload))
 
-    def check_digest(self, meta: bytes, payload: memoryview | bytes) -> None:
-        """Raises FrameRefused when the contents are not those that were sealed."""
-        if digest_of(replace(self, digest=0), meta, payload) != self.digest:
-            raise FrameRefused("digest mismatch")
+class Digest:
+    """What a frame ends with, worked out piece by piece."""
 
+    def __init__(self, header: bytes | memoryview, meta: bytes) -> None:
+        self._state = xxhash.xxh3_64(header)
+        self._state.update(meta)
 
-def digest_of(frame: Frame, meta: bytes, payload: memoryview | bytes) -> int:
-    """xxh3-64 over header (digest 0), meta and payload."""
-    state = xxhash.xxh3_64(frame.pack())
-    state.update(meta)
-    state.update(payload)
-    return state.intdigest()
+    def update(self, part: memoryview) -> None:
+        self._state.update(part)
+
+    def pack(self) -> bytes:
+        """DIGEST_BYTES bytes."""
+        return _DIGEST.pack(self._state.intdigest())
 
 
-class FirstToken(wire.Message):
+def whole_frame(frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> bytearray:
+    """A frame as it travels. Its lengths are set here, whatever they were."""
+    parts = list(payload)
+    header = with_lengths(frame, len(meta), sum(len(part) for part in parts)).pack()
+    digest = Digest(header, meta)
+    for part in parts:
+        digest.update(part)
+    return bytearray(b"".join((header, meta, *parts, digest.pack())))
+
+
+def with_lengths(frame: Frame, meta_len: int, payload_len: int) -> Frame:
+    return replace(frame, meta_len=meta_len, payload_len=payload_len)
+
+
+class FirstToken(wire.Message, frozen=True):
     """Meta of FINISH: where decode goes on."""
 
     token_id: int
@@ -133,7 +144,7 @@ class FirstToken(wire.Message):
     finished: int = wire.RUNNING  # or STOP, LENGTH: nothing to decode
 
 
-class Refused(wire.Message):
+class Refused(wire.Message, frozen=True):
     """Meta of NACK."""
 
     code: str
@@ -147,6 +158,13 @@ class SenderEvent:
     kind: Literal["acked", "nacked", "lost"]
     room: int
     message: str = ""
+    code: str = ""  # transfer.errors.Code, when nacked
+
+
+OnEvent = Callable[[SenderEvent], None]
+OnPages = Callable[[int, int, list[np.ndarray]], None]
+OnFinish = Callable[[int, FirstToken], None]
+OnLost = Callable[[tuple[int, ...], str], None]
 
 
 class PageSender(Protocol):
@@ -184,11 +202,17 @@ class PageSender(Protocol):
 
 
 class PageReceiver(Protocol):
-    """Decode's end. Callbacks (on_pages, on_finish, on_lost) come from threads of its own."""
+    """Decode's end. Its callbacks come from threads of its own:
+
+    on_pages(room, page_start, shards): a run of pages is complete; one array per shard,
+        [layers, 2, n, page_size, heads of the shard, head_dim], now the callee's.
+    on_finish(room, first): all pages of the grant were delivered, and this is where to go on.
+    on_lost(rooms, message): rooms whose pages will not be completed.
+    """
 
     @property
     def counters(self) -> Counter[str]:
-        """frames, bytes and refusals by reason."""
+        """Frames, bytes, and refusals by reason."""
         ...
 
     def start(self) -> str:
@@ -207,193 +231,8 @@ class PageReceiver(Protocol):
         """Tell the sender that all arrived. Call before forget."""
         ...
 
+    def nack(self, room: int, code: str, message: str) -> None:
+        """Tell the sender to stop. Call before forget."""
+        ...
+
     def close(self) -> None: ...
-
-
-# --- the receiving side's checks and assembly, the same for every backend -----------------------
-
-
-@dataclass(slots=True)
-class _Run:
-    """Pages of which some heads are still on their way."""
-
-    shards: list[np.ndarray]
-    covered: np.ndarray  # bool[tp_size, heads of a shard]
-
-
-@dataclass(slots=True)
-class _Expected:
-    epoch: int
-    num_pages: int
-    delivered: np.ndarray  # bool[num_pages]
-    runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
-    first: FirstToken | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A run of pages, complete: one array per shard, [layers, 2, n, page_size, heads, dim]."""
-
-    page_start: int
-    shards: list[np.ndarray]
-
-
-class Inbound:
-    """Rooms that may be written to, and what has come of each. Not thread-safe."""
-
-    def __init__(self, kv: KVSpec, tp_size: int) -> None:
-        self._kv = kv
-        self._tp_size = tp_size
-        self._local_heads = kv.num_kv_heads // tp_size
-        self._dtype = np.dtype(_numpy_dtype(kv.dtype))
-        self._rooms: dict[int, _Expected] = {}
-
-    def expect(self, room: int, epoch: int, num_pages: int) -> None:
-        assert room not in self._rooms, f"room {room} twice"
-        self._rooms[room] = _Expected(epoch, num_pages, np.zeros(num_pages, bool))
-
-    def forget(self, room: int) -> None:
-        self._rooms.pop(room, None)
-
-    def check(self, frame: Frame) -> None:
-        """Judge a PAGES, FINISH or CANCEL header before its payload is read.
-
-        Raises FrameRefused; its first word is the reason that is counted.
-        """
-        expected = self._rooms.get(frame.room)
-        if expected is None:
-            raise FrameRefused(f"unknown_room: {frame.room} is not expected here")
-        if expected.epoch != frame.epoch:
-            raise FrameRefused(f"stale_epoch: {frame.epoch}, this side has {expected.epoch}")
-        if frame.kind is Kind.PAGES:
-            self._check_pages(frame, expected)
-        elif frame.payload_len:
-            raise FrameRefused(f"payload: {frame.kind.name} carries none")
-
-    def _check_pages(self, frame: Frame, expected: _Expected) -> None:
-        end = frame.page_start + frame.num_pages
-        if not 0 < frame.num_pages <= expected.num_pages or end > expected.num_pages:
-            raise FrameRefused(
-                f"out_of_range: pages {frame.page_start}..{end} of {expected.num_pages} granted"
-            )
-        heads_end = frame.dst_start + frame.num_heads
-        if frame.dst_shard >= self._tp_size or not frame.num_heads or heads_end > self._local_heads:
-            raise FrameRefused(
-                f"out_of_range: heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
-                f"there are {self._tp_size} shards of {self._local_heads}"
-            )
-        want = int(np.prod(self._shape(frame.num_pages, frame.num_heads))) * self._dtype.itemsize
-        if frame.payload_len != want:
-            raise FrameRefused(f"size: {frame.payload_len} bytes of payload, expected {want}")
-        if expected.first is not None:
-            raise FrameRefused("order: pages after FINISH")
-        span = slice(frame.page_start, end)
-        if expected.delivered[span].any() or self._overlaps(frame, expected):
-            raise FrameRefused(f"replayed: pages {frame.page_start}..{end} came before")
-
-    def _overlaps(self, frame: Frame, expected: _Expected) -> bool:
-        """Whether these heads of these pages are here already, in whole or in part."""
-        key = (frame.page_start, frame.num_pages)
-        for (start, count), run in expected.runs.items():
-            if (start, count) == key:
-                heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
-                if run.covered[frame.dst_shard, heads].any():
-                    return True
-            elif start < key[0] + key[1] and key[0] < start + count:
-                return True
-        return False
-
-    def pages(self, frame: Frame, payload: np.ndarray) -> Arrived | None:
-        """Take a checked frame's payload (u8[n]); the run it completes, if it does.
-
-        The room may have been forgotten since `check`: None then.
-        """
-        expected = self._rooms.get(frame.room)
-        if expected is None or expected.epoch != frame.epoch:
-            return None
-        values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
-        key = (frame.page_start, frame.num_pages)
-        if self._tp_size == 1 and frame.num_heads == self._local_heads:
-            shards = [values]
-        else:
-            run = expected.runs.get(key)
-            if run is None:
-                run = expected.runs[key] = self._new_run(frame.num_pages)
-            heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
-            if frame.num_heads == self._local_heads:
-                run.shards[frame.dst_shard] = values
-            else:
-                run.shards[frame.dst_shard][..., heads, :] = values
-            run.covered[frame.dst_shard, heads] = True
-            if not run.covered.all():
-                return None
-            del expected.runs[key]
-            shards = run.shards
-        expected.delivered[frame.page_start : frame.page_start + frame.num_pages] = True
-        return Arrived(frame.page_start, shards)
-
-    def finish(self, frame: Frame, first: FirstToken) -> bool:
-        """Take a checked FINISH. Raises FrameRefused when pages are missing."""
-        expected = self._rooms.get(frame.room)
-        if expected is None or expected.epoch != frame.epoch:
-            return False
-        if not expected.delivered.all():
-            missing = int((~expected.delivered).sum())
-            raise FrameRefused(f"order: FINISH with {missing} pages missing")
-        expected.first = first
-        return True
-
-    def _new_run(self, num_pages: int) -> _Run:
-        shape = self._shape(num_pages, self._local_heads)
-        return _Run(
-            [np.empty(shape, self._dtype) for _ in range(self._tp_size)],
-            np.zeros((self._tp_size, self._local_heads), bool),
-        )
-
-    def _shape(self, num_pages: int, num_heads: int) -> tuple[int, ...]:
-        kv = self._kv
-        return (kv.num_layers, 2, num_pages, kv.page_size, num_heads, kv.head_dim)
-
-
-def cut_frames(
-    grant: wire.Grant,
-    page_start: int,
-    shards: Sequence[np.ndarray],
-    runs: Sequence[HeadRun],
-    max_frame_bytes: int,
-) -> list[tuple[Frame, np.ndarray]]:
-    """Frames (not sealed) and their payload arrays for a run of pages.
-
-    Cuts are at the same pages for all shards, so that the receiver can put shards together.
-    """
-    num_pages = shards[0].shape[2]
-    most_heads = max(run.num_heads for run in runs)
-    layers, two, _, page_size, _, head_dim = shards[0].shape
-    page_bytes = layers * two * page_size * head_dim * shards[0].itemsize * most_heads
-    per_frame = max(1, min(num_pages, max_frame_bytes // page_bytes))
-    frames = []
-    for at in range(0, num_pages, per_frame):
-        end = min(at + per_frame, num_pages)
-        for run in runs:
-            heads = slice(run.src_start, run.src_start + run.num_heads)
-            frame = Frame(
-                Kind.PAGES,
-                grant.room,
-                grant.epoch,
-                page_start + at,
-                end - at,
-                run.dst_shard,
-                run.dst_start,
-                run.num_heads,
-            )
-            frames.append((frame, shards[run.src_shard][:, :, at:end, :, heads]))
-    return frames
-
-
-def as_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array, copied only when it is not contiguous."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _numpy_dtype(name: str) -> type:
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name).type

@@ -6,36 +6,54 @@ import os
 import selectors
 import socket
 import ssl
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 
-import numpy as np
-
 from transfer import wire
-from transfer.backend import HEADER_BYTES, Frame, Kind
-from transfer.errors import BadMessage, PeerLost, Unauthenticated
+from transfer.backend import DIGEST_BYTES, HEADER_BYTES, Digest, Frame, Kind, with_lengths
+from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import BadMessage, ConfigError, PeerLost, Unauthenticated
 from transfer.rpc import Security
 
-BUFFER_BYTES = 4 << 20
+HANDSHAKE_TIMEOUT_S = 5.0
+# Large enough that calls cost nothing, small enough to be digested while in the core's cache.
+_CHUNK_BYTES = 512 << 10
+_READ_AHEAD_BYTES = 4096
 _NONCE_BYTES = 32
 _IOV_MAX = 64
 
 
-class Hello(wire.Message):
-    """Meta of HELLO: who sends, and proof that it knows the token."""
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A frame whose payload, if any, and digest are still to be read."""
 
-    sender_id: str
-    proof: bytes
-    nonce: bytes
+    frame: Frame
+    meta: bytes
+    digest: Digest
 
 
 class Connection:
-    """Used by one thread, but for `wake`. Every wait ends after timeout_s with PeerLost."""
+    """Used by one thread, but for `wake` and `shutdown`.
+
+    A read or write that moves nothing for timeout_s raises PeerLost, as does the end of the
+    connection.
+    """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        sock.settimeout(timeout_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # a socketpair has no such option
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._all_at_once = 0 if self._is_tls else socket.MSG_WAITALL
+        _set_timeout(sock, timeout_s, self._is_tls)
+        self._timeout_s = timeout_s
+        self._deadline_s: float | None = None
+        self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES + (1 << 17)))
+        self._low = self._high = 0  # bytes of _ahead that were read and not used
+        self._lock = threading.Lock()  # between wake and close: a closed number may be reused
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -44,8 +62,28 @@ class Connection:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._closed = False
 
+    # --- any thread -----------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """End a `wait` of the owning thread."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):  # it is full of wake-ups
+                    os.write(self._wake_write, b"x")
+
+    def shutdown(self) -> None:
+        """Make every read and write of the owning thread fail."""
+        with self._lock:
+            if not self._closed:
+                with contextlib.suppress(OSError):  # the peer was faster
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    # --- the owning thread ------------------------------------------------------------------------
+
     def wait(self, timeout_s: float) -> bool:
         """Until there is something to read, `wake` was called, or time is up. True: readable."""
+        if self._high > self._low:
+            return True
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         readable = False
@@ -53,91 +91,157 @@ class Connection:
             if key.fileobj is self._sock:
                 readable = True
             else:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+                os.read(self._wake_read, 4096)
         return readable
 
-    def wake(self) -> None:
-        """End a `wait` of the owning thread (any thread)."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._wake_write, b"x")
+    def send(self, frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> None:
+        """Send one frame; its lengths and digest are worked out here."""
+        parts = list(payload)
+        header = with_lengths(frame, len(meta), sum(len(part) for part in parts)).pack()
+        digest = Digest(header, meta)
+        batch = [memoryview(header), memoryview(meta)]
+        batch_bytes = 0
+        for part in parts:
+            for at in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[at : at + _CHUNK_BYTES]
+                digest.update(chunk)
+                batch.append(chunk)
+                batch_bytes += len(chunk)
+                if batch_bytes >= _CHUNK_BYTES:
+                    self._send_all(batch)
+                    batch, batch_bytes = [], 0
+        batch.append(memoryview(digest.pack()))
+        self._send_all(batch)
 
-    def send(self, frame: Frame, meta: bytes = b"", payload: memoryview | bytes = b"") -> None:
-        """Seal and send one frame."""
-        sealed = frame.sealed(meta, payload)
-        buffers = [memoryview(sealed.pack()), memoryview(meta), memoryview(payload)]
-        try:
-            if isinstance(self._sock, ssl.SSLSocket):
-                for buffer in buffers:
-                    self._sock.sendall(buffer)
-            else:
-                self._send_all([buffer for buffer in buffers if len(buffer)])
-        except OSError as error:
-            raise PeerLost(f"sending failed: {error or type(error).__name__}") from error
-
-    def receive(self) -> tuple[Frame, bytes]:
-        """The next header and its meta; the payload, if any, is still to be read.
-
-        Raises PeerLost, or BadMessage when what came is no frame.
-        """
-        header = bytearray(HEADER_BYTES)
-        self.receive_into(memoryview(header))
+    def receive(self) -> Incoming:
+        """The next header and its meta. Raises BadMessage when what came is no frame."""
+        header = bytes(self._read_ahead(HEADER_BYTES))
         frame = Frame.unpack(header)
-        meta = bytearray(frame.meta_len)
-        self.receive_into(memoryview(meta))
-        return frame, bytes(meta)
+        meta = bytes(self._read_ahead(frame.meta_len))
+        return Incoming(frame, meta, Digest(header, meta))
 
-    def receive_payload(self, frame: Frame) -> np.ndarray:
-        """The payload in a fresh buffer: u8[payload_len]."""
-        payload = np.empty(frame.payload_len, np.uint8)
-        self.receive_into(memoryview(payload))
-        return payload
+    def receive_small(self) -> tuple[Frame, bytes]:
+        """A whole frame without payload. Raises BadMessage when it has one, or came changed."""
+        incoming = self.receive()
+        if incoming.frame.payload_len:
+            raise BadMessage(f"{incoming.frame.kind.name} with a payload")
+        if not self.receive_payload(incoming, memoryview(b"")):
+            raise BadMessage(f"{incoming.frame.kind.name} with a wrong digest")
+        return incoming.frame, incoming.meta
 
-    def skip_payload(self, frame: Frame) -> None:
-        """Read the payload and throw it away."""
-        scratch = memoryview(bytearray(min(frame.payload_len, BUFFER_BYTES)))
-        left = frame.payload_len
+    def receive_payload(self, incoming: Incoming, payload: memoryview) -> bool:
+        """Read the payload into this (u8[payload_len]) and the digest: whether it is right."""
+        for at in range(0, len(payload), _CHUNK_BYTES):
+            chunk = payload[at : at + _CHUNK_BYTES]
+            self._read_into(chunk)
+            incoming.digest.update(chunk)
+        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
+
+    def skip_payload(self, incoming: Incoming) -> None:
+        """Read payload and digest and throw them away."""
+        left = incoming.frame.payload_len + DIGEST_BYTES
+        scratch = memoryview(bytearray(min(left, _CHUNK_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]
-            self.receive_into(part)
+            self._read_into(part)
             left -= len(part)
 
-    def receive_into(self, view: memoryview) -> None:
-        while len(view):
-            try:
-                count = self._sock.recv_into(view)
-            except OSError as error:
-                raise PeerLost(f"receiving failed: {error or type(error).__name__}") from error
-            if count == 0:
-                raise PeerLost("connection closed by the peer")
-            view = view[count:]
+    @contextlib.contextmanager
+    def all_within(self, timeout_s: float) -> Iterator[None]:
+        """Reads inside raise PeerLost once timeout_s have passed, even if bytes trickle in."""
+        self._deadline_s = SYSTEM_CLOCK.monotonic_s() + timeout_s
+        yield
+        self._deadline_s = None
 
     def close(self) -> None:
-        """Close (the owning thread)."""
-        if self._closed:
-            return
-        self._closed = True
-        self._selector.close()
-        self._sock.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._selector.close()
+            self._sock.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
-    def shutdown(self) -> None:
-        """Make every read and write of the owning thread fail (any thread)."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self.wake()
+    # --- bytes ----------------------------------------------------------------------------------
+
+    def _read_ahead(self, count: int) -> memoryview:
+        """The next bytes, valid until the next read; what comes with them is kept."""
+        if self._low + count > len(self._ahead) - _READ_AHEAD_BYTES or self._low == self._high:
+            left = self._high - self._low
+            self._ahead[:left] = bytes(self._ahead[self._low : self._high])
+            self._low, self._high = 0, left
+        while self._high - self._low < count:
+            missing = count - (self._high - self._low)
+            room = self._ahead[self._high : self._high + max(missing, _READ_AHEAD_BYTES)]
+            self._high += self._receive(room, 0)
+        self._low += count
+        return self._ahead[self._low - count : self._low]
+
+    def _read_into(self, view: memoryview) -> None:
+        kept = min(self._high - self._low, len(view))
+        view[:kept] = self._ahead[self._low : self._low + kept]
+        self._low += kept
+        view = view[kept:]
+        while len(view):
+            view = view[self._receive(view, self._all_at_once) :]
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        if self._deadline_s is not None and SYSTEM_CLOCK.monotonic_s() > self._deadline_s:
+            raise PeerLost("the handshake takes too long")
+        try:
+            count = self._sock.recv_into(view, 0, flags)
+        except (BlockingIOError, TimeoutError) as error:
+            raise PeerLost(f"nothing came for {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerLost(f"receiving failed: {error}") from error
+        if count == 0:
+            raise PeerLost("connection closed by the peer")
+        return count
 
     def _send_all(self, buffers: list[memoryview]) -> None:
-        while buffers:
-            sent = self._sock.sendmsg(buffers[:_IOV_MAX])
-            while buffers and sent >= len(buffers[0]):
-                sent -= len(buffers.pop(0))
-            if sent:
-                buffers[0] = buffers[0][sent:]
+        buffers = [buffer for buffer in buffers if len(buffer)]
+        try:
+            if self._is_tls:
+                self._sock.sendall(b"".join(buffers) if len(buffers) > 1 else buffers[0])
+                return
+            while buffers:
+                sent = self._sock.sendmsg(buffers[:_IOV_MAX])
+                while buffers and sent >= len(buffers[0]):
+                    sent -= len(buffers.pop(0))
+                if sent:
+                    buffers[0] = buffers[0][sent:]
+        except (BlockingIOError, TimeoutError) as error:
+            raise PeerLost(f"the peer took nothing for {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise PeerLost(f"sending failed: {error}") from error
+
+
+def _set_timeout(sock: socket.socket, timeout_s: float, is_tls: bool) -> None:
+    """For reads and writes that move nothing.
+
+    The kernel's own timeouts leave the socket blocking, so one call can bring a whole chunk;
+    Python's make it non-blocking underneath, which TLS needs.
+    """
+    if is_tls:
+        sock.settimeout(timeout_s)
+        return
+    sock.settimeout(None)
+    whole_s = int(timeout_s)
+    timeval = struct.pack("@ll", whole_s, int((timeout_s - whole_s) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 # --- handshake --------------------------------------------------------------------------------
+
+
+class Hello(wire.Message, frozen=True):
+    """Meta of HELLO: who sends, and proof that it knows the token."""
+
+    sender_id: str
+    proof: bytes
+    nonce: bytes
 
 
 def greet(connection: Connection, security: Security) -> str:
@@ -147,8 +251,9 @@ def greet(connection: Connection, security: Security) -> str:
     """
     nonce = os.urandom(_NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
-    frame, meta = connection.receive()
-    if frame.kind is not Kind.HELLO or frame.payload_len:
+    with connection.all_within(HANDSHAKE_TIMEOUT_S):
+        frame, meta = connection.receive_small()
+    if frame.kind is not Kind.HELLO:
         raise BadMessage(f"expected HELLO, got {frame.kind.name}")
     hello = wire.decode(meta, Hello)
     if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
@@ -159,13 +264,14 @@ def greet(connection: Connection, security: Security) -> str:
 
 def introduce(connection: Connection, security: Security, sender_id: str) -> None:
     """The sender's part. Raises Unauthenticated, BadMessage or PeerLost."""
-    frame, challenge = connection.receive()
-    if frame.kind is not Kind.CHALLENGE:
-        raise BadMessage(f"expected CHALLENGE, got {frame.kind.name}")
-    nonce = os.urandom(_NONCE_BYTES)
-    hello = Hello(sender_id, _proof(security, b"sender", challenge), nonce)
-    connection.send(Frame(Kind.HELLO), wire.encode(hello))
-    frame, proof = connection.receive()
+    with connection.all_within(HANDSHAKE_TIMEOUT_S):
+        frame, challenge = connection.receive_small()
+        if frame.kind is not Kind.CHALLENGE:
+            raise BadMessage(f"expected CHALLENGE, got {frame.kind.name}")
+        nonce = os.urandom(_NONCE_BYTES)
+        hello = Hello(sender_id, _proof(security, b"sender", challenge), nonce)
+        connection.send(Frame(Kind.HELLO), wire.encode(hello))
+        frame, proof = connection.receive_small()
     if frame.kind is not Kind.WELCOME:
         raise BadMessage(f"expected WELCOME, got {frame.kind.name}")
     if not hmac.compare_digest(proof, _proof(security, b"receiver", nonce)):
@@ -186,24 +292,27 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def client_context(security: Security) -> ssl.SSLContext | None:
+    """TLS of the sender; None when the cluster goes without. Raises ConfigError."""
     if security.ca_file is None:
         return None
-    context = ssl.create_default_context(cafile=str(security.ca_file))
+    try:
+        context = ssl.create_default_context(cafile=str(security.ca_file))
+    except OSError as error:
+        raise ConfigError(f"cannot use {security.ca_file}: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
 def server_context(security: Security) -> ssl.SSLContext | None:
+    """TLS of the receiver; None when the cluster goes without. Raises ConfigError."""
     if security.cert_file is None or security.key_file is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(str(security.cert_file), str(security.key_file))
+    try:
+        context.load_cert_chain(str(security.cert_file), str(security.key_file))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {security.cert_file} with {security.key_file}: {error}"
+        ) from error
     return context
-
-
-def set_buffers(sock: socket.socket, options: Sequence[int]) -> None:
-    """Ask for large socket buffers; the system gives what it allows."""
-    for option in options:
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)

@@ -1,39 +1,22 @@
 """The `tcp` backend: one connection per pair of workers, one thread for each end of it.
 
-A connection that moves nothing for stall_timeout_s while rooms are open is lost, and with it
-its rooms; the API process sends them elsewhere. Nothing is resent here.
+Signs of life: while rooms are open, the sender asks for one three times in stall_timeout_s, so
+that each end hears from the other whatever prefill is doing. An end that hears nothing for
+stall_timeout_s, or can move nothing for so long, calls the connection lost, and with it its
+rooms; the API process sends them elsewhere. Nothing is resent here.
 """
 
+import contextlib
 import logging
 import socket
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections import deque
 
 from model.config import KVSpec
-from transfer import wire
-from transfer.backend import (
-    FirstToken,
-    Frame,
-    Inbound,
-    Kind,
-    Refused,
-    SenderEvent,
-    as_bytes,
-    cut_frames,
-)
+from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
-from transfer.errors import (
-    BadMessage,
-    Code,
-    ConfigError,
-    FrameRefused,
-    KvferryError,
-    PeerLost,
-)
+from transfer.errors import ConfigError, KvferryError, PeerLost
 from transfer.framing import (
     Connection,
     client_context,
@@ -41,139 +24,58 @@ from transfer.framing import (
     introduce,
     parse_address,
     server_context,
-    set_buffers,
 )
-from transfer.layout import HeadRun
+from transfer.inbound import Receiver
+from transfer.outbound import Lane, Sender, segments
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
+MAX_CONNECTIONS = 1024
+_IDLE_WAIT_S = 60.0
+_IDLE_BUFFER_BYTES = 256 << 20
 
 
-@dataclass(slots=True)
-class _Job:
-    """A frame to send. payload is None but for PAGES."""
-
-    frame: Frame
-    meta: bytes = b""
-    payload: np.ndarray | None = None
-
-
-class TcpSender:
+class TcpSender(Sender):
     """Prefill's end: see transfer.backend.PageSender."""
 
     def __init__(
         self,
         security: Security,
         sender_id: str,
-        on_event: Callable[[SenderEvent], None],
+        on_event: OnEvent,
         max_frame_bytes: int = 16 << 20,
         stall_timeout_s: float = 3.0,
     ) -> None:
+        super().__init__(on_event, max_frame_bytes)
         self.security = security
         self.sender_id = sender_id
         self.stall_timeout_s = stall_timeout_s
-        self._on_event = on_event
-        self._max_frame_bytes = max_frame_bytes
-        self._lock = threading.Lock()
-        self._links: dict[str, _Link] = {}
-        self._closed = False
+        self.context = client_context(security)
 
-    def send_pages(
-        self,
-        grant: wire.Grant,
-        page_start: int,
-        shards: Sequence[np.ndarray],
-        runs: Sequence[HeadRun],
-    ) -> None:
-        frames = cut_frames(grant, page_start, shards, runs, self._max_frame_bytes)
-        jobs = [_Job(frame, payload=payload) for frame, payload in frames]
-        self._link(grant.data_address).queue(grant.room, jobs)
-
-    def finish(self, grant: wire.Grant, first: FirstToken) -> None:
-        frame = Frame(Kind.FINISH, grant.room, grant.epoch)
-        self._link(grant.data_address).queue(grant.room, [_Job(frame, wire.encode(first))])
-
-    def cancel(self, room: int) -> None:
-        with self._lock:
-            links = list(self._links.values())
-        for link in links:
-            link.cancel(room)
-
-    @property
-    def in_flight_bytes(self) -> int:
-        with self._lock:
-            return sum(link.queued_bytes for link in self._links.values())
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            links = list(self._links.values())
-        for link in links:
-            link.close()
-
-    def _link(self, address: str) -> "_Link":
-        with self._lock:
-            link = self._links.get(address)
-            if link is None:
-                link = self._links[address] = _Link(self, address)
-                link.start()
-            return link
-
-    def lost(self, link: "_Link", rooms: Sequence[int], message: str) -> None:
-        """A link has ended; its open rooms with it (the link's thread)."""
-        with self._lock:
-            if self._links.get(link.address) is link:
-                del self._links[link.address]
-            closed = self._closed
-        if not closed:
-            for room in rooms:
-                self._on_event(SenderEvent("lost", room, message))
-
-    def ended(self, event: SenderEvent) -> None:
-        self._on_event(event)
+    def _open_lane(self, address: str) -> Lane:
+        lane = _TcpLane(self, address)
+        lane.thread.start()
+        return lane
 
 
-class _Link(threading.Thread):
-    """One connection to one decode worker, and the rooms that are open on it."""
+class _TcpLane(Lane):
+    """One connection to one decode worker."""
 
     def __init__(self, sender: TcpSender, address: str) -> None:
-        super().__init__(name=f"pages to {address}", daemon=True)
-        self.address = address
-        self.queued_bytes = 0
+        super().__init__(address)
+        self.thread = threading.Thread(target=self._run, name=f"pages to {address}", daemon=True)
         self._sender = sender
-        self._lock = threading.Lock()
-        self._jobs: deque[_Job] = deque()
-        self._rooms: dict[int, int] = {}  # open room -> epoch
         self._connection: Connection | None = None
         self._closing = False
-        self._dead = ""
+        self._asked_s: float | None = None  # when the oldest unanswered PING left
+        self._ask_next_s = 0.0
 
-    # --- any thread -----------------------------------------------------------------------------
-
-    def queue(self, room: int, jobs: list[_Job]) -> None:
-        with self._lock:
-            dead = self._dead
-            if not dead:
-                self._rooms[room] = jobs[0].frame.epoch
-                self._jobs.extend(jobs)
-                self.queued_bytes += sum(_size(job) for job in jobs)
-        if dead:
-            self._sender.lost(self, [room], dead)
-        else:
-            self._wake()
-
-    def cancel(self, room: int) -> None:
-        with self._lock:
-            epoch = self._rooms.pop(room, None)
-            if epoch is None:
-                return
-            kept = [job for job in self._jobs if job.frame.room != room]
-            self._jobs = deque(kept)
-            self.queued_bytes = sum(_size(job) for job in kept)
-            self._jobs.append(_Job(Frame(Kind.CANCEL, room, epoch)))
-        self._wake()
+    def wake(self) -> None:
+        connection = self._connection
+        if connection is not None and threading.current_thread() is not self.thread:
+            connection.wake()
 
     def close(self) -> None:
         self._closing = True
@@ -181,100 +83,85 @@ class _Link(threading.Thread):
         if connection is not None:
             connection.shutdown()
 
-    def _wake(self) -> None:
-        connection = self._connection
-        if connection is not None:
-            connection.wake()
-
     # --- its own thread ---------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def _run(self) -> None:
         message = "closed"
         try:
-            self._connection = self._connect()
+            connection = self._connection = self._connect()
             while not self._closing:
-                self._turn(self._connection)
+                self._turn(connection)
         except (KvferryError, OSError) as error:
             message = f"{self.address}: {error}"
             if not self._closing:
-                log.warning("page link lost: %s", message)
+                log.warning("page connection lost: %s", message)
         finally:
-            with self._lock:
-                self._dead = message
-                rooms = list(self._rooms)
-                self._rooms.clear()
-                self._jobs.clear()
-                self.queued_bytes = 0
-            self._sender.lost(self, rooms, message)
+            self._sender.lost(self, message)
             if self._connection is not None:
                 self._connection.close()
 
     def _connect(self) -> Connection:
         host, port = parse_address(self.address)
+        sender = self._sender
         sock = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
-        set_buffers(sock, (socket.SO_SNDBUF,))
-        context = client_context(self._sender.security)
-        if context is not None:
-            sock = context.wrap_socket(sock, server_hostname=host)
-        connection = Connection(sock, self._sender.stall_timeout_s)
-        introduce(connection, self._sender.security, self._sender.sender_id)
+        try:
+            if sender.context is not None:
+                sock = sender.context.wrap_socket(sock, server_hostname=host)
+            connection = Connection(sock, sender.stall_timeout_s)
+        except (KvferryError, OSError):
+            sock.close()
+            raise
+        try:
+            introduce(connection, sender.security, sender.sender_id)
+        except KvferryError:
+            connection.close()
+            raise
         return connection
 
     def _turn(self, connection: Connection) -> None:
-        """Send a job, read what came; when idle, wait and see that the peer lives."""
-        with self._lock:
-            job = self._jobs.popleft() if self._jobs else None
-            waiting = bool(self._rooms)
-        if job is not None:
-            payload = b"" if job.payload is None else as_bytes(job.payload)
-            connection.send(job.frame, job.meta, payload)
-            with self._lock:
-                self.queued_bytes = max(0, self.queued_bytes - _size(job))
-            while connection.wait(0.0):
+        """Send a job and read what came; with none, wait, and see that the peer lives."""
+        job = self._sender.next_job(self)
+        if job is None:
+            if connection.wait(self._ask(connection)):
                 self._read(connection)
             return
-        patience_s = self._sender.stall_timeout_s
-        if connection.wait(patience_s / 2 if waiting else 60.0):
+        begun_s = SYSTEM_CLOCK.monotonic_s()
+        try:
+            connection.send(job.frame, job.meta, segments(job.payload))
+        finally:
+            self._sender.sent(job)
+        if self._asked_s is not None:
+            # Time in which the peer took bytes is no silence, and its answer waits behind them.
+            self._asked_s += SYSTEM_CLOCK.monotonic_s() - begun_s
+        if connection.wait(0.0):
             self._read(connection)
-        elif waiting and not self._jobs:
-            self._probe(connection, patience_s / 2)
+        self._ask(connection)
 
-    def _probe(self, connection: Connection, patience_s: float) -> None:
-        """Nothing came for a while and rooms wait for their ACK: is anyone there?"""
-        connection.send(Frame(Kind.PING))
-        deadline_s = SYSTEM_CLOCK.monotonic_s() + patience_s
-        while (left_s := deadline_s - SYSTEM_CLOCK.monotonic_s()) > 0:
-            if connection.wait(left_s):
-                self._read(connection)
-                return
-            if self._jobs or self._closing:
-                return
-        raise PeerLost("the peer gives no sign of life")
+    def _ask(self, connection: Connection) -> float:
+        """Send a PING when it is time; how long to wait for bytes. Raises PeerLost on silence."""
+        if not self.rooms:
+            self._asked_s = None
+            return _IDLE_WAIT_S
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        beat_s = self._sender.stall_timeout_s / 3
+        if self._asked_s is not None and now_s - self._asked_s > 2 * beat_s:
+            if not connection.wait(0.0):  # after a pause of this process the answer may be there
+                raise PeerLost(f"no sign of life for {self._sender.stall_timeout_s:g} s")
+        elif now_s >= self._ask_next_s:
+            connection.send(Frame(Kind.PING))
+            self._ask_next_s = now_s + beat_s
+            if self._asked_s is None:
+                self._asked_s = now_s
+        return beat_s
 
     def _read(self, connection: Connection) -> None:
-        frame, meta = connection.receive()
-        if frame.kind is Kind.PONG:
-            return
-        if frame.kind not in (Kind.ACK, Kind.NACK) or frame.payload_len:
-            raise BadMessage(f"unexpected {frame.kind.name} frame")
-        with self._lock:
-            known = self._rooms.pop(frame.room, None) is not None
-            if known and frame.kind is Kind.NACK:
-                self._jobs = deque(job for job in self._jobs if job.frame.room != frame.room)
-        if not known:
-            return
-        if frame.kind is Kind.ACK:
-            self._sender.ended(SenderEvent("acked", frame.room))
-        else:
-            refused = wire.decode(meta, Refused)
-            self._sender.ended(SenderEvent("nacked", frame.room, refused.message))
+        frame, meta = connection.receive_small()
+        self._asked_s = None
+        if frame.kind is not Kind.PONG:
+            self._sender.heard(self, frame, meta)
 
 
-def _size(job: _Job) -> int:
-    return 0 if job.payload is None else job.payload.nbytes
-
-
-class TcpReceiver:
+class TcpReceiver(Receiver):
     """Decode's end: see transfer.backend.PageReceiver."""
 
     def __init__(
@@ -284,30 +171,25 @@ class TcpReceiver:
         port: int,
         kv: KVSpec,
         tp_size: int,
-        on_pages: Callable[[int, int, list[np.ndarray]], None],
-        on_finish: Callable[[int, FirstToken], None],
-        on_lost: Callable[[tuple[int, ...], str], None],
+        on_pages: OnPages,
+        on_finish: OnFinish,
+        on_lost: OnLost,
         stall_timeout_s: float = 3.0,
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
         self.security = security
         self.stall_timeout_s = stall_timeout_s
+        self.context = server_context(security)
+        self.buffers = BufferPool(_IDLE_BUFFER_BYTES)
         self._host, self._port = host, port
-        self._on_pages = on_pages
-        self._on_finish = on_finish
-        self._on_lost = on_lost
-        self._lock = threading.Lock()
-        self._inbound = Inbound(kv, tp_size)
-        self._peers: dict[int, _Peer] = {}  # room -> where its frames come from
-        self._connections: set[_Peer] = set()
+        self._connections: set[_TcpFeeder] = set()
         self._listener: socket.socket | None = None
-        self._closed = False
 
     def start(self) -> str:
+        """Raises ConfigError when the address cannot be listened on."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        set_buffers(listener, (socket.SO_RCVBUF,))
         try:
             listener.bind((self._host, self._port))
             listener.listen(128)
@@ -322,33 +204,30 @@ class TcpReceiver:
         host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
         return f"tcp://{host}:{listener.getsockname()[1]}"
 
-    def expect(self, room: int, epoch: int, num_pages: int) -> None:
-        with self._lock:
-            self._inbound.expect(room, epoch, num_pages)
-
-    def forget(self, room: int) -> None:
-        with self._lock:
-            self._inbound.forget(room)
-            self._peers.pop(room, None)
-
-    def ack(self, room: int) -> None:
-        with self._lock:
-            peer = self._peers.pop(room, None)
-        if peer is not None:
-            peer.reply(_Job(Frame(Kind.ACK, room)))
-
     def close(self) -> None:
         self._closed = True
         if self._listener is not None:
             # Wakes the accepting thread, which closing alone would not.
-            _shutdown(self._listener)
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         with self._lock:
             connections = list(self._connections)
-        for peer in connections:
-            peer.close()
+        for feeder in connections:
+            feeder.close()
 
-    # --- connection threads -----------------------------------------------------------------------
+    def joined(self, feeder: "_TcpFeeder") -> bool:
+        """Count a connection in; False when there are too many, or when closed."""
+        with self._lock:
+            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                return False
+            self._connections.add(feeder)
+            return True
+
+    def left(self, feeder: "_TcpFeeder", message: str) -> None:  # type: ignore[override]
+        with self._lock:
+            self._connections.discard(feeder)
+        super().left(feeder, message)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -359,73 +238,31 @@ class TcpReceiver:
                 if not self._closed:
                     log.error("page listener failed: %s", error)
                 return
-            _Peer(self, sock, f"{address[0]}:{address[1]}").start()
-
-    def joined(self, peer: "_Peer") -> None:
-        with self._lock:
-            self._connections.add(peer)
-
-    def left(self, peer: "_Peer", message: str) -> None:
-        """A connection ended: its rooms will get no more pages."""
-        with self._lock:
-            self._connections.discard(peer)
-            rooms = tuple(room for room, owner in self._peers.items() if owner is peer)
-            for room in rooms:
-                del self._peers[room]
-        if rooms and not self._closed:
-            self._on_lost(rooms, message)
-
-    def count(self, what: str, amount: int = 1) -> None:
-        with self._lock:
-            self.counters[what] += amount
-
-    def check(self, peer: "_Peer", frame: Frame) -> None:
-        """Raises FrameRefused; else the room's frames belong to this peer."""
-        with self._lock:
-            self._inbound.check(frame)
-            owner = self._peers.setdefault(frame.room, peer)
-        if owner is not peer:
-            raise FrameRefused(f"foreign: room {frame.room} is fed by another connection")
-
-    def take(self, frame: Frame, meta: bytes, payload: np.ndarray) -> None:
-        """A checked frame with its contents. Raises FrameRefused or BadMessage."""
-        frame.check_digest(meta, memoryview(payload))
-        match frame.kind:
-            case Kind.PAGES:
-                with self._lock:
-                    arrived = self._inbound.pages(frame, payload)
-                    self.counters["frames"] += 1
-                    self.counters["bytes"] += payload.nbytes
-                if arrived is not None:
-                    self._on_pages(frame.room, arrived.page_start, arrived.shards)
-            case Kind.FINISH:
-                first = wire.decode(meta, FirstToken)
-                with self._lock:
-                    finished = self._inbound.finish(frame, first)
-                if finished:
-                    self._on_finish(frame.room, first)
-            case Kind.CANCEL:
-                self.forget(frame.room)
-                self._on_lost((frame.room,), "cancelled by prefill")
+            feeder = _TcpFeeder(self, sock, f"{address[0]}:{address[1]}")
+            if self.joined(feeder):
+                feeder.thread.start()
+            else:
+                self.count("connections_over_limit")
+                sock.close()
 
 
-class _Peer(threading.Thread):
+class _TcpFeeder:
     """One sender's connection."""
 
     def __init__(self, receiver: TcpReceiver, sock: socket.socket, name: str) -> None:
-        super().__init__(name=f"pages from {name}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"pages from {name}", daemon=True)
         self._receiver = receiver
         self._sock = sock
-        self._peer_name = name
-        self._replies: deque[_Job] = deque()
+        self._name = name
+        self._replies: deque[tuple[Frame, bytes]] = deque()
         self._connection: Connection | None = None
         self._closing = False
+        self._heard_s = 0.0
 
-    def reply(self, job: _Job) -> None:
-        """Queue a small frame for the sender (any thread)."""
-        self._replies.append(job)
+    def reply(self, frame: Frame, meta: bytes = b"") -> None:
+        self._replies.append((frame, meta))
         connection = self._connection
-        if connection is not None:
+        if connection is not None and threading.current_thread() is not self.thread:
             connection.wake()
 
     def close(self) -> None:
@@ -434,24 +271,14 @@ class _Peer(threading.Thread):
         if connection is not None:
             connection.shutdown()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         message = "closed"
         try:
-            context = server_context(self._receiver.security)
-            self._sock.settimeout(CONNECT_TIMEOUT_S)
-            if context is not None:
-                self._sock = context.wrap_socket(self._sock, server_side=True)
-            self._connection = Connection(self._sock, self._receiver.stall_timeout_s)
-            self._peer_name = greet(self._connection, self._receiver.security)
-            self._receiver.joined(self)
+            connection = self._connection = self._greet()
             while not self._closing:
-                while self._replies:
-                    job = self._replies.popleft()
-                    self._connection.send(job.frame, job.meta)
-                if self._connection.wait(60.0):
-                    self._read(self._connection)
+                self._turn(connection)
         except (KvferryError, OSError) as error:
-            message = f"{self._peer_name}: {error}"
+            message = f"{self._name}: {error}"
             if not isinstance(error, PeerLost):
                 self._receiver.count("connections_refused")
                 log.warning("page connection refused: %s", message)
@@ -459,41 +286,46 @@ class _Peer(threading.Thread):
             self._receiver.left(self, message)
             if self._connection is not None:
                 self._connection.close()
-            else:
-                self._sock.close()
+
+    def _greet(self) -> Connection:
+        receiver = self._receiver
+        sock = self._sock
+        try:
+            if receiver.context is not None:
+                sock.settimeout(CONNECT_TIMEOUT_S)
+                sock = receiver.context.wrap_socket(sock, server_side=True)
+            connection = Connection(sock, receiver.stall_timeout_s)
+        except OSError:
+            sock.close()
+            raise
+        try:
+            self._name = greet(connection, receiver.security)
+        except KvferryError:
+            connection.close()
+            raise
+        return connection
+
+    def _turn(self, connection: Connection) -> None:
+        while self._replies:
+            connection.send(*self._replies.popleft())
+        stall_s = self._receiver.stall_timeout_s
+        busy = self._receiver.busy(self)
+        if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
+            self._read(connection)
+            self._heard_s = SYSTEM_CLOCK.monotonic_s()
+        elif busy and SYSTEM_CLOCK.monotonic_s() - self._heard_s > stall_s:
+            raise PeerLost(f"no sign of life for {stall_s:g} s")
 
     def _read(self, connection: Connection) -> None:
-        frame, meta = connection.receive()
+        incoming = connection.receive()
+        frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
-            connection.send(Frame(Kind.PONG))
+            if connection.receive_payload(incoming, memoryview(b"")):
+                self._replies.append((Frame(Kind.PONG), b""))
             return
-        if frame.kind not in (Kind.PAGES, Kind.FINISH, Kind.CANCEL):
-            raise BadMessage(f"unexpected {frame.kind.name} frame")
-        try:
-            self._receiver.check(self, frame)
-        except FrameRefused as error:
-            connection.skip_payload(frame)
-            self._refuse(frame, error)
+        if not self._receiver.admits(self, frame):
+            connection.skip_payload(incoming)
             return
-        payload = connection.receive_payload(frame)
-        try:
-            self._receiver.take(frame, meta, payload)
-        except (FrameRefused, BadMessage) as error:
-            self._refuse(frame, error)
-
-    def _refuse(self, frame: Frame, error: KvferryError) -> None:
-        """Count it and tell the sender, whose room is over; ours ends by its own rules."""
-        reason = str(error).partition(":")[0].replace(" ", "_")
-        self._receiver.count(f"refused_{reason}")
-        if frame.kind is Kind.CANCEL:
-            return
-        log.warning("frame of room %d refused: %s", frame.room, error)
-        refused = Refused(Code.STALE.value, str(error))
-        self._replies.append(_Job(Frame(Kind.NACK, frame.room), wire.encode(refused)))
-
-
-def _shutdown(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        log.debug("listener: %s", error)
+        payload = self._receiver.buffers.take(frame.payload_len)
+        intact = connection.receive_payload(incoming, memoryview(payload))
+        self._receiver.take(self, frame, incoming.meta, payload, intact)

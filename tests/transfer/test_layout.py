@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -126,7 +127,7 @@ SPEC = a_worker().kv_spec
     ],
 )
 def test_a_pair_that_cannot_work_is_refused_with_field_and_both_values(
-    changes: dict[str, object], named: tuple[str, ...]
+    changes: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(Incompatible) as caught:
         check_pair(a_worker("prefill"), a_worker("decode", **changes))

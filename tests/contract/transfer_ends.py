@@ -1,0 +1,220 @@
+"""Both ends of a transfer backend with everything that they say written down, for every backend."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from model.config import KVSpec
+from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, sharded
+from transfer import wire
+from transfer.backend import FirstToken, PageReceiver, PageSender, SenderEvent
+from transfer.layout import plan_heads
+from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
+from transfer.rpc import Security
+from transfer.tcp import TcpReceiver, TcpSender
+
+
+class Diary:
+    """Callbacks of both ends, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.events: list[SenderEvent] = []
+        self.pages: list[tuple[int, int, list[np.ndarray]]] = []
+        self.finished: list[tuple[int, FirstToken]] = []
+        self.lost: list[tuple[int, ...]] = []
+        self.order: list[str] = []
+
+    def on_event(self, event: SenderEvent) -> None:
+        self._write(self.events, event, event.kind)
+
+    def on_pages(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
+        self._write(self.pages, (room, page_start, shards), "pages")
+
+    def on_finish(self, room: int, first: FirstToken) -> None:
+        self._write(self.finished, (room, first), "finish")
+
+    def on_lost(self, rooms: tuple[int, ...], message: str) -> None:
+        assert message
+        self._write(self.lost, rooms, "receiver lost")
+
+    def _write(self, where: list[Any], what: Any, word: str) -> None:
+        with self.changed:
+            where.append(what)
+            self.order.append(word)
+            self.changed.notify_all()
+
+    def kinds(self) -> list[tuple[str, int]]:
+        return [(event.kind, event.room) for event in self.events]
+
+    def page_idx(self, room: int) -> list[int]:
+        """Pages of a room that were delivered, in order of delivery."""
+        return [
+            start + at
+            for number, start, shards in self.pages
+            if number == room
+            for at in range(shards[0].shape[2])
+        ]
+
+    def kv_of(self, room: int, num_pages: int, kv: KVSpec, tp_size: int) -> np.ndarray:
+        """What was delivered to a room: u16[layers, 2, n, page_size, stored heads, head_dim]."""
+        shape = (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
+        found = np.zeros(shape, np.uint16)
+        for number, start, shards in self.pages:
+            if number == room:
+                assert len(shards) == tp_size
+                whole = np.concatenate([shard.view(np.uint16) for shard in shards], axis=4)
+                found[:, :, start : start + whole.shape[2]] = whole
+        return found
+
+
+class Ends(ABC):
+    """A sender and a receiver of one backend. Close it."""
+
+    sender: PageSender
+    receiver: PageReceiver
+    address: str
+
+    def __init__(self) -> None:
+        self.diary = Diary()
+
+    @abstractmethod
+    def until(self, done: Callable[[], bool]) -> None:
+        """Let frames move until done(); an AssertionError when that never comes."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let everything that was sent before arrive, and everything said about it."""
+
+    @abstractmethod
+    def kill_sender(self) -> None:
+        """The sending process dies."""
+
+    @abstractmethod
+    def kill_receiver(self) -> None:
+        """The receiving process dies."""
+
+    def send_room(
+        self,
+        room: int,
+        pages: np.ndarray,
+        *,
+        epoch: int = 1,
+        src: tuple[int, int] = (1, 4),
+        dst: tuple[int, int] = (1, 4),
+        runs_of: int = 0,
+        finish: bool = True,
+    ) -> FirstToken:
+        """Send logical pages (u16) as a prefill worker would. src, dst: (shards, stored heads).
+
+        runs_of: pages for each call of send_pages, 0 = all.
+        """
+        num_pages, num_heads = pages.shape[2], pages.shape[4]
+        grant = a_grant(room, self.address, num_pages, epoch, *dst)
+        shards = sharded(pages, src[1], src[0], ml_dtypes.bfloat16)
+        runs = plan_heads(num_heads, *src, *dst)
+        step = runs_of or num_pages
+        for at in range(0, num_pages, step):
+            part = [shard[:, :, at : at + step] for shard in shards]
+            self.sender.send_pages(grant, at, part, runs)
+        first = FirstToken(7, 0, num_pages * pages.shape[3], wire.RUNNING)
+        if finish:
+            self.sender.finish(grant, first)
+        return first
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+class TcpEnds(Ends):
+    def __init__(
+        self,
+        kv: KVSpec = KV,
+        tp_size: int = 1,
+        max_frame_bytes: int = 16 << 20,
+        sender_security: Security = SECURITY,
+        receiver_security: Security = SECURITY,
+        stall_timeout_s: float = PATIENCE_S,
+    ) -> None:
+        super().__init__()
+        diary = self.diary
+        self.receiver = TcpReceiver(
+            receiver_security,
+            "127.0.0.1",
+            0,
+            kv,
+            tp_size,
+            diary.on_pages,
+            diary.on_finish,
+            diary.on_lost,
+            stall_timeout_s,
+        )
+        self.address = self.receiver.start()
+        self.sender = TcpSender(
+            sender_security, "prefill-0", diary.on_event, max_frame_bytes, stall_timeout_s
+        )
+
+    def until(self, done: Callable[[], bool]) -> None:
+        with self.diary.changed:
+            assert self.diary.changed.wait_for(done, PATIENCE_S), self.diary.order
+
+    def settle(self) -> None:
+        """A last room, sent on the same connection, arrives behind all others."""
+        room = 1 << 40
+        while any(known == room for known, _ in self.diary.finished):
+            room += 1
+        self.receiver.expect(room, 1, 1)
+        grant = a_grant(room, self.address, 1)
+        self.sender.finish(grant, FirstToken(0, 0, 0))
+        self.until(lambda: ("nacked", room) in self.diary.kinds())
+        self.receiver.forget(room)
+        self.diary.events = [event for event in self.diary.events if event.room != room]
+
+    def kill_sender(self) -> None:
+        self.sender.close()
+
+    def kill_receiver(self) -> None:
+        self.receiver.close()
+
+
+class LoopbackEnds(Ends):
+    def __init__(
+        self,
+        kv: KVSpec = KV,
+        tp_size: int = 1,
+        max_frame_bytes: int = 16 << 20,
+        sender_security: Security = SECURITY,
+        receiver_security: Security = SECURITY,
+    ) -> None:
+        super().__init__()
+        diary = self.diary
+        self.network = LoopbackNetwork()
+        self.receiver = LoopbackReceiver(
+            self.network,
+            receiver_security,
+            kv,
+            tp_size,
+            diary.on_pages,
+            diary.on_finish,
+            diary.on_lost,
+        )
+        self.address = self.receiver.start()
+        self.sender = LoopbackSender(self.network, sender_security, diary.on_event, max_frame_bytes)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        self.network.pump_all()
+        assert done(), self.diary.order
+
+    def settle(self) -> None:
+        self.network.pump_all()
+
+    def kill_sender(self) -> None:
+        self.sender.close()
+
+    def kill_receiver(self) -> None:
+        self.receiver.close()

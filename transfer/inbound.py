@@ -1,0 +1,317 @@
+"""The receiving side of every backend: who may write where, and what has come of it."""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from model.config import KVSpec
+from transfer import wire
+from transfer.backend import FirstToken, Frame, Kind, OnFinish, OnLost, OnPages, Refused
+from transfer.errors import BadMessage, Code, FrameRefused
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Pages of which some heads are still on their way."""
+
+    shards: list[np.ndarray]
+    covered: np.ndarray  # bool[tp_size, heads of a shard]
+
+
+@dataclass(slots=True)
+class _Expected:
+    epoch: int
+    num_pages: int
+    delivered: np.ndarray  # bool[num_pages]
+    runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
+    finished: bool = False
+    spoiled: bool = False  # a frame was refused: the sender has given the room up
+    feeder: "Feeder | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A run of pages, complete: one array per shard, [layers, 2, n, page_size, heads, dim]."""
+
+    page_start: int
+    shards: list[np.ndarray]
+
+
+class Feeder(Protocol):
+    """One connection, as the source of a room's frames."""
+
+    def reply(self, frame: Frame, meta: bytes = b"") -> None:
+        """Queue a small frame for the sender (any thread)."""
+        ...
+
+
+class Inbound:
+    """Rooms that may be written to, and their pages as they come. Not thread-safe.
+
+    Invariant: a page is delivered at most once, whole, and only from frames that were checked;
+    a room is fed by one connection, the first whose frame was accepted.
+    """
+
+    def __init__(self, kv: KVSpec, tp_size: int) -> None:
+        """kv: of the pool; its num_kv_heads counts stored heads over all tp_size shards."""
+        assert kv.num_kv_heads % tp_size == 0
+        self._kv = kv
+        self._tp_size = tp_size
+        self._local_heads = kv.num_kv_heads // tp_size
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if kv.dtype == "bfloat16" else kv.dtype)
+        self._rooms: dict[int, _Expected] = {}
+
+    def expect(self, room: int, epoch: int, num_pages: int) -> None:
+        assert room not in self._rooms, f"room {room} twice"
+        self._rooms[room] = _Expected(epoch, num_pages, np.zeros(num_pages, bool))
+
+    def forget(self, room: int) -> None:
+        self._rooms.pop(room, None)
+
+    def feeder(self, room: int) -> Feeder | None:
+        expected = self._rooms.get(room)
+        return None if expected is None else expected.feeder
+
+    def fed_by(self, feeder: Feeder) -> tuple[int, ...]:
+        """Rooms of this connection that are not finished."""
+        return tuple(
+            room
+            for room, expected in self._rooms.items()
+            if expected.feeder is feeder and not expected.finished
+        )
+
+    def check(self, frame: Frame, feeder: Feeder) -> None:
+        """Judge a PAGES, FINISH or CANCEL header.
+
+        Raises FrameRefused; what stands before the colon is the reason that is counted.
+        """
+        expected = self._rooms.get(frame.room)
+        if expected is None:
+            raise FrameRefused(f"unknown_room: {frame.room} is not expected here")
+        if expected.epoch != frame.epoch:
+            raise FrameRefused(f"stale_epoch: {frame.epoch}, this side has {expected.epoch}")
+        if expected.feeder not in (None, feeder):
+            raise FrameRefused(f"foreign: room {frame.room} is fed by another connection")
+        if expected.finished:
+            raise FrameRefused(f"order: {frame.kind.name} after FINISH")
+        if expected.spoiled and frame.kind is not Kind.CANCEL:
+            raise FrameRefused("order: the room was refused before")
+        if frame.kind is Kind.PAGES:
+            self._check_pages(frame, expected)
+        elif frame.payload_len:
+            raise FrameRefused(f"size: {frame.kind.name} carries no payload")
+        expected.feeder = feeder
+
+    def _check_pages(self, frame: Frame, expected: _Expected) -> None:
+        end = frame.page_start + frame.num_pages
+        if not 0 < frame.num_pages <= expected.num_pages or end > expected.num_pages:
+            raise FrameRefused(
+                f"out_of_range: pages {frame.page_start}..{end} of {expected.num_pages} granted"
+            )
+        heads_end = frame.dst_start + frame.num_heads
+        if frame.dst_shard >= self._tp_size or not frame.num_heads or heads_end > self._local_heads:
+            raise FrameRefused(
+                f"out_of_range: heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
+                f"there are {self._tp_size} shards of {self._local_heads}"
+            )
+        want = int(np.prod(self._shape(frame.num_pages, frame.num_heads))) * self._dtype.itemsize
+        if frame.payload_len != want:
+            raise FrameRefused(f"size: {frame.payload_len} bytes of payload, expected {want}")
+        if expected.delivered[frame.page_start : end].any() or self._overlaps(frame, expected):
+            raise FrameRefused(f"replayed: pages {frame.page_start}..{end} came before")
+
+    def _overlaps(self, frame: Frame, expected: _Expected) -> bool:
+        """Whether some of these heads of these pages are here, or the pages are cut otherwise."""
+        key = (frame.page_start, frame.num_pages)
+        for (start, count), run in expected.runs.items():
+            if (start, count) == key:
+                heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
+                if run.covered[frame.dst_shard, heads].any():
+                    return True
+            elif start < key[0] + key[1] and key[0] < start + count:
+                return True
+        return False
+
+    def spoil(self, frame: Frame, feeder: Feeder) -> None:
+        """After a refusal take nothing more of the room, if it was its own connection's frame."""
+        expected = self._rooms.get(frame.room)
+        if expected is None or expected.epoch != frame.epoch:
+            return
+        if expected.feeder in (None, feeder):
+            expected.spoiled = True
+
+    def pages(self, frame: Frame, payload: np.ndarray) -> Arrived | None:
+        """Take a checked frame's payload, u8[n], for good; the run it completes, if any."""
+        expected = self._rooms[frame.room]
+        values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
+        key = (frame.page_start, frame.num_pages)
+        whole = frame.num_heads == self._local_heads
+        if whole and self._tp_size == 1:
+            shards = [values]
+        else:
+            run = expected.runs.get(key)
+            if run is None:
+                run = expected.runs[key] = self._new_run(frame.num_pages)
+            heads = slice(frame.dst_start, frame.dst_start + frame.num_heads)
+            if whole:
+                run.shards[frame.dst_shard] = values
+            else:
+                run.shards[frame.dst_shard][..., heads, :] = values
+            run.covered[frame.dst_shard, heads] = True
+            if not run.covered.all():
+                return None
+            del expected.runs[key]
+            shards = run.shards
+        expected.delivered[frame.page_start : frame.page_start + frame.num_pages] = True
+        return Arrived(frame.page_start, shards)
+
+    def finish(self, frame: Frame) -> None:
+        """Take a checked FINISH. Raises FrameRefused when pages are missing."""
+        expected = self._rooms[frame.room]
+        missing = int((~expected.delivered).sum())
+        if missing:
+            raise FrameRefused(f"order: FINISH with {missing} pages missing")
+        expected.finished = True
+
+    def _new_run(self, num_pages: int) -> _Run:
+        # Memory that is never written costs nothing: whole shards replace theirs.
+        shape = self._shape(num_pages, self._local_heads)
+        return _Run(
+            [np.empty(shape, self._dtype) for _ in range(self._tp_size)],
+            np.zeros((self._tp_size, self._local_heads), bool),
+        )
+
+    def _shape(self, num_pages: int, num_heads: int) -> tuple[int, ...]:
+        kv = self._kv
+        return (kv.num_layers, 2, num_pages, kv.page_size, num_heads, kv.head_dim)
+
+
+class Receiver(ABC):
+    """Base of every transfer.backend.PageReceiver. A backend brings connections (feeders)."""
+
+    def __init__(
+        self, kv: KVSpec, tp_size: int, on_pages: OnPages, on_finish: OnFinish, on_lost: OnLost
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._on_pages = on_pages
+        self._on_finish = on_finish
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._inbound = Inbound(kv, tp_size)
+        self._closed = False
+
+    @abstractmethod
+    def start(self) -> str:
+        """See transfer.backend.PageReceiver."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See transfer.backend.PageReceiver."""
+
+    # --- decode's calls ---------------------------------------------------------------------------
+
+    def expect(self, room: int, epoch: int, num_pages: int) -> None:
+        with self._lock:
+            self._inbound.expect(room, epoch, num_pages)
+
+    def forget(self, room: int) -> None:
+        with self._lock:
+            self._inbound.forget(room)
+
+    def ack(self, room: int) -> None:
+        with self._lock:
+            feeder = self._inbound.feeder(room)
+        if feeder is not None:
+            feeder.reply(Frame(Kind.ACK, room))
+
+    def nack(self, room: int, code: str, message: str) -> None:
+        with self._lock:
+            feeder = self._inbound.feeder(room)
+        if feeder is not None:
+            feeder.reply(Frame(Kind.NACK, room), wire.encode(Refused(code, message)))
+
+    # --- the connections' calls ------------------------------------------------------------------
+
+    def admits(self, feeder: Feeder, frame: Frame) -> bool:
+        """Judge a frame by its header, before its payload is read. False: refused, skip it."""
+        if frame.kind not in (Kind.PAGES, Kind.FINISH, Kind.CANCEL):
+            raise BadMessage(f"unexpected {frame.kind.name} frame")
+        try:
+            with self._lock:
+                self._inbound.check(frame, feeder)
+        except FrameRefused as error:
+            self._refuse(feeder, frame, error)
+            return False
+        return True
+
+    def take(
+        self, feeder: Feeder, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool
+    ) -> None:
+        """Deliver a frame. payload: u8[payload_len]; intact: whether its digest was right."""
+        arrived: Arrived | None = None
+        first: FirstToken | None = None
+        try:
+            if not intact:
+                raise FrameRefused("digest: what came is not what was sent")
+            if frame.kind is Kind.FINISH:
+                first = wire.decode(meta, FirstToken)
+            with self._lock:
+                # Again, since the room may have ended while the payload came.
+                self._inbound.check(frame, feeder)
+                match frame.kind:
+                    case Kind.PAGES:
+                        arrived = self._inbound.pages(frame, payload)
+                        self.counters["frames"] += 1
+                        self.counters["bytes"] += payload.nbytes
+                    case Kind.FINISH:
+                        self._inbound.finish(frame)
+                    case _:
+                        self._inbound.forget(frame.room)
+        except (FrameRefused, BadMessage) as error:
+            self._refuse(feeder, frame, error)
+            return
+        if arrived is not None:
+            self._on_pages(frame.room, arrived.page_start, arrived.shards)
+        elif first is not None:
+            self._on_finish(frame.room, first)
+        elif frame.kind is Kind.CANCEL:
+            self._on_lost((frame.room,), "cancelled by the sender")
+
+    def busy(self, feeder: Feeder) -> bool:
+        """Whether this connection owes frames."""
+        with self._lock:
+            return bool(self._inbound.fed_by(feeder))
+
+    def left(self, feeder: Feeder, message: str) -> None:
+        """A connection ended: its unfinished rooms will get no more pages."""
+        with self._lock:
+            rooms = self._inbound.fed_by(feeder)
+            for room in rooms:
+                self._inbound.forget(room)
+        if rooms and not self._closed:
+            self._on_lost(rooms, message)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counters[what] += 1
+
+    def _refuse(self, feeder: Feeder, frame: Frame, error: FrameRefused | BadMessage) -> None:
+        """Count it and tell the sender, whose room is over; ours ends by its own rules."""
+        reason = "malformed" if isinstance(error, BadMessage) else str(error).partition(":")[0]
+        with self._lock:
+            self.counters[f"refused_{reason}"] += 1
+            self._inbound.spoil(frame, feeder)
+        if frame.kind is Kind.CANCEL:
+            return  # nobody waits for an answer to it
+        log.warning("frame of room %d refused: %s", frame.room, error)
+        feeder.reply(
+            Frame(Kind.NACK, frame.room), wire.encode(Refused(Code.STALE.value, str(error)))
+        )

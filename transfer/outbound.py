@@ -1,0 +1,225 @@
+"""The sending side of every backend: what is queued, and how each room ends exactly once."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transfer import wire
+from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent
+from transfer.errors import BadMessage
+from transfer.layout import HeadRun
+
+_REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
+
+
+@dataclass(slots=True)
+class Job:
+    """A frame to send. payload only for PAGES: [layers, 2, n, page_size, heads, head_dim]."""
+
+    frame: Frame
+    meta: bytes = b""
+    payload: np.ndarray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.payload is None else self.payload.nbytes
+
+
+@dataclass(eq=False)
+class Lane(ABC):
+    """What is on its way to one receiver. Changed under the sender's lock only."""
+
+    address: str
+    jobs: deque[Job] = field(default_factory=deque)
+    rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
+
+    @abstractmethod
+    def wake(self) -> None:
+        """There are jobs (any thread)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop for good (any thread)."""
+
+
+class Sender(ABC):
+    """Base of every transfer.backend.PageSender. A backend opens lanes and empties them.
+
+    Invariant: a room is open in at most one lane. It leaves by ACK, NACK, the lane's loss
+    (one event each) or cancel (none), and what is queued for it afterwards is dropped.
+    """
+
+    def __init__(self, on_event: OnEvent, max_frame_bytes: int) -> None:
+        assert max_frame_bytes > 0
+        self._on_event = on_event
+        self._max_frame_bytes = max_frame_bytes
+        self._lock = threading.Lock()
+        self._lanes: dict[str, Lane] = {}
+        self._over: dict[int, None] = {}  # in order of their ends
+        self._in_flight_bytes = 0
+        self._closed = False
+
+    @abstractmethod
+    def _open_lane(self, address: str) -> Lane:
+        """Begin to connect; never waits."""
+
+    # --- prefill's calls --------------------------------------------------------------------------
+
+    def send_pages(
+        self,
+        grant: wire.Grant,
+        page_start: int,
+        shards: Sequence[np.ndarray],
+        runs: Sequence[HeadRun],
+    ) -> None:
+        self._queue(grant, cut_frames(grant, page_start, shards, runs, self._max_frame_bytes))
+
+    def finish(self, grant: wire.Grant, first: FirstToken) -> None:
+        frame = Frame(Kind.FINISH, grant.room, grant.epoch)
+        self._queue(grant, [Job(frame, wire.encode(first))])
+
+    def cancel(self, room: int) -> None:
+        with self._lock:
+            self._remember(room)
+            lane = next((lane for lane in self._lanes.values() if room in lane.rooms), None)
+            if lane is None:
+                return
+            epoch = lane.rooms.pop(room)
+            self._drop_jobs(lane, room)
+            lane.jobs.append(Job(Frame(Kind.CANCEL, room, epoch)))
+        lane.wake()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._in_flight_bytes
+
+    def close(self) -> None:
+        """Drop everything; no event follows."""
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+    def _queue(self, grant: wire.Grant, jobs: Sequence[Job]) -> None:
+        with self._lock:
+            if self._closed or grant.room in self._over:
+                return
+            lane = self._lanes.get(grant.data_address)
+            if lane is None:
+                lane = self._lanes[grant.data_address] = self._open_lane(grant.data_address)
+            lane.rooms[grant.room] = grant.epoch
+            lane.jobs.extend(jobs)
+            self._in_flight_bytes += sum(job.num_bytes for job in jobs)
+        lane.wake()
+
+    # --- the lanes' calls ------------------------------------------------------------------------
+
+    def next_job(self, lane: Lane) -> Job | None:
+        """What to send next. Call `sent` afterwards."""
+        with self._lock:
+            return lane.jobs.popleft() if lane.jobs else None
+
+    def sent(self, job: Job) -> None:
+        with self._lock:
+            self._in_flight_bytes -= job.num_bytes
+
+    def heard(self, lane: Lane, frame: Frame, meta: bytes) -> None:
+        """Take an ACK or NACK. Raises BadMessage for anything else."""
+        if frame.kind is Kind.ACK:
+            event = SenderEvent("acked", frame.room)
+        elif frame.kind is Kind.NACK:
+            refused = wire.decode(meta, Refused)
+            event = SenderEvent("nacked", frame.room, refused.message, refused.code)
+        else:
+            raise BadMessage(f"unexpected {frame.kind.name} frame")
+        with self._lock:
+            if lane.rooms.pop(frame.room, None) is None:
+                return
+            self._remember(frame.room)
+            self._drop_jobs(lane, frame.room)
+        self._on_event(event)
+
+    def lost(self, lane: Lane, message: str) -> None:
+        """The lane has ended, and its open rooms with it; the next call opens a new one."""
+        with self._lock:
+            if self._lanes.get(lane.address) is lane:
+                del self._lanes[lane.address]
+            self._in_flight_bytes -= sum(job.num_bytes for job in lane.jobs)
+            lane.jobs.clear()
+            rooms = list(lane.rooms)
+            lane.rooms.clear()
+            for room in rooms:
+                self._remember(room)
+            closed = self._closed
+        if not closed:
+            for room in rooms:
+                self._on_event(SenderEvent("lost", room, message))
+
+    def _remember(self, room: int) -> None:
+        self._over[room] = None
+        if len(self._over) > _REMEMBERED_ROOMS:
+            del self._over[next(iter(self._over))]
+
+    def _drop_jobs(self, lane: Lane, room: int) -> None:
+        dropped = [job for job in lane.jobs if job.frame.room == room]
+        if dropped:
+            lane.jobs = deque(job for job in lane.jobs if job.frame.room != room)
+            self._in_flight_bytes -= sum(job.num_bytes for job in dropped)
+
+
+def cut_frames(
+    grant: wire.Grant,
+    page_start: int,
+    shards: Sequence[np.ndarray],
+    runs: Sequence[HeadRun],
+    max_frame_bytes: int,
+) -> list[Job]:
+    """The frames of a run of pages, of at most max_frame_bytes unless one page has more.
+
+    Cuts are at the same pages for all shards, so that the receiver can put shards together.
+    """
+    num_pages = shards[0].shape[2]
+    most_heads = max(run.num_heads for run in runs)
+    page_bytes = shards[0][:, :, :1, :, :1].nbytes * most_heads
+    per_frame = max(1, min(num_pages, max_frame_bytes // page_bytes))
+    jobs = []
+    for at in range(0, num_pages, per_frame):
+        end = min(at + per_frame, num_pages)
+        for run in runs:
+            frame = Frame(
+                Kind.PAGES,
+                grant.room,
+                grant.epoch,
+                page_start + at,
+                end - at,
+                run.dst_shard,
+                run.dst_start,
+                run.num_heads,
+            )
+            heads = slice(run.src_start, run.src_start + run.num_heads)
+            jobs.append(Job(frame, payload=shards[run.src_shard][:, :, at:end, :, heads]))
+    return jobs
+
+
+def segments(pages: np.ndarray | None) -> list[memoryview]:
+    """The bytes of pages in order, in as few contiguous pieces as there are; None has none.
+
+    pages: [layers, 2, n, page_size, heads, head_dim], of any dtype. Copied only when heads were
+    cut out of it; a cut of pages is sent from where it lies.
+    """
+    if pages is None:
+        return []
+    if pages.flags.c_contiguous:
+        return [_bytes_of(pages)]
+    if pages[0, 0].flags.c_contiguous:
+        return [_bytes_of(part) for layer in pages for part in layer]
+    return [_bytes_of(np.ascontiguousarray(pages))]
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(array.view(np.uint8).reshape(-1))
