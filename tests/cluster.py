@@ -100,9 +100,13 @@ def up(*flags: str) -> Iterator[Cluster]:
                 text=True,
                 start_new_session=True,
             )
+        cluster = None
         try:
-            yield _wait_ready(process, log)
+            cluster = _wait_ready(process, log)
+            yield cluster
         finally:
+            if cluster is not None:
+                cluster.http.close()
             family = _family(process)
             process.send_signal(signal.SIGINT)
             code = process.wait(STOP_TIMEOUT_S)

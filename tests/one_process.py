@@ -1,0 +1,80 @@
+"""Both roles in this process, pages copied by hand: what a served request must equal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from decode.admission import Admission
+from decode.engine import DecodeEngine, SlotStart
+from decode.scheduler import DecodeScheduler
+from model.buckets import decode_buckets, prefill_buckets
+from model.opening import OpenedModel, open_model
+from prefill.engine import FirstSample, PrefillEngine
+from prefill.prefix_cache import PrefixCache
+from prefill.scheduler import PrefillScheduler, Prompt
+from transfer import wire
+from transfer.pages import PagePool
+
+PAGE_SIZE = 16
+CONTEXT = 512
+CHUNK = 64
+POOL_TOKENS = 2 * CONTEXT
+
+
+class OneProcess:
+    """One request at a time through both engines, with no transfer, cache or preemption."""
+
+    def __init__(self, path: Path) -> None:
+        self._opened = _opened(path)
+        self._buckets = prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE)
+        self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
+        self._decode = DecodeEngine(
+            _opened(path), decode_buckets(1, CONTEXT, PAGE_SIZE), 0.0, POOL_TOKENS
+        )
+
+    def run(self, token_ids: Sequence[int], params: wire.SamplingParams) -> list[int]:
+        """Generated ids."""
+        ids = np.array(token_ids, np.int32)
+        admission = Admission(PagePool(self._decode.num_pages), 1, PAGE_SIZE, 0)
+        scheduler = DecodeScheduler(admission, PAGE_SIZE)
+        admission.add(0, len(ids), 0.0)
+        (seat,) = admission.admit()
+        tokens = [self._first(ids, params, seat.pages)]
+        if tokens[0] in params.stop_token_ids or params.max_new_tokens == 1:
+            return tokens
+        start = SlotStart(
+            seat.slot, np.append(ids, tokens).astype(np.int32), len(ids), seat.pages, params
+        )
+        self._decode.start_slots([start])
+        scheduler.start(seat, "api", params, len(ids))
+        while (plan := scheduler.plan()) is not None:
+            out = self._decode.step(plan.slots, plan.new_pages)
+            result = scheduler.finish(plan, np.asarray(out.ids))
+            tokens += result.token_ids.tolist()
+            if result.finish[0]:
+                break
+        return tokens
+
+    def _first(self, ids: np.ndarray, params: wire.SamplingParams, pages: Sequence[int]) -> int:
+        pool = PagePool(self._prefill.num_pages)
+        scheduler = PrefillScheduler(
+            pool, PrefixCache(pool, PAGE_SIZE, False), PAGE_SIZE, CHUNK, 1, self._buckets.pages
+        )
+        prompt = Prompt(0, ids, 0.0)
+        scheduler.add(prompt)
+        scheduler.grant(0)
+        while pieces := scheduler.plan():
+            chunk = self._prefill.run_chunk(pieces)
+        out = self._prefill.sample_first(chunk, [FirstSample(0, params, ids, len(ids))])
+        longest = self._prefill.max_run_pages
+        for at in range(0, len(prompt.pages), longest):
+            run = prompt.pages[at : at + longest]
+            (shard,) = self._prefill.gather_run(run)
+            staged = np.asarray(shard)[:, :, : len(run)]
+            self._decode.place_run(list(pages[at : at + len(run)]), [staged])
+        return int(np.asarray(out.ids)[0])
+
+
+def _opened(path: Path) -> OpenedModel:
+    return open_model(path, "float32", "auto", 1, 1, PAGE_SIZE, CONTEXT)

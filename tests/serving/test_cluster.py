@@ -1,0 +1,248 @@
+"""The promises, on a real system: same tokens wherever and beside whatever, nothing left behind.
+
+One system serves the whole file: the demo model, decode pages for about three requests only, so
+that a handful of them preempt each other.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serving.demo import demo_model_path
+from serving.tokenizer import Tokenizer
+from tests.cluster import Cluster, up, wait_until
+from tests.one_process import CONTEXT, OneProcess
+from transfer import wire
+
+TEXTS = [
+    "The ferry leaves the harbour at dawn and",
+    "A page is",
+    "Why does the cache keep what was read before? Because " * 8,
+    "Tell me of the night crossing, the lights of the other shore, and of the pilot who",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with up(
+        f"--context-length={CONTEXT}",
+        "--page-size=16",
+        "--chunked-prefill-size=64",
+        "--prefill-max-seqs-per-chunk=4",
+        "--decode-max-running-requests=8",
+        "--decode-max-total-tokens=640",
+        "--max-inflight-requests=64",
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def one_process() -> OneProcess:
+    return OneProcess(demo_model_path())
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "sampling_seed": 7},
+    {"temperature": 1.0, "sampling_seed": 2**40 + 1, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {
+        "temperature": 0.7,
+        "sampling_seed": 3,
+        "frequency_penalty": 0.6,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.2,
+    },
+]
+
+
+def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParams:
+    values = dict(sampling)
+    seed = values.pop("sampling_seed", 0)
+    return wire.SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **values)
+
+
+def _jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
+    return [
+        (tokenizer.encode(text), {**sampling, "max_new_tokens": max_new_tokens, "ignore_eos": True})
+        for text in TEXTS
+        for sampling in SAMPLINGS
+    ]
+
+
+def _expected(
+    one_process: OneProcess, jobs: list[tuple[list[int], dict[str, Any]]]
+) -> list[list[int]]:
+    answers = []
+    for ids, sampling in jobs:
+        values = {k: v for k, v in sampling.items() if k not in ("max_new_tokens", "ignore_eos")}
+        answers.append(one_process.run(ids, _params(values, sampling["max_new_tokens"])))
+    return answers
+
+
+def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(
+    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+) -> None:
+    jobs = _jobs(tokenizer, 60)
+    want = _expected(one_process, jobs)
+    before = cluster.worker("decode")["counters"].get("preemptions", 0)
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        crowd = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
+    assert [answer["output_ids"] for answer in crowd] == want
+    assert cluster.worker("decode")["counters"].get("preemptions", 0) > before
+    # Again, one after the other: every prompt's prefix is cached now.
+    alone = [cluster.generate(ids, **sampling) for ids, sampling in jobs[::5]]
+    assert [answer["output_ids"] for answer in alone] == want[::5]
+    assert any(answer["meta_info"]["cached_tokens"] > 0 for answer in alone)
+
+
+def test_a_flushed_cache_holds_no_pages_and_changes_no_token(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXTS[2])
+    warm = [cluster.generate(ids, temperature=0, max_new_tokens=8) for _ in range(2)][1]
+    assert warm["meta_info"]["cached_tokens"] > 0
+    cluster.settled()
+    assert cluster.http.post("/flush_cache").status_code == 200
+    assert cluster.worker("prefill")["pages_cached"] == 0
+    cold = cluster.generate(ids, temperature=0, max_new_tokens=8)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert cold["output_ids"] == warm["output_ids"]
+
+
+async def test_pages_and_slots_return_after_any_mix_of_endings(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    cluster.settled()
+    cluster.http.post("/flush_cache")
+    before = [(w["load"]["pages_free"], w["load"]["slots_free"]) for w in cluster.workers()]
+    rng = random.Random(11)
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits) as http:
+        await asyncio.gather(*(_some_ending(http, rng, tokenizer, i) for i in range(40)))
+    wait_until(lambda: all(worker["rooms"] == 0 for worker in cluster.workers()))
+    cluster.http.post("/flush_cache")
+    after = [(w["load"]["pages_free"], w["load"]["slots_free"]) for w in cluster.workers()]
+    assert after == before
+    assert all(worker["pages_held"] == 0 for worker in cluster.workers())
+
+
+async def _some_ending(
+    http: httpx.AsyncClient, rng: random.Random, tokenizer: Tokenizer, number: int
+) -> None:
+    """A stream that is read to its end, left, or aborted, after a random number of events."""
+    text = TEXTS[number % len(TEXTS)]
+    ending = rng.choice(["end", "leave", "abort"])
+    leave_after = rng.randrange(0, 12)
+    body = {
+        "input_ids": tokenizer.encode(text),
+        "rid": f"mix-{number}",
+        "stream": True,
+        "sampling_params": {
+            "max_new_tokens": rng.randrange(1, 40),
+            "temperature": 0.9,
+            "ignore_eos": True,
+        },
+    }
+    async with http.stream("POST", "/generate", json=body) as reply:
+        assert reply.status_code == 200
+        seen = 0
+        async for line in reply.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            seen += 1
+            if seen > leave_after and ending == "leave":
+                return
+            if seen > leave_after and ending == "abort":
+                answer = await http.post("/abort_request", json={"rid": f"mix-{number}"})
+                assert answer.status_code == 200
+                ending = "aborted"
+
+
+def test_a_killed_worker_is_a_pause_not_another_text(
+    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+) -> None:
+    sampling = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, "ignore_eos": True}
+    job = (tokenizer.encode(TEXTS[0]), sampling)
+    (want,) = _expected(one_process, [job])
+    for role in ("decode", "prefill"):
+        epoch = cluster.worker(role)["epoch"]
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(cluster.generate, job[0], **sampling)
+            wait_until(lambda: cluster.worker("decode")["load"]["running_requests"] > 0)
+            os.kill(cluster.children()[role].pid, signal.SIGKILL)
+            assert answer.result(120)["output_ids"] == want, role
+        wait_until(lambda r=role, e=epoch: _epoch(cluster, r) > e, 120)  # type: ignore[misc]
+        again = cluster.generate(job[0], **sampling)
+        assert again["output_ids"] == want
+
+
+def _epoch(cluster: Cluster, role: str) -> int:
+    found = [worker["epoch"] for worker in cluster.workers() if worker["role"] == role]
+    return max(found, default=0)
+
+
+async def test_the_official_client_streams_a_chat(cluster: Cluster) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        stream = await client.chat.completions.create(
+            model=cluster.model,
+            messages=[{"role": "user", "content": "Tell me about the ferry."}],
+            max_tokens=20,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        whole = await client.chat.completions.create(
+            model=cluster.model,
+            messages=[{"role": "user", "content": "Tell me about the ferry."}],
+            max_tokens=20,
+            temperature=0,
+        )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text
+    assert text == whole.choices[0].message.content
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_mixed_load_over_all_buckets_compiles_nothing(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXTS[3] * 12)
+
+    def one(number: int) -> Any:
+        return cluster.generate(
+            ids[: 1 + 37 * number % 300],
+            max_new_tokens=2 + number % 9,
+            temperature=number % 3 / 2,
+            top_p=0.9,
+            repetition_penalty=1.0 + number % 2 / 5,
+            return_logprob=number % 4 == 0,
+            top_logprobs_num=3 if number % 4 == 0 else 0,
+            logprob_start_len=0 if number % 8 == 0 else -1,
+        )
+
+    for crowd in (1, 2, 5, 8, 24):
+        with ThreadPoolExecutor(crowd) as pool:
+            list(pool.map(one, range(crowd)))
+    workers = cluster.settled()
+    assert [worker["compiles_after_ready"] for worker in workers] == [0] * len(workers)
+    metrics = cluster.http.get("/metrics").text
+    counted = [line for line in metrics.splitlines() if "compiles_after_ready_total{" in line]
+    assert counted
+    assert all(line.endswith(" 0.0") for line in counted)
