@@ -30,8 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Sec
     """A registry, three prefill and three decode workers, started by hand."""
     token = secrets.token_hex(16)
     env = {**environment(), TOKEN_ENV: token}
-    log = (tmp_path_factory.mktemp("grid") / "log").open("w+")
-    with contextlib.ExitStack() as stack:
+    path = tmp_path_factory.mktemp("grid") / "log"
+    with path.open("w") as log, contextlib.ExitStack() as stack:
 
         def start(*argv: str) -> None:
             process = subprocess.Popen(
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Sec
             stack.callback(process.terminate)
 
         start("registry", "--disaggregation-bootstrap-port=0")
-        address = _said(log.name, "registry is ready on ")
+        address = _said(path, "registry is ready on ")
         for role in ("prefill", "decode"):
             small = "--chunked-prefill-size=64" if role == "prefill" else "--max-running-requests=2"
             for size in SIZES:
@@ -57,14 +57,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Sec
         yield address, Security(token)
 
 
-def _said(log: str, words: str) -> str:
+def _said(log: Path, words: str) -> str:
     until = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < until:
-        _, found, rest = Path(log).read_text().partition(words)
+        _, found, rest = log.read_text().partition(words)
         if found and "\n" in rest:
             return rest.split()[0]
         time.sleep(0.05)
-    raise AssertionError(Path(log).read_text()[-4000:])
+    raise AssertionError(log.read_text()[-4000:])
 
 
 async def test_every_pair_of_meshes_gives_the_recorded_tokens(
