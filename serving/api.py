@@ -109,7 +109,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopped = asyncio.create_task(stop.wait())
-    url = f"http://{sock.getsockname()[0]}:{sock.getsockname()[1]}"
+    host, port = sock.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("HTTP server listens on %s", url)
     flags.notify_ready(url=url, model=config.model_name)
     try:

@@ -2,7 +2,8 @@
 
 Children get a pipe to say that they are ready and another whose closing tells them that their
 parent is gone. Each is in a session of its own, so Ctrl-C reaches only the parent, which stops
-them in order. A worker that dies after ready is started again; its requests move meanwhile.
+them in order; the exit code is 0 then. A worker that dies after ready is started again; its
+requests move meanwhile. A child that cannot start ends all with its exit code and last line.
 """
 
 import argparse
@@ -16,8 +17,8 @@ import signal
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ class Child:
         self.spec = spec
         self.process = process
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
-        assert process.stdout is not None
-        self.output = asyncio.create_task(_relay(spec.name, process.stdout))
+        self.last_line = ""
+        self.output = asyncio.create_task(self._relay())
 
     async def wait_ready(self) -> dict[str, Any]:
         """What the child says when it is ready. Raises ChildFailed when it ends instead."""
@@ -77,7 +78,23 @@ class Child:
             return facts
         code = await self.process.wait()
         await self.output
-        raise ChildFailed(f"{self.spec.name} ended with code {code} before it was ready", code)
+        message = f"{self.spec.name} ended with code {code} before it was ready"
+        raise ChildFailed(f"{message}: {self.last_line}" if self.last_line else message, code)
+
+    async def _relay(self) -> None:
+        """Pass the child's lines on, with its name in front."""
+        stream = self.process.stdout
+        assert stream is not None
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than asyncio's limit: that much was dropped
+                continue
+            if not line:
+                return
+            self.last_line = line.decode(errors="replace").strip()
+            sys.stderr.write(f"[{self.spec.name}] {self.last_line}\n")
+            sys.stderr.flush()
 
 
 class Supervisor:
@@ -236,12 +253,12 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
         + ", ".join(f"{getattr(args, role)} {role}" for role in roles)
         + f" and the API on {args.model_path}"
     )
-    registry = await supervisor.start(
-        ChildSpec(
-            "registry", ("serving.launch", "registry", "--disaggregation-bootstrap-port", "0")
-        )
-    )
+    port_flag = "--disaggregation-bootstrap-port"
+    command = ("serving.launch", "registry", port_flag)
+    registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
     address = (await registry.wait_ready())["address"]
+    # Started again, it must be where the others look for it.
+    registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
     workers = [
         await supervisor.start(_worker(role, config, number, address, args))
         for role, config in roles.items()
@@ -249,13 +266,18 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     ]
     front = await supervisor.start(_front(address, args))
     children = [registry, *workers, front]
-    async with asyncio.timeout(READY_TIMEOUT_S):
-        facts = await asyncio.gather(*(child.wait_ready() for child in children[1:]))
-        await _healthy(facts[-1]["url"])
-    _say_ready(facts[-1]["url"], facts[-1]["model"], args.api_key)
-    async with asyncio.TaskGroup() as group:
-        for child in children:
-            group.create_task(supervisor.watch(child))
+    facts = await _in_time(asyncio.gather(*(child.wait_ready() for child in children[1:])))
+    url, model = facts[-1]["url"], facts[-1]["model"]
+    front.spec = replace(front.spec, argv=(*front.spec.argv, f"--port={url.rpartition(':')[2]}"))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(supervisor.watch(child))
+            await _in_time(_healthy(url))
+            _say_ready(url, model, args.api_key)
+    except BaseExceptionGroup as errors:
+        failed = errors.subgroup(ChildFailed)
+        raise (failed.exceptions[0] if failed else errors) from None
 
 
 def _worker_config(
@@ -298,6 +320,14 @@ def _argv(config: Any, skip: Sequence[str]) -> list[str]:
     return argv
 
 
+async def _in_time[T](awaited: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return await awaited
+    except TimeoutError:
+        raise ChildFailed(f"not ready after {READY_TIMEOUT_S:.0f} s", 1) from None
+
+
 async def _healthy(url: str) -> None:
     """Wait until the API process sees its workers."""
     while not await asyncio.to_thread(_probe, f"{url}/health"):  # noqa: ASYNC110  (a peer's state)
@@ -305,8 +335,9 @@ async def _healthy(url: str) -> None:
 
 
 def _probe(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the shell says
     try:
-        with urllib.request.urlopen(url, timeout=2.0) as reply:
+        with direct.open(url, timeout=2.0) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False
@@ -343,10 +374,3 @@ async def _read_ready(fd: int) -> dict[str, Any]:
             transport.close()
     facts: dict[str, Any] = json.loads(data) if data else {}
     return facts
-
-
-async def _relay(name: str, stream: asyncio.StreamReader) -> None:
-    """Pass a child's lines on, with its name in front."""
-    while line := await stream.readline():
-        sys.stderr.write(f"[{name}] {line.decode(errors='replace')}")
-        sys.stderr.flush()
