@@ -121,7 +121,7 @@ def make_pool(
     fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     compile_all(num_pages): compiles for a pool of this size. Scratch does not depend on the
-    pool's size (a test holds that), so a trial with a small pool tells it.
+    pool's size (a test holds that), so a second round, if one is needed, is the last.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
@@ -137,12 +137,12 @@ def make_pool(
     def plan(scratch: int) -> MemoryPlan:
         return plan_memory(budget, weights, scratch, opened.kv.page_bytes, wanted, exact, least)
 
-    guess = plan(0)
-    programs = compile_all(guess.num_pages)
-    num_devices = len(opened.devices)
-    scratch = max(program.temp_bytes for program in programs) * num_devices
-    final = plan(scratch)
-    if final.num_pages != guess.num_pages:
+    reserve = budget // 16  # for scratch; compiled once more only if that was too little
+    final = plan(reserve)
+    programs = compile_all(final.num_pages)
+    scratch = max(program.temp_bytes for program in programs) * len(opened.devices)
+    if scratch > reserve:
+        final = plan(scratch)
         programs = compile_all(final.num_pages)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs

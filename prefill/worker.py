@@ -118,7 +118,9 @@ class PrefillWorker(Worker):
         page_size, context = opened.kv.page_size, opened.context_length
         chunk = min(chunk, pages_for(context, page_size) * page_size)
         buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
-        natural = 4 * config.max_seqs_per_chunk * pages_for(context, page_size)
+        # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
+        contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20
+        natural = contexts * pages_for(context, page_size)
         engine = PrefillEngine(
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
         )

@@ -1,6 +1,7 @@
 """Control plane calls: gRPC generic handlers carrying wire messages, behind a cluster token."""
 
 import hmac
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from transfer.errors import (
     Unauthenticated,
     Unavailable,
 )
+
+log = logging.getLogger(__name__)
+# It reports each stream that ends with its server as an unhandled error; ours are told below.
+logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 
 SERVICE = "kvferry.v1"
 _TOKEN_KEY = "kvferry-token"
@@ -91,6 +96,9 @@ class RpcServer:
             except RpcError as error:
                 await context.abort(_status(error), str(error))
                 raise
+            except Exception as error:
+                await _abort_unexpected(name, error, context)
+                raise
 
         self._methods[name] = grpc.unary_unary_rpc_method_handler(behave)
 
@@ -105,6 +113,8 @@ class RpcServer:
                     yield wire.encode(reply)
             except RpcError as error:
                 await context.abort(_status(error), str(error))
+            except Exception as error:
+                await _abort_unexpected(name, error, context)
             finally:
                 # The peer's going away must reach the handler's own finally at once.
                 close = getattr(replies, "aclose", None)
@@ -202,6 +212,16 @@ _STATUS: dict[type[RpcError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 _ERRORS = {status: kind for kind, status in _STATUS.items()}
+
+
+async def _abort_unexpected(
+    name: str, error: Exception, context: grpc.aio.ServicerContext
+) -> None:
+    """A handler's bug: told here, since gRPC's own logger is silenced, and to the caller."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    log.exception("%s failed", name)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed: {type(error).__name__}")
 
 
 def _status(error: RpcError) -> grpc.StatusCode:
