@@ -220,7 +220,7 @@ async def _abort_unexpected(
     """A handler's bug: told here, since gRPC's own logger is silenced, and to the caller."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    log.exception("%s failed", name)
+    log.error("%s failed", name, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed: {type(error).__name__}")
 
 
