@@ -55,7 +55,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     args = parser.parse_args(argv)
     config = flags.config_from(ServeConfig, args)
     security = flags.security_from(args)
-    with listen(config.host, config.port) as sock:
+    with flags.listen(config.host, config.port, "--port") as sock:
         model_config = ModelConfig.from_dir(config.model_path)
         try:
             tokenizer = Tokenizer.from_dir(config.model_path)
@@ -63,21 +63,6 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
             raise ConfigError(str(error)) from error
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(config, security, sock, tokenizer, model_config))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
-        ) from error
-    return sock
 
 
 async def serve(

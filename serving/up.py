@@ -185,7 +185,7 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     for count in roles:
         if getattr(args, count) < 1:
             raise ConfigError(f"--{count} must be at least 1, got {getattr(args, count)}")
-    api.listen(args.host, args.port).close()
+    flags.listen(args.host, args.port, "--port").close()
     try:
         asyncio.run(_run(args, roles))
     except ChildFailed as error:

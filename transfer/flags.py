@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import socket
 import ssl
 import sys
 import threading
@@ -203,6 +204,21 @@ def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
             f"--tls-cert-file {cert_file} and --tls-key-file {key_file}: not a certificate and "
             f"its unencrypted key: {error}"
         ) from error
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A bound socket. Raises ConfigError naming the flag when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}"
+        ) from error
+    return sock
 
 
 # --- process ----------------------------------------------------------------------------------
