@@ -237,11 +237,13 @@ class RegistryClient:
 
     async def deregister(self) -> None:
         """Say goodbye, if registered. Raises RpcError when the registry does not answer."""
-        if self._lease is not None:
-            farewell = wire.Deregister(*self._lease)
-            self._lease = None
-            await self._client.call("Deregister", farewell, wire.Empty, CALL_TIMEOUT_S)
-        await self._client.close()
+        lease, self._lease = self._lease, None
+        try:
+            if lease is not None:
+                farewell = wire.Deregister(*lease)
+                await self._client.call("Deregister", farewell, wire.Empty, CALL_TIMEOUT_S)
+        finally:
+            await self._client.close()
 
     async def watch(
         self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"

@@ -1,0 +1,343 @@
+"""The registry: leases beside a clock that the test moves, then the whole over real sockets."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
+from transfer import wire
+from transfer.bootstrap import Leases, RegistryClient, RegistryServer
+from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
+from transfer.errors import Incompatible, Unauthenticated, Unavailable
+from transfer.rpc import RpcClient, Security
+
+TTL_S = 3.0
+
+
+def names(leases: Leases) -> list[tuple[str, int]]:
+    return [(member.info.worker_id, member.epoch) for member in leases.view().members]
+
+
+def a_beat(worker_id: str = "decode-0", epoch: int = 1, **load: int) -> wire.Heartbeat:
+    return wire.Heartbeat(worker_id, epoch, wire.Load(**load))
+
+
+# --- Leases -------------------------------------------------------------------------------------
+
+
+def test_a_registered_worker_is_seen_until_its_lease_ends() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 1, now_s=10.0)
+    assert names(leases) == [("decode-0", 1)]
+    assert leases.expire(12.9) == ()
+    assert leases.expire(13.1) == ("decode-0",)
+    assert names(leases) == []
+
+
+def test_a_heartbeat_prolongs_the_lease_and_brings_the_load() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 1, now_s=10.0)
+    assert leases.heartbeat(a_beat(pages_free=5), now_s=12.0)
+    assert leases.expire(14.9) == ()
+    assert leases.view().members[0].load.pages_free == 5
+    assert leases.expire(15.1) == ("decode-0",)
+
+
+def test_a_heartbeat_of_nobody_or_of_another_life_is_not_known() -> None:
+    leases = Leases(TTL_S)
+    assert not leases.heartbeat(a_beat(), now_s=10.0)
+    leases.register(a_worker(), 2, now_s=10.0)
+    assert not leases.heartbeat(a_beat(epoch=1), now_s=10.0)
+    assert not leases.heartbeat(a_beat(epoch=3), now_s=10.0)
+
+
+def test_registering_again_replaces_and_never_adds() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(address="127.0.0.1:1"), 1, now_s=10.0)
+    leases.register(a_worker(address="127.0.0.1:9"), 2, now_s=10.0)
+    leases.register(a_worker(address="127.0.0.1:9"), 2, now_s=11.0)
+    assert names(leases) == [("decode-0", 2)]
+    assert leases.view().members[0].info.address == "127.0.0.1:9"
+
+
+def test_an_older_life_is_refused_with_both_epochs_named() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 7, now_s=10.0)
+    with pytest.raises(Incompatible, match=r"epoch 3.*7"):
+        leases.register(a_worker(), 3, now_s=10.0)
+    assert names(leases) == [("decode-0", 7)]
+
+
+def test_saying_goodbye_ends_this_life_only() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 2, now_s=10.0)
+    leases.deregister("decode-0", 1)
+    leases.deregister("decode-9", 1)
+    assert names(leases) == [("decode-0", 2)]
+    leases.deregister("decode-0", 2)
+    assert names(leases) == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_digest": "d2"}, ("digest", "d1", "d2")),
+        ({"wire_version": 9}, ("version", str(wire.WIRE_VERSION), "9")),
+        (
+            {"kv_spec": msgspec.structs.replace(a_worker().kv_spec, page_size=16)},
+            ("page_size", "4", "16"),
+        ),
+    ],
+)
+def test_a_worker_that_fits_nobody_here_is_refused_with_both_values(
+    role: wire.Role, changes: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker("decode"), 1, now_s=10.0)
+    newcomer = msgspec.structs.replace(a_worker(role, "newcomer"), **changes)
+    with pytest.raises(Incompatible) as caught:
+        leases.register(newcomer, 1, now_s=10.0)
+    assert all(word in str(caught.value) for word in named), str(caught.value)
+    assert names(leases) == [("decode-0", 1)]
+
+
+def test_a_worker_may_come_back_changed_when_nobody_else_minds() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 1, now_s=10.0)
+    leases.register(a_worker(model_digest="d2"), 2, now_s=10.0)
+    assert names(leases) == [("decode-0", 2)]
+
+
+def test_the_revision_grows_with_membership_and_not_with_load() -> None:
+    leases = Leases(TTL_S)
+    seen = [leases.revision]
+
+    def grew() -> bool:
+        seen.append(leases.revision)
+        return seen[-1] > seen[-2]
+
+    leases.register(a_worker(), 1, now_s=10.0)
+    assert grew()
+    leases.register(a_worker(), 1, now_s=10.0)
+    assert not grew()
+    leases.heartbeat(a_beat(pages_free=4), now_s=10.0)
+    assert not grew()
+    leases.heartbeat(wire.Heartbeat("decode-0", 1, wire.Load(), draining=True), now_s=10.0)
+    assert grew()
+    leases.expire(20.0)
+    assert grew()
+
+
+# --- over sockets ---------------------------------------------------------------------------------
+
+
+class Registry:
+    """A registry that can die and come back on the same port, and its clients."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.port = 0
+        self.server: RegistryServer | None = None
+        self._clients: list[RegistryClient] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        self.server = RegistryServer(SECURITY, self.clock, TTL_S)
+        self.port = await self.server.start("127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        assert self.server is not None
+        return names(self.server.leases)
+
+    def client(self, security: Security = SECURITY) -> RegistryClient:
+        client = RegistryClient(f"127.0.0.1:{self.port}", security, SYSTEM_CLOCK)
+        self._clients.append(client)
+        return client
+
+    def run_worker(
+        self,
+        client: RegistryClient,
+        info: wire.WorkerInfo,
+        epoch: int = 1,
+        load: Callable[[], tuple[wire.Load, bool]] = lambda: (wire.Load(), False),
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(client.run_worker(info, epoch, load, interval_s=0.01))
+        self._tasks.append(task)
+        return task
+
+    def watch(self) -> "asyncio.Queue[wire.ClusterView]":
+        views: asyncio.Queue[wire.ClusterView] = asyncio.Queue()
+        self._tasks.append(asyncio.create_task(self.client().watch(views.put_nowait)))
+        return views
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+        await self.stop()
+
+
+@contextlib.asynccontextmanager
+async def a_registry(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Registry]:
+    registry = Registry(clock)
+    await registry.start()
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def a_view(
+    views: "asyncio.Queue[wire.ClusterView]", fits: Callable[[wire.ClusterView], bool]
+) -> wire.ClusterView:
+    """The next view that fits."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            view = await views.get()
+            if fits(view):
+                return view
+
+
+def shows(*expected: tuple[str, int]) -> Callable[[wire.ClusterView], bool]:
+    """Exactly these (worker, epoch)."""
+
+    def fits(view: wire.ClusterView) -> bool:
+        return [(member.info.worker_id, member.epoch) for member in view.members] == list(expected)
+
+    return fits
+
+
+async def registered(client: RegistryClient) -> None:
+    await asyncio.wait_for(client.registered.wait(), PATIENCE_S)
+
+
+async def test_a_watcher_is_told_at_once_then_of_every_coming_and_going() -> None:
+    async with a_registry() as registry:
+        views = registry.watch()
+        await a_view(views, shows())
+        client = registry.client()
+        task = registry.run_worker(client, a_worker())
+        await a_view(views, shows(("decode-0", 1)))
+        other = registry.client()
+        registry.run_worker(other, a_worker("prefill"))
+        await a_view(views, shows(("decode-0", 1), ("prefill-0", 1)))
+        task.cancel()
+        await client.deregister()
+        await a_view(views, shows(("prefill-0", 1)))
+
+
+async def test_a_watcher_sees_the_load_of_a_heartbeat() -> None:
+    async with a_registry() as registry:
+        views = registry.watch()
+        registry.run_worker(
+            registry.client(), a_worker(), load=lambda: (wire.Load(pages_free=42), True)
+        )
+        view = await a_view(
+            views, lambda view: any(member.load.pages_free for member in view.members)
+        )
+        assert view.members[0].load.pages_free == 42
+        assert view.members[0].draining
+
+
+async def test_a_worker_that_falls_silent_leaves_the_view() -> None:
+    clock = ManualClock()
+    async with a_registry(clock) as registry:
+        views = registry.watch()
+        rpc = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
+        await rpc.call("Register", wire.Register(a_worker(), 1), wire.Registered, PATIENCE_S)
+        await rpc.close()
+        await a_view(views, shows(("decode-0", 1)))
+        clock.advance(TTL_S + 1)
+        await a_view(views, shows())
+
+
+async def test_a_restarted_registry_learns_its_workers_and_keeps_its_watchers() -> None:
+    async with a_registry() as registry:
+        views = registry.watch()
+        registry.run_worker(registry.client(), a_worker(), epoch=5)
+        await a_view(views, shows(("decode-0", 5)))
+        await registry.stop()
+        while not views.empty():
+            views.get_nowait()
+        await registry.start()
+        await a_view(views, shows(("decode-0", 5)))
+
+
+async def test_a_worker_registers_once_its_registry_is_there() -> None:
+    async with a_registry() as registry:
+        await registry.stop()
+        client = registry.client()
+        registry.run_worker(client, a_worker())
+        await registry.start()
+        await registered(client)
+        assert registry.members == [("decode-0", 1)]
+
+
+async def test_a_newer_life_takes_over_and_the_older_one_ends() -> None:
+    async with a_registry() as registry:
+        older = registry.client()
+        task = registry.run_worker(older, a_worker(), epoch=1)
+        await registered(older)
+        newer = registry.client()
+        registry.run_worker(newer, a_worker(), epoch=2)
+        await registered(newer)
+        with pytest.raises(Incompatible, match="epoch"):
+            await asyncio.wait_for(task, PATIENCE_S)
+        assert registry.members == [("decode-0", 2)]
+
+
+async def test_an_incompatible_worker_ends_at_once_with_both_values() -> None:
+    async with a_registry() as registry:
+        first = registry.client()
+        registry.run_worker(first, a_worker())
+        await registered(first)
+        task = registry.run_worker(registry.client(), a_worker("prefill", model_digest="d2"))
+        with pytest.raises(Incompatible, match=r"(?s)(?=.*d1)(?=.*d2)"):
+            await asyncio.wait_for(task, PATIENCE_S)
+
+
+async def test_a_wrong_token_ends_a_worker_at_once() -> None:
+    async with a_registry() as registry:
+        stranger = registry.client(Security("another-token-of-the-tests"))
+        task = registry.run_worker(stranger, a_worker())
+        with pytest.raises(Unauthenticated):
+            await asyncio.wait_for(task, PATIENCE_S)
+        assert registry.members == []
+
+
+async def test_saying_goodbye_to_a_dead_registry_is_unavailable_and_closes() -> None:
+    async with a_registry() as registry:
+        client = registry.client()
+        task = registry.run_worker(client, a_worker())
+        await registered(client)
+        task.cancel()
+        await registry.stop()
+        with pytest.raises(Unavailable):
+            await client.deregister()
+
+
+async def test_saying_goodbye_without_having_registered_does_nothing() -> None:
+    async with a_registry() as registry:
+        await registry.client().deregister()
+        assert registry.members == []
+
+
+async def test_a_heartbeat_from_before_a_restart_is_answered_with_unknown() -> None:
+    async with a_registry() as registry:
+        rpc = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
+        reply = await rpc.call("Heartbeat", a_beat(), wire.HeartbeatReply, PATIENCE_S)
+        assert not reply.known
+        await rpc.close()

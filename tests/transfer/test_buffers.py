@@ -1,0 +1,64 @@
+"""Payload buffers come back when their last view is gone, and not before."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from transfer.buffers import BufferPool
+
+
+def test_a_buffer_is_used_again_once_no_view_of_it_lives() -> None:
+    pool = BufferPool(1 << 20)
+    first = pool.take(5000)
+    first[:] = 7
+    view = first.view(np.uint16)[3:9].reshape(2, 3)
+    del first
+    assert pool.idle_bytes == 0
+    pool.take(5000)[:] = 9
+    assert (view == 0x0707).all()
+    del view
+    assert pool.idle_bytes == 2 * 8192
+    again = pool.take(6000)
+    assert again.shape == (6000,)
+    assert pool.idle_bytes == 8192
+
+
+def test_two_who_hold_buffers_never_share_memory() -> None:
+    pool = BufferPool(1 << 20)
+    held = [pool.take(4096) for _ in range(8)]
+    for value, buffer in enumerate(held):
+        buffer[:] = value
+    assert [int(buffer[0]) for buffer in held] == list(range(8))
+
+
+def test_idle_memory_is_bounded() -> None:
+    pool = BufferPool(max_idle_bytes=10_000)
+    held = [pool.take(4096) for _ in range(5)]
+    held.clear()
+    assert pool.idle_bytes == 8192
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 1 << 16])
+def test_a_buffer_has_the_length_asked_for(num_bytes: int) -> None:
+    assert BufferPool(1 << 20).take(num_bytes).nbytes == num_bytes
+
+
+def test_threads_may_take_and_give_back_at_once() -> None:
+    pool = BufferPool(1 << 20)
+    wrong: list[int] = []
+
+    def churn(value: int) -> None:
+        for _ in range(300):
+            buffer = pool.take(4096)
+            buffer[:] = value
+            if (buffer != value).any():
+                wrong.append(value)
+
+    threads = [threading.Thread(target=churn, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert pool.idle_bytes <= 4 * 4096

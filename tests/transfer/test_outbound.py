@@ -1,0 +1,73 @@
+"""Cutting runs of pages into frames, and reading their bytes without copying."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.transfer.samples import KV, a_grant, logical_pages, sharded
+from transfer.layout import plan_heads
+from transfer.outbound import cut_frames, segments
+
+PAGE_BYTES = KV.page_bytes
+
+
+def shards_of(num_pages: int, shards: int = 1) -> list[np.ndarray]:
+    return sharded(logical_pages(num_pages), 4, shards, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("max_pages", "expected"),
+    [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (9, [5])],
+)
+def test_a_run_is_cut_by_pages_to_the_frame_s_bound(max_pages: int, expected: list[int]) -> None:
+    jobs = cut_frames(
+        a_grant(1, "a", 9), 4, shards_of(5), plan_heads(4, 1, 4, 1, 4), max_pages * PAGE_BYTES
+    )
+    assert [job.frame.num_pages for job in jobs] == expected
+    assert [job.frame.page_start for job in jobs] == [
+        4 + sum(expected[:i]) for i in range(len(jobs))
+    ]
+    assert all(job.num_bytes <= max_pages * PAGE_BYTES for job in jobs)
+
+
+def test_a_page_larger_than_the_bound_travels_alone() -> None:
+    jobs = cut_frames(a_grant(1, "a", 2), 0, shards_of(2), plan_heads(4, 1, 4, 1, 4), 1)
+    assert [job.frame.num_pages for job in jobs] == [1, 1]
+
+
+def test_every_head_run_is_cut_at_the_same_pages() -> None:
+    runs = plan_heads(4, 2, 4, 4, 4)
+    jobs = cut_frames(a_grant(1, "a", 5), 0, shards_of(5, 2), runs, PAGE_BYTES // 2)
+    cuts = {
+        shard: [
+            (job.frame.page_start, job.frame.num_pages)
+            for job in jobs
+            if job.frame.dst_shard == shard
+        ]
+        for shard in range(4)
+    }
+    assert all(cut == cuts[0] for cut in cuts.values())
+    assert len(jobs) == len(runs) * len(cuts[0])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [np.s_[:], np.s_[:, :, 1:3], np.s_[:, :, 1:3, :, 1:2], np.s_[:, :, :, :, 2:]],
+    ids=["whole", "pages", "pages and heads", "heads"],
+)
+def test_segments_are_the_bytes_of_the_pages_in_order(cut: tuple[slice, ...]) -> None:
+    pages = shards_of(4)[0][cut]
+    assert b"".join(segments(pages)) == pages.tobytes()
+
+
+def test_a_cut_of_pages_is_read_from_where_it_lies() -> None:
+    shard = shards_of(4)[0]
+    parts = segments(shard[:, :, 1:3])
+    before = parts[0][0]
+    shard.view(np.uint8)[0, 0, 1, 0, 0, 0] ^= 0xFF
+    assert parts[0][0] == before ^ 0xFF
+    assert len(parts) == KV.num_layers * 2
+
+
+def test_no_pages_have_no_segments() -> None:
+    assert segments(None) == []

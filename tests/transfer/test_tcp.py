@@ -1,0 +1,346 @@
+"""TCP against the world: hostile bytes, dead and frozen processes, silence, TLS."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.transfer_ends import TcpEnds
+from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
+from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
+from transfer.errors import ConfigError, PeerLost, Unauthenticated
+from transfer.framing import Connection, introduce, parse_address
+from transfer.rpc import Security
+from transfer.tcp import TcpReceiver
+from transfer.wire import decode
+
+ROOT = Path(__file__).resolve().parents[2]
+STALL_S = 0.3
+NEVER_S = 60.0
+
+
+@pytest.fixture
+def open_ends() -> Iterator[Callable[..., TcpEnds]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(**changes: object) -> TcpEnds:
+            return stack.enter_context(contextlib.closing(TcpEnds(**changes)))  # type: ignore[arg-type]
+
+        yield make
+
+
+@pytest.fixture
+def ends(open_ends: Callable[..., TcpEnds]) -> TcpEnds:
+    return open_ends()
+
+
+@contextlib.contextmanager
+def raw_peer(address: str, greeted: bool = True) -> Iterator[tuple[socket.socket, Connection]]:
+    """A connection to a receiver by hand: what it sends is up to the test."""
+    sock = socket.create_connection(parse_address(address), PATIENCE_S)
+    connection = Connection(sock, PATIENCE_S)
+    try:
+        if greeted:
+            introduce(connection, SECURITY, "by hand")
+        yield sock, connection
+    finally:
+        connection.close()
+
+
+def pages_frame(room: int = 1, num_pages: int = 2, **changes: int) -> bytearray:
+    fields = {"page_start": 0, "dst_shard": 0, "dst_start": 0, "num_heads": 4, "epoch": 1}
+    frame = Frame(Kind.PAGES, room, num_pages=num_pages, **(fields | changes))
+    payload = logical_pages(num_pages).tobytes()
+    return whole_frame(frame, b"", [memoryview(payload)])
+
+
+def nack_of(connection: Connection) -> Refused:
+    frame, meta = connection.receive_small()
+    assert frame.kind is Kind.NACK
+    return decode(meta, Refused)
+
+
+def still_serves(ends: TcpEnds, room: int = 77) -> None:
+    """A good room goes through."""
+    pages = logical_pages(2)
+    ends.receiver.expect(room, 1, 2)
+    ends.send_room(room, pages)
+    ends.until(lambda: any(known == room for known, _ in ends.diary.finished))
+    assert (ends.diary.kv_of(room, 2, KV, 1) == pages).all()
+
+
+# --- hostile bytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, -9, -1])
+def test_a_changed_byte_of_a_payload_is_refused_and_never_delivered(ends: TcpEnds, at: int) -> None:
+    ends.receiver.expect(1, 1, 2)
+    data = pages_frame()
+    data[at] ^= 1
+    with raw_peer(ends.address) as (sock, connection):
+        sock.sendall(data)
+        assert nack_of(connection).message.startswith("digest")
+        sock.sendall(whole_frame(Frame(Kind.PING)))  # the connection goes on
+        assert connection.receive_small()[0].kind is Kind.PONG
+    assert ends.diary.pages == []
+    assert ends.receiver.counters["refused_digest"] == 1
+
+
+def test_a_refused_payload_is_read_over_and_the_next_frame_understood(ends: TcpEnds) -> None:
+    ends.receiver.expect(2, 1, 2)
+    with raw_peer(ends.address) as (sock, connection):
+        sock.sendall(pages_frame(room=1) + pages_frame(room=2))
+        assert nack_of(connection).message.startswith("unknown_room")
+        ends.until(lambda: bool(ends.diary.pages))
+    assert [room for room, _, _ in ends.diary.pages] == [2]
+
+
+def test_frames_that_come_byte_by_byte_are_understood(ends: TcpEnds) -> None:
+    ends.receiver.expect(1, 1, 1)
+    with raw_peer(ends.address) as (sock, _):
+        for byte in pages_frame(num_pages=1):
+            sock.send(bytes([byte]))
+        ends.until(lambda: bool(ends.diary.pages))
+    assert (ends.diary.kv_of(1, 1, KV, 1) == logical_pages(1)).all()
+
+
+@given(st.binary(min_size=1, max_size=200))
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_foreign_bytes_end_their_connection_only(ends: TcpEnds, data: bytes) -> None:
+    for greeted in (False, True):
+        with raw_peer(ends.address, greeted) as (sock, _):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    pass
+    assert ends.diary.pages == []
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_changed_header_never_delivers_anything(ends: TcpEnds, at: int, xor: int) -> None:
+    ends.receiver.forget(1)
+    ends.receiver.expect(1, 1, 2)
+    data = pages_frame()
+    data[at] ^= xor
+    with raw_peer(ends.address) as (sock, _):
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            while sock.recv(4096):
+                pass
+    assert ends.diary.pages == []
+
+
+def test_the_receiver_serves_on_after_hostile_connections(ends: TcpEnds) -> None:
+    with raw_peer(ends.address, greeted=False) as (sock, _):
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(200))
+        still_serves(ends)
+    ends.until(lambda: ends.receiver.counters["connections_refused"] == 1)
+
+
+def test_pages_before_the_handshake_are_not_taken(ends: TcpEnds) -> None:
+    ends.receiver.expect(1, 1, 2)
+    with raw_peer(ends.address, greeted=False) as (sock, connection):
+        sock.sendall(pages_frame())
+        assert connection.receive_small()[0].kind is Kind.CHALLENGE
+        with pytest.raises(PeerLost):
+            connection.receive_small()
+    assert ends.diary.pages == []
+
+
+def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
+    stranger = Security("another-token-of-the-tests")
+    with raw_peer(ends.address, greeted=False) as (_, connection), pytest.raises(PeerLost):
+        introduce(connection, stranger, "stranger")
+    # A receiver that does not know the token cannot welcome a sender that does.
+    left, right = socket.socketpair()
+    mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
+    theirs.send(Frame(Kind.CHALLENGE), bytes(32))
+    theirs.send(Frame(Kind.WELCOME), bytes(32))
+    with pytest.raises(Unauthenticated, match="receiver"):
+        introduce(mine, SECURITY, "prefill-0")
+    mine.close()
+    theirs.close()
+
+
+# --- silence ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [10, HEADER_BYTES, HEADER_BYTES + 50])
+def test_a_frame_that_stops_in_the_middle_loses_its_room(
+    open_ends: Callable[..., TcpEnds], cut: int
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S)
+    ends.receiver.expect(1, 1, 4)
+    with raw_peer(ends.address) as (sock, _):
+        sock.sendall(pages_frame() + pages_frame(page_start=2)[:cut])
+        ends.until(lambda: bool(ends.diary.lost))
+    assert ends.diary.lost == [(1,)]
+
+
+def test_a_sender_without_a_sign_of_life_loses_its_rooms(
+    open_ends: Callable[..., TcpEnds],
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S)
+    ends.receiver.expect(1, 1, 4)
+    with raw_peer(ends.address) as (sock, _):
+        sock.sendall(pages_frame())
+        ends.until(lambda: bool(ends.diary.lost))
+    assert ends.diary.lost == [(1,)]
+
+
+def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
+    open_ends: Callable[..., TcpEnds],
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S)
+    ends.receiver.expect(1, 1, 4)
+    ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
+    ends.until(lambda: bool(ends.diary.pages))
+    with ends.diary.changed:  # several times the stall timeout, and nothing may happen
+        assert not ends.diary.changed.wait(4 * STALL_S)
+    ends.send_room(1, logical_pages(2))
+    assert ends.diary.lost == []
+    assert ends.diary.events == []
+
+
+def test_a_receiver_that_answers_nothing_loses_the_room(
+    open_ends: Callable[..., TcpEnds],
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
+        ends.until(lambda: bool(ends.diary.events))
+    assert ends.diary.kinds() == [("lost", 1)]
+
+
+# --- processes that die or freeze -----------------------------------------------------------------
+
+RECEIVER = """
+import sys
+from tests.transfer.samples import KV, SECURITY
+from transfer.tcp import TcpReceiver
+receiver = TcpReceiver(SECURITY, "127.0.0.1", 0, KV, 1, lambda *a: print("pages", flush=True),
+                       lambda *a: print("finish", flush=True), lambda *a: None, 60.0)
+address = receiver.start()
+receiver.expect(1, 1, 4)
+print(address, flush=True)
+sys.stdin.read()
+"""
+
+SENDER = """
+import sys
+import ml_dtypes
+from tests.transfer.samples import SECURITY, a_grant, logical_pages, sharded
+from transfer.layout import plan_heads
+from transfer.tcp import TcpSender
+sender = TcpSender(SECURITY, "child", print, 16 << 20, 0.3)
+shards = sharded(logical_pages(2), 4, 1, ml_dtypes.bfloat16)
+sender.send_pages(a_grant(1, sys.argv[1], 4), 0, shards, plan_heads(4, 1, 4, 1, 4))
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def child(program: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", program, *args]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
+    open_ends: Callable[..., TcpEnds], how: signal.Signals
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    with child(RECEIVER) as process:
+        assert process.stdout is not None
+        ends.address = process.stdout.readline().strip()
+        ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
+        assert process.stdout.readline() == "pages\n"
+        os.kill(process.pid, how)
+        ends.until(lambda: bool(ends.diary.events))
+    assert ends.diary.kinds() == [("lost", 1)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
+    open_ends: Callable[..., TcpEnds], how: signal.Signals
+) -> None:
+    ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    ends.receiver.expect(1, 1, 4)
+    with child(SENDER, ends.address) as process:
+        ends.until(lambda: bool(ends.diary.pages))
+        os.kill(process.pid, how)
+        ends.until(lambda: bool(ends.diary.lost))
+    assert ends.diary.lost == [(1,)]
+
+
+# --- TLS, addresses -------------------------------------------------------------------------------
+
+
+def test_tls_carries_pages(open_ends: Callable[..., TcpEnds], tls_security: Security) -> None:
+    ends = open_ends(sender_security=tls_security, receiver_security=tls_security)
+    ends.receiver.expect(1, 1, 300)
+    pages = logical_pages(300)  # more than a socket's buffers hold
+    ends.send_room(1, pages, runs_of=100)
+    ends.until(lambda: bool(ends.diary.finished))
+    assert (ends.diary.kv_of(1, 300, KV, 1) == pages).all()
+    ends.receiver.ack(1)
+    ends.until(lambda: bool(ends.diary.events))
+    assert ends.diary.kinds() == [("acked", 1)]
+
+
+@pytest.mark.parametrize("sender_has_it", [True, False])
+def test_tls_on_one_side_only_carries_nothing(
+    open_ends: Callable[..., TcpEnds], tls_security: Security, sender_has_it: bool
+) -> None:
+    sides = (tls_security, SECURITY) if sender_has_it else (SECURITY, tls_security)
+    ends = open_ends(sender_security=sides[0], receiver_security=sides[1], stall_timeout_s=STALL_S)
+    ends.receiver.expect(1, 1, 2)
+    ends.send_room(1, logical_pages(2))
+    ends.until(lambda: bool(ends.diary.events))
+    assert ends.diary.kinds() == [("lost", 1)]
+    assert ends.diary.pages == []
+
+
+def test_a_port_in_use_is_a_config_error_that_names_it(ends: TcpEnds) -> None:
+    host, port = parse_address(ends.address)
+    second = TcpReceiver(SECURITY, host, port, KV, 1, print, print, print)
+    with pytest.raises(ConfigError, match=str(port)):
+        second.start()
+
+
+def test_an_address_of_another_scheme_loses_the_room(ends: TcpEnds) -> None:
+    ends.sender.finish(a_grant(1, "udp://127.0.0.1:1", 0), FirstToken(0, 0, 0))
+    ends.until(lambda: bool(ends.diary.events))
+    assert ends.diary.kinds() == [("lost", 1)]
+    assert "udp://127.0.0.1:1" in ends.diary.events[0].message
+
+
+def test_a_large_room_passes_buffers_of_every_size(ends: TcpEnds) -> None:
+    pages = logical_pages(2000)  # 1 MB: several chunks, and many times the read-ahead
+    ends.receiver.expect(1, 1, 2000)
+    ends.send_room(1, pages, runs_of=700)
+    ends.until(lambda: bool(ends.diary.finished))
+    assert (ends.diary.kv_of(1, 2000, KV, 1) == pages).all()
