@@ -75,9 +75,13 @@ async def live_server(
     *,
     auto_step: bool = True,
     context_length: int = 512,
+    send_buffer_bytes: int = 0,
     **config: Any,
 ) -> AsyncIterator[Live]:
-    """uvicorn with httptools, as `kvferry serve` runs it, in this process and loop."""
+    """uvicorn with httptools, as `kvferry serve` runs it, in this process and loop.
+
+    send_buffer_bytes: of the server's sockets; 0 leaves it to the system.
+    """
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     async with FakeCluster(
         network=network, auto_step=auto_step, context_length=context_length
@@ -88,6 +92,8 @@ async def live_server(
             dispatcher, tokenizer, cluster.config(**settings), ModelConfig.from_dir(MODEL_PATH)
         )
         with socket.create_server(("127.0.0.1", 0)) as sock:
+            if send_buffer_bytes:  # accepted connections inherit it
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
             server = _Server(
                 uvicorn.Config(app, http="httptools", lifespan="off", log_level="error")
             )
