@@ -44,6 +44,7 @@ from transfer.worker import (
 
 log = logging.getLogger(__name__)
 
+LOAD_REFRESH_S = 0.2
 EARLY_GRANT_S = 10.0  # a grant may come before its submit; kept this long
 
 
@@ -107,6 +108,7 @@ class PrefillWorker(Worker):
         self._inflight: deque[InFlight] = deque()
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
         self._load = wire.Load()
+        self._load_due_s = 0.0
         self._compiles = CompileCounter()
 
     # --- start ----------------------------------------------------------------------------------
@@ -261,7 +263,8 @@ class PrefillWorker(Worker):
         if self._inflight and (len(self._inflight) > 1 or not pieces):
             self._complete(self._inflight.popleft())
         self._expire()
-        self._refresh_load()
+        if self.clock.monotonic_s() >= self._load_due_s:
+            self._refresh_load()
         self.publish(self._emitter.take(self.clock.monotonic_s()))
         return bool(self._inflight)
 
@@ -414,6 +417,8 @@ class PrefillWorker(Worker):
         return self._load
 
     def _refresh_load(self) -> None:
+        """Counting evictable pages walks the cache, so a busy loop does it now and then."""
+        self._load_due_s = self.clock.monotonic_s() + LOAD_REFRESH_S
         requests, tokens = self._scheduler.queued()
         self._load = wire.Load(
             queued_requests=requests,

@@ -44,8 +44,9 @@ def system(
 
 
 def _converted(path: Path, out: Path) -> Path:
-    command = [sys.executable, "-m", "serving.launch", "convert", "--model-path", path, "--output"]
-    subprocess.run([*command, out], check=True, env=environment(), timeout=120)
+    command = (sys.executable, "-m", "serving.launch", "convert", "--model-path", path, "--output")
+    argv = [str(word) for word in (*command, out)]
+    subprocess.run(argv, check=True, env=environment(), timeout=120)
     return out
 
 
