@@ -61,4 +61,4 @@ def test_threads_may_take_and_give_back_at_once() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert pool.idle_bytes <= 4 * 4096
+    assert pool.idle_bytes <= 4 * 2 * 4096  # each may hold two for a moment
