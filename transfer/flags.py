@@ -50,7 +50,8 @@ class Parser(argparse.ArgumentParser):
         for flag in flags:
             if flag not in self._option_string_actions:
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                self.error(f"unknown flag {flag}" + (f"; did you mean {close[0]}?" * len(close)))
+                meant = "".join(f"; did you mean {name}?" for name in close)
+                self.error(f"unknown flag {flag}{meant}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -1,0 +1,330 @@
+"""A bad start is one line that names the thing, the value got and what would do; exit code 2."""
+
+import dataclasses
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from model.errors import ModelError
+from model.opening import open_model
+from serving import api
+from tests.serving.commands import (
+    GOLDENS,
+    MODEL,
+    SMALL,
+    TOKEN,
+    Command,
+    copy_of,
+    refused,
+    start,
+    truncate,
+)
+from transfer import flags
+from transfer.bootstrap import Leases, RegistryClient
+from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import ConfigError, Incompatible
+from transfer.rpc import Security
+from transfer.wire import KVSpecMessage, WorkerInfo
+
+MIXTRAL = GOLDENS / "mixtral" / "model"
+NOWHERE = "127.0.0.1:1"  # nobody listens there
+
+
+# --- damaged checkpoints, in this process ----------------------------------------------------
+
+
+def edit_json(name: str, **changes: Any) -> Callable[[Path], object]:
+    """Change fields of a JSON file; None removes one."""
+
+    def damage(folder: Path) -> None:
+        value = json.loads((folder / name).read_text()) | changes
+        kept = {key: item for key, item in value.items() if item is not None}
+        (folder / name).write_text(json.dumps(kept))
+
+    return damage
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def edit_tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Change the tensors of the one weights file."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        with safe_open(file, framework="np") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        change(tensors)
+        save_file(tensors, file)
+
+    return damage
+
+
+NORM = "model.norm.weight"
+
+
+def _shorten(tensors: dict[str, Any]) -> None:
+    tensors[NORM] = tensors[NORM][:-1].copy()
+
+
+@pytest.mark.parametrize(
+    ("model", "damage", "message"),
+    [
+        (MODEL, truncate, "model.safetensors: not a whole safetensors file"),
+        (MODEL, remove("model.safetensors"), "no model.safetensors and no model.safetensors.index"),
+        (MODEL, edit_tensors(lambda t: t.pop(NORM)), f"tensor {NORM} is missing from"),
+        (MODEL, edit_tensors(_shorten), f"tensor {NORM}: shape [63], expected [64]"),
+        (
+            MIXTRAL,
+            remove("model-00002-of-00002.safetensors"),
+            "model-00002-of-00002.safetensors: no such file, but model.safetensors.index.json",
+        ),
+        (MIXTRAL, write("model.safetensors.index.json", "{"), "not an index with a weight_map"),
+        (MODEL, remove("config.json"), "config.json: no such file"),
+        (MODEL, write("config.json", "{'a': 1}"), "config.json: not readable as JSON"),
+        (MODEL, write("config.json", "[]"), "config.json: expected a JSON object, got list"),
+        (
+            MODEL,
+            edit_json("config.json", architectures=["MambaForCausalLM"]),
+            "architectures is 'MambaForCausalLM'; accepted: LlamaForCausalLM, ",
+        ),
+        (MODEL, edit_json("config.json", num_hidden_layers=None), "num_hidden_layers is missing"),
+        (MODEL, edit_json("config.json", hidden_size="64"), "hidden_size is '64'; accepted: an"),
+        (MODEL, edit_json("config.json", torch_dtype="int8"), "torch_dtype is 'int8'; accepted: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    model: Path, damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    folder = copy_of(model, tmp_path, damage)
+    with pytest.raises(ModelError) as caught:
+        open_model(folder, "auto", "auto", 1, 1, 16, 64)
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": Path("Qwen/Qwen3-0.6B")}, "--model-path Qwen/Qwen3-0.6B is not a folder"),
+        ({"page_size": 24}, "--page-size must be a power of two, got 24"),
+        ({"page_size": 128}, "--page-size 128 does not divide the context length 64"),
+        ({"context_length": 40}, "--page-size 16 does not divide the context length 40; give"),
+        ({"context_length": 513}, "--context-length 513 is above the model's max_position_embedd"),
+        ({"chunk_size": 40}, "--page-size 16 does not divide --chunked-prefill-size 40"),
+        ({"tp_size": 16}, "--tp-size 16 needs 16 devices, this process sees 8 (cpu)"),
+        ({"tp_size": 3}, "tp_size 3 and 2 kv heads: one must divide the other"),
+        ({"path": MIXTRAL, "tp_size": 6, "ep_size": 3}, "ep_size 3 must divide 8 experts"),
+        ({"max_total_tokens": 48}, "--max-total-tokens gives 3 pages, one request of full context"),
+        ({"max_total_tokens": 1 << 50}, "do not fit in"),
+        ({"fraction": 1e-9}, "too little memory: weights "),
+        ({"fraction": 1.5}, "--mem-fraction-static must be in (0, 1], got 1.5"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_weights_are_read(
+    values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **more: Any) -> None:
+        raise AssertionError("read the weights")
+
+    monkeypatch.setattr("model.opening.load_params", load)
+    given: dict[str, Any] = {
+        "path": MODEL,
+        "dtype": "float32",
+        "kv_cache_dtype": "auto",
+        "tp_size": 1,
+        "ep_size": 1,
+        "page_size": 16,
+        "context_length": 64,
+    }
+    with pytest.raises(ModelError) as caught:
+        open_model(**(given | values))
+    assert message in str(caught.value)
+
+
+def test_a_context_that_pages_do_not_tile_is_rounded_down_unless_asked_for(tmp_path: Path) -> None:
+    folder = copy_of(MODEL, tmp_path, edit_json("config.json", max_position_embeddings=500))
+    opened = open_model(folder, "auto", "auto", 1, 1, 16, 0)
+    assert opened.context_length == 496
+
+
+# --- the API process, in this process --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove("tokenizer.json"), "cannot read {}/tokenizer.json: "),
+        (write("tokenizer.json", "{}"), "{}/tokenizer.json is no tokenizer: "),
+        (write("tokenizer_config.json", "no"), "{}/tokenizer_config.json is no JSON: "),
+        (remove("config.json"), "{}/config.json: no such file"),
+        (write("chat_template.jinja", "{% if %}"), "{}/chat_template.jinja: "),
+    ],
+)
+def test_the_api_refuses_what_it_cannot_read(
+    damage: Callable[[Path], object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(flags.TOKEN_ENV, TOKEN)
+    folder = copy_of(MODEL, tmp_path, damage)
+    argv = [f"--model-path={folder}", f"--registry-address={NOWHERE}", "--port=0"]
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        api.main(argv)
+    assert message.format(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- workers that do not fit together --------------------------------------------------------
+
+
+def worker(role: Any, **changes: Any) -> WorkerInfo:
+    kv = KVSpecMessage(num_layers=3, num_kv_heads=2, head_dim=32, page_size=16, dtype="float32")
+    info = WorkerInfo(
+        worker_id=f"{role}-1",
+        role=role,
+        address="127.0.0.1:1",
+        data_address="tcp://127.0.0.1:2",
+        model_name="m",
+        model_digest="0123",
+        kv_spec=kv,
+        tp_size=1,
+        dp_size=1,
+        context_length=64,
+        max_request_tokens=64,
+        stored_kv_heads=2,
+    )
+    spec = {name: changes.pop(name) for name in list(changes) if hasattr(kv, name)}
+    fields = {name: getattr(info, name) for name in info.__struct_fields__} | changes
+    kv_fields = {name: getattr(kv, name) for name in kv.__struct_fields__} | spec
+    return WorkerInfo(**(fields | {"kv_spec": KVSpecMessage(**kv_fields)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_digest": "4567"}, "model digest differs: prefill-1 has 0123, decode-1 has 4567"),
+        ({"page_size": 32}, "kv page_size differs: prefill-1 has 16, decode-1 has 32"),
+        ({"dtype": "bfloat16"}, "kv dtype differs: prefill-1 has float32, decode-1 has bfloat16"),
+    ],
+)
+def test_a_pair_that_cannot_work_is_refused_with_both_values(
+    changes: dict[str, Any], message: str
+) -> None:
+    leases = Leases(ttl_s=3.0)
+    leases.register(worker("prefill"), 1, 0.0)
+    with pytest.raises(Incompatible) as caught:
+        leases.register(worker("decode", **changes), 1, 0.0)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["", "registry", ":8998", "host:", "host:http", "host:0"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="--registry-address must be host:port, got "):
+        RegistryClient(address, Security(TOKEN), SYSTEM_CLOCK)
+
+
+# --- real commands ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A command that must refuse to start. {port} is one in use, {folder} an empty folder."""
+
+    words: str
+    line: str
+    token: str = TOKEN
+
+
+WORKER = f"--model-path {MODEL} --registry-address {NOWHERE} {' '.join(SMALL)}"
+CASES = {
+    "unknown command": Case("srve", "kvferry: unknown command 'srve'; it takes up, prefill, "),
+    "misspelt flag": Case("up --prefil-tp-size 2", "unknown flag --prefil-tp-size; did you mean"),
+    "short token": Case("registry", "kvferry registry: a cluster token of at least", token="abc"),
+    "no certificates": Case(
+        "registry --tls-ca-file {folder}/a --tls-cert-file {folder}/b --tls-key-file {folder}/c",
+        "kvferry registry: TLS: {folder}/a is not a file",
+    ),
+    "registry port": Case(
+        "registry --disaggregation-bootstrap-port {port}",
+        "kvferry registry: cannot listen on 127.0.0.1:{port}: ",
+    ),
+    "HTTP port": Case(
+        f"serve --model-path {MODEL} --registry-address {NOWHERE} --port {{port}}",
+        "kvferry serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
+    ),
+    "HTTP port of up": Case(
+        f"up --model-path {MODEL} --port {{port}}",
+        "kvferry up: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
+    ),
+    "no model": Case("up --model-path {folder}/m", "kvferry up: --model-path {folder}/m is not a"),
+    "two ranks": Case("up --decode-dp-size 2", "kvferry up: --dp-size 2 is not supported, it "),
+    "control port": Case(
+        f"prefill {WORKER} --port {{port}}",
+        "kvferry prefill: cannot listen on 127.0.0.1:{port}: ",
+    ),
+    "data port": Case(
+        f"decode {WORKER} --data-port {{port}}",
+        "kvferry decode: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+        "--data-port",
+    ),
+    "truncated weights": Case(
+        f"decode --model-path {{cut}} --registry-address {NOWHERE}",
+        "kvferry decode: {cut}/model.safetensors: not a whole safetensors file",
+    ),
+    "memory": Case(
+        f"prefill {WORKER} --max-total-tokens 99999999999999",
+        "kvferry prefill: too little memory: weights ",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Command, Any]]]:
+    """Every case's command and what its lines are to be filled with, three at a time."""
+    folder = tmp_path_factory.mktemp("starts")
+    cut = copy_of(MODEL, folder, truncate)
+    with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(3) as pool:
+        names = {"port": taken.getsockname()[1], "folder": folder, "cut": cut}
+
+        def run(case: Case) -> Command:
+            words = case.words.format(**names).split()
+            command = start(folder, *words, KVFERRY_CLUSTER_TOKEN=case.token)
+            command.process.wait(120)
+            return command
+
+        commands = pool.map(run, CASES.values())
+        yield {name: (command, names) for name, command in zip(CASES, commands, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
+    name: str, said: dict[str, tuple[Command, Any]]
+) -> None:
+    command, names = said[name]
+    line = refused(command)
+    assert CASES[name].line.format(**names) in line
+    # What made it impossible comes first; nothing is loaded, let alone compiled, before.
+    assert "loading weights" not in command.text
+
+
+def test_the_version_and_help_of_the_command_itself(tmp_path: Path) -> None:
+    version, usage, bare = (start(tmp_path, *words) for words in (["--version"], ["--help"], []))
+    assert [version.ends(), usage.ends(), bare.ends()] == [0, 0, 2]
+    assert version.text.startswith("kvferry 0.")
+    assert usage.text == bare.text
+    assert usage.text.startswith("usage: kvferry COMMAND [flags]\n")
