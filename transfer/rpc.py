@@ -214,9 +214,7 @@ _STATUS: dict[type[RpcError], grpc.StatusCode] = {
 _ERRORS = {status: kind for kind, status in _STATUS.items()}
 
 
-async def _abort_unexpected(
-    name: str, error: Exception, context: grpc.aio.ServicerContext
-) -> None:
+async def _abort_unexpected(name: str, error: Exception, context: grpc.aio.ServicerContext) -> None:
     """A handler's bug: told here, since gRPC's own logger is silenced, and to the caller."""
     if isinstance(error, grpc.aio.AbortError):
         raise error

@@ -321,6 +321,7 @@ class _TcpFeeder:
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
             if connection.receive_payload(incoming, memoryview(b"")):
+                self._receiver.count("pings")
                 self._replies.append((Frame(Kind.PONG), b""))
             return
         if not self._receiver.admits(self, frame):
