@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transfer.worker_config import WorkerConfig, at_least, check_port
+from transfer.worker_config import WorkerConfig, at_least, check_port, reachable
 
 
 @dataclass(frozen=True)
@@ -18,4 +18,5 @@ class DecodeConfig(WorkerConfig):
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
         at_least(self, "headroom_pages", 0)
+        reachable(self, "data_host")
         check_port(self, "data_port")

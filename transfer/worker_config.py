@@ -38,6 +38,7 @@ class WorkerConfig:
             at_least(self, name, 0)
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+        reachable(self, "host")
         if self.dp_size != 1:
             raise ConfigError(
                 f"--dp-size {self.dp_size} is not supported, it takes 1; "
@@ -59,6 +60,15 @@ class WorkerConfig:
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
+
+
+def reachable(config: Any, name: str) -> None:
+    """Raises ConfigError when an address that peers are told is one that nobody can reach."""
+    if getattr(config, name) in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is the address by which peers reach this worker, got "
+            f"{getattr(config, name)}; give one of this host's own"
+        )
 
 
 def at_least(config: Any, name: str, least: int) -> None:
