@@ -78,8 +78,12 @@ class Child:
             return facts
         code = await self.process.wait()
         await self.output
-        message = f"{self.spec.name} ended with code {code} before it was ready"
-        raise ChildFailed(f"{message}: {self.last_line}" if self.last_line else message, code)
+        raise self.failed(f"ended with code {code} before it was ready", code)
+
+    def failed(self, what: str, code: int) -> ChildFailed:
+        """The error of a child that ended, with the last that it said."""
+        said = f": {self.last_line}" if self.last_line else ""
+        return ChildFailed(f"{self.spec.name} {what}{said}", code)
 
     async def _relay(self) -> None:
         """Pass the child's lines on, with its name in front."""
@@ -143,7 +147,8 @@ class Supervisor:
             self._children.remove(child)
             restarts += 1
             if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
-                raise ChildFailed(f"{name} ended with code {code}, {restarts} time(s)", code)
+                await child.output
+                raise child.failed(f"ended with code {code}, {restarts} time(s)", code)
             log.warning("%s ended with code %d: starting it again", name, code)
             await asyncio.sleep(RESTART_DELAY_S)
             child = await self.start(child.spec)

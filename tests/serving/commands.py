@@ -18,7 +18,10 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "qwen3" / "model"
 MARK = "KVFERRY_TEST_MARK"
 TOKEN = "a-token-for-the-tests"
-LOG_LINE = re.compile(r"(\[[\w-]+\] )?\d\d:\d\d:\d\d (\[\w+\] )?[DIWE] ")
+# A line of the log, of a child of `up` as well; or a child's own refusal.
+LOG_LINE = re.compile(
+    r"(\[[\w-]+\] )?\d\d:\d\d:\d\d (\[\w+\] )?[DIWE] |\[[\w-]+\] kvferry |kvferry: starting "
+)
 # What a worker is started with where only its start matters: few and small programs.
 SMALL = ("--context-length=32", "--page-size=16")
 SMALL_PREFILL = (*SMALL, "--chunked-prefill-size=32", "--max-seqs-per-chunk=1")

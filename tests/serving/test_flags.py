@@ -53,7 +53,8 @@ def needed(config: type[Any]) -> dict[str, Any]:
 def another(config: type[Any], name: str) -> dict[str, Any]:
     """This field, with a value that is not its default."""
     hint = get_type_hints(config)[name]
-    default = next(field.default for field in dataclasses.fields(config) if field.name == name)
+    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(config)}
+    default = fields[name].default
     if name in OTHERS:
         return OTHERS[name]
     if get_origin(hint) is Literal:
