@@ -1,0 +1,211 @@
+"""Engines without a device: pages are real arrays, and every read checks what it finds.
+
+A device runs calls in order of dispatch; running each at once, when it is dispatched, gives the
+same contents. What is read later than it could be is counted, to see that the loops do overlap.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from decode.engine import SlotStart
+from model.sampling import NUM_TOP, SampleOut
+from prefill.engine import ChunkInFlight, FirstSample
+from prefill.scheduler import Piece
+from tests.sim.network import START, chain, draw, extend, kv_of
+from transfer.wire import SamplingParams
+from transfer.worker import PoolFacts
+
+
+class Pool:
+    """f32[1, 2, pages, page_size, stored heads, 1], and what one may find in it."""
+
+    def __init__(self, num_pages: int, facts: PoolFacts, tp_size: int) -> None:
+        self.facts = facts
+        self.tp_size = tp_size
+        heads = facts.stored_kv_heads
+        self.kv = np.full((1, 2, num_pages, facts.page_size, heads, 1), -1, np.float32)
+
+    def write(self, pages: Sequence[int], start: int, states: Sequence[int]) -> None:
+        """Positions start .. start+len(states)-1 of the request that has these pages."""
+        facts = self.facts
+        at = np.arange(start, start + len(states))
+        page = np.asarray(pages, np.int32)[at // facts.page_size]
+        kv = kv_of(states, start, facts.logical_kv_heads, facts.stored_kv_heads)
+        self.kv[0, :, page, at % facts.page_size, :, 0] = kv.swapaxes(0, 1)
+
+    def expect(self, pages: Sequence[int], states: Sequence[int], what: str) -> None:
+        """The first positions of these pages hold exactly this."""
+        if not states:
+            return
+        facts = self.facts
+        at = np.arange(len(states))
+        page = np.asarray(pages, np.int32)[at // facts.page_size]
+        found = self.kv[0, :, page, at % facts.page_size, :, 0].swapaxes(0, 1)
+        wanted = kv_of(states, 0, facts.logical_kv_heads, facts.stored_kv_heads)
+        if not np.array_equal(found, wanted):
+            wrong = int(np.flatnonzero((found != wanted).any(axis=(0, 2)))[0])
+            raise AssertionError(
+                f"{what}: position {wrong} of {len(states)} in page {page[wrong]} holds "
+                f"{found[:, wrong].tolist()}, expected {wanted[:, wrong].tolist()}"
+            )
+
+    def shards(self, pages: Sequence[int], padded: int) -> list[np.ndarray]:
+        """A copy of these pages, one array per shard, padded as a compiled gather pads."""
+        ids = np.zeros(padded, np.int32)
+        ids[: len(pages)] = pages
+        return [part.copy() for part in np.split(self.kv[:, :, ids], self.tp_size, axis=4)]
+
+
+class Late:
+    """An array on the device: reading it notes how many later calls were dispatched by then."""
+
+    def __init__(self, values: np.ndarray, engine: "ChunkEngine | StepEngine") -> None:
+        self._values = values
+        self._engine = engine
+        self._number = engine.dispatched
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        behind = min(self._engine.dispatched - self._number, 2)
+        self._engine.stats[f"{self._engine.name}_read_{behind}_behind"] += 1
+        return np.array(self._values, dtype)
+
+
+class ChunkEngine:
+    """Prefill's device."""
+
+    name = "chunk"
+
+    def __init__(
+        self,
+        num_pages: int,
+        facts: PoolFacts,
+        tp_size: int,
+        run_pages: int,
+        seqs: int,
+        stats: Counter[str],
+    ) -> None:
+        self.num_pages = num_pages
+        self.max_run_pages = run_pages
+        self.stats = stats
+        self.dispatched = 0
+        self._pool = Pool(num_pages, facts, tp_size)
+        self._seqs = seqs
+        self._salt: dict[int, str] = {}  # page -> salt of who wrote it
+
+    def run_chunk(self, pieces: tuple[Piece, ...]) -> ChunkInFlight:
+        self.dispatched += 1
+        states: Any = np.zeros(self._seqs, np.int64)  # in place of logits
+        asked: list[tuple[float, int]] = []
+        page_size = self._pool.facts.page_size
+        for row, piece in enumerate(pieces):
+            prompt = piece.prompt
+            tokens = prompt.token_ids.tolist()
+            before = chain(tokens[: piece.start])
+            self._pool.expect(prompt.pages, before, f"prefill of room {prompt.room}")
+            for page in prompt.pages[: piece.start // page_size]:
+                assert self._salt[page] == prompt.salt, f"page {page} crossed salts"
+            fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
+            self._pool.write(prompt.pages, piece.start, fresh)
+            for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
+                self._salt[page] = prompt.salt
+            states[row] = fresh[-1]
+            follow = [*tokens[piece.start + 1 : piece.end + 1], 0]
+            spots = range(piece.start + 1, piece.end + 1)
+            asked += zip(map(prompt_logprob, spots), follow, strict=False)
+        wants = any(piece.prompt.wants_logprobs for piece in pieces)
+        return ChunkInFlight(pieces, states, _asked(asked) if wants else None)
+
+    def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut:
+        ids = np.zeros(self._seqs, np.int32)
+        for first in firsts:
+            token_idx = len(first.token_ids) - first.num_prompt_tokens
+            ids[first.row] = draw(int(chunk.logits[first.row]), token_idx, first.params.seed)
+        return _sampled(ids, self)
+
+    def gather_run(self, page_ids: Sequence[int]) -> list[Any]:
+        assert 0 < len(page_ids) <= self.max_run_pages
+        return self._pool.shards(page_ids, self.max_run_pages)
+
+
+@dataclass
+class _Slot:
+    token_ids: list[int]
+    states: list[int]  # one for each token but the last, whose kv is not written yet
+    pages: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+
+
+class StepEngine:
+    """Decode's device."""
+
+    name = "step"
+
+    def __init__(
+        self, num_pages: int, facts: PoolFacts, tp_size: int, num_slots: int, stats: Counter[str]
+    ) -> None:
+        self.num_pages = num_pages
+        self.stats = stats
+        self.dispatched = 0
+        self._pool = Pool(num_pages, facts, tp_size)
+        self._num_slots = num_slots
+        self._slots: dict[int, _Slot] = {}
+
+    def place_run(self, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        assert all(shard.shape[2] == len(page_ids) for shard in shards)
+        assert len(shards) == self._pool.tp_size
+        self._pool.kv[:, :, list(page_ids)] = np.concatenate(shards, axis=4)
+
+    def start_slots(self, starts: Sequence[SlotStart]) -> None:
+        for start in starts:
+            assert 0 <= start.slot < self._num_slots
+            tokens = start.token_ids.tolist()
+            states = chain(tokens[:-1])
+            self._pool.expect(start.pages, states, f"slot {start.slot} starts")
+            self._slots[start.slot] = _Slot(
+                tokens, states, list(start.pages), start.num_prompt_tokens, start.params
+            )
+
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> SampleOut:
+        self.dispatched += 1
+        assert 0 < len(set(slots.tolist())) == len(slots) <= self._num_slots
+        ids = np.zeros(self._num_slots, np.int32)  # the compiled step pads
+        page_size = self._pool.facts.page_size
+        for row, (number, new_page) in enumerate(
+            zip(slots.tolist(), new_pages.tolist(), strict=True)
+        ):
+            slot = self._slots[number]
+            position = len(slot.token_ids) - 1
+            if new_page >= 0:
+                slot.pages[position // page_size :] = [new_page]
+            state = extend(slot.states[-1], slot.token_ids[-1])
+            self._pool.expect(slot.pages, slot.states, f"slot {number} steps")
+            self._pool.write(slot.pages, position, [state])
+            slot.states.append(state)
+            token_idx = len(slot.token_ids) - slot.num_prompt_tokens
+            ids[row] = draw(state, token_idx, slot.params.seed)
+            slot.token_ids.append(int(ids[row]))
+        return _sampled(ids, self)
+
+
+def prompt_logprob(position: int) -> float:
+    """What the fake network says of the prompt's token there."""
+    return -position / 8
+
+
+def _asked(rows: list[tuple[float, int]]) -> tuple[Any, Any, Any]:
+    logprobs = np.array([logprob for logprob, _ in rows], np.float32)
+    top_ids = np.array([[token_id] * NUM_TOP for _, token_id in rows], np.int32)
+    return logprobs, top_ids, np.repeat(logprobs[:, None], NUM_TOP, axis=1)
+
+
+def _sampled(ids: np.ndarray, engine: ChunkEngine | StepEngine) -> SampleOut:
+    rows = len(ids)
+    top = np.repeat(ids[:, None], NUM_TOP, axis=1)
+    logprobs = -ids.astype(np.float32) / 8
+    tops = np.zeros((rows, NUM_TOP), np.float32)
+    return SampleOut(Late(ids, engine), Late(logprobs, engine), Late(top, engine), tops)

@@ -1,0 +1,59 @@
+"""A network one can compute by hand: its kv at a position depends on every token up to there.
+
+The kv of a position holds a running hash of all tokens so far, so a page with anything wrong in
+it, or in its place, is seen by whoever reads it; the next token follows from the last hash.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from transfer.stops import finish_of
+from transfer.wire import SamplingParams
+
+START = 17
+VOCAB = 40
+FIRST_ID = 3
+_MODULUS = 1_000_003  # below 2**24: exact in f32
+
+
+def extend(state: int, token_id: int) -> int:
+    """The hash after one more token."""
+    return (state * 31 + token_id + 1) % _MODULUS
+
+
+def chain(token_ids: Sequence[int], state: int = START) -> list[int]:
+    """The hash at each position."""
+    states = []
+    for token_id in token_ids:
+        state = extend(state, token_id)
+        states.append(state)
+    return states
+
+
+def draw(state: int, token_idx: int, seed: int) -> int:
+    """The token after `state`: a function of (seed, token index, logits)."""
+    return FIRST_ID + (state * 7 + token_idx * 131 + seed * 7919) % (VOCAB - FIRST_ID)
+
+
+def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    """What an undisturbed request brings, to its stop id or length."""
+    state = chain(prompt_ids)[-1]
+    tokens: list[int] = []
+    while not tokens or not finish_of(tokens[-1], len(tokens) - 1, params):
+        token_id = draw(state, len(tokens), params.seed)
+        tokens.append(token_id)
+        state = extend(state, token_id)
+    return tokens
+
+
+def kv_of(states: Sequence[int], start: int, num_logical: int, num_stored: int) -> np.ndarray:
+    """The kv of consecutive positions: f32[2, tokens, stored heads].
+
+    Keys hold the hash, values the position and the logical head, so both axes can be checked.
+    """
+    logical = np.arange(num_stored) * num_logical // num_stored
+    positions = np.arange(start, start + len(states))
+    keys = np.repeat(np.array(states, np.float32)[:, None], num_stored, axis=1)
+    values = (positions[:, None] * num_logical + logical).astype(np.float32)
+    return np.stack([keys, values])

@@ -1,0 +1,103 @@
+"""What one seed plays: sizes, workload and how much goes wrong."""
+
+from dataclasses import dataclass
+from random import Random
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Sizes of one worker; every incarnation of it has the same."""
+
+    worker_id: str
+    num_pages: int
+    page_size: int
+    context: int
+    tp_size: int
+    logical_heads: int
+    stored_heads: int
+    max_queued: int
+    max_frame_bytes: int
+    chunk_tokens: int = 0
+    chunk_seqs: int = 0
+    run_pages: int = 0
+    num_slots: int = 0
+    headroom_pages: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One simulation. Rates are chances a tick."""
+
+    prefills: tuple[WorkerPlan, ...]
+    decodes: tuple[WorkerPlan, ...]
+    num_apis: int
+    num_requests: int
+    arrival: float
+    limit_tokens: int  # most tokens, prompt and output, that every worker can hold
+    longest_prompt: int
+    worker_death: float
+    death_between: float  # chance that a death comes between events and turn
+    api_death: float
+    control_break: float
+    data_break: float
+    corrupt: float  # a frame
+    lost_reply: float  # of a grant or a submit
+    duplicate: float  # of a submit
+    abort: float  # a request and tick
+    hasty: float  # share of requests with a deadline too short for most
+
+
+def draw_plan(rng: Random) -> Plan:
+    """A third of the seeds play in peace, so that nothing but load can be blamed there."""
+    page_size = rng.choice((2, 4, 4, 8))
+    context = page_size * rng.choice((8, 12))
+    logical_heads = 2
+    trouble = 0.0 if rng.random() < 0.33 else rng.choice((0.5, 1.0, 2.0))
+
+    def worker(worker_id: str, full_lengths: float) -> WorkerPlan:
+        tp_size = rng.choice((1, 2, 4))
+        least = context // page_size  # one request of full length
+        return WorkerPlan(
+            worker_id=worker_id,
+            num_pages=int(least * full_lengths),
+            page_size=page_size,
+            context=context,
+            tp_size=tp_size,
+            logical_heads=logical_heads,
+            stored_heads=max(logical_heads, tp_size),
+            max_queued=rng.choice((4, 64)),
+            max_frame_bytes=rng.choice((1, 1 << 20)),
+            chunk_tokens=page_size * rng.choice((1, 1, 2, 6)),
+            chunk_seqs=rng.choice((1, 2, 4)),
+            run_pages=rng.choice((1, 3, 8)),
+            num_slots=rng.choice((2, 4, 8)),
+            headroom_pages=rng.choice((0, 1, 2)),
+        )
+
+    prefills = tuple(
+        worker(f"prefill-{at}", rng.choice((1, 1, 1.5, 3))) for at in range(rng.choice((1, 2, 3)))
+    )
+    decodes = tuple(
+        worker(f"decode-{at}", rng.choice((1, 1, 1.5, 3))) for at in range(rng.choice((1, 2)))
+    )
+    pages = min(plan.num_pages for plan in (*prefills, *decodes))
+    limit_tokens = min(context, pages * page_size)
+    return Plan(
+        prefills=prefills,
+        decodes=decodes,
+        num_apis=rng.choice((1, 2)),
+        num_requests=rng.choice((8, 16, 24)),
+        arrival=rng.choice((0.05, 0.3, 1.0)),
+        limit_tokens=limit_tokens,
+        longest_prompt=limit_tokens // rng.choice((1, 4)) - 1,
+        worker_death=0.004 * trouble,
+        death_between=0.5,
+        api_death=0.002 * trouble,
+        control_break=0.004 * trouble,
+        data_break=0.006 * trouble,
+        corrupt=0.004 * trouble,
+        lost_reply=0.01 * trouble,
+        duplicate=0.05 if trouble else 0.0,
+        abort=0.0015 * trouble,
+        hasty=0.05 if trouble else 0.0,
+    )

@@ -1,0 +1,163 @@
+"""Many seeds of the whole system, what must happen in them, and faults that must be noticed."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decode.scheduler import DecodeScheduler
+from decode.worker import DecodeWorker
+from prefill.prefix_cache import PrefixCache
+from prefill.worker import PrefillWorker
+from tests.sim.simulation import SimulationFailed, play
+from transfer.inbound import Inbound
+from transfer.worker import Aborted, ApiGone
+
+NUM_SEEDS = 100
+FAULT_SEEDS = range(60)  # a fault has to show within these
+
+HAPPENS = [
+    "ended_finished",
+    "ended_aborted",
+    "ended_deadline",
+    "ended_api_died",
+    "second_attempts_finished",
+    # the good road and what makes it worth its while
+    "cached_tokens",
+    "prompt_logprobs",
+    "tokens_early",
+    "step_read_1_behind",
+    "chunk_read_1_behind",
+    "decode_receiving_done",  # its first token ended it
+    "decode_decoding_done",
+    # full houses
+    "preempted",
+    "refused_queue_full",
+    # endings in every state
+    "prefill_queued_failed",
+    "prefill_granted_failed",
+    "prefill_computing_failed",
+    "prefill_sending_failed",
+    "decode_queued_failed",
+    "decode_reserved_failed",
+    "decode_receiving_failed",
+    "decode_ready_failed",
+    "decode_decoding_failed",
+    "aborts_decode_decoding",
+    "aborts_waiting",
+    # deaths in every phase
+    "prefill_died_queued",
+    "prefill_died_granted",
+    "prefill_died_computing",
+    "prefill_died_sending",
+    "decode_died_queued",
+    "decode_died_reserved",
+    "decode_died_receiving",
+    "decode_died_decoding",
+    "api_deaths",
+    # what connections do
+    "control_breaks",
+    "data_links_broken",
+    "failed_peer_lost",
+    "failed_stale",
+    "grants_failed",
+    "prefill_grants_expired",
+    "submits_doubled",
+    "submit_replies_lost",
+    "decode_pages_late",
+    "replies_NACK",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Refused frames are what this is about: no warning each."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def played() -> Counter[str]:
+    """What happened over all seeds. A seed that fails is named in the error."""
+    total: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        total += play(seed)
+    return total
+
+
+def test_every_request_ends_once_with_the_right_tokens_and_everything_comes_back(
+    played: Counter[str],
+) -> None:
+    """The simulation checks all that; here that it had something to check."""
+    assert played["ended_finished"] > 5 * NUM_SEEDS
+    assert played["rooms"] > played["ended_finished"]
+
+
+@pytest.mark.parametrize("name", HAPPENS)
+def test_over_the_seeds_it_happens_that(played: Counter[str], name: str) -> None:
+    assert played[name] > 0
+
+
+def test_a_seed_plays_the_same_twice() -> None:
+    assert play(11) == play(11)
+
+
+# --- faults ------------------------------------------------------------------------------------
+
+Wrap = Callable[[Any], Callable[..., Any]]
+
+
+def _rows_of_former_owners(finish: Any) -> Callable[..., Any]:
+    return lambda self, plan, ids: finish(self, replace(plan, rooms=self._room[plan.slots]), ids)
+
+
+def _no_page_entered(page_for: Any) -> Callable[..., Any]:
+    return lambda self, running: (page_for(self, running), -1)[1]
+
+
+def _one_salt_for_all(chain: Any) -> Callable[..., Any]:
+    return lambda self, tokens, salt: chain(self, tokens, "")
+
+
+def _no_limit_to_reuse(match: Any) -> Callable[..., Any]:
+    return lambda self, tokens, salt, limit: match(self, tokens, salt, len(tokens))
+
+
+def _deaf_to(kind: type) -> Wrap:
+    return lambda handle: (
+        lambda self, event: None if isinstance(event, kind) else handle(self, event)
+    )
+
+
+def _pages_a_place_further(place: Any) -> Callable[..., Any]:
+    return lambda self, room, start, shards: place(self, room, max(start - 1, 0), shards)
+
+
+def _frames_of_the_forgotten(_: Any) -> Callable[..., Any]:
+    return lambda self, room: None
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrap"),
+    [
+        (DecodeScheduler, "finish", _rows_of_former_owners),
+        (DecodeScheduler, "_page_for", _no_page_entered),
+        (PrefixCache, "_chain", _one_salt_for_all),
+        (PrefixCache, "match", _no_limit_to_reuse),
+        (PrefillWorker, "handle", _deaf_to(ApiGone)),
+        (DecodeWorker, "handle", _deaf_to(ApiGone)),
+        (PrefillWorker, "handle", _deaf_to(Aborted)),
+        (DecodeWorker, "_place", _pages_a_place_further),
+        (Inbound, "forget", _frames_of_the_forgotten),
+    ],
+)
+def test_a_fault_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrap: Wrap
+) -> None:
+    monkeypatch.setattr(owner, method, wrap(getattr(owner, method)))
+    with pytest.raises(SimulationFailed, match=r"seed \d+, tick \d+: .*--seed \d+"):
+        sum(map(play, FAULT_SEEDS), Counter())

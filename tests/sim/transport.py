@@ -1,0 +1,215 @@
+"""The network of a simulation: delays, order, broken connections, and the data plane on it.
+
+A channel is one direction of one connection: messages keep their order, and what is under way
+is lost when it breaks. Messages on different channels overtake each other at random. The data
+plane is a backend like any other: bookkeeping of both ends is the real one (transfer/inbound,
+transfer/outbound), only sockets and threads are not there.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from model.config import KVSpec
+from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.inbound import Receiver
+from transfer.outbound import Job, Lane, Sender, segments
+
+Action = Callable[[], object]
+
+
+class Net:
+    """Everything that is under way, by the tick at which it arrives."""
+
+    def __init__(self, rng: Random, stats: Counter[str]) -> None:
+        self.rng = rng
+        self.stats = stats
+        self.tick = 0
+        self._due: list[tuple[int, int, Action]] = []
+        self._number = 0
+
+    def after(self, ticks: int, action: Action) -> None:
+        self.at(self.tick + ticks, action)
+
+    def at(self, tick: int, action: Action) -> None:
+        self._number += 1
+        heapq.heappush(self._due, (tick, self._number, action))
+
+    def delay(self) -> int:
+        """Ticks that a message takes; now and then a long time."""
+        return self.rng.randrange(40) if self.rng.random() < 0.05 else self.rng.randrange(3)
+
+    def deliver(self) -> None:
+        """Move on by a tick, and do what is due."""
+        self.tick += 1
+        while self._due and self._due[0][0] <= self.tick:
+            heapq.heappop(self._due)[2]()
+
+    @property
+    def idle(self) -> bool:
+        return not self._due
+
+
+class Channel:
+    """One direction of a connection."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+        self._last = 0
+        self.open = True
+
+    def send(self, action: Action) -> None:
+        self._last = max(self._last, self._net.tick + self._net.delay())
+        self._net.at(self._last, lambda: self._arrive(action))
+
+    def close(self) -> None:
+        self.open = False
+
+    def _arrive(self, action: Action) -> None:
+        if self.open:
+            action()
+
+
+class Fabric:
+    """The data plane: who listens at which address, and the links between them."""
+
+    def __init__(self, net: Net, corrupt: float) -> None:
+        self.net = net
+        self.corrupt = corrupt
+        self.receivers: dict[str, SimReceiver] = {}
+        self.links: list[Link] = []
+
+    def break_one(self) -> None:
+        """A connection is lost."""
+        if self.links:
+            self.net.stats["data_links_broken"] += 1
+            self.net.rng.choice(self.links).break_("reset")
+
+
+class Link(Lane):
+    """One data connection: the sender's lane, and to the receiver the feeder of its rooms."""
+
+    def __init__(self, fabric: Fabric, sender: "SimSender", address: str) -> None:
+        super().__init__(address)
+        self._fabric = fabric
+        self._net = fabric.net
+        self._sender = sender
+        self._forward = Channel(fabric.net)
+        self._back = Channel(fabric.net)
+        self._pumping = False
+        self.receiver = fabric.receivers.get(address)
+        fabric.net.stats["data_links"] += 1
+        fabric.links.append(self)
+        if self.receiver is None:
+            fabric.net.after(fabric.net.delay(), lambda: self.break_("connection refused"))
+
+    # --- the sender's end -------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        if not self._pumping:
+            self._pumping = True
+            self._net.after(self._net.delay(), self._pump)
+
+    def close(self) -> None:
+        self.break_("closed")
+
+    def _pump(self) -> None:
+        """Send some of what is queued; the rest may still be cancelled."""
+        self._pumping = False
+        if not self._forward.open:
+            return
+        for _ in range(self._net.rng.randrange(1, 8)):
+            job = self._sender.next_job(self)
+            if job is None:
+                return
+            self._send(job)
+            self._sender.sent(job)
+        self.wake()
+
+    def _send(self, job: Job) -> None:
+        pieces = segments(job.payload)
+        payload = np.frombuffer(b"".join(pieces), np.uint8).copy()
+        intact = self._net.rng.random() >= self._fabric.corrupt
+        if not intact and len(payload):
+            payload[self._net.rng.randrange(len(payload))] ^= 1
+        frame = replace(job.frame, meta_len=len(job.meta), payload_len=len(payload))
+        self._forward.send(lambda: self._arrive(frame, job.meta, payload, intact))
+
+    # --- the receiver's end -----------------------------------------------------------------------
+
+    def _arrive(self, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool) -> None:
+        receiver = self.receiver
+        if receiver is not None and receiver.admits(self, frame):
+            receiver.take(self, frame, meta, payload, intact)
+
+    def reply(self, frame: Frame, meta: bytes = b"") -> None:
+        """See transfer.inbound.Feeder."""
+        self._net.stats[f"replies_{frame.kind.name}"] += frame.kind in (Kind.ACK, Kind.NACK)
+        self._back.send(lambda: self._sender.heard(self, frame, meta))
+
+    def break_(self, message: str) -> None:
+        """Both ends notice, each in its time; nothing more arrives."""
+        if not self._forward.open:
+            return
+        self._forward.close()
+        self._back.close()
+        self._fabric.links.remove(self)
+        self._net.after(self._net.delay(), lambda: self._sender.lost(self, message))
+        if self.receiver is not None:
+            receiver = self.receiver
+            self._net.after(self._net.delay(), lambda: receiver.left(self, message))
+
+
+class SimSender(Sender):
+    """Prefill's end."""
+
+    def __init__(self, fabric: Fabric, on_event: OnEvent, max_frame_bytes: int) -> None:
+        super().__init__(on_event, max_frame_bytes)
+        self._fabric = fabric
+
+    def _open_lane(self, address: str) -> Lane:
+        return Link(self._fabric, self, address)
+
+    @property
+    def open_rooms(self) -> list[int]:
+        """Rooms that wait for their one event."""
+        return [room for lane in self._lanes.values() for room in lane.rooms]
+
+
+class SimReceiver(Receiver):
+    """Decode's end."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        address: str,
+        kv: KVSpec,
+        tp_size: int,
+        on_pages: OnPages,
+        on_finish: OnFinish,
+        on_lost: OnLost,
+    ) -> None:
+        super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
+        self._fabric = fabric
+        self._address = address
+
+    def start(self) -> str:
+        self._fabric.receivers[self._address] = self
+        return self._address
+
+    def close(self) -> None:
+        """The process is gone: so are its connections."""
+        self._closed = True
+        if self._fabric.receivers.get(self._address) is self:
+            del self._fabric.receivers[self._address]
+        for link in [link for link in self._fabric.links if link.receiver is self]:
+            link.break_("decode died")
+
+    @property
+    def expected(self) -> set[int]:
+        """Rooms whose frames would be taken."""
+        return set(self._inbound._rooms)

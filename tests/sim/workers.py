@@ -1,0 +1,222 @@
+"""The real workers without loop and device, and what must hold of them between any two events."""
+
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from decode.config import DecodeConfig
+from decode.worker import DecodeWorker, Finished, PagesArrived, SenderLost
+from model.buckets import PrefillBuckets, pages_for
+from model.config import KVSpec
+from prefill.config import PrefillConfig
+from prefill.worker import PrefillWorker, SenderSaid
+from tests.sim.engines import ChunkEngine, StepEngine
+from tests.sim.plan import WorkerPlan
+from tests.sim.transport import Fabric, SimReceiver, SimSender
+from transfer import wire
+from transfer.clock import ManualClock
+from transfer.room import LEGAL, Room, Side, State
+from transfer.rpc import Security
+from transfer.worker import ApiGone, PoolFacts, Worker, _Stream
+
+SECURITY = Security(token="simulated")
+
+Publish = Callable[[Worker, dict[str, wire.StepBatch]], None]
+SendGrants = Callable[[Worker, str, tuple[wire.Grant, ...]], None]
+
+
+def _reachable(side: Side, state: State) -> frozenset[State]:
+    after = LEGAL[side].get(state, ())
+    return frozenset(after).union(*(_reachable(side, next_state) for next_state in after))
+
+
+REACHABLE = {(side, state): _reachable(side, state) for side in Side for state in State}
+
+
+def run_now[T](call: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+class RoomWatch:
+    """Sees every room of a worker from its first state to its last."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._seen: dict[int, tuple[Room, State]] = {}
+
+    def look(self, rooms: dict[int, Room], stats: Counter[str]) -> None:
+        for number, room in rooms.items():
+            known, before = self._seen.get(number, (room, State.QUEUED))
+            assert known is room, f"room {number} was opened again"
+            assert not room.state.is_final, f"room {number} is {room.state} and still held"
+            self._check(number, before, room.state)
+            self._seen[number] = room, room.state
+        for number in [number for number in self._seen if number not in rooms]:
+            room, before = self._seen.pop(number)
+            assert room.state.is_final, f"room {number} was dropped in {room.state}"
+            self._check(number, before, room.state)
+            stats[f"{self._side.value}_{before.value}_{room.state.value}"] += 1
+
+    def _check(self, number: int, before: State, now: State) -> None:
+        if now is not before:
+            assert now in REACHABLE[self._side, before], f"room {number}: {before} -> {now}"
+
+
+class SimPrefill(PrefillWorker):
+    """A prefill worker whose surroundings are simulated."""
+
+    def __init__(
+        self, plan: WorkerPlan, fabric: Fabric, clock: ManualClock, publish: Publish
+    ) -> None:
+        config = PrefillConfig(
+            model_path=Path(),
+            registry_address="",
+            host=plan.worker_id,
+            worker_id=plan.worker_id,
+            tp_size=plan.tp_size,
+            max_queued_requests=plan.max_queued,
+        )
+        super().__init__(config, SECURITY, clock)
+        stats = fabric.net.stats
+        facts = PoolFacts(plan.page_size, plan.context, plan.logical_heads, plan.stored_heads)
+        sender = SimSender(
+            fabric, lambda event: self.inbox.post(SenderSaid(event)), plan.max_frame_bytes
+        )
+        self.sender = sender
+        buckets = PrefillBuckets(
+            (plan.chunk_tokens,),
+            plan.chunk_seqs,
+            2 * pages_for(plan.context, plan.page_size) + plan.chunk_seqs,
+            (plan.run_pages,),
+        )
+        engine = ChunkEngine(
+            plan.num_pages, facts, plan.tp_size, plan.run_pages, plan.chunk_seqs, stats
+        )
+        self.assemble(engine, facts, buckets, sender)
+        self._ready = True
+        self._publish = publish
+        self._watch = RoomWatch(Side.PREFILL)
+
+    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
+        self._publish(self, batches)
+
+    def check(self, stats: Counter[str]) -> None:
+        """Pages, rooms and states add up."""
+        self._watch.look({room: held.room for room, held in self._held.items()}, stats)
+        assert len(self._rooms) == len(self._held) == len(self._scheduler)
+        self._pool.check()
+        owners = Counter(page for held in self._held.values() for page in held.prompt.pages)
+        owners.update(self._cache._pages.values())
+        for page in range(self._pool.num_pages):
+            assert self._pool.refcount(page) == owners[page], f"page {page}"
+        for room, held in self._held.items():
+            if held.room.state in (State.QUEUED, State.GRANTED):
+                assert not held.shipped_pages, f"room {room} ships before it computes"
+            if held.prompt.pages:
+                assert held.grant is not None, f"room {room} has pages without a grant"
+
+    def check_idle(self) -> None:
+        """Nothing is left but what the cache keeps."""
+        assert not self._held, f"rooms left: {self._left()}"
+        assert not self._inflight
+        assert not self._early
+        assert self._pool.num_held == len(self._cache) == self._cache.num_evictable()
+        assert not self.sender.open_rooms
+        assert not self.sender.in_flight_bytes
+
+    def _left(self) -> dict[int, str]:
+        return {room: held.room.state.value for room, held in self._held.items()}
+
+
+class SimDecode(DecodeWorker):
+    """A decode worker whose surroundings are simulated."""
+
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        fabric: Fabric,
+        clock: ManualClock,
+        publish: Publish,
+        send_grants: SendGrants,
+    ) -> None:
+        config = DecodeConfig(
+            model_path=Path(),
+            registry_address="",
+            host=plan.worker_id,
+            worker_id=plan.worker_id,
+            tp_size=plan.tp_size,
+            max_queued_requests=plan.max_queued,
+            headroom_pages=plan.headroom_pages,
+        )
+        super().__init__(config, SECURITY, clock)
+        stats = fabric.net.stats
+        facts = PoolFacts(plan.page_size, plan.context, plan.logical_heads, plan.stored_heads)
+        receiver = SimReceiver(
+            fabric,
+            f"sim://{plan.worker_id}",
+            KVSpec(1, plan.stored_heads, 1, plan.page_size, "float32"),
+            plan.tp_size,
+            on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
+            on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
+            on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
+        )
+        self.receiver = receiver
+        engine = StepEngine(plan.num_pages, facts, plan.tp_size, plan.num_slots, stats)
+        self.assemble(engine, facts, plan.num_slots, receiver, receiver.start())
+        self._ready = True
+        self._publish = publish
+        self._grants_out = send_grants
+        self._watch = RoomWatch(Side.DECODE)
+
+    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
+        self._publish(self, batches)
+
+    def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+        function(*args)
+
+    def _send_grants(self, grants: dict[str, list[wire.Grant]]) -> None:
+        for address, batch in grants.items():
+            self._grants_out(self, address, tuple(batch))
+
+    def check(self, stats: Counter[str]) -> None:
+        """Pages, slots, rooms and states add up."""
+        self._watch.look({room: held.room for room, held in self._held.items()}, stats)
+        assert len(self._rooms) == len(self._held)
+        self._pool.check()
+        self._admission.check()
+        seated = {room for room, held in self._held.items() if held.seat is not None}
+        assert set(self._admission._seats) == seated
+        assert self._admission.num_waiting == len(self._held) - len(seated)
+        # A room that its sender cancelled is not expected any more; its end is in the inbox.
+        assert self.receiver.expected <= seated
+        decoding = {room for room, held in self._held.items() if held.room.state is State.DECODING}
+        running = {running.seat.room for running in self._scheduler._running.values()}
+        assert running == decoding
+        assert all(held.seat is None or held.seat.room == r for r, held in self._held.items())
+
+    def check_idle(self) -> None:
+        """Everything is free."""
+        left = {room: held.room.state.value for room, held in self._held.items()}
+        assert not left, f"rooms left: {left}"
+        assert not self._inflight
+        assert not self._starts
+        assert self._pool.num_held == 0
+        assert self._admission.num_free_slots == self._admission.num_slots
+        assert not self.receiver.expected
+
+
+def open_stream(worker: Worker, api_id: str) -> None:
+    """An API process subscribes."""
+    worker._streams[api_id] = _Stream(len(worker._streams))
+
+
+def close_stream(worker: Worker, api_id: str) -> None:
+    """Its stream broke."""
+    if worker._streams.pop(api_id, None) is not None:
+        worker.inbox.post(ApiGone(api_id))
