@@ -221,6 +221,7 @@ def transfer(work: PageWork, outstanding: int, budget_s: float) -> tuple[list[fl
             sender.taken_s.clear()
             cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"]
             start_s = time.perf_counter()
+            room = sender.send_one()
             while time.perf_counter() - start_s < budget_s:
                 room = sender.send_one()
             sender.drain()
