@@ -141,10 +141,13 @@ def _connections(streams: int) -> Iterator[list[socket.socket]]:
     ):
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        yield [
+        found = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
             for _ in range(streams)
         ]
+        for connection in found:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield found
 
 
 def _receive(connection: socket.socket) -> None:
