@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transfer.worker_config import WorkerConfig, at_least, check_port, reachable
+from transfer.worker_config import WorkerConfig, at_least, at_most, check_port, reachable
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
+        at_most(self, "max_running_requests", 8192)  # every power of two up to it is compiled
         at_least(self, "headroom_pages", 0)
         reachable(self, "data_host")
         check_port(self, "data_port")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from transfer.worker_config import WorkerConfig, at_least
+from transfer.worker_config import WorkerConfig, at_least, at_most
 
 
 @dataclass(frozen=True)
@@ -17,3 +17,4 @@ class PrefillConfig(WorkerConfig):
         super().__post_init__()
         at_least(self, "chunked_prefill_size", 0)
         at_least(self, "max_seqs_per_chunk", 1)
+        at_most(self, "max_seqs_per_chunk", 1024)  # each has a row of logits

@@ -36,6 +36,7 @@ class WorkerConfig:
             at_least(self, name, 1)
         for name in ("context_length", "page_size", "max_total_tokens"):
             at_least(self, name, 0)
+        at_most(self, "tp_size", 1024)  # so many virtual devices a CPU still makes
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
         reachable(self, "host")
@@ -76,6 +77,13 @@ def at_least(config: Any, name: str, least: int) -> None:
     value = getattr(config, name)
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def at_most(config: Any, name: str, most: int) -> None:
+    """Raises ConfigError naming the flag, its value and what it takes."""
+    value = getattr(config, name)
+    if value > most:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, got {value}")
 
 
 def check_port(config: Any, name: str) -> None:
