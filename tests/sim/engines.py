@@ -16,8 +16,8 @@ from model.sampling import NUM_TOP, SampleOut
 from prefill.engine import ChunkInFlight, FirstSample
 from prefill.scheduler import Piece
 from tests.sim.network import START, chain, draw, extend, kv_of
+from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
-from transfer.worker import PoolFacts
 
 
 class Pool:

@@ -202,7 +202,7 @@ class Simulation:
             lost = self._chance(self.plan.lost_reply)
             if prefill is not None:
                 assert isinstance(prefill, SimPrefill)
-                run_now(prefill._grant(wire.GrantBatch(grants)))
+                run_now(prefill._granted(wire.GrantBatch(grants)))
             if prefill is None or lost:
                 self.net.after(self.net.delay(), failed)
 

@@ -16,9 +16,10 @@ from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
 from transfer.clock import ManualClock
+from transfer.role import PoolFacts
 from transfer.room import LEGAL, Room, Side, State
 from transfer.rpc import Security
-from transfer.worker import ApiGone, PoolFacts, Worker, _Stream
+from transfer.worker import ApiGone, Worker, _Stream
 
 SECURITY = Security(token="simulated")
 

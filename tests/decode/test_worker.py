@@ -1,0 +1,162 @@
+"""What decode does with pages, steps and ends, event by event; tests/sim plays the rest."""
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from decode.worker import Finished, GrantFailed, PagesArrived, SenderLost
+from tests.sim.alone import PAGE, Alone
+from tests.sim.network import chain, draw, kv_of
+from tests.sim.workers import SimDecode
+from transfer import wire
+from transfer.backend import FirstToken
+from transfer.worker import Aborted, ApiGone
+
+
+def decode(**sizes: int) -> tuple[Alone, SimDecode]:
+    alone = Alone("decode", **sizes)
+    return alone, cast(SimDecode, alone.worker)
+
+
+def arrive(alone: Alone, room: int, num_tokens: int = 3, finished: int = wire.RUNNING) -> None:
+    """Prefill ships what `Alone.submit` asked for."""
+    states = chain(range(room, room + num_tokens))
+    num_pages = -(-num_tokens // PAGE)
+    pages = np.zeros((2, num_pages * PAGE, 2), np.float32)
+    pages[:, :num_tokens] = kv_of(states, 0, 2, 2)
+    shard = pages.reshape(1, 2, num_pages, PAGE, 2, 1)
+    alone.worker.handle(PagesArrived(room, 0, [shard]))
+    first = FirstToken(draw(states[-1], 0, 0), 0, num_tokens, finished)
+    alone.worker.handle(Finished(room, first))
+
+
+def start(alone: Alone, room: int, num_tokens: int = 3, max_new: int = 4) -> None:
+    alone.submit(room, num_tokens, max_new)
+    alone.turn()
+    arrive(alone, room, num_tokens)
+
+
+def test_a_room_is_granted_the_pages_of_its_prompt() -> None:
+    alone, worker = decode()
+    alone.submit(1, num_tokens=8)
+    alone.turn()
+    (grant,) = alone.grants
+    assert (grant.room, grant.epoch) == (1, worker.epoch)
+    assert len(wire.unpack_i32(grant.page_ids)) == 2
+    assert worker.state().pages_held == 3  # one for the first token
+    assert worker.receiver.expected == {1}
+
+
+def test_a_request_runs_to_its_length_and_gives_everything_back() -> None:
+    alone, worker = decode()
+    start(alone, 1, max_new=6)
+    while alone.turn():
+        pass
+    assert alone.tokens() == [(1, idx) for idx in range(1, 6)]  # index 0 came from prefill
+    worker.check_idle()
+
+
+def test_a_request_that_its_first_token_ended_takes_no_step() -> None:
+    alone, worker = decode()
+    alone.submit(1, max_new=1)
+    alone.turn()
+    arrive(alone, 1, finished=wire.LENGTH)
+    assert not alone.turn()
+    assert alone.batches == []
+    worker.check_idle()
+
+
+def test_a_dry_pool_sends_the_youngest_away_and_the_oldest_goes_on() -> None:
+    alone, worker = decode(num_pages=4)
+    for room in (1, 2):
+        start(alone, room, num_tokens=7, max_new=8)
+    while alone.turn():
+        pass
+    assert alone.events() == [("preempted", 2, "")]
+    assert worker.counters["preemptions"] == 1
+    assert [token for token in alone.tokens() if token[0] == 1] == [(1, i) for i in range(1, 8)]
+    indices = [idx for room, idx in alone.tokens() if room == 2]
+    assert indices == list(range(1, len(indices) + 1))
+    worker.check_idle()
+
+
+def test_two_steps_read_in_one_turn_are_two_messages() -> None:
+    alone, _ = decode(num_pages=4)
+    for room in (1, 2):
+        start(alone, room, num_tokens=7, max_new=8)
+    while alone.turn():
+        pass
+    for batch in alone.batches:
+        rooms = wire.unpack_i64(batch.rooms).tolist()
+        assert len(rooms) == len(set(rooms))
+    steps = [batch.step for batch in alone.batches]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("phase", ["queued", "reserved", "receiving", "ready", "decoding"])
+@pytest.mark.parametrize("how", ["abort", "api_gone", "deadline"])
+def test_an_end_in_every_phase_frees_slot_and_pages(phase: str, how: str) -> None:
+    alone, worker = decode()
+    alone.submit(1, max_new=20)
+    phases = ["queued", "reserved", "receiving", "ready", "decoding"]
+    steps = [
+        alone.turn,
+        lambda: worker.handle(PagesArrived(1, 0, [np.zeros((1, 2, 0, PAGE, 2, 1), np.float32)])),
+        lambda: arrive(alone, 1),
+        lambda: [alone.turn() for _ in range(3)],
+    ]
+    for step in steps[: phases.index(phase)]:
+        step()
+    assert worker._held[1].room.state.value == phase
+    if how == "abort":
+        worker.handle(Aborted((1,), "client left"))
+    elif how == "api_gone":
+        worker.handle(ApiGone("api"))
+    else:
+        alone.clock.advance(61.0)
+    while alone.turn():
+        pass
+    told = [event for event in alone.events() if event[1] == 1]
+    assert told == ([("failed", 1, "deadline")] if how == "deadline" else [])
+    worker.check_idle()
+
+
+def test_pages_that_come_after_the_end_are_counted_and_not_placed() -> None:
+    alone, worker = decode()
+    alone.submit(1)
+    alone.turn()
+    worker.handle(Aborted((1,), "client left"))
+    arrive(alone, 1)
+    assert worker.counters["pages_late"] == 1
+    assert worker.counters["pages_received"] == 0
+    worker.check_idle()
+
+
+@pytest.mark.parametrize("event", [SenderLost((1,), "died"), GrantFailed((1,), "not there")])
+def test_a_lost_prefill_is_told_as_such(event: object) -> None:
+    alone, worker = decode()
+    alone.submit(1)
+    alone.turn()
+    worker.handle(event)
+    alone.turn()
+    assert alone.events() == [("failed", 1, "peer_lost")]
+    worker.check_idle()
+
+
+def test_a_request_that_could_never_fit_is_refused_at_the_door() -> None:
+    alone, worker = decode(num_pages=3)
+    assert worker.refusal(alone.leg(1, num_tokens=4, max_new=8)) is None
+    refused = worker.refusal(alone.leg(1, num_tokens=4, max_new=9))
+    assert refused is not None
+    assert refused.code == "too_long"
+    assert refused.message == "13 tokens, this decode worker takes 12"
+
+
+def test_a_full_queue_is_refused_at_the_door() -> None:
+    alone, worker = decode()
+    for room in (1, 2, 3, 4):
+        alone.submit(room)
+    refused = worker.refusal(alone.leg(5))
+    assert refused is not None
+    assert refused.code == "queue_full"

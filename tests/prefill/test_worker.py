@@ -1,0 +1,170 @@
+"""What prefill does with grants, ends and deadlines, event by event; tests/sim plays the rest."""
+
+from typing import cast
+
+import numpy as np
+import pytest
+
+from prefill.worker import EARLY_GRANT_S, Granted, SenderSaid
+from tests.sim.alone import Alone
+from tests.sim.engines import prompt_logprob
+from tests.sim.workers import SimPrefill
+from transfer import wire
+from transfer.backend import SenderEvent
+from transfer.worker import Aborted, ApiGone
+
+
+def prefill(**sizes: int) -> tuple[Alone, SimPrefill]:
+    alone = Alone("prefill", **sizes)
+    return alone, cast(SimPrefill, alone.worker)
+
+
+def test_nothing_is_computed_before_decode_has_pages() -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    assert not alone.turn()
+    assert alone.tokens() == []
+    worker.handle(Granted((alone.grant(1),)))
+    assert alone.turn()
+    assert not alone.turn()
+    assert alone.tokens() == [(1, 0)]
+    assert alone.events() == [("prefilled", 1, "")]
+
+
+def test_a_grant_may_come_before_its_submit() -> None:
+    alone, worker = prefill()
+    worker.handle(Granted((alone.grant(1),)))
+    alone.turn()
+    alone.submit(1)
+    assert alone.turn()
+
+
+def test_a_grant_that_nobody_claims_is_forgotten() -> None:
+    alone, worker = prefill()
+    worker.handle(Granted((alone.grant(1),)))
+    alone.clock.advance(EARLY_GRANT_S + 1.0)
+    alone.turn()
+    assert worker.counters["grants_expired"] == 1
+    worker.check_idle()
+
+
+def test_a_grant_of_an_earlier_incarnation_is_not_taken() -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    worker.handle(Granted((alone.grant(1, epoch=7),)))
+    assert not alone.turn()
+    assert worker.counters["grants_stale"] == 1
+
+
+def test_first_tokens_of_a_chunk_are_read_while_the_next_one_computes() -> None:
+    alone, worker = prefill()
+    for room in (1, 20):
+        alone.submit(room, num_tokens=8)
+        worker.handle(Granted((alone.grant(room),)))
+    alone.turn()
+    assert alone.tokens() == []
+    alone.turn()
+    assert alone.tokens() == [(1, 0)]
+    alone.turn()
+    assert alone.tokens() == [(1, 0), (20, 0)]
+    assert alone.net.stats["chunk_read_1_behind"] > 0
+
+
+def test_pages_stay_until_decode_has_them() -> None:
+    alone, worker = prefill()
+    alone.submit(1, num_tokens=8)
+    worker.handle(Granted((alone.grant(1),)))
+    alone.turn()
+    alone.turn()
+    assert worker.state().pages_held == 2
+    worker.handle(SenderSaid(SenderEvent("acked", 1)))
+    assert worker.state().pages_held == 0
+    assert worker.state().pages_cached == 2
+    assert worker.flush().flushed
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "code"), [("nacked", "stale"), ("lost", "peer_lost")])
+def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, code: str) -> None:
+    alone, worker = prefill()
+    alone.submit(1, num_tokens=16)
+    worker.handle(Granted((alone.grant(1),)))
+    for _ in range(turns):
+        alone.turn()
+    worker.handle(SenderSaid(SenderEvent(kind, 1, "why")))  # type: ignore[arg-type]
+    while alone.turn():
+        pass
+    assert ("failed", 1, code) in alone.events()
+    assert worker.state().pages_held == 0
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_an_abort_at_any_time_frees_every_page_and_says_nothing(turns: int) -> None:
+    alone, worker = prefill()
+    alone.submit(1, num_tokens=16)
+    worker.handle(Granted((alone.grant(1),)))
+    for _ in range(turns):
+        alone.turn()
+    before = len(alone.batches)
+    worker.handle(Aborted((1,), "client left"))
+    while alone.turn():
+        pass
+    assert worker.state().pages_held == 0
+    assert len(alone.batches) == before
+    worker.check_idle()
+
+
+def test_rooms_of_an_api_process_that_is_gone_are_dropped() -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    alone.submit(2)
+    worker.handle(ApiGone("somebody else"))
+    assert worker.state().rooms == 2
+    worker.handle(ApiGone("api"))
+    worker.check_idle()
+
+
+def test_a_deadline_ends_a_room_that_waits() -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    alone.clock.advance(61.0)
+    alone.turn()
+    assert alone.events() == [("failed", 1, "deadline")]
+    worker.check_idle()
+
+
+def test_too_long_and_too_many_are_refused_at_the_door() -> None:
+    alone, worker = prefill(num_pages=2)
+    long = worker.refusal(alone.leg(1, num_tokens=9))
+    assert long is not None
+    assert (long.code, long.message) == ("too_long", "9 tokens, this prefill worker takes 8")
+    for room in (1, 2, 3, 4):
+        alone.submit(room)
+    many = worker.refusal(alone.leg(5))
+    assert many is not None
+    assert (many.code, many.message) == ("queue_full", "4 requests held, at most 4")
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 8, 13])
+def test_prompt_logprobs_begin_where_asked_over_chunks_and_cached_pages(start: int) -> None:
+    alone, worker = prefill(num_pages=16)
+    for room in (1, 1001):
+        tokens = np.arange(14)
+        sampling = wire.SamplingParams(4, prompt_logprobs_start=start)
+        alone.submit(
+            room, 14, token_ids=wire.pack_i32(tokens), num_prompt_tokens=14, sampling=sampling
+        )
+        worker.handle(Granted((alone.grant(room),)))
+        while alone.turn():
+            pass
+    events = [event for batch in alone.batches for event in batch.events]
+    assert len(events) == 2
+    for event in events:
+        told = event.prompt_logprobs
+        assert told is not None
+        first = max(start, 1)
+        assert told.start == first
+        assert wire.unpack_i32(told.token_ids).tolist() == list(range(first, 14))
+        expected = [prompt_logprob(position) for position in range(first, 14)]
+        assert wire.unpack_f32(told.logprobs).tolist() == expected
+        assert len(wire.unpack_i32(told.top_ids)) == len(expected) * wire.NUM_TOP_LOGPROBS

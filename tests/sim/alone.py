@@ -1,0 +1,105 @@
+"""One worker by itself, driven by hand: for tests of what it does event by event."""
+
+from collections import Counter
+from random import Random
+
+from tests.sim.plan import WorkerPlan
+from tests.sim.transport import Fabric, Net
+from tests.sim.workers import SimDecode, SimPrefill, open_stream
+from transfer import wire
+from transfer.clock import ManualClock
+from transfer.worker import Submitted, Worker
+
+PAGE = 4
+API = "api"
+
+
+class Alone:
+    """A worker, its clock, and what it published. Nothing of the data plane arrives by itself."""
+
+    def __init__(self, role: wire.Role, num_pages: int = 8, num_slots: int = 4) -> None:
+        self.clock = ManualClock()
+        self.net = Net(Random(0), Counter())
+        self.fabric = Fabric(self.net, corrupt=0.0)
+        self.batches: list[wire.StepBatch] = []
+        self.grants: list[wire.Grant] = []
+        plan = WorkerPlan(
+            worker_id=role,
+            num_pages=num_pages,
+            page_size=PAGE,
+            context=64,
+            tp_size=1,
+            logical_heads=2,
+            stored_heads=2,
+            max_queued=4,
+            max_frame_bytes=1 << 20,
+            chunk_tokens=8,
+            chunk_seqs=2,
+            run_pages=4,
+            num_slots=num_slots,
+        )
+        self.worker: SimPrefill | SimDecode
+        if role == "prefill":
+            self.worker = SimPrefill(plan, self.fabric, self.clock, self._publish)
+        else:
+            self.worker = SimDecode(plan, self.fabric, self.clock, self._publish, self._granted)
+        open_stream(self.worker, API)
+
+    def submit(self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object) -> None:
+        """Hand it a leg that passed the door."""
+        leg = self.leg(room, num_tokens, max_new, **fields)
+        assert self.worker.refusal(leg) is None
+        self.worker.handle(Submitted((leg,)))
+
+    def leg(
+        self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object
+    ) -> wire.Submit:
+        """A submit for this worker; tokens are room, room+1, ..."""
+        ref = wire.WorkerRef(self.worker.worker_id(), self.worker.epoch, "here")
+        known = {
+            "room": room,
+            "request_id": "r",
+            "api_id": API,
+            "token_ids": wire.pack_i32(range(room, room + num_tokens)),
+            "num_prompt_tokens": num_tokens,
+            "sampling": wire.SamplingParams(max_new),
+            "arrival_s": float(room),
+            "deadline_s": self.clock.now_s() + 60.0,
+            "prefill": ref,
+            "decode": ref,
+        }
+        return wire.Submit(**{**known, **fields})  # type: ignore[arg-type]
+
+    def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
+        """What a decode worker nobody listens at would send."""
+        epoch = self.worker.epoch if epoch is None else epoch
+        return wire.Grant(room, epoch, "decode", "sim://nobody", b"", 1, 2)
+
+    def turn(self) -> bool:
+        """One turn, checked."""
+        more = self.worker.turn()
+        self.worker.check(self.net.stats)
+        return more
+
+    def events(self) -> list[tuple[str, int, str]]:
+        """(kind, room, code) of every event so far."""
+        return [(e.kind, e.room, e.code) for batch in self.batches for e in batch.events]
+
+    def tokens(self) -> list[tuple[int, int]]:
+        """(room, token index) of every row so far."""
+        return [
+            pair
+            for batch in self.batches
+            for pair in zip(
+                wire.unpack_i64(batch.rooms).tolist(),
+                wire.unpack_i32(batch.token_idx).tolist(),
+                strict=True,
+            )
+        ]
+
+    def _publish(self, _: Worker, batches: dict[str, wire.StepBatch]) -> None:
+        self.batches += batches.values()
+
+    def _granted(self, _: Worker, address: str, grants: tuple[wire.Grant, ...]) -> None:
+        assert address == "here"
+        self.grants += grants

@@ -1,0 +1,234 @@
+"""The shell around both roles: what is refused, whom a step reaches, and how an engine ends."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+import pytest
+
+import transfer.worker
+from transfer import wire
+from transfer.clock import ManualClock
+from transfer.errors import Unavailable
+from transfer.rpc import Security
+from transfer.worker import ApiGone, Inbox, Submitted, Worker
+
+
+class PlainWorker(Worker):
+    """Notes its events; fails when told to."""
+
+    role: wire.Role = "decode"
+
+    def __init__(self) -> None:
+        super().__init__(Security(token="test"), ManualClock(100.0), "host", 9)
+        self.events: list[Any] = []
+        self.turned = threading.Event()
+        self._ready = True
+
+    def build(self) -> wire.WorkerInfo:
+        raise NotImplementedError
+
+    def handle(self, event: Any) -> None:
+        if event == "fail":
+            raise ValueError("told to")
+        self.events.append(event)
+
+    def turn(self) -> bool:
+        self.turned.set()
+        return False
+
+    def load(self) -> wire.Load:
+        return wire.Load()
+
+    def state(self) -> wire.WorkerState:
+        return wire.WorkerState("plain", "decode", self.epoch, wire.Load(), 0, 0, 0, 0, {}, {})
+
+    def flush(self) -> wire.FlushReply:
+        return wire.FlushReply(True, threading.current_thread().name)
+
+    def close(self) -> None: ...
+
+    def worker_id(self) -> str:
+        return "plain"
+
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        if submit.room == 13:
+            return wire.Refusal(13, "queue_full", "unlucky")
+        return None
+
+
+def submit(
+    room: int = 1, epoch: int = 100_000, api_id: str = "api", token_ids: bytes = b"\0\0\0\0"
+) -> wire.Submit:
+    return wire.Submit(
+        room=room,
+        request_id="r",
+        api_id=api_id,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids) // 4,
+        sampling=wire.SamplingParams(1),
+        arrival_s=0.0,
+        deadline_s=9e9,
+        prefill=wire.WorkerRef("other", 7, "elsewhere:1"),
+        decode=wire.WorkerRef("plain", epoch, "host:9"),
+    )
+
+
+def subscribe(worker: Worker, api_id: str = "api") -> AsyncGenerator[wire.StepBatch, None]:
+    stream = worker._subscribe(wire.Subscribe(api_id))
+    return cast(AsyncGenerator[wire.StepBatch, None], stream)
+
+
+def batch(step: int) -> wire.StepBatch:
+    return wire.StepBatch("plain", 100_000, step, 0.0)
+
+
+async def run_engine(worker: PlainWorker) -> tuple[threading.Thread, asyncio.Event]:
+    worker._loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    thread = threading.Thread(target=worker._engine_main, args=(stop,), name="engine")
+    thread.start()
+    return thread, stop
+
+
+def test_an_inbox_keeps_order_and_is_empty_afterwards() -> None:
+    inbox = Inbox()
+    assert inbox.drain(0.0) == []
+    for event in (1, 2, 3):
+        inbox.post(event)
+    assert inbox.drain(10.0) == [1, 2, 3]
+    assert inbox.drain(0.0) == []
+
+
+def test_an_inbox_wakes_who_waits_for_it() -> None:
+    inbox = Inbox()
+    thread = threading.Thread(target=inbox.post, args=("event",))
+    thread.start()
+    assert inbox.drain(10.0) == ["event"]
+    thread.join()
+
+
+def test_the_epoch_is_the_start_in_milliseconds() -> None:
+    assert PlainWorker().epoch == 100_000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "says"),
+    [
+        ({"epoch": 99}, "stale", "epoch 99, this worker has 100000"),
+        ({"api_id": "stranger"}, "stale", "stranger has no reply stream here"),
+        ({"token_ids": b"\0\0\0"}, "bad_request", "not i32"),
+        ({"token_ids": b""}, "bad_request", "not i32"),
+        ({"room": 13}, "queue_full", "unlucky"),
+    ],
+)
+async def test_a_submit_that_cannot_be_taken_is_refused_with_its_reason(
+    wrong: dict[str, Any], code: str, says: str
+) -> None:
+    worker = PlainWorker()
+    stream = subscribe(worker)
+    await anext(stream)
+    reply = await worker._submit(wire.SubmitBatch((submit(room=2), submit(**wrong))))
+    (refusal,) = reply.refused
+    assert (refusal.room, refusal.code) == (wrong.get("room", 1), code)
+    assert says in refusal.message
+    (event,) = worker.inbox.drain(0.0)
+    assert [taken.room for taken in event.submits] == [2]
+    await stream.aclose()
+
+
+async def test_nothing_is_taken_before_ready() -> None:
+    worker = PlainWorker()
+    worker._ready = False
+    with pytest.raises(Unavailable, match="decode worker is not ready"):
+        await worker._submit(wire.SubmitBatch((submit(),)))
+    with pytest.raises(Unavailable):
+        await anext(subscribe(worker))
+
+
+async def test_a_stream_says_hello_then_brings_its_own_steps_in_order() -> None:
+    worker = PlainWorker()
+    mine, others = subscribe(worker), subscribe(worker, "other")
+    assert (await anext(mine)).step == (await anext(others)).step == 0
+    worker._deliver({"api": batch(1)})
+    worker._deliver({"api": batch(2), "other": batch(2), "gone": batch(2)})
+    assert [(await anext(mine)).step for _ in range(2)] == [1, 2]
+    assert (await anext(others)).step == 2
+    await mine.aclose()
+    await others.aclose()
+
+
+async def test_steps_reach_the_loop_from_the_engine_thread() -> None:
+    worker = PlainWorker()
+    worker._loop = asyncio.get_running_loop()
+    stream = subscribe(worker)
+    await anext(stream)
+    thread = threading.Thread(target=worker.publish, args=({"api": batch(5)},))
+    thread.start()
+    assert (await asyncio.wait_for(anext(stream), 10.0)).step == 5
+    thread.join()
+    await stream.aclose()
+
+
+async def test_an_api_process_that_leaves_is_told_to_the_engine() -> None:
+    worker = PlainWorker()
+    stream = subscribe(worker)
+    await anext(stream)
+    await stream.aclose()
+    assert worker.inbox.drain(0.0) == [ApiGone("api")]
+    assert worker.refusal(submit()) is not None
+
+
+async def test_a_stream_that_is_opened_again_replaces_the_old_one_and_keeps_its_rooms() -> None:
+    worker = PlainWorker()
+    old, new = subscribe(worker), subscribe(worker)
+    await anext(old)
+    await anext(new)
+    with pytest.raises(StopAsyncIteration):
+        await anext(old)
+    assert worker.inbox.drain(0.0) == []
+    worker._deliver({"api": batch(1)})
+    assert (await anext(new)).step == 1
+    await new.aclose()
+
+
+async def test_an_api_process_that_does_not_read_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer.worker, "MAX_BATCHES", 2)
+    worker = PlainWorker()
+    stream = subscribe(worker)
+    await anext(stream)
+    for step in (1, 2, 3):
+        worker._deliver({"api": batch(step)})
+    assert "api does not read its steps" in caplog.text
+    assert worker.inbox.drain(0.0) == [ApiGone("api")]
+    assert [batch.step async for batch in stream] == [2]  # the end displaced the oldest
+    assert worker.inbox.drain(0.0) == []  # told once
+
+
+async def test_events_are_handled_and_questions_answered_on_the_engine_thread() -> None:
+    worker = PlainWorker()
+    thread, stop = await run_engine(worker)
+    worker.inbox.post(Submitted(()))
+    reply = await asyncio.wait_for(worker._ask(worker.flush), 10.0)
+    assert reply.message == "engine"
+    assert worker.events == [Submitted(())]
+    worker._stopping.set()
+    await asyncio.wait_for(stop.wait(), 10.0)
+    thread.join()
+    assert worker.progress > 0
+    assert worker._engine_error is None
+
+
+async def test_a_failing_engine_stops_the_process_with_its_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = PlainWorker()
+    thread, stop = await run_engine(worker)
+    worker.inbox.post("fail")
+    await asyncio.wait_for(stop.wait(), 10.0)
+    thread.join()
+    assert isinstance(worker._engine_error, ValueError)
+    assert "the engine of this decode worker failed" in caplog.text
