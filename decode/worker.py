@@ -6,7 +6,7 @@ work overlaps the device. Everything of one step leaves as one message per API p
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,6 @@ from decode.engine import DecodeEngine, SlotStart
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, StepResult, ended
 from model.buckets import decode_buckets
 from model.opening import on_cpu
-from model.programs import CompileCounter
 from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
@@ -27,18 +26,10 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code, RpcError
 from transfer.pages import PagePool
-from transfer.room import Room, RoomTable, Side, State
+from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_configured
+from transfer.room import Room, Side, State
 from transfer.rpc import RpcClient, Security
 from transfer.tcp import TcpReceiver
-from transfer.worker import (
-    Aborted,
-    ApiGone,
-    PoolFacts,
-    Submitted,
-    Worker,
-    describe,
-    open_configured,
-)
 
 log = logging.getLogger(__name__)
 
@@ -81,33 +72,26 @@ class StepEngine(Protocol):
 
 
 @dataclass(slots=True)
-class Held:
+class Held(HeldRoom):
     """What decode knows of one room."""
 
-    submit: wire.Submit
-    room: Room
     seat: Seat | None = None
 
 
-class DecodeWorker(Worker):
+class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     """One decode group."""
 
     role: wire.Role = "decode"
+    side = Side.DECODE
 
     def __init__(
         self, config: DecodeConfig, security: Security, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        super().__init__(security, clock, config.host, config.port)
-        self.config = config
-        self.counters: Counter[str] = Counter()
-        self._held: dict[int, Held] = {}
-        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
+        super().__init__(config, security, clock)
         self._starts: list[tuple[Held, FirstToken]] = []
         self._inflight: deque[tuple[StepPlan, SampleOut]] = deque()
         self._clients: dict[str, RpcClient] = {}  # loop thread only
         self._grant_tasks: set[asyncio.Task[None]] = set()
-        self._load = wire.Load()
-        self._compiles = CompileCounter()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -132,7 +116,8 @@ class DecodeWorker(Worker):
         data_address = receiver.start()
         self.assemble(engine, PoolFacts.of(opened), slots, receiver, data_address)
         self._compiles.arm()
-        return describe(self, config, opened, data_address, engine.num_pages)
+        self.resolved(opened, engine.num_pages, max_running_requests=slots)
+        return describe(self, self.config, opened, data_address, engine.num_pages)
 
     def assemble(
         self,
@@ -145,6 +130,7 @@ class DecodeWorker(Worker):
         """Put the parts together; the simulator brings an engine and a wire of its own."""
         self._engine = engine
         self._facts = facts
+        self._num_pages = engine.num_pages
         self._pool = PagePool(engine.num_pages)
         self._admission = Admission(
             self._pool, num_slots, facts.page_size, self.config.headroom_pages
@@ -155,57 +141,37 @@ class DecodeWorker(Worker):
         self._data_address = data_address
         self._refresh_load()
 
-    def worker_id(self) -> str:
-        return self.config.worker_id or f"decode-{self.host}:{self.port}"
-
-    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
-        total = submit.num_prompt_tokens + submit.sampling.max_new_tokens
-        limit = self._facts.request_limit(self._engine.num_pages)
-        if total > limit:
-            message = f"prompt and output of {total} tokens, this worker takes {limit}"
-            return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
-        if len(self._held) >= self.config.max_queued_requests:
-            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
-            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
-        return None
+    def request_tokens(self, submit: wire.Submit) -> int:
+        return submit.num_prompt_tokens + submit.sampling.max_new_tokens
 
     # --- events ---------------------------------------------------------------------------------
 
-    def handle(self, event: Any) -> None:
+    def handle_own(self, event: Any) -> None:
         match event:
-            case Submitted(submits):
-                for submit in submits:
-                    self._open(submit)
             case PagesArrived(room, page_start, shards):
                 self._place(room, page_start, shards)
             case Finished(room, first):
                 self._transferred(room, first)
-            case Aborted(rooms, _):
-                for room in rooms:
-                    self._drop(room, "aborted")
-            case ApiGone(api_id):
-                gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
-                for room in gone:
-                    self._drop(room, "api_gone")
             case SenderLost(rooms, message):
                 for room in rooms:
-                    self._fail(room, Code.PEER_LOST, f"prefill lost: {message}")
+                    self.fail(room, Code.PEER_LOST, f"prefill lost: {message}")
             case GrantFailed(rooms, message):
                 for room in rooms:
-                    self._fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
+                    self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 
-    def _open(self, submit: wire.Submit) -> None:
-        if submit.room in self._held:
-            return  # the same submit, delivered twice
-        room = Room(submit.room, Side.DECODE, self.clock.now_s(), submit.deadline_s)
-        if not self._rooms.add(room):
-            event = _failed(submit.room, Code.QUEUE_FULL, "too many rooms")
-            self._emitter.event(submit.api_id, event)
-            return
-        self._held[submit.room] = Held(submit, room)
+    def take(self, submit: wire.Submit, room: Room) -> Held:
         self._admission.add(submit.room, len(submit.token_ids) // 4, submit.arrival_s)
+        return Held(submit, room)
+
+    def release(self, held: Held) -> None:
+        """Late frames of the room will be refused."""
+        self._receiver.forget(held.submit.room)
+        if held.seat is not None:
+            self._scheduler.stop(held.seat.slot)
+            held.seat = None
+        self._admission.release(held.submit.room)
 
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
         held = self._held.get(room)
@@ -226,7 +192,7 @@ class DecodeWorker(Worker):
         self._receiver.ack(room)
         held.room.advance(State.READY, self.clock.now_s())
         if first.finished:
-            self._end(room)
+            self.end(room)
         else:
             self._starts.append((held, first))
 
@@ -241,8 +207,7 @@ class DecodeWorker(Worker):
             self.counters["steps"] += 1
         if self._inflight and (len(self._inflight) > 1 or plan is None):
             self._complete(*self._inflight.popleft())
-        for room in self._rooms.expired(self.clock.now_s()):
-            self._fail(room.room, Code.DEADLINE, "deadline passed in decode")
+        self.expire()
         self._refresh_load()
         self.publish(self._emitter.take(self.clock.monotonic_s()))
         return bool(self._inflight)
@@ -308,7 +273,7 @@ class DecodeWorker(Worker):
         held = self._held[room]
         self.counters["preemptions"] += 1
         self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
-        self._drop(room, "preempted")
+        self.drop(room, "preempted")
 
     def _complete(self, plan: StepPlan, out: SampleOut) -> None:
         """Read a step's tokens, send them, and end what they end."""
@@ -332,38 +297,7 @@ class DecodeWorker(Worker):
                 self.publish(self._emitter.take(self.clock.monotonic_s()))
             self._emitter.rows(api_id, _rows(result, at_rows, wanted, logprobs, tops))
         for at in ended(result).tolist():
-            self._end(int(result.rooms[at]))
-
-    # --- endings --------------------------------------------------------------------------------
-
-    def _end(self, room: int) -> None:
-        self._held[room].room.advance(State.DONE, self.clock.now_s())
-        self._forget(room)
-
-    def _fail(self, room: int, code: Code, message: str) -> None:
-        held = self._held.get(room)
-        if held is None:
-            return
-        self._emitter.event(held.submit.api_id, _failed(room, code, message))
-        self._drop(room, code.value)
-
-    def _drop(self, room: int, why: str) -> None:
-        """End a room early, in whatever state; late frames of it will be refused."""
-        held = self._held.get(room)
-        if held is None:
-            return
-        self.counters[f"rooms_{why}"] += 1
-        held.room.advance(State.FAILED, self.clock.now_s())
-        self._forget(room)
-
-    def _forget(self, room: int) -> None:
-        held = self._held.pop(room)
-        self._rooms.remove(room)
-        self._receiver.forget(room)
-        if held.seat is not None:
-            self._scheduler.stop(held.seat.slot)
-            held.seat = None
-        self._admission.release(room)
+            self.end(int(result.rooms[at]))
 
     # --- grants (loop thread) ---------------------------------------------------------------------
 
@@ -384,9 +318,6 @@ class DecodeWorker(Worker):
 
     # --- what others may know --------------------------------------------------------------------
 
-    def load(self) -> wire.Load:
-        return self._load
-
     def _refresh_load(self) -> None:
         self._load = wire.Load(
             queued_requests=self._admission.num_waiting,
@@ -402,19 +333,8 @@ class DecodeWorker(Worker):
     def state(self) -> wire.WorkerState:
         self._refresh_load()
         self._admission.check()
-        counters = {**self.counters, **self._receiver.counters}
-        return wire.WorkerState(
-            worker_id=self.worker_id(),
-            role=self.role,
-            epoch=self.epoch,
-            load=self._load,
-            pages_held=self._pool.num_held,
-            pages_cached=0,
-            rooms=len(self._held),
-            compiles_after_ready=self._compiles.after_ready,
-            counters={name: float(value) for name, value in counters.items()},
-            config={name: str(value) for name, value in vars(self.config).items()},
-        )
+        counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
+        return self.described_state(self._pool.num_held, 0, counters)
 
     def flush(self) -> wire.FlushReply:
         return wire.FlushReply(flushed=True, message="decode keeps no cache")
@@ -424,10 +344,6 @@ class DecodeWorker(Worker):
         receiver = getattr(self, "_receiver", None)
         if receiver is not None:
             receiver.close()
-
-
-def _failed(room: int, code: Code, message: str) -> wire.RoomEvent:
-    return wire.RoomEvent(room, "failed", code=code.value, message=message)
 
 
 def _rows(

@@ -5,7 +5,7 @@ pages and tokens of chunk n while the device computes chunk n+1.
 """
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from jax import Array
 
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.opening import on_cpu
-from model.programs import CompileCounter
 from model.sampling import SampleOut
 from prefill.config import PrefillConfig
 from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
@@ -28,19 +27,11 @@ from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
-from transfer.room import Room, RoomTable, Side, State
+from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_configured
+from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
 from transfer.tcp import TcpSender
-from transfer.worker import (
-    Aborted,
-    ApiGone,
-    PoolFacts,
-    Submitted,
-    Worker,
-    describe,
-    open_configured,
-)
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +62,10 @@ class ChunkEngine(Protocol):
 
 
 @dataclass(slots=True)
-class Held:
+class Held(HeldRoom):
     """What prefill knows of one room."""
 
-    submit: wire.Submit
     prompt: Prompt
-    room: Room
     grant: wire.Grant | None = None
     shipped_pages: int = 0
     logprobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
@@ -91,25 +80,20 @@ class InFlight:
     runs: list[tuple[int, int, int, list[Array]]]  # room, first page, pages, staged shards
 
 
-class PrefillWorker(Worker):
+class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     """One prefill group."""
 
     role: wire.Role = "prefill"
+    side = Side.PREFILL
 
     def __init__(
         self, config: PrefillConfig, security: Security, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        super().__init__(security, clock, config.host, config.port)
-        self.config = config
-        self.counters: Counter[str] = Counter()
-        self._held: dict[int, Held] = {}
-        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
+        super().__init__(config, security, clock)
         self._early: dict[int, tuple[wire.Grant, float]] = {}
         self._inflight: deque[InFlight] = deque()
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
-        self._load = wire.Load()
         self._load_due_s = 0.0
-        self._compiles = CompileCounter()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -136,7 +120,8 @@ class PrefillWorker(Worker):
         )
         self.assemble(engine, PoolFacts.of(opened), buckets, sender)
         self._compiles.arm()
-        return describe(self, config, opened, "", engine.num_pages)
+        self.resolved(opened, engine.num_pages, chunked_prefill_size=chunk)
+        return describe(self, self.config, opened, "", engine.num_pages)
 
     def assemble(
         self, engine: ChunkEngine, facts: PoolFacts, buckets: PrefillBuckets, sender: PageSender
@@ -144,6 +129,7 @@ class PrefillWorker(Worker):
         """Put the parts together; the simulator brings an engine and a wire of its own."""
         self._engine = engine
         self._facts = facts
+        self._num_pages = engine.num_pages
         self._pool = PagePool(engine.num_pages)
         self._cache = PrefixCache(self._pool, facts.page_size, not self.config.disable_radix_cache)
         self._scheduler = PrefillScheduler(
@@ -158,59 +144,30 @@ class PrefillWorker(Worker):
         self._sender = sender
         self._refresh_load()
 
-    def worker_id(self) -> str:
-        return self.config.worker_id or f"prefill-{self.host}:{self.port}"
-
     def register_methods(self, server: RpcServer) -> None:
-        server.unary("Grant", wire.GrantBatch, self._grant)
+        server.unary("Grant", wire.GrantBatch, self._granted)
 
-    async def _grant(self, batch: wire.GrantBatch) -> wire.Empty:
+    async def _granted(self, batch: wire.GrantBatch) -> wire.Empty:
         self.require_ready()
         self.inbox.post(Granted(batch.grants))
         return wire.Empty()
 
-    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
-        num_tokens = len(submit.token_ids) // 4
-        limit = self._facts.request_limit(self._engine.num_pages)
-        if num_tokens > limit:
-            message = f"prompt of {num_tokens} tokens, this worker takes {limit}"
-            return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
-        if len(self._held) >= self.config.max_queued_requests:
-            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
-            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
-        return None
+    def request_tokens(self, submit: wire.Submit) -> int:
+        return len(submit.token_ids) // 4
 
     # --- events ---------------------------------------------------------------------------------
 
-    def handle(self, event: Any) -> None:
+    def handle_own(self, event: Any) -> None:
         match event:
-            case Submitted(submits):
-                for submit in submits:
-                    self._open(submit)
             case Granted(grants):
                 for grant in grants:
                     self._take_grant(grant)
-            case Aborted(rooms, _):
-                for room in rooms:
-                    self._early.pop(room, None)
-                    self._drop(room, "aborted")
-            case ApiGone(api_id):
-                gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
-                for room in gone:
-                    self._drop(room, "api_gone")
             case SenderSaid(said):
                 self._sender_said(said)
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 
-    def _open(self, submit: wire.Submit) -> None:
-        if submit.room in self._held:
-            return  # the same submit, delivered twice
-        now = self.clock.now_s()
-        room = Room(submit.room, Side.PREFILL, now, submit.deadline_s)
-        if not self._rooms.add(room):
-            self._fail_event(submit, Code.QUEUE_FULL, "too many rooms")
-            return
+    def take(self, submit: wire.Submit, room: Room) -> Held:
         prompt = Prompt(
             room=submit.room,
             token_ids=wire.unpack_i32(submit.token_ids),
@@ -218,41 +175,50 @@ class PrefillWorker(Worker):
             salt=submit.cache_salt,
             logprobs_start=submit.sampling.prompt_logprobs_start,
         )
-        self._held[submit.room] = Held(submit, prompt, room)
         self._scheduler.add(prompt)
+        held = Held(submit, room, prompt)
         early = self._early.pop(submit.room, None)
         if early is not None:
-            self._take_grant(early[0])
+            self._grant(held, early[0])
+        return held
+
+    def drop(self, room: int, why: str) -> None:
+        self._early.pop(room, None)
+        super().drop(room, why)
+
+    def release(self, held: Held) -> None:
+        if held.room.state is State.FAILED and held.grant is not None:
+            self._sender.cancel(held.submit.room)
+        self._scheduler.release(held.submit.room)
 
     def _take_grant(self, grant: wire.Grant) -> None:
         held = self._held.get(grant.room)
-        now = self.clock.now_s()
-        if held is None:
-            self._early[grant.room] = (grant, now + EARLY_GRANT_S)
-            return
+        if held is not None:
+            self._grant(held, grant)
+        else:
+            self._early[grant.room] = (grant, self.clock.now_s() + EARLY_GRANT_S)
+
+    def _grant(self, held: Held, grant: wire.Grant) -> None:
         if held.grant is not None:
             return
         if grant.epoch != held.submit.decode.epoch:
             self.counters["grants_stale"] += 1
             return
         held.grant = grant
-        held.room.advance(State.GRANTED, now)
+        held.room.advance(State.GRANTED, self.clock.now_s())
         self._scheduler.grant(grant.room)
 
     def _sender_said(self, said: Any) -> None:
-        now = self.clock.now_s()
         match said.kind:
             case "acked":
-                held = self._held.get(said.room)
-                if held is not None:
-                    held.room.advance(State.DONE, now)
-                    self._forget(said.room)
+                if said.room in self._held:
+                    self.end(said.room)
             case "nacked":
                 self.counters["transfers_refused"] += 1
-                self._fail(said.room, Code.STALE, f"decode refused pages: {said.message}")
+                self.fail(said.room, Code.STALE, f"decode refused pages: {said.message}")
             case "lost":
                 self.counters["transfers_lost"] += 1
-                self._fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")
+                self.fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")
 
     # --- one turn -------------------------------------------------------------------------------
 
@@ -262,7 +228,7 @@ class PrefillWorker(Worker):
             self._dispatch_chunk(pieces)
         if self._inflight and (len(self._inflight) > 1 or not pieces):
             self._complete(self._inflight.popleft())
-        self._expire()
+        self.expire()
         if self.clock.monotonic_s() >= self._load_due_s:
             self._refresh_load()
         self.publish(self._emitter.take(self.clock.monotonic_s()))
@@ -374,47 +340,14 @@ class PrefillWorker(Worker):
                     held.logprobs.append((lps, ids, tops))
             row += piece.num_tokens
 
-    # --- endings --------------------------------------------------------------------------------
-
-    def _fail(self, room: int, code: Code, message: str) -> None:
-        held = self._held.get(room)
-        if held is None:
-            return
-        self._fail_event(held.submit, code, message)
-        self._drop(room, code.value)
-
-    def _fail_event(self, submit: wire.Submit, code: Code, message: str) -> None:
-        event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)
-        self._emitter.event(submit.api_id, event)
-
-    def _drop(self, room: int, why: str) -> None:
-        """End a room early: nothing of it is sent any more, its pages go back."""
-        held = self._held.get(room)
-        if held is None:
-            return
-        self.counters[f"rooms_{why}"] += 1
-        held.room.advance(State.FAILED, self.clock.now_s())
-        if held.grant is not None:
-            self._sender.cancel(room)
-        self._forget(room)
-
-    def _forget(self, room: int) -> None:
-        del self._held[room]
-        self._rooms.remove(room)
-        self._scheduler.release(room)
-
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        super().expire()
         now = self.clock.now_s()
-        for room in self._rooms.expired(now):
-            self._fail(room.room, Code.DEADLINE, "deadline passed in prefill")
         for room_id in [r for r, (_, until) in self._early.items() if until < now]:
             del self._early[room_id]
             self.counters["grants_expired"] += 1
 
     # --- what others may know --------------------------------------------------------------------
-
-    def load(self) -> wire.Load:
-        return self._load
 
     def _refresh_load(self) -> None:
         """Counting evictable pages walks the cache, so a busy loop does it now and then."""
@@ -432,17 +365,10 @@ class PrefillWorker(Worker):
     def state(self) -> wire.WorkerState:
         self._refresh_load()
         cached = self._cache.num_evictable()
-        return wire.WorkerState(
-            worker_id=self.worker_id(),
-            role=self.role,
-            epoch=self.epoch,
-            load=self._load,
+        return self.described_state(
             pages_held=self._pool.num_held - cached,
             pages_cached=len(self._cache),
-            rooms=len(self._held),
-            compiles_after_ready=self._compiles.after_ready,
-            counters=dict(self.counters),
-            config={name: str(value) for name, value in vars(self.config).items()},
+            counters=self.counters,
         )
 
     def flush(self) -> wire.FlushReply:

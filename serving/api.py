@@ -74,6 +74,7 @@ async def serve(
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; then end streams and tell the workers."""
     metrics = Metrics()
+    flags.log_config(config)
     dispatcher = Dispatcher(config, security, SYSTEM_CLOCK, metrics)
     app = create_app(dispatcher, tokenizer, config, model_config)
     server = _Server(

@@ -10,7 +10,7 @@ from transfer import flags
 from transfer.bootstrap import RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
-from transfer.rpc import Security
+from transfer.rpc import Security, host_port
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,13 @@ def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
 
 async def serve(config: RegistryConfig, security: Security) -> None:
     """Listen, say so, and wait for SIGINT or SIGTERM."""
+    flags.log_config(config)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s)
     port = await server.start(config.host, config.disaggregation_bootstrap_port)
-    address = f"{config.host}:{port}"
+    address = host_port(config.host, port)
     log.info("registry is ready on %s", address)
     flags.notify_ready(address=address)
     await stop.wait()

@@ -100,7 +100,7 @@ def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
     if new.role != old.role:
         check_pair(prefill, decode)
         return
-    for field in ("wire_version", "model_digest", "kv_spec"):
+    for field in ("wire_version", "model_digest", "dtype", "kv_spec"):
         mine, theirs = getattr(new, field), getattr(old, field)
         if mine != theirs:
             raise Incompatible(

@@ -266,6 +266,17 @@ def set_up_logging(prog: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def log_config(config: Any) -> None:
+    """One line with every value in force; keys are not shown."""
+    values = {
+        field.name: "***" if field.name == "api_key" and value else value
+        for field in dataclasses.fields(config)
+        for value in (getattr(config, field.name),)
+    }
+    log = logging.getLogger(__name__)
+    log.info("config: %s", " ".join(f"{name}={value}" for name, value in values.items()))
+
+
 def say(text: str) -> None:
     """A line for the person at the terminal, on stdout."""
     sys.stdout.write(text + "\n")

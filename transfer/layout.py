@@ -74,6 +74,7 @@ def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
     pairs = [
         ("wire version", prefill.wire_version, decode.wire_version),
         ("model digest", prefill.model_digest, decode.model_digest),
+        ("dtype", prefill.dtype, decode.dtype),
         *(
             (f"kv {field}", getattr(prefill.kv_spec, field), getattr(decode.kv_spec, field))
             for field in prefill.kv_spec.__struct_fields__

@@ -130,7 +130,7 @@ class RpcServer:
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
         credentials = self._security.server_credentials()
-        address = f"{host}:{port}"
+        address = host_port(host, port)
         try:
             if credentials is None:
                 bound = server.add_insecure_port(address)
@@ -212,6 +212,11 @@ _STATUS: dict[type[RpcError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 _ERRORS = {status: kind for kind, status in _STATUS.items()}
+
+
+def host_port(host: str, port: int) -> str:
+    """An address as gRPC reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _abort_unexpected(name: str, error: Exception, context: grpc.aio.ServicerContext) -> None:

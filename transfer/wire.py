@@ -227,6 +227,7 @@ class WorkerInfo(Message):
     context_length: int
     max_request_tokens: int  # what fits its pool when nothing else runs
     stored_kv_heads: int  # after replication, over all shards
+    dtype: str = ""  # of weights and products
     wire_version: int = WIRE_VERSION
 
 

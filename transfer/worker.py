@@ -21,13 +21,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.opening import OpenedModel, open_model
 from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.errors import Code, KvferryError, Unavailable
 from transfer.rpc import RpcServer, Security
-from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
@@ -203,9 +201,6 @@ class Worker(ABC):
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function, *args)
 
-    def ref(self, worker_id: str) -> wire.WorkerRef:
-        return wire.WorkerRef(worker_id, self.epoch, f"{self.host}:{self.port}")
-
     # --- loop thread -------------------------------------------------------------------------
 
     async def _announce(
@@ -333,72 +328,6 @@ class Worker(ABC):
             return
         result = event.function()
         event.loop.call_soon_threadsafe(_answer, event.answer, result)
-
-
-@dataclass(frozen=True)
-class PoolFacts:
-    """What a worker's bookkeeping knows of the model."""
-
-    page_size: int
-    context_length: int
-    logical_kv_heads: int
-    stored_kv_heads: int
-
-    @staticmethod
-    def of(opened: OpenedModel) -> "PoolFacts":
-        return PoolFacts(
-            opened.kv.page_size,
-            opened.context_length,
-            opened.logical_kv_heads,
-            opened.kv.num_kv_heads,
-        )
-
-    def request_limit(self, num_pages: int) -> int:
-        """Most tokens of one request, prompt and output."""
-        return min(self.context_length, num_pages * self.page_size)
-
-
-def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
-    """Load the model that the flags name. Raises ModelError, the soonest it can."""
-    return open_model(
-        config.model_path,
-        config.dtype,
-        config.kv_cache_dtype,
-        config.tp_size,
-        config.ep_size,
-        config.page_size,
-        config.context_length,
-        chunk_size,
-        config.mem_fraction_static,
-        config.max_total_tokens,
-    )
-
-
-def describe(
-    worker: Worker, config: WorkerConfig, opened: OpenedModel, data_address: str, num_pages: int
-) -> wire.WorkerInfo:
-    """How a worker of either role presents itself to the registry."""
-    kv = opened.kv
-    return wire.WorkerInfo(
-        worker_id=worker.worker_id(),
-        role=worker.role,
-        address=f"{worker.host}:{worker.port}",
-        data_address=data_address,
-        model_name=config.model_name,
-        model_digest=opened.digest,
-        kv_spec=wire.KVSpecMessage(
-            num_layers=kv.num_layers,
-            num_kv_heads=opened.logical_kv_heads,
-            head_dim=kv.head_dim,
-            page_size=kv.page_size,
-            dtype=kv.dtype,
-        ),
-        tp_size=config.tp_size,
-        dp_size=config.dp_size,
-        context_length=opened.context_length,
-        max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
-        stored_kv_heads=kv.num_kv_heads,
-    )
 
 
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:

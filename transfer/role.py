@@ -1,0 +1,243 @@
+"""What both roles do alike: hold rooms, end them, tell of load, and present themselves."""
+
+import dataclasses
+import logging
+from abc import abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from model.opening import OpenedModel, open_model
+from model.programs import CompileCounter
+from transfer import flags, wire
+from transfer.clock import Clock
+from transfer.emit import StepEmitter
+from transfer.errors import Code
+from transfer.room import Room, RoomTable, Side, State
+from transfer.rpc import Security, host_port
+from transfer.worker import Aborted, ApiGone, Submitted, Worker
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class HeldRoom:
+    """What a worker of either role knows of one room."""
+
+    submit: wire.Submit
+    room: Room
+
+
+class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
+    """Owner of the rooms that one worker holds. Everything here runs on the engine thread."""
+
+    side: Side
+
+    def __init__(self, config: C, security: Security, clock: Clock) -> None:
+        super().__init__(security, clock, config.host, config.port)
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self._held: dict[int, H] = {}
+        self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
+        self._load = wire.Load()
+        self._compiles = CompileCounter()
+        self._emitter: StepEmitter
+        self._facts: PoolFacts
+        self._num_pages = 0
+
+    # --- filled in by the role ------------------------------------------------------------------
+
+    @abstractmethod
+    def take(self, submit: wire.Submit, room: Room) -> H:
+        """Queue a room that came."""
+
+    @abstractmethod
+    def release(self, held: H) -> None:
+        """Give back all that the room owns. Its state is final."""
+
+    @abstractmethod
+    def request_tokens(self, submit: wire.Submit) -> int:
+        """Tokens for which this role needs pages, at worst."""
+
+    @abstractmethod
+    def handle_own(self, event: Any) -> None:
+        """Apply an event that only this role knows."""
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def handle(self, event: Any) -> None:
+        match event:
+            case Submitted(submits):
+                for submit in submits:
+                    self._open(submit)
+            case Aborted(rooms, _):
+                for room in rooms:
+                    self.drop(room, "aborted")
+            case ApiGone(api_id):
+                gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
+                for room in gone:
+                    self.drop(room, "api_gone")
+            case _:
+                self.handle_own(event)
+
+    def _open(self, submit: wire.Submit) -> None:
+        if submit.room in self._held:
+            return  # the same submit, delivered twice
+        room = Room(submit.room, self.side, self.clock.now_s(), submit.deadline_s)
+        if self._rooms.add(room):
+            self._held[submit.room] = self.take(submit, room)
+        else:
+            self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
+
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        num_tokens = self.request_tokens(submit)
+        limit = self._facts.request_limit(self._num_pages)
+        if num_tokens > limit:
+            message = f"{num_tokens} tokens, this {self.role} worker takes {limit}"
+            return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
+        if len(self._held) >= self.config.max_queued_requests:
+            message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
+            return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
+        return None
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def end(self, room: int) -> None:
+        """The room came to its good end."""
+        self._close(room, State.DONE)
+
+    def fail(self, room: int, code: Code, message: str) -> None:
+        """End a room early and tell its API process. Unknown rooms are ignored."""
+        held = self._held.get(room)
+        if held is not None:
+            self._tell_failed(held.submit, code, message)
+            self.drop(room, code.value)
+
+    def drop(self, room: int, why: str) -> None:
+        """End a room early, in whatever state. Unknown rooms are ignored."""
+        if room in self._held:
+            self.counters[f"rooms_{why}"] += 1
+            self._close(room, State.FAILED)
+
+    def expire(self) -> None:
+        """Drop what nobody waits for any more."""
+        for room in self._rooms.expired(self.clock.now_s()):
+            self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
+
+    def _close(self, room: int, state: State) -> None:
+        held = self._held.pop(room)
+        held.room.advance(state, self.clock.now_s())
+        self._rooms.remove(room)
+        self.release(held)
+
+    def _tell_failed(self, submit: wire.Submit, code: Code, message: str) -> None:
+        event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)
+        self._emitter.event(submit.api_id, event)
+
+    # --- what others may know --------------------------------------------------------------------
+
+    def worker_id(self) -> str:
+        return self.config.worker_id or f"{self.role}-{host_port(self.host, self.port)}"
+
+    def load(self) -> wire.Load:
+        return self._load
+
+    def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
+        """Replace what the flags left open by what it came to, and say so."""
+        kv = opened.kv
+        known: dict[str, Any] = {
+            "worker_id": self.worker_id(),
+            "served_model_name": self.config.model_name,
+            "dtype": opened.model.dtype.name,
+            "kv_cache_dtype": kv.dtype,
+            "context_length": opened.context_length,
+            "page_size": kv.page_size,
+            "max_total_tokens": num_pages * kv.page_size,
+        }
+        self.config = dataclasses.replace(self.config, **known, **more)
+        flags.log_config(self.config)
+
+    def described_state(
+        self, pages_held: int, pages_cached: int, counters: Counter[str]
+    ) -> wire.WorkerState:
+        """The answer to Info."""
+        return wire.WorkerState(
+            worker_id=self.worker_id(),
+            role=self.role,
+            epoch=self.epoch,
+            load=self._load,
+            pages_held=pages_held,
+            pages_cached=pages_cached,
+            rooms=len(self._held),
+            compiles_after_ready=self._compiles.after_ready,
+            counters={name: float(value) for name, value in counters.items()},
+            config={name: str(value) for name, value in vars(self.config).items()},
+        )
+
+
+@dataclass(frozen=True)
+class PoolFacts:
+    """What a worker's bookkeeping knows of the model."""
+
+    page_size: int
+    context_length: int
+    logical_kv_heads: int
+    stored_kv_heads: int
+
+    @staticmethod
+    def of(opened: OpenedModel) -> "PoolFacts":
+        return PoolFacts(
+            opened.kv.page_size,
+            opened.context_length,
+            opened.logical_kv_heads,
+            opened.kv.num_kv_heads,
+        )
+
+    def request_limit(self, num_pages: int) -> int:
+        """Most tokens of one request, prompt and output."""
+        return min(self.context_length, num_pages * self.page_size)
+
+
+def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
+    """Load the model that the flags name. Raises ModelError, the soonest it can."""
+    return open_model(
+        config.model_path,
+        config.dtype,
+        config.kv_cache_dtype,
+        config.tp_size,
+        config.ep_size,
+        config.page_size,
+        config.context_length,
+        chunk_size,
+        config.mem_fraction_static,
+        config.max_total_tokens,
+    )
+
+
+def describe(
+    worker: Worker, config: WorkerConfig, opened: OpenedModel, data_address: str, num_pages: int
+) -> wire.WorkerInfo:
+    """How a worker of either role presents itself to the registry."""
+    kv = opened.kv
+    return wire.WorkerInfo(
+        worker_id=worker.worker_id(),
+        role=worker.role,
+        address=host_port(worker.host, worker.port),
+        data_address=data_address,
+        model_name=config.model_name,
+        model_digest=opened.digest,
+        kv_spec=wire.KVSpecMessage(
+            num_layers=kv.num_layers,
+            num_kv_heads=opened.logical_kv_heads,
+            head_dim=kv.head_dim,
+            page_size=kv.page_size,
+            dtype=kv.dtype,
+        ),
+        tp_size=config.tp_size,
+        dp_size=config.dp_size,
+        context_length=opened.context_length,
+        max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
+        stored_kv_heads=kv.num_kv_heads,
+        dtype=opened.model.dtype.name,
+    )
