@@ -6,7 +6,7 @@ work overlaps the device. Everything of one step leaves as one message per API p
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
