@@ -127,9 +127,12 @@ def _restore(
 def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:
     """Compare names and shapes before anything is read."""
     try:
-        found = _flat(checkpointer.metadata(params).item_metadata.tree)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        metadata = checkpointer.metadata(params).item_metadata
+    except (ValueError, OSError, KeyError, TypeError) as error:
         raise ModelError(f"{params}: not a readable Orbax checkpoint: {error}") from error
+    if metadata is None:
+        raise ModelError(f"{params}: not a readable Orbax checkpoint: its files are damaged")
+    found = _flat(metadata.tree)
     for name, leaf in leaves.items():
         where = f"{params}: parameter {'.'.join(name)}"
         if name not in found:
