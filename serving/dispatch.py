@@ -351,8 +351,9 @@ class Dispatcher:
         self.metrics.retried(reason)
 
     def _finish(self, generation: Generation) -> None:
-        """Its last token was told just now; the workers know."""
-        if self._close(generation, tell_workers=False):
+        """Its last token was told just now. Decode knows, unless the token was prefill's: the
+        pages may still travel then, and nobody needs them."""
+        if self._close(generation, tell_workers=not generation.decoding):
             reason: FinishReason = "stop" if generation.finish == wire.STOP else "length"
             self._observe_end(generation, reason)
             self._tell(generation, lambda: generation.sink.on_end(reason))

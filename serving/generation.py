@@ -178,9 +178,9 @@ class Generation:
         return bool(self.token_ids)
 
     @property
-    def first_token_here(self) -> bool:
-        """Whether the current attempt's first token came: prefill's leg is then over."""
-        return len(self.token_ids) > self.attempt_start
+    def decoding(self) -> bool:
+        """Whether decode's first token was told in the current attempt: prefill's leg is over."""
+        return len(self.token_ids) > self.attempt_start + 1
 
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""

@@ -140,13 +140,17 @@ class Placement:
             self._retry(generation, code, message, avoid)
 
     def worker_lost(self, key: Key, message: str) -> None:
-        """Move what that incarnation still had to do; a prefill that is done is not missed."""
+        """Move what that incarnation still had to do.
+
+        Prefill is not missed once decode has drawn a token: all pages are there then. The first
+        token alone does not tell, since it overtakes the pages.
+        """
         for generation in list(self._rooms.values()):
             pair = generation.pair
             if pair is None:  # moved or ended meanwhile
                 continue
             if pair.decode_key == key or (
-                pair.prefill_key == key and not generation.first_token_here
+                pair.prefill_key == key and not generation.decoding
             ):
                 self.move(generation, Code.PEER_LOST, message, key, key[0])
         self._router.forget(key)

@@ -53,6 +53,17 @@ async def test_one_token_ends_at_prefill():
         await until(lambda: not any(worker.rooms for worker in cluster.workers))
 
 
+async def test_a_request_that_its_first_token_ends_leaves_nothing_waiting_for_pages():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        sink = RecordingSink()
+        dispatcher.submit(cluster.spec(max_new_tokens=1), sink)
+        (room,) = await cluster.submitted(1)
+        cluster.prefill[0].step()
+        await sink.finished()
+        await until(lambda: cluster.decode[0].aborted == [room])
+
+
 async def test_decode_tokens_that_overtake_the_first_wait_for_it():
     async with FakeCluster() as cluster:
         dispatcher = await cluster.dispatcher()

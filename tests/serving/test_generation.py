@@ -89,9 +89,8 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
     first = gen.submit_message("api.1")
     assert wire.unpack_i32(first.token_ids).tolist() == [1, 2, 3]
     gen.prefilled = True
-    before = gen.first_token_here
     accept(gen, 0)
-    assert (before, gen.first_token_here) == (False, True)
+    assert not gen.decoding
     accept(gen, 3)
     gen.leave_attempt()
     assert gen.room == 0
@@ -100,7 +99,7 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
     assert (second.room, second.decode.worker_id, second.api_id) == (78, "e", "api.2")
     assert wire.unpack_i32(second.token_ids).tolist() == [1, 2, 3, 100]
     assert (second.num_prompt_tokens, second.num_generated) == (3, 1)
-    assert not gen.first_token_here
+    assert not gen.decoding
     # The client has the prompt's logprobs; asking again would only bypass the prefix cache.
     assert second.sampling.prompt_logprobs_start == -1
     assert accept(gen, 1) == [101]

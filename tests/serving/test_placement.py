@@ -143,7 +143,22 @@ async def test_the_only_decode_worker_is_waited_for_until_it_is_back():
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
 
 
-async def test_a_prefill_worker_that_dies_after_its_first_token_is_not_missed():
+async def test_a_prefill_worker_that_dies_while_its_pages_travel_is_replaced():
+    async with FakeCluster(auto_step=False, prefills=2) as cluster:
+        dispatcher = await cluster.dispatcher()
+        spec, sink = cluster.spec(max_new_tokens=10), RecordingSink()
+        dispatcher.submit(spec, sink)
+        (room,) = await cluster.submitted(1)
+        doomed = holder(cluster.prefill)
+        doomed.step()
+        await sink.received(1)
+        await doomed.kill()
+        await until(lambda: cluster.decode[0].aborted == [room])
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+
+
+async def test_a_prefill_worker_that_dies_after_decode_began_is_not_missed():
     async with FakeCluster(auto_step=False) as cluster:
         dispatcher = await cluster.dispatcher(max_retries=0)
         spec, sink = cluster.spec(max_new_tokens=10), RecordingSink()
