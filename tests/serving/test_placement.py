@@ -260,8 +260,9 @@ async def test_workers_that_are_full_keep_a_started_request_waiting():
         cluster.decode[0].refusals.extend([Code.QUEUE_FULL] * 100)
         cluster.decode[0].preempt(generation.room)
         await until(lambda: generation.retry_timer is not None)
-        await cluster.pass_time(5.0)
-        assert generation.refusals > 3
+        # How many refusals fit in a span of pretended time depends on real round trips.
+        while generation.refusals <= 3:
+            await cluster.pass_time(0.5)
         cluster.decode[0].refusals.clear()
         await cluster.pass_time(1.5)
         await played(cluster, sink)
