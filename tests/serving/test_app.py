@@ -199,7 +199,10 @@ async def test_a_failure_after_the_first_byte_is_the_last_event() -> None:
         live.cluster.step()
         live.cluster.decode[0].fail(room, Code.INTERNAL, "it broke")
         events = await asking
-        assert events[0]["choices"][0]["text"] == "a"
+        # Both tokens may come before the first is written, and then share an event.
+        text = "".join(event["choices"][0]["text"] for event in events[:-1])
+        assert text
+        assert "ab".startswith(text)
         assert events[-1]["error"]["message"] == "it broke"
         assert events[-1]["error"]["code"] == "internal"
 
