@@ -59,7 +59,9 @@ def commit() -> str:
     """Short commit of this tree, `unknown` outside a clone."""
     try:
         short = _git("rev-parse", "--short=12", "HEAD")
-        return short + ("-dirty" if _git("status", "--porcelain", "-uno") else "")
+        # A results file that grows while it is measured changes nothing that is measured.
+        changed = _git("status", "--porcelain", "-uno", "--", ".", ":!bench/results")
+        return short + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
