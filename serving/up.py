@@ -26,6 +26,7 @@ from serving import api
 from serving.config import ServeConfig
 from serving.demo import demo_model_path
 from transfer import flags
+from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError, KvferryError
 from transfer.worker_config import WorkerConfig
 
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 1800.0  # a large checkpoint takes its time
 STOP_TIMEOUT_S = 8.0
 RESTART_DELAY_S = 1.0
-MAX_RESTARTS = 5  # of one child
+MAX_RESTARTS = 5  # of one child, in a row
+FORGIVEN_AFTER_S = 120.0  # a child that lived so long starts a new row
 
 # Flags of `up` without a role in front go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
@@ -140,15 +142,17 @@ class Supervisor:
         """Keep a child alive. Raises ChildFailed when it ends too often or for good reason."""
         restarts = 0
         while True:
+            started_s = SYSTEM_CLOCK.monotonic_s()
             code = await child.process.wait()
             if self.stopping:
                 return
             name = child.spec.name
             self._children.remove(child)
-            restarts += 1
+            lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
+            restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
             if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
                 await child.output
-                raise child.failed(f"ended with code {code}, {restarts} time(s)", code)
+                raise child.failed(f"ended with code {code}, {restarts} time(s) in a row", code)
             log.warning("%s ended with code %d: starting it again", name, code)
             await asyncio.sleep(RESTART_DELAY_S)
             child = await self.start(child.spec)
