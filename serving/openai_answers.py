@@ -233,7 +233,10 @@ class ChatShape:
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         content = choice.ask.prompt.text if choice.ask.shown.echo else ""
-        return [self._delta(choice, {"role": "assistant", "content": content})]
+        item = self._delta(choice, {"role": "assistant", "content": content})
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = []
+        return [item]
 
     def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
         delta = {} if finish_reason else {"content": piece.text}
@@ -288,6 +291,8 @@ class CompletionShape:
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
         of_prompt = self._of_prompt(choice)
+        if choice.ask.shown.token_ids:
+            of_prompt["token_ids"] = []
         if not choice.ask.shown.echo:
             return [self._item(choice, "", []) | of_prompt] if of_prompt else []
         item = self._item(choice, choice.ask.prompt.text, choice.prompt_entries)

@@ -281,7 +281,7 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
     first: Any = None
     async for chunk in stream:
         first = first or chunk.model_dump()
-        streamed += chunk.choices[0].model_dump().get("token_ids", [])
+        streamed += chunk.choices[0].model_dump()["token_ids"]
     assert len(streamed) <= 3
     assert len(first["prompt_token_ids"]) == len(first["prompt_logprobs"])
 
