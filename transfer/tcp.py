@@ -94,7 +94,9 @@ class _TcpLane(Lane):
         except (KvferryError, OSError) as error:
             message = f"{self.address}: {error}"
             if not self._closing:
-                log.warning("page connection lost: %s", message)
+                # Without rooms it is only a peer that left.
+                level = logging.WARNING if self.rooms else logging.INFO
+                log.log(level, "page connection closed with %d rooms: %s", len(self.rooms), message)
         finally:
             self._sender.lost(self, message)
             if self._connection is not None:
