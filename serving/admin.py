@@ -220,8 +220,7 @@ class Admin:
         return _json({"success": True, "aborted": aborted})
 
     async def _body(self, request: HttpRequest) -> bytes:
-        limit = self._front.config.max_request_bytes
-        return await read_body(request.scope, request.receive, limit) or b""
+        return await read_body(request.scope, request.receive, self._front.config) or b""
 
 
 def _json(data: Any) -> Response:

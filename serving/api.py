@@ -39,7 +39,7 @@ HELP = {
     "policy": "how a pair of workers is picked",
     "stream_interval": "tokens per streamed chunk, after the first",
     "batch_notify_size": "streams served before the loop may turn to others; 0: a whole step",
-    "slow_client_timeout_s": "seconds a client may not read before it is closed",
+    "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",
     "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
     "enable_metrics": "serve /metrics",

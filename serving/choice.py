@@ -112,7 +112,7 @@ class Choice:
         if reason == "stop" and self.last_id in self.ask.shown.stop_ids:
             self.stop_reason = self.last_id
         if self.ask.shown.drop_output:
-            self.finish_reason = "length"
+            self.finish_reason = "abort" if reason == "abort" else "length"
             return ""
         rest = self._detokenizer.flush()
         if self._stops is not None:

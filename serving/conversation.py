@@ -72,7 +72,7 @@ def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ApiError(400, f"{where}.role: expected a role's name, got {role!r}", "messages")
+        raise _wrong_type(f"{where}.role", f"a role's name, got {role!r}")
     content = message.get("content")
     calls = message.get("tool_calls") or []
     if isinstance(content, list):
@@ -112,7 +112,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _wrong_type(where, f"JSON as arguments of {function.get('name')!r}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 

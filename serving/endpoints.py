@@ -84,7 +84,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
         arrival_s = front.clock.now_s()
-        body = await read_body(scope, receive, front.config.max_request_bytes)
+        body = await read_body(scope, receive, front.config)
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)

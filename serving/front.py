@@ -1,6 +1,8 @@
 """What every route works with, and how it reads a body."""
 
-from starlette.types import Receive, Scope
+import asyncio
+
+from starlette.types import Message, Receive, Scope
 
 from serving.answer import Runner
 from serving.choice import Choice
@@ -41,15 +43,19 @@ class Front:
         return [Choice(ask, self.model.tokenizer) for ask in request.choices]
 
 
-async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | None:
-    """The request's body; None when the client left in the middle. Raises ApiError (413)."""
+async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> bytes | None:
+    """The request's body; None when the client left in the middle.
+
+    Raises ApiError: 413 when it is too large, 408 when nothing of it came for too long.
+    """
+    most_bytes = config.max_request_bytes
     declared = dict(scope["headers"]).get(b"content-length", b"")
     if declared.isdigit() and int(declared) > most_bytes:
         raise _too_large(most_bytes)
     parts: list[bytes] = []
     num_bytes = 0
     while True:
-        message = await receive()
+        message = await _in_time(receive, config.slow_client_timeout_s)
         if message["type"] == "http.disconnect":
             return None
         part = message.get("body", b"")
@@ -59,6 +65,16 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes | 
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _in_time(receive: Receive, timeout_s: float) -> Message:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await receive()
+    except TimeoutError:
+        message = f"nothing of the body came for {timeout_s:g} s"
+        headers = {"Connection": "close"}
+        raise ApiError(408, message, code="request_timeout", headers=headers) from None
 
 
 def _too_large(most_bytes: int) -> ApiError:

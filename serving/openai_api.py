@@ -20,6 +20,7 @@ from serving.protocol import (
     Shown,
     check_logprobs,
     check_model,
+    check_room,
     check_token_ids,
     fit_tokens,
     interval_of,
@@ -190,6 +191,7 @@ class CompletionReader:
         self._shown = _shown(fields, num_logprobs, model, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
         self._n = num_choices(fields.n)
+        check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval, model.config)
 
     async def finish(self, request_id: str | None) -> Request:
@@ -199,7 +201,8 @@ class CompletionReader:
         for given in self._prompts:
             if isinstance(given, str):
                 add_special = fields.add_special_tokens is not False
-                prompts.append(Prompt(await model.encode(given, add_special), given))
+                ids = await model.encode_prompt("prompt", given, add_special)
+                prompts.append(Prompt(ids, given))
             else:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
@@ -210,13 +213,15 @@ class CompletionReader:
             self._n,
             self._sampling,
             self._shown,
-            [1 if self._drop_output else self._fit(len(prompt.ids)) for prompt in prompts],
+            [self._fit(len(prompt.ids)) for prompt in prompts],
             self._interval,
         )
 
     def _fit(self, num_prompt: int) -> int:
         length = self._model.context_length()
-        asked, default = self._fields.max_tokens, DEFAULT_COMPLETION_TOKENS
+        # A prompt that is only scored makes a token as well, which nobody sees.
+        asked = 1 if self._drop_output else self._fields.max_tokens
+        default = DEFAULT_COMPLETION_TOKENS
         return fit_tokens(num_prompt, asked, default, length, "prompt", "max_tokens")
 
 
@@ -273,6 +278,7 @@ class ChatReader:
         self._shown = _shown(fields, num_logprobs, model, drop_output=False)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._n = num_choices(fields.n)
+        check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval, model.config)
         self._messages = messages_of(fields, model.takes_parts)
 
@@ -280,7 +286,7 @@ class ChatReader:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
         fields, model = self._fields, self._model
         text = render(model, self._messages, fields)
-        ids = await model.encode(text, fields.add_special_tokens is True)
+        ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")
         last = self._messages[-1]

@@ -131,6 +131,21 @@ class ServedModel:
         length = self._workers_context_length() or self._own_context_length
         return min(length, self.config.context_length or length)
 
+    async def encode_prompt(self, name: str, text: str, add_special_tokens: bool) -> list[int]:
+        """As `encode`, but for a text that cannot fit, which might take minutes.
+
+        name: the field it came by. Raises ApiError (code context_length_exceeded).
+        """
+        fewest, length = self.tokenizer.fewest_tokens(text), self.context_length()
+        if fewest > length:
+            raise bad_field(
+                name,
+                f"the prompt has {fewest} tokens or more; the context length is {length} tokens, "
+                "prompt and output together",
+                "context_length_exceeded",
+            )
+        return await self.encode(text, add_special_tokens)
+
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text; a long one is tokenized beside the event loop."""
         if len(text) <= INLINE_CHARACTERS:
@@ -209,6 +224,8 @@ def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) 
         raise from_decode_error(error) from error
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
 
 
 def refuse(fields: msgspec.Struct, names: Sequence[str]) -> None:
@@ -285,6 +302,20 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 def num_choices(n: int | None) -> int:
     return _in("n", _or(n, 1), 1, MAX_CHOICES)
+
+
+def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None:
+    """Raises ApiError when one request asks more generations than are served at once.
+
+    Seen before any text is tokenized: a body may hold a million prompts.
+    """
+    most = config.max_inflight_requests
+    if num_prompts * n > most:
+        raise bad_field(
+            name if num_prompts > 1 else "n",
+            f"{num_prompts} prompts with n = {n} are {num_prompts * n} generations in one "
+            f"request, at most {most} are served",
+        )
 
 
 def interval_of(asked: int | None, config: ServeConfig) -> int:

@@ -21,6 +21,7 @@ from serving.protocol import (
     ServedModel,
     Shown,
     check_logprobs,
+    check_room,
     check_token_ids,
     fit_tokens,
     interval_of,
@@ -114,6 +115,8 @@ class GenerateReader:
         self._n = {num_choices(params.n if params else None) for params in self._params}
         if len(self._n) > 1:
             raise bad_field("n", "must be the same for all prompts of a batch")
+        self._prompt_name = "text" if fields.text is not None else "input_ids"
+        check_room(self._prompt_name, num_prompts, max(self._n), model.config)
         self._shown = [
             _shown(params or GenerateSampling(), bool(wanted), start, top, fields)
             for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
@@ -125,8 +128,8 @@ class GenerateReader:
 
     def _sampling_of(self, params: GenerateSampling, shown: Shown) -> Any:
         max_new = params.max_new_tokens
-        if max_new is not None and max_new < 1:
-            raise bad_field("max_new_tokens", f"must be at least 1, got {max_new}")
+        if max_new is not None and max_new < 0:
+            raise bad_field("max_new_tokens", f"must be at least 0, got {max_new}")
         if params.spaces_between_special_tokens is False:
             raise not_served("spaces_between_special_tokens")
         return sampling_of(
@@ -148,17 +151,25 @@ class GenerateReader:
         n = next(iter(self._n))
         choices: list[ChoiceAsk] = []
         for prompt_idx, given in enumerate(self._prompts):
-            ids = await model.encode(given, True) if isinstance(given, str) else given
+            if isinstance(given, str):
+                ids = await model.encode_prompt(self._prompt_name, given, True)
+            else:
+                ids = given
             params = self._params[prompt_idx] or GenerateSampling()
-            name = "text" if fields.text is not None else "input_ids"
+            shown = self._shown[prompt_idx]
             max_new = fit_tokens(
                 len(ids),
-                params.max_new_tokens,
+                1 if shown.drop_output else params.max_new_tokens,
                 DEFAULT_NEW_TOKENS,
                 model.context_length(),
-                name,
+                self._prompt_name,
                 "max_new_tokens",
             )
+            if shown.prompt_logprobs_start > len(ids):
+                raise bad_field(
+                    "logprob_start_len",
+                    f"{shown.prompt_logprobs_start} is past the prompt of {len(ids)} tokens",
+                )
             # One header cannot name several prompts.
             header = None if self.is_batch else request_id
             own_id = request_id_of(self._rids[prompt_idx], header, "")
@@ -169,7 +180,6 @@ class GenerateReader:
                     seed=seed_of(params.sampling_seed, choice),
                 )
                 index = prompt_idx * n + choice
-                shown = self._shown[prompt_idx]
                 choices.append(ChoiceAsk(index, prompt_idx, own_id, Prompt(ids), sampling, shown))
         self.is_batch = self.is_batch or n > 1
         interval = next((p.stream_interval for p in self._params if p), None)
@@ -229,6 +239,7 @@ def _shown(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if of_prompt else -1,
         prompt_logprobs_start=start if of_prompt and start is not None else 0,
+        drop_output=params.max_new_tokens == 0,
         token_ids=True,
         text_in_logprobs=bool(fields.return_text_in_logprobs),
     )
@@ -322,5 +333,7 @@ def _finish_reason(choice: Choice) -> dict[str, Any] | None:
         matched = choice.last_id if choice.matched is None else choice.matched
         return {"type": "stop", "matched": matched}
     if reason == "length":
-        return {"type": "length", "length": choice.ask.sampling.max_new_tokens}
+        shown = choice.ask.shown
+        length = 0 if shown.drop_output else choice.ask.sampling.max_new_tokens
+        return {"type": "length", "length": length}
     return {"type": "abort", "message": "aborted"}

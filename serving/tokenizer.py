@@ -63,12 +63,14 @@ class Tokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.eos_id = self._id_of_named("eos_token")
         self.bos_id = self._id_of_named("bos_token")
+        self._most_bytes_per_token = 0  # 0: unknown
         self._keeping: TokenTable | WindowDecoder
         self._skipping: TokenTable | WindowDecoder
         if is_byte_level:
             raw = [b""] * self.vocab_size
             for token, token_id in vocab.items():
                 raw[token_id] = _byte_level_bytes(token)
+            self._most_bytes_per_token = max(map(len, raw))
             self._keeping = TokenTable.of(raw)
             self._skipping = self._keeping.without(self.special_ids)
         else:
@@ -106,6 +108,15 @@ class Tokenizer:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise ValueError("expected text that UTF-8 can hold, got a lone surrogate") from error
+
+    def fewest_tokens(self, text: str) -> int:
+        """At most as many as `encode` would find, told at once; 0 when that is not known.
+
+        As if all tokens were the longest one, and a normalizer made four bytes one.
+        """
+        if not self._most_bytes_per_token:
+            return 0
+        return len(text) // (4 * self._most_bytes_per_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; those outside the vocabulary add nothing. Raises ValueError below 0."""

@@ -219,11 +219,18 @@ class WorkerLink:
         except RpcError as error:
             # Anything but an absent peer would go wrong at the next one too.
             code = Code.PEER_LOST if isinstance(error, Unavailable) else Code.INTERNAL
-            for submit in submits:
-                owner.on_refused(self, wire.Refusal(submit.room, code, str(error)))
+            self._refuse_all(submits, code, str(error))
+            return
+        except Exception:  # a bug of ours: these end with it instead of at their deadlines
+            logger.exception("%d requests for %s cannot be sent", len(submits), self.worker_id)
+            self._refuse_all(submits, Code.INTERNAL, "the request could not be sent")
             return
         for refusal in reply.refused:
             owner.on_refused(self, refusal)
+
+    def _refuse_all(self, submits: list[wire.Submit], code: Code, message: str) -> None:
+        for submit in submits:
+            self._context.owner.on_refused(self, wire.Refusal(submit.room, code, message))
 
     async def _send_aborts(self, rooms: list[int]) -> None:
         try:

@@ -90,6 +90,20 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
         assert (await live.post("/v1/completions", ASK)).status_code == 200
 
 
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    async with live_server(slow_client_timeout_s=0.05) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        for path in ("/v1/completions", "/tokenize"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
+            writer.write(head.encode() + b'{"prompt": ')
+            answer = await reader.read()  # to the end: the server closes
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"request_timeout"' in answer
+            writer.close()
+            await writer.wait_closed()
+
+
 async def test_health_and_generation_wait_for_both_roles() -> None:
     async with live_server() as live:
         assert (await live.http.get("/health")).status_code == 200

@@ -97,6 +97,26 @@ async def test_logprobs_are_triples() -> None:
         assert meta["input_token_logprobs"] == []
 
 
+async def test_no_new_tokens_may_be_asked_to_score_a_prompt() -> None:
+    async with live_server() as live:
+        body = {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        whole = (await live.post("/generate", body)).json()
+        streamed, done = await live.events("/generate", {**body, "stream": True})
+        assert done == "[DONE]"
+        for answer in (whole, streamed):
+            meta = answer["meta_info"]
+            assert (answer["text"], answer["output_ids"]) == ("", [])
+            assert meta["completion_tokens"] == 0
+            assert meta["finish_reason"] == {"type": "length", "length": 0}
+            assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == [1, 2, 3]
+            assert meta["output_token_logprobs"] == []
+
+
 async def test_events_repeat_everything_so_far() -> None:
     async with live_server() as live:
         body = {"text": "Hi!", "sampling_params": params(), "stream": True, "return_logprob": True}

@@ -13,6 +13,7 @@ from serving.errors import ApiError
 from serving.openai_api import ChatReader, CompletionReader, read_chat, read_completion
 from serving.protocol import INLINE_CHARACTERS, Request, ServedModel, fit_tokens
 from serving.sglang_api import GenerateReader, read_generate
+from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, tokenizer_of_tests
 
 TOKENIZER = tokenizer_of_tests()
@@ -176,7 +177,8 @@ async def test_a_bad_field_of_chat_is_named(field: str, value: Any) -> None:
         ({"text": None, "input_ids": [1024]}, "input_ids"),
         ({"text": None, "input_ids": [1, [2]]}, "input_ids"),
         ({"text": []}, "text"),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 0, "min_new_tokens": 1}}, "min_new_tokens"),
         ({"sampling_params": {"max_new_tokens": 9999}}, "max_new_tokens"),
         ({"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "min_new_tokens"),
         ({"sampling_params": {"regex": "a+"}}, "regex"),
@@ -186,6 +188,8 @@ async def test_a_bad_field_of_chat_is_named(field: str, value: Any) -> None:
         ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n"),
         ({"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"return_logprob": True, "logprob_start_len": 4}, "logprob_start_len"),
+        ({"return_logprob": True, "logprob_start_len": 1 << 70}, "logprob_start_len"),
         ({"image_data": "x"}, "image_data"),
         ({"token_ids_logprob": [1]}, "token_ids_logprob"),
     ],
@@ -194,6 +198,60 @@ async def test_a_bad_field_of_generate_is_named(fields: dict[str, Any], param: s
     with pytest.raises(ApiError) as caught:
         await generate(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_more_generations_than_are_served_at_once_are_refused_untokenized() -> None:
+    on = served(max_inflight_requests=4)
+    many = ["Hi!"] * 3
+    bodies = [
+        (read_completion, CompletionReader, {"prompt": many, "n": 2}, "prompt"),
+        (read_completion, CompletionReader, {"prompt": "Hi!", "n": 5}, "n"),
+        (read_chat, ChatReader, {"messages": HELLO, "n": 5}, "n"),
+        (read_generate, GenerateReader, {"text": many, "sampling_params": {"n": 2}}, "text"),
+        (read_generate, GenerateReader, {"input_ids": [[1]] * 5}, "input_ids"),
+    ]
+    for read, reader, body, param in bodies:
+        with pytest.raises(ApiError) as caught:
+            reader(read(json.dumps(body).encode()), on)
+        assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_a_prompt_that_is_only_scored_must_fit_the_context_too() -> None:
+    ids = list(range(1, 12))
+    score = {"prompt": ids, "echo": True, "max_tokens": 0}
+    assert len((await completion(served(12), **score)).choices) == 1
+    with pytest.raises(ApiError) as caught:
+        await completion(served(11), **score)
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+async def test_a_text_far_past_the_context_is_refused_without_tokenizing_it() -> None:
+    class Deaf(Tokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError("nobody needs the ids")
+
+    on = served()
+    on.tokenizer = Deaf.from_dir(MODEL_PATH)
+    text = "a" * 1_000_000
+    for refused, name in (
+        (completion(on, prompt=text), "prompt"),
+        (chat(on, messages=[{"role": "user", "content": text}]), "messages"),
+        (generate(on, text=text), "text"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            await refused
+        assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+
+
+async def test_what_is_nested_without_end_is_refused_like_any_bad_body() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    with pytest.raises(ApiError) as caught:
+        read_completion(f'{{"prompt": "Hi!", "unknown": {deep}}}'.encode())
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    call = {"function": {"name": "f", "arguments": deep}}
+    with pytest.raises(ApiError) as caught:
+        await chat(messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 async def test_too_long_a_request_names_both_numbers() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_placement import played
+from transfer.errors import Code
 
 
 def holds(worker: FakeWorker, num_rooms: int) -> Callable[[], bool]:
@@ -60,6 +61,21 @@ async def test_what_waits_to_be_sent_to_a_lost_worker_goes_to_another():
         await played(cluster, *sinks)
         assert sum(other.submit_calls) == 8
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
+
+
+async def test_a_request_that_cannot_be_sent_ends_at_once_and_blocks_nobody():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        too_large = cluster.spec(prompt_logprobs_start=1 << 70)
+        sink, other = RecordingSink(), RecordingSink()
+        dispatcher.submit(too_large, sink)
+        await sink.finished()
+        assert sink.error is not None
+        assert sink.error.code is Code.INTERNAL
+        spec = cluster.spec()
+        dispatcher.submit(spec, other)
+        await played(cluster, other)
+        assert other.token_ids == cluster.expected(spec)
 
 
 async def test_a_broken_stream_is_opened_again_under_another_name():
