@@ -141,25 +141,6 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.num_top_logprobs[row] = params.num_top_logprobs
 
 
-def clear_row(rows: SamplingRows, row: int) -> None:
-    """Turn everything off in one of the numpy rows, in place."""
-    for field, blank in zip(rows, empty_rows(1), strict=True):
-        field[row] = blank[0]
-
-
-def pack_rows(requests: Sequence[SamplingLike], num_rows: int) -> SamplingRows:
-    """Numpy rows: the requests, then empty ones up to num_rows.
-
-    Raises ValueError when there are more requests than rows, or as `set_row`.
-    """
-    if len(requests) > num_rows:
-        raise ValueError(f"expected at most {num_rows} requests, got {len(requests)}")
-    rows = empty_rows(num_rows)
-    for row, params in enumerate(requests):
-        set_row(rows, row, params)
-    return rows
-
-
 # --- sampling, on the device ------------------------------------------------------------------
 
 

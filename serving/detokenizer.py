@@ -98,19 +98,6 @@ class IncrementalDetokenizer:
         return text
 
 
-def decode_step(streams: Sequence[IncrementalDetokenizer], ids: Sequence[int]) -> list[str]:
-    """The pieces of many streams that each advance by one token."""
-    pieces = []
-    for stream, token_id in zip(streams, ids, strict=True):
-        # The common case without a call: no character is open and the token opens none.
-        if token_id < stream._size and not stream._pending:
-            text = stream._texts[token_id]
-            pieces.append(text if text is not None else stream._push_one(token_id))
-        else:
-            pieces.append(stream._push_one(token_id))
-    return pieces
-
-
 class _Window:
     """Decodes the ids shown last, then again with the new ones: the difference is new text.
 

@@ -14,7 +14,6 @@ from serving.detokenizer import (
     StopStrings,
     TokenTable,
     WindowDecoder,
-    decode_step,
 )
 from transfer.clock import SYSTEM_CLOCK, Clock
 
@@ -24,7 +23,6 @@ __all__ = [
     "StopStrings",
     "Tokenizer",
     "TokenizerError",
-    "decode_step",
 ]
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -150,10 +148,6 @@ class Tokenizer:
             return self._keeping.raw[token_id]
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else _sentencepiece_bytes(token)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
 
     def apply_chat_template(
         self,

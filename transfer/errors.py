@@ -9,8 +9,7 @@
     │   └── BadMessage           malformed, foreign or of another version
     ├── TransferError            pages did not arrive
     │   ├── PeerLost             the connection died
-    │   ├── FrameRefused         digest, epoch, room or range was wrong
-    │   └── DeadlineExceeded     too late to matter
+    │   └── FrameRefused         digest, epoch, room or range was wrong
     └── RequestError             this one request cannot be served; carries a `Code`
 
 A `RequestError` crosses the wire as its code and message inside a `RoomEvent`;
@@ -77,10 +76,6 @@ class PeerLost(TransferError):
 
 class FrameRefused(TransferError):
     """A frame whose digest, epoch, room or range is wrong."""
-
-
-class DeadlineExceeded(TransferError):
-    """Too late to matter."""
 
 
 class RequestError(KvferryError):

@@ -44,6 +44,14 @@ def _sample(logits, rows, ids, prompt_len, length, token_idx):
     return sampling.sample(logits, rows, lambda: (ids, prompt_len, length), token_idx)
 
 
+def packed(requests, num_rows):
+    """Rows of the requests, then empty ones."""
+    rows = sampling.empty_rows(num_rows)
+    for row, params in enumerate(requests):
+        sampling.set_row(rows, row, params)
+    return rows
+
+
 def run(logits, requests):
     """Sample one step for the requests, as numpy."""
     ids = np.full((len(requests), HISTORY), 7, np.int32)  # 7: garbage that must not count
@@ -52,7 +60,7 @@ def run(logits, requests):
         ids[row, : len(tokens)] = tokens
     out = _sample(
         jnp.asarray(logits, jnp.float32),
-        sampling.pack_rows(requests, len(requests)),
+        packed(requests, len(requests)),
         ids,
         np.array([len(r.prompt) for r in requests], np.int32),
         np.array([len(r.prompt) + len(r.output) for r in requests], np.int32),
@@ -334,7 +342,7 @@ def test_packing_fills_fields_from_the_wire_and_leaves_the_other_rows_off():
         max_new_tokens=5, temperature=0.5, top_k=7, logit_bias=((3, -1.5), (9, 2.0)),
         seed=(5 << 32) | 6, stop_token_ids=(1, 2), min_tokens=4, num_top_logprobs=3,
     )  # fmt: skip
-    rows = sampling.pack_rows([params], 3)
+    rows = packed([params], 3)
     blank = sampling.empty_rows(3)
     for name, field, other in zip(rows._fields, rows, blank, strict=True):
         assert field.dtype == other.dtype, name
@@ -344,26 +352,21 @@ def test_packing_fills_fields_from_the_wire_and_leaves_the_other_rows_off():
     assert rows.bias_ids[0, :3].tolist() == [3, 9, -1]
     assert rows.bias_values[0, :3].tolist() == [-1.5, 2.0, 0.0]
     assert rows.stop_ids[0, :3].tolist() == [1, 2, -1]
-    sampling.clear_row(rows, 0)
-    for field, other in zip(rows, blank, strict=True):
-        np.testing.assert_array_equal(field, other)
 
 
 def test_a_row_set_again_forgets_what_it_held():
-    rows = sampling.pack_rows([Request(logit_bias=((1, 1.0), (2, 2.0)), stop_token_ids=(3, 4))], 1)
+    rows = packed([Request(logit_bias=((1, 1.0), (2, 2.0)), stop_token_ids=(3, 4))], 1)
     sampling.set_row(rows, 0, Request(logit_bias=((5, 5.0),), stop_token_ids=(6,)))
-    fresh = sampling.pack_rows([Request(logit_bias=((5, 5.0),), stop_token_ids=(6,))], 1)
+    fresh = packed([Request(logit_bias=((5, 5.0),), stop_token_ids=(6,))], 1)
     for field, other in zip(rows, fresh, strict=True):
         np.testing.assert_array_equal(field, other)
 
 
 def test_more_than_a_row_holds_is_refused():
     with pytest.raises(ValueError, match=f"at most {NUM_BIAS} logit biases, got 301"):
-        sampling.pack_rows([Request(logit_bias=tuple((i, 1.0) for i in range(301)))], 1)
+        packed([Request(logit_bias=tuple((i, 1.0) for i in range(301)))], 1)
     with pytest.raises(ValueError, match=f"at most {NUM_STOP} stop ids, got 17"):
-        sampling.pack_rows([Request(stop_token_ids=tuple(range(17)))], 1)
-    with pytest.raises(ValueError, match="at most 1 requests, got 2"):
-        sampling.pack_rows([Request(), Request()], 1)
+        packed([Request(stop_token_ids=tuple(range(17)))], 1)
 
 
 def test_the_limits_are_those_of_the_wire():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.detokenizer import REPLACEMENT, IncrementalDetokenizer, WindowDecoder
-from serving.tokenizer import StopStrings, Tokenizer, decode_step
+from serving.tokenizer import StopStrings, Tokenizer
 from tests.serving.test_tokenizer import GOLDENS, sentencepiece_like
 
 STREAMS = json.loads((Path(GOLDENS) / "streams.json").read_text(encoding="utf-8"))["streams"]
@@ -40,19 +40,6 @@ def test_many_ids_at_once_show_what_they_show_one_by_one():
             assert first == "".join(want["pieces"][:cut])
             rest = stream.push(case["ids"][cut:])
             assert first + rest + stream.flush() == want["text"]
-
-
-def test_a_step_of_many_streams_is_each_stream_pushed_alone():
-    length = max(len(case["ids"]) for case in STREAMS)
-    streams = [TOKENIZER.stream(skip_special_tokens=False) for _ in STREAMS]
-    shown = [""] * len(STREAMS)
-    for position in range(length):
-        ids = [case["ids"][position % len(case["ids"])] for case in STREAMS]
-        for index, piece in enumerate(decode_step(streams, ids)):
-            shown[index] += piece
-    for index, case in enumerate(STREAMS):
-        ids = [case["ids"][position % len(case["ids"])] for position in range(length)]
-        assert shown[index] + streams[index].flush() == TOKENIZER.decode(ids, False)
 
 
 ids_strategy = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=40)

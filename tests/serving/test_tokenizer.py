@@ -162,7 +162,6 @@ def test_several_templates_are_chosen_by_name(folder):
 
 def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
     tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=None))
-    assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
