@@ -123,6 +123,7 @@ SPEC = a_worker().kv_spec
             {"kv_spec": msgspec.structs.replace(SPEC, dtype="float32")},
             ("dtype", "bfloat16", "float32"),
         ),
+        ({"dtype": "float16"}, ("dtype", "float16")),
         ({"tp_size": 3}, ("3 shards",)),
     ],
 )
