@@ -1,5 +1,6 @@
 """Control plane calls: gRPC generic handlers carrying wire messages, behind a cluster token."""
 
+import asyncio
 import hmac
 import logging
 import os
@@ -185,6 +186,12 @@ class RpcClient:
             data = await method(wire.encode(request), timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise _translate(error, f"{name} at {self.address}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # gRPC ends the calls of a channel that is closed so; the caller was not cancelled.
+            raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
         return wire.decode(data, reply)
 
     async def stream[M: msgspec.Struct](

@@ -111,6 +111,32 @@ async def test_a_handler_that_hangs_is_unavailable_after_the_time() -> None:
             await client.call("Hang", wire.Empty(), wire.Empty, 0.05)
 
 
+async def test_a_call_under_way_when_its_client_closes_is_unavailable_not_a_cancel() -> None:
+    begun, ever = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: wire.Empty) -> wire.Empty:
+        begun.set()
+        await ever.wait()
+        return wire.Empty()
+
+    server = RpcServer(SECURITY)
+    server.unary("Hang", wire.Empty, hang)
+    async with served(server) as client:
+
+        async def ask() -> wire.Empty:
+            return await client.call("Hang", wire.Empty(), wire.Empty, PATIENCE_S)
+
+        asked, dropped = asyncio.create_task(ask()), asyncio.create_task(ask())
+        await begun.wait()
+        dropped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+        await client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await asked
+        ever.set()
+
+
 async def test_a_port_in_use_is_a_config_error_that_names_it() -> None:
     first, second = an_echo_server(), an_echo_server()
     port = await first.start("127.0.0.1", 0)
