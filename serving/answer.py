@@ -103,19 +103,27 @@ class Runner:
         self._queued: dict[asyncio.Task[Ticket], frozenset[str]] = {}  # ids that wait for a place
 
     async def run(
-        self, request: Request, answer: Answer, arrival_s: float, receive: Receive
+        self,
+        request: Request,
+        answer: Answer,
+        arrival_s: float,
+        receive: Receive,
+        *,
+        queues: bool = True,
     ) -> bool:
         """Until the answer is closed, or the client left: then False. arrival_s: unix seconds.
 
+        queues: False for a probe, which must tell a full server from one that is stuck.
         Raises ApiError when the answer failed before anything was sent, or was not admitted.
         """
         gone = asyncio.ensure_future(until_disconnected(receive))
         ticket: Ticket | None = None
         generations: list[Generation] = []
         try:
-            ticket = await self._admit(request, gone)
-            if ticket is None:
-                return False
+            if queues:
+                ticket = await self._admit(request, gone)
+                if ticket is None:
+                    return False
             for ask, sink in zip(request.choices, answer.sinks, strict=True):
                 spec = GenerationSpec(
                     ask.prompt.ids,
