@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.report import BadRows, Report, compare, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
+from serving.demo import demo_model_path
 
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
@@ -19,13 +20,15 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     kernels = commands.add_parser("kernels", help="device work beside its floor, random weights")
     transfer = commands.add_parser("transfer", help="pages between two processes")
     serve = commands.add_parser("serve", help="load over HTTP: TTFT, TPOT, ITL, goodput")
+    frontend = commands.add_parser("frontend", help="streams over HTTP, without a model")
     comparing = commands.add_parser("compare", help="say what got better or worse")
-    for command in (kernels, transfer, serve):
+    for command in (kernels, transfer, serve, frontend):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
         command.add_argument("--seed", type=int, default=0)
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
+    _add_frontend(frontend)
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--tolerance", type=float, default=0.05, help="share that is noise")
@@ -62,6 +65,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=2, help="requests sent before measuring")
 
 
+def _add_frontend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", default=str(demo_model_path()), help="for its tokenizer")
+    parser.add_argument("--server-args", default="", help="further arguments of `kvferry serve`")
+    parser.add_argument("--streams", type=int, action="append", help="may be repeated")
+    parser.add_argument("--interval", type=int, action="append", help="tokens a chunk, repeatable")
+    parser.add_argument("--pace", choices=("saturated", "paced"), action="append")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="from step to step when paced")
+    parser.add_argument("--output-tokens", "--osl", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=1 << 18, help="of a saturated cell, about")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run what the arguments of `add_subcommands` chose; returns the exit status."""
     try:
@@ -80,6 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
             run_transfer(report, args.only or tuple(WORKLOADS), args.budget_s)
             return 0
+        if args.bench_command == "frontend":
+            from bench import frontend
+
+            return frontend.run(args, report)
         from bench import serve
 
         return serve.run(args, report)

@@ -22,6 +22,7 @@ Direction = Literal["higher", "lower", "neither"]
 UNITS: dict[str, Direction] = {
     "tok/s": "higher",
     "req/s": "higher",
+    "chunk/s": "higher",
     "GB/s": "higher",
     "TFLOP/s": "higher",
     "share": "higher",

@@ -1,0 +1,252 @@
+"""The load client of the front end benchmark: a loop over epoll that stamps and keeps bytes.
+
+It counts events as they come, by their mark alone, and reads what they say only after the round,
+so that the server is the slower end. `python -m bench.frontend_client FD`, driven by lines of JSON;
+FD is a socket on which the engine asks to be told when so many events are held.
+"""
+
+import contextlib
+import gc
+import math
+import os
+import re
+import select
+import socket
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import orjson
+
+from bench.frontend_plan import (
+    STEER,
+    TOKEN_CHARS,
+    Cell,
+    inherited_socket,
+    request_id,
+    say,
+    text_of,
+    told,
+)
+
+_MARK = b"data: "
+_EVENT = re.compile(rb"data: (.*)\n\n")
+_TAIL_BYTES = len(_MARK) - 1  # too few to hold a mark, so none is counted twice
+_LAST_CHUNK = b"0\r\n\r\n"
+_READ_BYTES = 1 << 16
+_SENDS_A_TURN = 8
+_PATIENCE_S = 60.0
+
+
+class BadStream(ValueError):
+    """A stream that does not say what it should; the message names it."""
+
+
+@dataclass
+class Reads:
+    """What came on one connection, read by read; times are monotonic seconds."""
+
+    times_s: list[float] = field(default_factory=list)
+    data: list[bytes] = field(default_factory=list)
+    events: int = 0
+    tail: bytes = b""
+
+    def add(self, now_s: float, data: bytes) -> int:
+        """Keep a read; how many events begin in it."""
+        self.times_s.append(now_s)
+        self.data.append(data)
+        seen = self.tail + data if self.tail else data
+        self.tail = b"" if seen.endswith(b"\n\n\r\n") else seen[-_TAIL_BYTES:]
+        events = seen.count(_MARK)
+        self.events += events
+        return events
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response is complete."""
+        return self.tail == _LAST_CHUNK
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One stream, read: monotonic seconds of each token, f64[tokens], and how it was spelt."""
+
+    token_s: np.ndarray
+    num_pieces: int
+    piece_bytes: int  # of the second piece, as it went over the wire
+
+    @classmethod
+    def of(cls, stream: int, reads: Reads, num_tokens: int, texts: Sequence[str]) -> "Heard":
+        """Raises BadStream unless every token came once, in order, and then the end."""
+        raw = b"".join(reads.data)
+        if not raw.startswith(b"HTTP/1.1 200 "):
+            raise BadStream(f"stream {stream} was answered {raw[:300]!r}")
+        ends = list(accumulate(map(len, reads.data)))
+        token_s: list[float] = []
+        said: list[str] = []
+        piece_ends: list[int] = []
+        finish = last = None
+        for match in _EVENT.finditer(raw):
+            last = match[1]
+            if last == b"[DONE]":
+                continue
+            event = orjson.loads(last)
+            if event.get("id") != request_id(stream) or not event.get("choices"):
+                raise BadStream(f"stream {stream} got {last[:300]!r}")
+            choice = event["choices"][0]
+            finish = choice.get("finish_reason") or finish
+            text = choice["delta"].get("content")
+            if text:
+                said.append(text)
+                now_s = reads.times_s[bisect_left(ends, match.end())]
+                token_s += [now_s] * (len(text) // TOKEN_CHARS)
+                piece_ends.append(match.end())
+        if "".join(said) != text_of(stream, 0, num_tokens, texts):
+            raise BadStream(
+                f"stream {stream} has {len(token_s)} tokens, expected {num_tokens}, or they differ"
+            )
+        if finish != "length" or last != b"[DONE]" or not raw.endswith(_LAST_CHUNK):
+            raise BadStream(f"stream {stream} ended with {finish!r} and {raw[-50:]!r}")
+        piece_bytes = piece_ends[2] - piece_ends[1] if len(piece_ends) > 2 else 0
+        return cls(np.array(token_s), len(said), piece_bytes)
+
+
+class LoadClient:
+    """Connections that are kept, and rounds of requests over them."""
+
+    def __init__(self, steering: socket.socket, texts: Sequence[str]) -> None:
+        self._steering = steering
+        self._texts = texts
+        self._sockets: list[socket.socket] = []
+        self._epoll = select.epoll()
+        self._epoll.register(steering.fileno(), select.EPOLLIN)
+        self._threshold: float = math.inf  # events of this round of which the engine wants to know
+        self._total = 0
+
+    def connect(self, host: str, port: int, count: int) -> None:
+        """Open connections until there are so many."""
+        while len(self._sockets) < count:
+            connection = socket.create_connection((host, port), timeout=_PATIENCE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
+            self._sockets.append(connection)
+
+    def play(self, cell: Cell, payload: dict[str, Any], path: str) -> dict[str, Any]:
+        """One round: a request on each connection, read to its end.
+
+        Says `started` when every stream has its first token, `ended` when all are read. Writes
+        f64[streams, tokens + 1] to path: when each request left, then when each token came.
+        Raises BadStream.
+        """
+        requests = [self._request(stream, payload) for stream in range(cell.num_streams)]
+        reads = [Reads() for _ in requests]
+        gc.collect()
+        gc.disable()
+        sent_s = self._round(cell, requests, reads)
+        say(ended=True)
+        gc.enable()
+        heard = [
+            Heard.of(stream, one, cell.output_tokens, self._texts)
+            for stream, one in enumerate(reads)
+        ]
+        table = np.empty((cell.num_streams, cell.output_tokens + 1))
+        table[:, 0] = sent_s
+        for stream, one in enumerate(heard):
+            table[stream, 1:] = one.token_s
+        np.save(path, table)
+        return {
+            "pieces": sum(one.num_pieces for one in heard),
+            "piece_bytes": heard[0].piece_bytes,
+            "reads": sum(len(one.data) for one in reads),
+            "end_s": max(one.times_s[-1] for one in reads),
+        }
+
+    def _request(self, stream: int, payload: dict[str, Any]) -> bytes:
+        body = orjson.dumps(payload | {"rid": request_id(stream)})
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: bench",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+    def _round(self, cell: Cell, requests: Sequence[bytes], reads: Sequence[Reads]) -> list[float]:
+        """Send and read; returns when each request left."""
+        stream_at = {self._sockets[idx].fileno(): idx for idx in range(cell.num_streams)}
+        steering = self._steering.fileno()
+        self._total = 0
+        sent_s: list[float] = []
+        start_s = heard_s = time.monotonic()
+        not_started, not_ended = cell.num_streams, cell.num_streams
+        while not_ended:
+            wait_s = self._send(cell, requests, sent_s, start_s)
+            ready = self._epoll.poll(wait_s, 1024)
+            for fd, _ in ready:
+                if fd == steering:
+                    (self._threshold,) = STEER.unpack(self._steering.recv(STEER.size))
+                    self._steer()
+                    continue
+                data = os.read(fd, _READ_BYTES)
+                heard_s = time.monotonic()
+                one = reads[stream_at[fd]]
+                before = one.events
+                self._total += one.add(heard_s, data)
+                if self._total >= self._threshold:
+                    self._steer()
+                if before < 2 <= one.events:  # the event with the role, and the first token
+                    not_started -= 1
+                    if not not_started:
+                        say(started=True)
+                if one.ended:
+                    not_ended -= 1
+                elif not data:
+                    stream = stream_at[fd]
+                    raise BadStream(f"stream {stream} was closed after {one.events} events")
+            if not ready and time.monotonic() - max(heard_s, *sent_s[-1:]) > _PATIENCE_S:
+                raise BadStream(f"{not_ended} streams have not ended; {self._total} events came")
+        return sent_s
+
+    def _send(
+        self, cell: Cell, requests: Sequence[bytes], sent_s: list[float], start_s: float
+    ) -> float:
+        """Send a few of the requests that are due; seconds there are until the next is."""
+        for _ in range(_SENDS_A_TURN):
+            if len(sent_s) == len(requests):
+                return 1.0
+            now_s = time.monotonic()
+            left_s = start_s + len(sent_s) * cell.spacing_s - now_s
+            if left_s > 0:
+                return left_s
+            self._sockets[len(sent_s)].sendall(requests[len(sent_s)])
+            sent_s.append(now_s)
+        return 0.0
+
+    def _steer(self) -> None:
+        if self._total >= self._threshold:
+            self._threshold = math.inf
+            self._steering.send(b"k")
+
+
+def main() -> None:
+    """Play rounds until nothing more is asked."""
+    steering = inherited_socket(sys.argv[1])
+    with contextlib.closing(steering):
+        setup = told()
+        client = LoadClient(steering, setup["texts"])
+        while ask := told():
+            try:
+                cell = Cell(**ask["cell"])
+                client.connect(ask["host"], ask["port"], cell.num_streams)
+                say(**client.play(cell, ask["payload"], ask["path"]))
+            except (BadStream, OSError) as error:
+                say(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

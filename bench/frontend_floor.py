@@ -1,0 +1,175 @@
+"""The floor under the front end benchmark: the same bytes from a uvloop Protocol, without HTTP.
+
+It knows as much of HTTP as finding where a request ends, and writes events that were prepared. The
+engine tells it steps over a socket, in place of gRPC. `python -m bench.frontend_floor FD`.
+"""
+
+import asyncio
+import socket
+import sys
+from typing import cast
+
+import numpy as np
+import orjson
+import uvloop
+
+from bench.frontend_plan import (
+    REQUESTED,
+    STEP,
+    TOKEN_CHARS,
+    Cell,
+    inherited_socket,
+    request_id,
+    say,
+    stream_of,
+    text_of,
+    token_at,
+    told,
+)
+
+_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+class Spelling:
+    """Events of a stream as bytes, each a chunk; pieces have exactly the bytes asked."""
+
+    def __init__(self, cell: Cell, piece_bytes: int, texts: list[str]) -> None:
+        """piece_bytes: of a whole piece with its chunk's frame; less than there must be adds 0."""
+        self._cell = cell
+        self._texts = texts
+        self._encoded = [text.encode() for text in texts]
+        self._model = ""
+        short = piece_bytes - len(self._piece(0, "x" * TOKEN_CHARS * cell.interval))
+        self._model = "m" * max(0, short)
+        self._frames = [self._frame(stream) for stream in range(cell.num_streams)]
+
+    def opening(self, stream: int) -> bytes:
+        """What goes before the first token."""
+        return _HEAD + _chunk(self._event(stream, {"role": "assistant", "content": ""}))
+
+    def write(self, stream: int, token_idx: int) -> bytes:
+        """What there is to write once that token came; may be nothing."""
+        cell = self._cell
+        if cell.interval == 1:
+            before, after = self._frames[stream]
+            data = before + self._encoded[token_at(stream, token_idx, len(self._texts))] + after
+        elif token_idx % cell.interval == 0:
+            start = max(0, token_idx - cell.interval + 1)
+            data = self._piece(stream, text_of(stream, start, token_idx + 1, self._texts))
+        else:
+            data = b""
+        if token_idx == cell.output_tokens - 1:
+            if left := token_idx % cell.interval:
+                start = token_idx - left + 1
+                data += self._piece(stream, text_of(stream, start, token_idx + 1, self._texts))
+            data += _chunk(self._event(stream, {}, "length")) + _END
+        return self.opening(stream) + data if token_idx == 0 else data
+
+    def _piece(self, stream: int, text: str) -> bytes:
+        return _chunk(self._event(stream, {"content": text}))
+
+    def _frame(self, stream: int) -> tuple[bytes, bytes]:
+        before, after = self._piece(stream, "x" * TOKEN_CHARS).split(b"x" * TOKEN_CHARS)
+        return before, after
+
+    def _event(self, stream: int, delta: dict[str, str], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        event = {"id": request_id(stream), "model": self._model, "choices": [choice]}
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+class Floor:
+    """All connections of the client, by the stream that each carries now, and the engine's."""
+
+    def __init__(self) -> None:
+        self.transports: dict[int, asyncio.Transport] = {}
+        self.engine: asyncio.Transport | None = None
+        self.spelling: Spelling | None = None
+
+    def requested(self, stream: int, transport: asyncio.Transport) -> None:
+        """A request is complete."""
+        assert self.engine is not None
+        self.transports[stream] = transport
+        self.engine.write(REQUESTED.pack(stream))
+
+    def step(self, token_idx: int, streams: list[int]) -> None:
+        """One token for each of these streams."""
+        assert self.spelling is not None, "a round begins with its cell"
+        for stream in streams:
+            if data := self.spelling.write(stream, token_idx):
+                self.transports[stream].write(data)
+
+
+class _Request(asyncio.Protocol):
+    """One connection of the client."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._transport: asyncio.Transport | None = None
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, found, body = self._data.partition(b"\r\n\r\n")
+        if not found or len(body) < int(head.rpartition(b"Content-Length: ")[2]):
+            return
+        self._data = b""
+        assert self._transport is not None
+        self._floor.requested(stream_of(orjson.loads(body)["rid"]), self._transport)
+
+
+class _Engine(asyncio.Protocol):
+    """The engine's socket."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._floor.engine = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= STEP.size:
+            token_idx, count = STEP.unpack_from(self._data)
+            end = STEP.size + 4 * count
+            if len(self._data) < end:
+                return
+            streams = np.frombuffer(self._data, "<i4", count, STEP.size).tolist()
+            self._data = self._data[end:]
+            self._floor.step(token_idx, streams)
+
+
+async def serve(engine: socket.socket) -> None:
+    """Serve rounds until nothing more is asked."""
+    loop = asyncio.get_running_loop()
+    floor = Floor()
+    await loop.create_connection(lambda: _Engine(floor), sock=engine)
+    server = await loop.create_server(lambda: _Request(floor), "127.0.0.1", 0, backlog=4096)
+    setup = await asyncio.to_thread(told)
+    say(port=server.sockets[0].getsockname()[1])
+    while ask := await asyncio.to_thread(told):
+        floor.spelling = Spelling(Cell(**ask["cell"]), ask["piece_bytes"], setup["texts"])
+        say(ready=True)
+    server.close()
+
+
+def main() -> None:
+    """`python -m bench.frontend_floor FD`."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(inherited_socket(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The front end benchmark: what it counts, what it catches, and one small run of all of it."""
+
+import argparse
+import io
+import json
+import math
+
+import pytest
+
+from bench import frontend
+from bench.frontend_client import BadStream, Heard, Reads
+from bench.frontend_floor import Spelling
+from bench.frontend_plan import Cell, pieces_of, text_of, tokens_of
+from bench.report import Report
+from bench.surroundings import Surroundings
+from serving.demo import demo_model_path
+
+TEXTS = [" boat", " page", "other", "house", " tide"]
+NUM_TOKENS = 12
+
+
+def spelt(interval: int = 1, stream: int = 3) -> list[bytes]:
+    """What the floor writes for each token of a stream."""
+    cell = Cell(num_streams=4, output_tokens=NUM_TOKENS, interval=interval)
+    spelling = Spelling(cell, 240, TEXTS)
+    return [spelling.write(stream, k) for k in range(NUM_TOKENS)]
+
+
+def heard(pieces: list[bytes]) -> Heard:
+    reads = Reads()
+    for time_s, data in enumerate(pieces):
+        if data:
+            reads.add(float(time_s), data)
+    return Heard.of(3, reads, NUM_TOKENS, TEXTS)
+
+
+def test_the_first_token_is_a_piece_and_then_every_interval():
+    assert [pieces_of(n, 1) for n in range(4)] == [0, 1, 2, 3]
+    assert [pieces_of(n, 8) for n in (0, 1, 8, 9, 16, 17, 128)] == [0, 1, 1, 2, 2, 3, 16]
+
+
+def test_neighbouring_streams_and_tokens_differ():
+    assert text_of(3, 0, 3, TEXTS) == "house tide boat"
+    assert text_of(4, 0, 3, TEXTS) == " tide boat page"
+
+
+def test_tokens_of_the_small_checkpoint_are_five_plain_characters():
+    ids, texts = tokens_of(demo_model_path())
+    assert len(ids) == len(texts) > 200
+    assert {len(text) for text in texts} == {5}
+
+
+def test_every_token_is_stamped_by_the_read_that_ended_its_event():
+    found = heard(spelt())
+    assert found.token_s.tolist() == [float(k) for k in range(NUM_TOKENS)]
+    assert (found.num_pieces, found.piece_bytes) == (NUM_TOKENS, 240)
+
+
+def test_tokens_of_one_piece_share_its_stamp():
+    assert heard(spelt(interval=8)).token_s.tolist() == [0.0] + [8.0] * 8 + [11.0] * 3
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda pieces: pieces[:5] + pieces[6:],
+        lambda pieces: pieces[:5] + pieces[4:],
+        lambda pieces: [*pieces[:4], pieces[5], pieces[4], *pieces[6:]],
+        lambda pieces: pieces[:-1],
+        lambda pieces: [*pieces[:5], spelt(stream=2)[5], *pieces[6:]],
+        lambda pieces: [pieces[0].replace(b"200", b"429"), *pieces[1:]],
+    ],
+    ids=["lost", "doubled", "swapped", "no end", "of another stream", "refused"],
+)
+def test_a_stream_that_is_not_whole_fails(broken):
+    with pytest.raises(BadStream, match="stream 3"):
+        heard(broken(spelt()))
+
+
+def test_events_are_counted_once_wherever_reads_cut_them():
+    whole = b"".join(spelt())
+    for size in (1, 5, 7, 100):
+        reads = Reads()
+        ended = []
+        for start in range(0, len(whole), size):
+            reads.add(0.0, whole[start : start + size])
+            ended.append(reads.ended)
+        assert reads.events == NUM_TOKENS + 3  # role, finish reason, [DONE]
+        assert ended.index(True) == len(ended) - 1
+
+
+@pytest.mark.timeout(120)
+def test_a_small_run_reports_every_cell_beside_its_floor(tmp_path):
+    args = argparse.Namespace(
+        model_path=str(demo_model_path()),
+        server_args="--stream-interval 4",
+        streams=[6],
+        interval=[1],
+        pace=None,
+        step_ms=2.0,
+        output_tokens=NUM_TOKENS,
+        tokens=2 * 6 * NUM_TOKENS,
+    )
+    path = tmp_path / "rows.jsonl"
+    report = Report("frontend", Surroundings("c", "d", {}), json_path=path, out=io.StringIO())
+    assert frontend.run(args, report) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["case"] for row in rows} == {
+        "x6 interval 1 saturated",
+        "x6 interval 1 paced 2 ms",
+    }
+    assert len(rows) == 2 * 9
+    for row in rows:
+        assert math.isfinite(row["value"])
+        assert row["shapes"]["piece_bytes"] > 100
+    values = {(row["case"], row["metric"]): row for row in rows}
+    steps = NUM_TOKENS - 1
+    assert values["x6 interval 1 paced 2 ms", "output"]["value"] < 6 * steps / (0.002 * (steps - 2))
+    assert values["x6 interval 1 saturated", "chunks"]["value"] > 0
