@@ -155,7 +155,6 @@ class Admin:
             texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []
             add_special = add_special is not False
         lists = [await self._model.encode(text, add_special) for text in texts]
-        strings = [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
         is_batch = isinstance(fields.prompt, list)
         data: dict[str, Any] = {
             "tokens": lists if is_batch else lists[0],
@@ -164,6 +163,7 @@ class Admin:
             "token_strs": None,
         }
         if fields.return_token_strs:
+            strings = [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
             data["token_strs"] = strings if is_batch else strings[0]
         return _json(data)
 

@@ -280,6 +280,7 @@ class ChatReader:
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval, model.config)
+        _check_number(fields.messages or [], model.context_length())
         self._messages = messages_of(fields, model.takes_parts)
 
     async def finish(self, request_id: str | None) -> Request:
@@ -303,6 +304,17 @@ class ChatReader:
             self._shown,
             [max_new],
             self._interval,
+        )
+
+
+def _check_number(messages: Sequence[Any], context_length: int) -> None:
+    """Each message makes a token at least; templates take seconds for a million of them."""
+    if len(messages) > context_length:
+        raise bad_field(
+            "messages",
+            f"{len(messages)} messages; the context length is {context_length} tokens, prompt and "
+            "output together",
+            "context_length_exceeded",
         )
 
 

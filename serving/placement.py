@@ -149,9 +149,7 @@ class Placement:
             pair = generation.pair
             if pair is None:  # moved or ended meanwhile
                 continue
-            if pair.decode_key == key or (
-                pair.prefill_key == key and not generation.decoding
-            ):
+            if pair.decode_key == key or (pair.prefill_key == key and not generation.decoding):
                 self.move(generation, Code.PEER_LOST, message, key, key[0])
         self._router.forget(key)
 

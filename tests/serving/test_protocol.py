@@ -236,6 +236,7 @@ async def test_a_text_far_past_the_context_is_refused_without_tokenizing_it() ->
     for refused, name in (
         (completion(on, prompt=text), "prompt"),
         (chat(on, messages=[{"role": "user", "content": text}]), "messages"),
+        (chat(on, messages=[{"role": "user", "content": ""}] * 513), "messages"),
         (generate(on, text=text), "text"),
     ):
         with pytest.raises(ApiError) as caught:
