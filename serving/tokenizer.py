@@ -103,7 +103,9 @@ class Tokenizer:
         Raises ValueError when the text has lone surrogates, which no UTF-8 has.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Without offsets, which nobody reads: a third of the time, most of it outside the GIL.
+            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return batch[0].ids
         except TypeError as error:
             raise ValueError("expected text that UTF-8 can hold, got a lone surrogate") from error
 
