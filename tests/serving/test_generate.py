@@ -122,7 +122,7 @@ async def test_events_repeat_everything_so_far() -> None:
         body = {"text": "Hi!", "sampling_params": params(), "stream": True, "return_logprob": True}
         events = await live.events("/generate", body)
         assert events[-1] == "[DONE]"
-        assert events[0]["text"] == "a"
+        assert events[0]["text"].startswith("a")  # others may have overtaken the first token
         for before, after in itertools.pairwise(events[:-1]):
             assert after["text"].startswith(before["text"])
             assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
@@ -142,7 +142,10 @@ async def test_events_of_a_batch_carry_an_index_and_intervals_hold() -> None:
         events = await live.events("/generate", body)
         for index in (0, 1):
             texts = [event["text"] for event in events[:-1] if event["index"] == index]
-            assert texts == [letters(1), letters(5), letters(9), letters(9)]
+            # Decode's first tokens may overtake prefill's, and then leave with it.
+            assert [letters(len(text)) for text in texts] == texts
+            assert texts[-1] == letters(9)
+            assert all(len(b) - len(a) >= 4 for a, b in itertools.pairwise(texts[:-1]))
 
 
 async def test_a_bad_field_is_a_400_that_names_it() -> None:
