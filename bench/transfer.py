@@ -126,7 +126,6 @@ class Sender:
         grant = wire.Grant(
             room=room,
             epoch=EPOCH,
-            decode_id="bench-peer",
             data_address=self._address,
             page_ids=wire.pack_i32(ids),
             tp_size=1,

@@ -224,7 +224,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             grant = wire.Grant(
                 room=seat.room,
                 epoch=self.epoch,
-                decode_id=self.worker_id(),
                 data_address=self._data_address,
                 page_ids=wire.pack_i32(seat.pages[:num_pages]),
                 tp_size=self.config.tp_size,

@@ -138,7 +138,6 @@ class Generation:
         "finish",
         "last_token_s",
         "pair",
-        "preemptions",
         "prefilled",
         "refusals",
         "refused_since_s",
@@ -163,7 +162,6 @@ class Generation:
         self.last_token_s = 0.0  # monotonic
         self.avoid: frozenset[str] = frozenset()  # workers that failed it lately
         self.retries = 0
-        self.preemptions = 0
         self.refusals = 0  # in a row
         self.refused_since_s: float | None = None
         self.retry_timer: Timer | None = None

@@ -117,7 +117,6 @@ class Placement:
 
     def move_preempted(self, generation: Generation, over_at: Key) -> None:
         """Its pages were needed by an older one: it goes on elsewhere, as often as it takes."""
-        generation.preemptions += 1
         self._leave(generation, over_at)
         self.place(generation)
 

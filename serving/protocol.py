@@ -264,9 +264,8 @@ def sampling_of(
         repetition_penalty=_in(
             "repetition_penalty",
             _or(fields.repetition_penalty, defaults.repetition_penalty),
-            0.0,
+            0.01,  # logits are divided by it
             None,
-            open_low=True,
         ),
         logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
         stop_token_ids=_stop_token_ids(fields, model),

@@ -311,7 +311,9 @@ class Receiver(ABC):
             self._inbound.spoil(frame, feeder)
         if frame.kind is Kind.CANCEL:
             return  # nobody waits for an answer to it
-        log.warning("frame of room %d refused: %s", frame.room, error)
+        # A request that ends early leaves frames on their way: no fault of anyone.
+        level = logging.DEBUG if reason == "unknown_room" else logging.WARNING
+        log.log(level, "frame of room %d refused: %s", frame.room, error)
         feeder.reply(
             Frame(Kind.NACK, frame.room), wire.encode(Refused(Code.STALE.value, str(error)))
         )

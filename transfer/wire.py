@@ -110,7 +110,6 @@ class Grant(Message):
 
     room: int
     epoch: int  # decode's epoch: frames that carry another are refused
-    decode_id: str
     data_address: str  # backend address, for example tcp://127.0.0.1:4000
     page_ids: bytes  # i32[pages]: where each page of the prompt goes in decode's pool
     tp_size: int  # decode's shards ...

@@ -87,7 +87,6 @@ class Ask:
 class _Stream:
     """One API process's reply stream."""
 
-    serial: int
     queue: "asyncio.Queue[wire.StepBatch | None]" = field(
         default_factory=lambda: asyncio.Queue(MAX_BATCHES)
     )
@@ -107,7 +106,6 @@ class Worker(ABC):
         self.inbox = Inbox()
         self.progress = 0  # grows with every turn of the engine loop
         self._streams: dict[str, _Stream] = {}
-        self._serial = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._ready = False
@@ -268,8 +266,7 @@ class Worker(ABC):
 
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         self.require_ready()
-        self._serial += 1
-        stream = _Stream(self._serial)
+        stream = _Stream()
         older = self._streams.get(request.api_id)
         if older is not None:
             _offer(older, None)

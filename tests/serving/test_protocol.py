@@ -62,6 +62,7 @@ BOTH: list[tuple[str, Any]] = [
     ("frequency_penalty", 2.1),
     ("presence_penalty", -2.1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-60),
     ("n", 0),
     ("n", 1000),
     ("n", "two"),

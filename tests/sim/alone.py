@@ -73,7 +73,7 @@ class Alone:
     def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
         """What a decode worker nobody listens at would send."""
         epoch = self.worker.epoch if epoch is None else epoch
-        return wire.Grant(room, epoch, "decode", "sim://nobody", b"", 1, 2)
+        return wire.Grant(room, epoch, "sim://nobody", b"", 1, 2)
 
     def turn(self) -> bool:
         """One turn, checked."""

@@ -214,7 +214,7 @@ class SimDecode(DecodeWorker):
 
 def open_stream(worker: Worker, api_id: str) -> None:
     """An API process subscribes."""
-    worker._streams[api_id] = _Stream(len(worker._streams))
+    worker._streams[api_id] = _Stream()
 
 
 def close_stream(worker: Worker, api_id: str) -> None:

@@ -45,7 +45,6 @@ def a_grant(
     return wire.Grant(
         room=room,
         epoch=epoch,
-        decode_id="decode-0",
         data_address=address,
         page_ids=wire.pack_i32(np.arange(num_pages)),
         tp_size=tp_size,
