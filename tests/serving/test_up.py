@@ -97,7 +97,7 @@ async def test_a_child_that_cannot_start_again_ends_the_supervisor(
     running = await supervisor.start(child("print('a bad file'); raise SystemExit(2)"))
     with pytest.raises(up.ChildFailed) as caught:
         await supervisor.watch(running)
-    assert str(caught.value) == "child ended with code 2, 1 time(s): a bad file"
+    assert str(caught.value) == "child ended with code 2, 1 time(s) in a row: a bad file"
     assert caught.value.code == 2
 
 
