@@ -195,6 +195,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         held = self._held.get(grant.room)
         if held is not None:
             self._grant(held, grant)
+        elif len(self._early) >= self.config.max_queued_requests:
+            self.counters["grants_dropped"] += 1  # its request would be refused as well
         else:
             self._early[grant.room] = (grant, self.clock.now_s() + EARLY_GRANT_S)
 
