@@ -195,9 +195,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         held = self._held.get(grant.room)
         if held is not None:
             self._grant(held, grant)
-        elif len(self._early) >= self.config.max_queued_requests:
-            self.counters["grants_dropped"] += 1  # its request would be refused as well
         else:
+            # Bounded by decode, which grants no more rooms than it has slots, and by time.
             self._early[grant.room] = (grant, self.clock.now_s() + EARLY_GRANT_S)
 
     def _grant(self, held: Held, grant: wire.Grant) -> None:

@@ -48,12 +48,6 @@ def test_a_grant_that_nobody_claims_is_forgotten() -> None:
     worker.check_idle()
 
 
-def test_early_grants_have_a_bound() -> None:
-    alone = Alone("prefill")
-    alone.worker.handle(Granted(tuple(alone.grant(room) for room in range(6))))
-    assert alone.worker.counters["grants_dropped"] == 2  # at most as many as requests: 4
-
-
 def test_a_grant_of_an_earlier_incarnation_is_not_taken() -> None:
     alone, worker = prefill()
     alone.submit(1)
