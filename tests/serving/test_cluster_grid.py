@@ -19,15 +19,18 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.flags import TOKEN_ENV
 from transfer.rpc import RpcClient, Security
 
-GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "qwen3_moe"
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 SIZES = (1, 2, 4)
 STEPS = 24
 START_TIMEOUT_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Security]]:
-    """A registry, three prefill and three decode workers, started by hand."""
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mixtral", "qwen3_moe"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, str, Security]]:
+    """A registry, three prefill and three decode workers of one checkpoint, started by hand."""
+    golden = GOLDENS / request.param
     token = secrets.token_hex(16)
     env = {**environment(), TOKEN_ENV: token}
     path = tmp_path_factory.mktemp("grid") / "log"
@@ -47,14 +50,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Sec
             for size in SIZES:
                 start(
                     role,
-                    f"--model-path={GOLDEN / 'model'}",
+                    f"--model-path={golden / 'model'}",
                     f"--registry-address={address}",
                     f"--worker-id={role}-{size}",
                     f"--tp-size={size}",
                     f"--ep-size={max(1, size // 2)}",
                     small,
                 )
-        yield address, Security(token)
+        yield golden, address, Security(token)
 
 
 def _said(log: Path, words: str) -> str:
@@ -68,11 +71,11 @@ def _said(log: Path, words: str) -> str:
 
 
 async def test_every_pair_of_meshes_gives_the_recorded_tokens(
-    cluster: tuple[str, Security],
+    cluster: tuple[Path, str, Security],
 ) -> None:
-    address, security = cluster
+    golden, address, security = cluster
     members = await _members(address, security)
-    prompts = json.loads((GOLDEN / "golden.json").read_text())["prompts"]
+    prompts = json.loads((golden / "golden.json").read_text())["prompts"]
     tokens: dict[int, dict[int, int]] = {}
     failures: list[wire.RoomEvent] = []
     clients = {name: RpcClient(m.info.address, security) for name, m in members.items()}
