@@ -238,8 +238,9 @@ class Worker(ABC):
             return _refuse(submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}")
         if submit.api_id not in self._streams:
             return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
-        if len(submit.token_ids) % 4 or submit.num_prompt_tokens < 1:
-            return _refuse(submit, Code.BAD_REQUEST, "token_ids is not i32[n], n > 0")
+        malformed = _malformed(submit)
+        if malformed:
+            return _refuse(submit, Code.BAD_REQUEST, malformed)
         return self.capacity_refusal(submit)
 
     @abstractmethod
@@ -341,6 +342,24 @@ def _offer(stream: _Stream, batch: wire.StepBatch | None) -> bool:
     except asyncio.QueueFull:
         return False
     return True
+
+
+def _malformed(submit: wire.Submit) -> str:
+    """What no API process of ours would send, since it would end the engine; "" = nothing."""
+    num_tokens, rest = divmod(len(submit.token_ids), 4)
+    if rest or not 0 < submit.num_prompt_tokens <= num_tokens:
+        return f"{len(submit.token_ids)} bytes of token ids, {submit.num_prompt_tokens} of prompt"
+    sampling = submit.sampling
+    for name, got, most in (
+        ("stop_token_ids", len(sampling.stop_token_ids), wire.MAX_STOP_IDS),
+        ("logit_bias", len(sampling.logit_bias), wire.MAX_LOGIT_BIAS),
+        ("num_top_logprobs", sampling.num_top_logprobs, wire.NUM_TOP_LOGPROBS),
+    ):
+        if got > most:
+            return f"{name}: {got}, at most {most}"
+    if sampling.max_new_tokens < 1:
+        return f"max_new_tokens: {sampling.max_new_tokens}, at least 1"
+    return ""
 
 
 def _refuse(submit: wire.Submit, code: Code, message: str) -> wire.Refusal:

@@ -1,6 +1,6 @@
 """What prefill does with grants, ends and deadlines, event by event; tests/sim plays the rest."""
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -131,6 +131,27 @@ def test_a_deadline_ends_a_room_that_waits() -> None:
     alone.turn()
     assert alone.events() == [("failed", 1, "deadline")]
     worker.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"token_ids": b"12345"}, "5 bytes"),
+        ({"token_ids": b""}, "0 bytes"),
+        ({"num_prompt_tokens": 0}, "0 of prompt"),
+        ({"num_prompt_tokens": 9}, "9 of prompt"),
+        ({"sampling": wire.SamplingParams(0)}, "max_new_tokens"),
+        ({"sampling": wire.SamplingParams(1, stop_token_ids=(1,) * 17)}, "stop_token_ids"),
+        ({"sampling": wire.SamplingParams(1, logit_bias=((1, 1.0),) * 301)}, "logit_bias"),
+        ({"sampling": wire.SamplingParams(1, num_top_logprobs=21)}, "num_top_logprobs"),
+    ],
+)
+def test_a_leg_that_would_end_the_engine_is_refused(fields: dict[str, object], named: str) -> None:
+    alone, worker = prefill()
+    refusal = worker.refusal(alone.leg(1, **fields))
+    assert refusal is not None
+    assert refusal.code == "bad_request"
+    assert named in refusal.message
 
 
 def test_too_long_and_too_many_are_refused_at_the_door() -> None:

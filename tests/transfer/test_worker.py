@@ -118,8 +118,8 @@ def test_the_epoch_is_the_start_in_milliseconds() -> None:
     [
         ({"epoch": 99}, "stale", "epoch 99, this worker has 100000"),
         ({"api_id": "stranger"}, "stale", "stranger has no reply stream here"),
-        ({"token_ids": b"\0\0\0"}, "bad_request", "not i32"),
-        ({"token_ids": b""}, "bad_request", "not i32"),
+        ({"token_ids": b"\0\0\0"}, "bad_request", "bytes of token ids"),
+        ({"token_ids": b""}, "bad_request", "bytes of token ids"),
         ({"room": 13}, "queue_full", "unlucky"),
     ],
 )
