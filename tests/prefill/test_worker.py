@@ -146,7 +146,7 @@ def test_a_deadline_ends_a_room_that_waits() -> None:
         ({"sampling": wire.SamplingParams(1, num_top_logprobs=21)}, "num_top_logprobs"),
     ],
 )
-def test_a_leg_that_would_end_the_engine_is_refused(fields: dict[str, object], named: str) -> None:
+def test_a_leg_that_would_end_the_engine_is_refused(fields: dict[str, Any], named: str) -> None:
     alone, worker = prefill()
     refusal = worker.refusal(alone.leg(1, **fields))
     assert refusal is not None
