@@ -212,7 +212,6 @@ def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
     ends.until(lambda: bool(ends.diary.pages))
     # Three come in a stall timeout: at twelve, four of them have passed.
     ends.until(lambda: ends.receiver.counters["pings"] >= 12)
-    ends.send_room(1, logical_pages(2))
     assert ends.diary.lost == []
     assert ends.diary.events == []
 
