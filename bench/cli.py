@@ -67,13 +67,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", default=str(demo_model_path()), help="for its tokenizer")
-    parser.add_argument("--server-args", default="", help="further arguments of `kvferry serve`")
-    parser.add_argument("--streams", type=int, action="append", help="may be repeated")
-    parser.add_argument("--interval", type=int, action="append", help="tokens a chunk, repeatable")
-    parser.add_argument("--pace", choices=("saturated", "paced"), action="append")
+    parser.add_argument(
+        "--server-args", default="", help="of `kvferry serve`, where it is measured"
+    )
+    parser.add_argument("--design", action="append", help="naive, all, ..., repeatable")
+    parser.add_argument("--streams", type=int, action="append", help="repeatable")
+    parser.add_argument("--interval", type=int, action="append", help="of `all`, repeatable")
+    parser.add_argument("--pace", action="append", help="saturated, paced, ..., repeatable")
     parser.add_argument("--step-ms", type=float, default=50.0, help="from step to step when paced")
+    parser.add_argument("--overload-step-ms", type=float, default=12.0, help="and in overload")
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=1 << 18, help="of a saturated cell, about")
+    parser.add_argument("--rounds", type=int, default=3, help="of a cell that is not paced")
+    parser.add_argument("--tokens", type=int, default=1 << 17, help="of such a round, about")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -117,7 +117,7 @@ class Heard:
 
 
 class LoadClient:
-    """Connections that are kept, and rounds of requests over them."""
+    """Connections to the server under test, and rounds of requests over them."""
 
     def __init__(self, steering: socket.socket, texts: Sequence[str]) -> None:
         self._steering = steering
@@ -129,12 +129,24 @@ class LoadClient:
         self._total = 0
 
     def connect(self, host: str, port: int, count: int) -> None:
-        """Open connections until there are so many."""
-        while len(self._sockets) < count:
+        """Fresh connections, all taken in by the server, which closes idle ones after a while.
+
+        Raises OSError, and BadStream when the server does not answer.
+        """
+        for connection in self._sockets:
+            connection.close()  # leaves the epoll with it
+        self._sockets = []
+        for _ in range(count):
             connection = socket.create_connection((host, port), timeout=_PATIENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._epoll.register(connection.fileno(), select.EPOLLIN)
             self._sockets.append(connection)
+        # Connections are taken in the order they came: one answer on the last, and all are.
+        last = self._sockets[-1]
+        last.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+        if not (answer := last.recv(_READ_BYTES)).startswith(b"HTTP/1.1 200 "):
+            raise BadStream(f"the server was asked for its health and said {answer!r}")
+        for connection in self._sockets:
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
 
     def play(self, cell: Cell, payload: dict[str, Any], path: str) -> dict[str, Any]:
         """One round: a request on each connection, read to its end.

@@ -36,6 +36,7 @@ from transfer.rpc import RpcServer, Security
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
+_MOST_QUEUED = 2  # steps that wait for the pipe before the engine does, in backlog
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
 
 
@@ -83,6 +84,10 @@ class Way(Protocol):
         """One token for every stream of the round."""
         ...
 
+    async def room(self) -> None:
+        """Until the pipe to the server takes another step."""
+        ...
+
 
 class Worker:
     """One role's control server: takes legs, keeps reply streams."""
@@ -93,7 +98,9 @@ class Worker:
         self.epoch = 1
         self.emitter = StepEmitter(self.worker_id, self.epoch)
         self._workers = workers
+        # Bounded by the steps of a round, and by _MOST_QUEUED for who asks for room.
         self._streams: dict[str, asyncio.Queue[wire.StepBatch]] = {}
+        self._taken = asyncio.Event()
         self._server = RpcServer(workers.security)
 
     async def start(self) -> wire.WorkerInfo:
@@ -125,6 +132,12 @@ class Worker:
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
             self._streams[api_id].put_nowait(batch)
 
+    async def room(self, api_id: str) -> None:
+        """Until few batches wait for their stream, which takes one when its pipe has room."""
+        while self._streams[api_id].qsize() >= _MOST_QUEUED:
+            self._taken.clear()
+            await self._taken.wait()
+
     async def _submit(self, batch: wire.SubmitBatch) -> wire.SubmitReply:
         self._workers.submitted(self.role, batch.submits)
         return wire.SubmitReply()
@@ -148,11 +161,14 @@ class Worker:
             yield alive
             while True:
                 try:
-                    yield await asyncio.wait_for(queue.get(), _SIGN_OF_LIFE_S)
+                    batch = await asyncio.wait_for(queue.get(), _SIGN_OF_LIFE_S)
                 except TimeoutError:
-                    yield alive
+                    batch = alive
+                self._taken.set()
+                yield batch
         finally:
             del self._streams[request.api_id]
+            self._taken.set()
 
 
 class Workers:
@@ -205,6 +221,9 @@ class Workers:
         self._decode.emitter.rows(self._api_id, rows)
         self._decode.send()
 
+    async def room(self) -> None:
+        await self._decode.room(self._api_id)
+
     def _rows(self, streams: np.ndarray, rooms: np.ndarray, token_idx: int) -> Rows:
         assert self._round is not None, "rows outside of a round"
         last = token_idx == self._round.cell.output_tokens - 1
@@ -239,6 +258,10 @@ class FloorSteps:
     def emit(self, token_idx: int) -> None:
         self._write(token_idx, self._streams)
 
+    async def room(self) -> None:
+        assert self._writer is not None, "not started"
+        await self._writer.drain()
+
     async def _take(self, reader: asyncio.StreamReader) -> None:
         data = b""
         while more := await reader.read(1 << 16):
@@ -257,15 +280,14 @@ class FloorSteps:
 
 
 class Pacer:
-    """Sends the steps of a round: by the clock, or as the client keeps up."""
+    """Sends the steps of a round: by the clock, as the client keeps up, or as the pipe takes."""
 
     def __init__(self, way: Way, steering: socket.socket) -> None:
         self._way = way
         self._steering = steering
 
     async def steps(self, current: Round) -> None:
-        """All tokens after the first. Saturated: the next step leaves when the client holds all
-        events due so far but for a quarter of the streams'."""
+        """All tokens after the first, as frontend_plan.Drive says."""
         await current.complete.wait()
         cell = current.cell
         next_s = time.monotonic()
@@ -273,11 +295,14 @@ class Pacer:
         for token_idx in range(1, cell.output_tokens):
             current.step_s.append(time.monotonic())
             self._way.emit(token_idx)
-            if cell.step_s:
+            if cell.drive == "paced":
                 next_s += cell.step_s
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
                 continue
             await asyncio.sleep(0)  # for the step to leave
+            if cell.drive == "backlog":
+                await self._way.room()
+                continue
             pieces = pieces_of(token_idx + 1, cell.interval)
             if pieces > held_pieces and token_idx < cell.output_tokens - 1:
                 held_pieces = pieces

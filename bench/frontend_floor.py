@@ -31,6 +31,7 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
+_HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 _END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
@@ -122,10 +123,13 @@ class _Request(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._data += data
         head, found, body = self._data.partition(b"\r\n\r\n")
-        if not found or len(body) < int(head.rpartition(b"Content-Length: ")[2]):
+        if not found or len(body) < int(head.partition(b"Content-Length: ")[2] or b"0"):
             return
         self._data = b""
         assert self._transport is not None
+        if not body:
+            self._transport.write(_HEALTHY)
+            return
         self._floor.requested(stream_of(orjson.loads(body)["rid"]), self._transport)
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from serving.tokenizer import Tokenizer
 
@@ -22,21 +22,31 @@ STEP = struct.Struct("<ii")  # engine to floor: token index, number of streams; 
 REQUESTED = struct.Struct("<i")  # floor to engine: this stream was asked for
 
 
+# When the next step leaves. saturated: when the client holds all but a quarter of the last. paced:
+# by the clock. backlog: when the pipe to the server takes it, whatever the client has.
+Drive = Literal["saturated", "paced", "backlog"]
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One measurement. step_s: seconds from step to step; 0 is saturated."""
+    """One measurement. step_s: seconds from step to step when paced."""
 
     num_streams: int
     output_tokens: int
-    interval: int
+    interval: int  # tokens an event after the first; 0: as the server likes, so not saturated
+    drive: Drive = "saturated"
     step_s: float = 0.0
     spacing_s: float = 0.0  # seconds from request to request
 
+    def __post_init__(self) -> None:
+        if self.drive == "saturated" and not self.interval:
+            raise ValueError("no saturated cell without an interval: no event can be waited for")
+
     @property
     def name(self) -> str:
-        """As rows have it."""
-        pace = f"paced {self.step_s * 1e3:g} ms" if self.step_s else "saturated"
-        return f"x{self.num_streams} interval {self.interval} {pace}"
+        """As rows have it, before the design."""
+        step = f" {self.step_s * 1e3:g} ms" if self.drive == "paced" else ""
+        return f"x{self.num_streams} {self.drive}{step}"
 
     def to_json(self) -> dict[str, Any]:
         """The other way is Cell(**values)."""

@@ -1,0 +1,150 @@
+"""What the front end benchmark compares: designs, their paces, and what a run asks for."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.frontend_designs import DESIGNS
+from bench.frontend_plan import Cell
+
+STREAMS = (64, 256, 1024, 2048)
+INTERVALS = (1, 8)
+PACED_SPACING_S = 1e-3  # requests of paced cells: fewer a second than the server can take in
+_PAYLOAD = {
+    "messages": [{"role": "user", "content": "Tell me of the harbour."}],
+    "stream": True,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+
+
+@dataclass(frozen=True)
+class Design:
+    """A way from a step to bytes. interval: tokens an event; 0: the server decides.
+
+    module, server_args: what serves it; designs that agree in both share a process.
+    """
+
+    name: str
+    module: str
+    server_args: tuple[str, ...] = ()
+    interval: int = 1
+
+    @property
+    def is_floor(self) -> bool:
+        """Whether it is served by bench/frontend_floor, which speaks neither gRPC nor HTTP."""
+        return self.module == _FLOOR
+
+    @property
+    def is_product(self) -> bool:
+        return self.module == _PRODUCT
+
+    def payload(self, cell: Cell) -> dict[str, Any]:
+        """Of a request of the cell."""
+        payload = _PAYLOAD | {"max_tokens": cell.output_tokens}
+        return payload | {"stream_interval": self.interval} if self.interval else payload
+
+
+_PRODUCT = "serving"
+_FLOOR = "bench.frontend_floor"
+AUTO = Design("auto", _PRODUCT, ("--stream-interval", "auto"), interval=0)
+FLOOR = Design("floor", _FLOOR)
+COMPARED = [Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS]
+DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, FLOOR.name)
+
+
+def all_of(interval: int) -> Design:
+    """The product as it is."""
+    return Design("all" if interval == 1 else f"all, interval {interval}", _PRODUCT, (), interval)
+
+
+# Naive first: it is the baseline. A cell costs what its slowest design takes, so not every design
+# runs at every pace; all of them can be asked for.
+_USUAL = {
+    "saturated": (*DESIGNS, "all", "floor"),
+    "paced": ("naive", "grouped+json", "all", "floor"),
+    "overload": ("naive", "all", "floor"),
+    "backlog": ("naive", "grouped+json", "all", "floor"),
+}
+PACES = tuple(_USUAL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell and what is compared in it, the baseline first."""
+
+    cell: Cell
+    designs: tuple[Design, ...]
+    rounds: int
+
+    def cell_of(self, design: Design) -> Cell:
+        return replace(self.cell, interval=design.interval)
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """What the arguments ask for: all paces of the fewest streams first.
+
+    Raises ValueError when nothing is left, or a value is out of range.
+    """
+    _check(args)
+    streams = sorted(set(args.streams or STREAMS))
+    cases = []
+    for num_streams in streams:
+        for pace in PACES:
+            if pace not in (args.pace or PACES):
+                continue
+            if pace == "overload" and not args.pace and num_streams != streams[-1]:
+                continue  # fewer streams are no overload
+            designs = _designs(pace, args.design or _USUAL[pace], args.interval or INTERVALS)
+            if designs:
+                cell = _cell(pace, num_streams, args)
+                rounds = args.rounds if cell.drive != "paced" else min(args.rounds, 1)
+                cases.append(Case(cell, designs, rounds))
+    if not cases:
+        raise ValueError("auto is not steered by events, so it has no saturated cell")
+    return cases
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, known in (("pace", PACES), ("design", DESIGN_NAMES)):
+        for value in getattr(args, name) or ():
+            if value not in known:
+                raise ValueError(f"--{name} {value!r} is unknown; known: {', '.join(known)}")
+    lowest = {"output_tokens": 2, "rounds": 1, "tokens": 1}
+    for name, least in lowest.items():
+        if getattr(args, name) < least:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be at least {least}, got {getattr(args, name)}")
+    for name in ("streams", "interval"):
+        for value in getattr(args, name) or ():
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+    for name in ("step_ms", "overload_step_ms"):
+        if not getattr(args, name) > 0:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} must be above 0, got {getattr(args, name)}")
+
+
+def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple[Design, ...]:
+    """In the order of DESIGN_NAMES; `all` once for each interval."""
+    found: list[Design] = []
+    for name in DESIGN_NAMES:
+        if name not in names:
+            continue
+        if name == "all":
+            found += map(all_of, sorted(set(intervals)))
+        elif name == AUTO.name:
+            found += [AUTO] if pace != "saturated" else []
+        else:
+            found += [design for design in (*COMPARED, FLOOR) if design.name == name]
+    return tuple(found)
+
+
+def _cell(pace: str, num_streams: int, args: argparse.Namespace) -> Cell:
+    if pace == "saturated":
+        return Cell(num_streams, args.output_tokens, 1)
+    if pace == "backlog":
+        return Cell(num_streams, args.output_tokens, 1, "backlog")
+    step_ms = args.step_ms if pace == "paced" else args.overload_step_ms
+    return Cell(num_streams, args.output_tokens, 1, "paced", step_ms / 1e3, PACED_SPACING_S)

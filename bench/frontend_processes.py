@@ -1,0 +1,246 @@
+"""The processes of the front end benchmark: started, pinned to their cores, talked to, ended."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from bench.client import Server
+from bench.frontend_cases import Design
+from bench.serve import NoServer, parse_url, wait_ready
+from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
+
+_TOKEN = "token of a cluster for one benchmark"
+_START_TIMEOUT_S = 60.0
+
+
+class Failed(RuntimeError):
+    """A process of the benchmark ended, or a stream was not what it should be."""
+
+
+class Child:
+    """A process of this benchmark that answers lines of JSON with lines of JSON."""
+
+    def __init__(self, module: str, sockets: Sequence[socket.socket], core: int) -> None:
+        numbers = [sock.fileno() for sock in sockets]
+        self._module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=numbers,
+        )
+        os.sched_setaffinity(self._process.pid, {core})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, **values: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(values) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Its next line. Raises Failed when it has an error to tell, or ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise Failed(f"{self._module} ended")
+        values: dict[str, Any] = json.loads(line)
+        if "error" in values:
+            raise Failed(values["error"])
+        return values
+
+    def ask(self, **values: Any) -> dict[str, Any]:
+        """Tell and hear."""
+        self.tell(**values)
+        return self.hear()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What loads servers, on a core of its own. address: of the registry, if there is one."""
+
+    engine: Child
+    client: Child
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server under test with what loads it. floor: when it is that."""
+
+    server: Server
+    pid: int
+    load: Load
+    floor: Child | None = None
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of user and system time of a process so far."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def peak_rss_mb(pid: int) -> float:
+    """Most memory that was resident since `forget_peak_rss`."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return math.nan
+
+
+def forget_peak_rss(pid: int) -> None:
+    """What is resident now counts as the peak so far."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+
+
+@contextmanager
+def targets(
+    designs: Sequence[Design], model_path: Path, ids: list[int], texts: list[str], more_args: str
+) -> Iterator[dict[Design, Target]]:
+    """A ready server for each design, those with the same command in one process.
+
+    ids, texts: tokens of the model's vocabulary. more_args: for the product's servers.
+    Raises NoServer with the end of a log.
+    """
+    with ExitStack() as stack:
+        found: dict[Design, Target] = {}
+        if any(design.is_floor for design in designs):
+            floor = stack.enter_context(_floor(texts))
+            found |= {design: floor for design in designs if design.is_floor}
+        served = [design for design in designs if not design.is_floor]
+        if served:
+            load = stack.enter_context(_load(ids, texts))
+            commands = {design: _command(design, model_path, load, more_args) for design in served}
+            starting = {
+                command: stack.enter_context(_Starting(command))
+                for command in dict.fromkeys(commands.values())
+            }
+            ready = {command: each.wait(load) for command, each in starting.items()}
+            found |= {design: ready[commands[design]] for design in served}
+        yield found
+
+
+def _cores() -> tuple[int, int]:
+    """(of servers, of what loads them); the same when there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[0], cores[-1]
+
+
+@contextmanager
+def _socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+@contextmanager
+def _child(module: str, sockets: Sequence[socket.socket], core: int) -> Iterator[Child]:
+    child = Child(module, sockets, core)
+    try:
+        yield child
+    finally:
+        child.end()
+
+
+@contextmanager
+def _load(ids: list[int], texts: list[str]) -> Iterator[Load]:
+    """Workers and registry for real servers, and a client."""
+    _, core = _cores()
+    with ExitStack() as stack:
+        steers, steered = stack.enter_context(_socket_pair())
+        engine = stack.enter_context(_child("bench.frontend_engine", [steers], core))
+        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
+        client.tell(texts=texts)
+        yield Load(engine, client, engine.ask(token=_TOKEN, ids=ids)["registry"])
+
+
+@contextmanager
+def _floor(texts: list[str]) -> Iterator[Target]:
+    """The floor with an engine that knows its way, and a client."""
+    server_core, core = _cores()
+    with ExitStack() as stack:
+        steers, steered = stack.enter_context(_socket_pair())
+        to_floor, from_engine = stack.enter_context(_socket_pair())
+        engine = stack.enter_context(_child("bench.frontend_engine", [steers, to_floor], core))
+        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
+        floor = stack.enter_context(_child("bench.frontend_floor", [from_engine], server_core))
+        client.tell(texts=texts)
+        port = floor.ask(texts=texts)["port"]
+        engine.ask()
+        yield Target(Server("127.0.0.1", port), floor.pid, Load(engine, client), floor)
+
+
+def _command(design: Design, model_path: Path, load: Load, more_args: str) -> tuple[str, ...]:
+    """What to run with `python -m`."""
+    shared = ["--model-path", str(model_path), "--registry-address", load.address]
+    shared += ["--port", "0", "--max-inflight-requests", "4096"]
+    more = more_args.split() if design.is_product else []
+    return (design.module, *shared, *more, *design.server_args)
+
+
+class _Starting:
+    """A server from its start to its end."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._log = self._stack.enter_context(tempfile.TemporaryFile())
+            notify_read, notify_write = os.pipe()
+            lifeline_read, lifeline_write = os.pipe()
+            self._stack.callback(os.close, lifeline_write)
+            self._notified = self._stack.enter_context(os.fdopen(notify_read))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(notify_write, lifeline_read),
+                env=os.environ
+                | {
+                    TOKEN_ENV: _TOKEN,
+                    NOTIFY_ENV: str(notify_write),
+                    LIFELINE_ENV: str(lifeline_read),
+                    "KVFERRY_LOG_LEVEL": "WARNING",
+                },
+            )
+            os.sched_setaffinity(self._process.pid, {_cores()[0]})
+            self._stack.callback(self._process.wait)
+            self._stack.callback(self._process.kill)
+            os.close(notify_write)
+            os.close(lifeline_read)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def wait(self, load: Load) -> Target:
+        """Until it is ready. Raises NoServer."""
+        ready = self._notified.read()  # until it is ready, or has ended
+        server = parse_url(json.loads(ready)["url"], "") if ready else None
+        if server is None or not wait_ready(server, self._process, _START_TIMEOUT_S):
+            self._log.seek(0)
+            tail = self._log.read()[-2000:].decode(errors="replace")
+            raise NoServer(f"{' '.join(self._command)} did not become ready:\n{tail}")
+        return Target(server, self._process.pid, load)

@@ -1,0 +1,222 @@
+"""Designs of the front end beside each other: what a run asks for, and small real runs of each."""
+
+import argparse
+import io
+import json
+import math
+import sys
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import cli
+from bench.frontend_cases import PACES, Case, all_of, cases_of
+from bench.frontend_designs import DESIGNS, main
+from bench.frontend_plan import Cell
+from bench.frontend_rows import Measured, report_case
+from bench.frontend_typed import TypedEvents
+from bench.report import Report
+from bench.surroundings import Surroundings
+from serving.choice import Choice, Piece
+from serving.demo import demo_model_path
+from serving.openai_answers import chat_answer
+from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.tokenizer import Tokenizer
+from transfer import wire
+from transfer.errors import ConfigError
+
+NUM_STREAMS = 6
+NUM_TOKENS = 12
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_subcommands(parser)
+    return parser.parse_args(["frontend", *words])
+
+
+def report_to(path) -> Report:
+    return Report("frontend", Surroundings("c", "d", {}), json_path=path, out=io.StringIO())
+
+
+def names(case: Case) -> list[str]:
+    return [design.name for design in case.designs]
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def test_every_pace_compares_with_naive_first_and_with_the_floor_last():
+    cases = cases_of(arguments())
+    assert {case.cell.num_streams for case in cases} == {64, 256, 1024, 2048}
+    for case in cases:
+        assert (names(case)[0], names(case)[-1]) == ("naive", "floor")
+        assert "all" in names(case)
+        assert "all, interval 8" in names(case)
+    assert set(names(cases[0])) >= set(DESIGNS)
+
+
+def test_overload_is_of_the_most_streams_unless_it_is_asked_for():
+    cells = [case.cell.name for case in cases_of(arguments("--streams", "8", "--streams", "4"))]
+    assert [name for name in cells if name.endswith("paced 12 ms")] == ["x8 paced 12 ms"]
+    asked = cases_of(arguments("--streams", "8", "--streams", "4", "--pace", "overload"))
+    assert [case.cell.name for case in asked] == ["x4 paced 12 ms", "x8 paced 12 ms"]
+
+
+def test_cells_of_one_number_of_streams_follow_each_other():
+    cases = cases_of(arguments("--streams", "8", "--streams", "4", "--streams", "8"))
+    assert [case.cell.num_streams for case in cases] == [4] * 3 + [8] * 4
+
+
+def test_filters_leave_what_they_name():
+    words = ("--design", "floor", "--design", "spliced", "--pace", "backlog", "--streams", "5")
+    (case,) = cases_of(arguments(*words, "--rounds", "2"))
+    assert names(case) == ["spliced", "floor"]
+    assert (case.cell, case.rounds) == (Cell(5, 128, 1, "backlog"), 2)
+
+
+def test_intervals_are_of_the_product_alone():
+    words = ("--interval", "4", "--interval", "1", "--design", "all", "--design", "naive")
+    case = cases_of(arguments(*words))[0]
+    assert [(d.name, d.interval) for d in case.designs] == [
+        ("naive", 1),
+        ("all", 1),
+        ("all, interval 4", 4),
+    ]
+    assert case.cell_of(case.designs[2]).interval == 4
+
+
+def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events():
+    cases = cases_of(arguments("--design", "auto", "--streams", "8"))
+    assert [case.cell.drive for case in cases] == ["paced", "paced", "backlog"]
+    (auto,) = cases[0].designs
+    assert auto.server_args == ("--stream-interval", "auto")
+    assert "stream_interval" not in auto.payload(cases[0].cell)
+    assert all_of(8).payload(cases[0].cell)["stream_interval"] == 8
+    with pytest.raises(ValueError, match="without an interval"):
+        Cell(8, 128, interval=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--design", "clever"], "--design 'clever' is unknown; known: naive, grouped"),
+        (["--pace", "slow"], "--pace 'slow' is unknown; known: saturated, paced"),
+        (["--design", "auto", "--pace", "saturated"], "auto is not steered by events"),
+        (["--output-tokens", "1"], "--output-tokens must be at least 2, got 1"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--streams", "0"], "--streams must be at least 1, got 0"),
+        (["--interval", "0"], "--interval must be at least 1, got 0"),
+        (["--step-ms", "0"], "--step-ms must be above 0, got 0"),
+        (["--overload-step-ms", "nan"], "--overload-step-ms must be above 0, got nan"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(words, told, capsys):
+    assert cli.run(arguments(*words)) == 1
+    assert f"kvferry bench: {told}" in capsys.readouterr().err
+
+
+def test_typed_designs_say_what_they_lack(monkeypatch):
+    monkeypatch.setenv("KVFERRY_CLUSTER_TOKEN", "token of this small test")
+    monkeypatch.delitem(sys.modules, "bench.frontend_typed")
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    words = ["--design", "naive", "--port", "0", "--registry-address", "127.0.0.1:1"]
+    with pytest.raises(ConfigError, match="typed events needs pydantic"):
+        main([*words, "--model-path", str(demo_model_path())])
+
+
+# --- what is spelt --------------------------------------------------------------------------------
+
+
+def test_typed_events_are_the_products_bytes():
+    ask = ChoiceAsk(0, 0, "r", Prompt([5], ""), wire.SamplingParams(max_new_tokens=4), Shown())
+    tokenizer = Tokenizer.from_dir(demo_model_path())
+    choice = Choice(ask, tokenizer)
+    ours = chat_answer(Request("r", [ask], stream=True), tokenizer, "m", 7)
+    typed = TypedEvents("r", "m", 7)
+    assert typed.opening(choice) == ours.opening(choice)
+    assert typed.frame(choice) is None
+    for text in ("tide", 'a "quote"\n', "é"):
+        assert typed.piece(choice, Piece(text)) == ours.piece(choice, Piece(text))
+    choice.finish("length")
+    for rest in ("", "tail"):
+        assert typed.finish(choice, Piece(rest)) == ours.finish(choice, Piece(rest))
+    assert typed.closing([choice]) == ours.closing([choice])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def measured(taken_s: float, tokens: int = 100) -> Measured:
+    one = Measured(tokens=tokens, pieces=tokens, taken_s=taken_s, server_cpu_s=1.0, load_cpu_s=1.0)
+    one.ttft_s = [0.01]
+    one.lag_s = [np.array([0.02])]
+    return one
+
+
+def test_rows_are_medians_and_the_product_stands_beside_other_designs():
+    words = ("--pace", "backlog", "--streams", "5", "--interval", "1")
+    designs = ("naive", "grouped+json", "all", "floor")
+    (case,) = cases_of(arguments(*words, *(w for name in designs for w in ("--design", name))))
+    slowness = dict(zip(designs, (8.0, 4.0, 2.0, 1.0), strict=True))
+    rounds = {
+        design: [measured(slowness[design.name] * factor) for factor in (1.0, 5.0, 0.1)]
+        for design in case.designs
+    }
+    report = report_to(None)
+    report_case(report, case, rounds, "--max-retries 0")
+    values = {(row.case, row.metric): row for row in report.rows}
+    assert values["x5 backlog naive", "output"].value == 100 / 8
+    assert values["x5 backlog all", "output"].ratio == 4
+    assert values["x5 backlog floor", "output"].shapes["baseline"] == "naive"
+    assert values["x5 backlog all", "output of grouped+json"].ratio == 2
+    assert values["x5 backlog all", "output of floor"].ratio == 0.5
+    assert values["x5 backlog all", "output"].shapes["server_args"] == "--max-retries 0"
+    assert values["x5 backlog naive", "output"].shapes["server_args"] == "--design naive"
+    assert len(report.rows) == 4 * 9 + 2
+
+
+# --- small real runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_path):
+    designs = (*DESIGNS, "all", "floor")
+    words = [word for name in designs for word in ("--design", name)]
+    words += ["--streams", str(NUM_STREAMS), "--osl", str(NUM_TOKENS), "--rounds", "2"]
+    words += ["--interval", "1", "--interval", "5", "--tokens", str(2 * NUM_STREAMS * NUM_TOKENS)]
+    words += ["--step-ms", "2", "--overload-step-ms", "0.1", "--server-args=--stream-interval 4"]
+    words += ["--json", str(tmp_path / "rows.jsonl")]
+    assert cli.run(arguments(*words)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    cases: dict[str, dict[str, Any]] = defaultdict(dict)
+    for row in rows:
+        assert math.isfinite(row["value"])
+        assert row["shapes"]["piece_bytes"] > 100
+        cases[row["case"]][row["metric"]] = row
+    paces = ("saturated", "paced 2 ms", "paced 0.1 ms", "backlog")
+    named = (*designs, "all, interval 5")
+    assert set(cases) == {f"x{NUM_STREAMS} {pace} {name}" for pace in paces for name in named}
+    assert len(paces) == len(PACES)
+    steps = NUM_TOKENS - 1
+    for name in named:
+        values = cases[f"x{NUM_STREAMS} paced 2 ms {name}"]
+        assert values["output"]["value"] < NUM_STREAMS * steps / (0.002 * (steps - 2))
+        per_token = values["chunks"]["value"] / values["output"]["value"]
+        assert per_token == pytest.approx(3 / 11 if name == "all, interval 5" else 1.0)
+        assert len(values["output"]["shapes"]["rounds_s"]) == 1
+        assert len(cases[f"x{NUM_STREAMS} backlog {name}"]["output"]["shapes"]["rounds_s"]) == 2
+    sizes = {
+        cases[f"x{NUM_STREAMS} backlog {name}"]["output"]["shapes"]["piece_bytes"]
+        for name in designs
+    }
+    assert len(sizes) == 1  # the same bytes of every design
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_does_not_start_is_told_with_its_last_words(capsys):
+    words = ("--streams", "1", "--design", "all", "--server-args=--no-such-flag")
+    assert cli.run(arguments(*words)) == 1
+    assert "unknown flag --no-such-flag" in capsys.readouterr().err
