@@ -15,13 +15,14 @@ from serving.demo import demo_model_path
 
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
-    """Add every benchmark and `compare` to a parser. The choice lands in `bench_command`."""
+    """Add every benchmark, `compare` and `plot`. The choice lands in `bench_command`."""
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     kernels = commands.add_parser("kernels", help="device work beside its floor, random weights")
     transfer = commands.add_parser("transfer", help="pages between two processes")
     serve = commands.add_parser("serve", help="load over HTTP: TTFT, TPOT, ITL, goodput")
     frontend = commands.add_parser("frontend", help="streams over HTTP, without a model")
     comparing = commands.add_parser("compare", help="say what got better or worse")
+    plotting = commands.add_parser("plot", help="draw rows as a picture")
     for command in (kernels, transfer, serve, frontend):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
         command.add_argument("--seed", type=int, default=0)
@@ -33,6 +34,9 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--tolerance", type=float, default=0.05, help="share that is noise")
     comparing.add_argument("--fail-on-worse", action="store_true")
+    plotting.add_argument("what", choices=("frontend",))
+    plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl")
+    plotting.add_argument("--out", type=Path, required=True, metavar="FILE.svg")
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +90,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.bench_command == "compare":
             return _compare(args)
+        if args.bench_command == "plot":
+            from bench.plot_frontend import draw
+
+            draw(read_rows(args.rows), args.out)
+            return 0
         needs_jax = args.bench_command == "kernels"
         report = Report(args.bench_command, describe(needs_jax), args.seed, args.json)
         if args.bench_command == "kernels":
