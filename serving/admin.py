@@ -24,6 +24,7 @@ from serving.protocol import (
     check_token_ids,
     read_json,
 )
+from serving.siblings import Siblings
 from transfer import wire
 
 
@@ -67,8 +68,9 @@ _aborts = msgspec.json.Decoder(AbortFields)
 class Admin:
     """One method a route."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, siblings: Siblings) -> None:
         self._front = front
+        self._siblings = siblings
         self._model = front.model
         self._dispatcher = front.dispatcher
         self._created = int(front.clock.now_s())
@@ -98,7 +100,8 @@ class Admin:
         return Response()
 
     async def metrics(self, request: HttpRequest) -> Response:
-        text = await self._dispatcher.metrics_text()
+        """Of every process of this server, and of the cluster once."""
+        text = await self._dispatcher.metrics_text(await self._siblings.metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     # --- the model ---
@@ -189,10 +192,18 @@ class Admin:
     # --- the cluster ---
 
     async def server_info(self, request: HttpRequest) -> Response:
-        """This process's configuration and what every worker says."""
+        """The server's configuration, its processes, and what every worker says."""
         config = dataclasses.asdict(self._front.config)
         del config["api_key"]
-        return _json({**config, **await self._dispatcher.server_info()})
+        states = await self._siblings.states()
+        totals = {
+            "ready": all(state.ready for state in states),
+            "running": sum(state.running for state in states),
+            "queued": sum(state.queued for state in states),
+            "process": self._siblings.process,  # the one that answers
+            "processes": [msgspec.structs.asdict(state) for state in states],
+        }
+        return _json({**config, **await self._dispatcher.server_info(), **totals})
 
     async def load(self, request: HttpRequest) -> Response:
         """What every worker had to do as of its last heartbeat."""
@@ -216,7 +227,7 @@ class Admin:
         fields = read_json(_aborts, await self._body(request))
         if not fields.abort_all and not fields.rid:
             raise bad_field("rid", "expected a request's id, or abort_all")
-        aborted = self._front.runner.abort(None if fields.abort_all else fields.rid)
+        aborted = await self._siblings.abort(None if fields.abort_all else fields.rid)
         return _json({"success": True, "aborted": aborted})
 
     async def _body(self, request: HttpRequest) -> bytes:

@@ -11,10 +11,14 @@ import uvicorn
 import uvloop
 
 from model.config import ModelConfig
-from serving.app import create_app
+from serving import api_parent
+from serving.app import app_of, create_front
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
+from serving.listening import BACKLOG, address_of, claimed, refuse_two_addresses
 from serving.metrics import Metrics
+from serving.seat import Seat
+from serving.siblings import Siblings
 from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags
 from transfer.clock import SYSTEM_CLOCK
@@ -28,11 +32,14 @@ HELP = {
     "registry_address": "host:port of the registry",
     "host": "address to listen on",
     "port": "port to listen on; 0 picks one",
+    "uds": "path of a Unix socket to listen on instead of host and port, for a proxy on this host",
+    "api_workers": "HTTP processes that share the address and the two limits below",
     "served_model_name": "model name in the API; '' takes the folder's",
     "api_key": "key that clients must send as a bearer token; '' asks for none",
     "context_length": "most tokens of one request; 0: what the workers say",
-    "max_inflight_requests": "generations in the workers' hands, each choice counts",
-    "max_queued_requests": "requests waiting for one of those places; beyond it: 429",
+    "max_inflight_requests": "generations in the workers' hands, each choice counts; each of "
+    "--api-workers has its part of them, and of those that wait",
+    "max_queued_requests": "generations waiting for one of those places; beyond it: 429",
     "queue_timeout_s": "longest wait in that queue, seconds; beyond it: 429",
     "request_timeout_s": "deadline of a request, seconds",
     "max_retries": "times a request is tried again after a worker was lost",
@@ -48,21 +55,33 @@ HELP = {
 
 
 def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
-    """Run the HTTP server until it is told to stop."""
+    """Run the HTTP server until it is told to stop; with --api-workers, the parent of several."""
     parser = flags.Parser(prog=prog, description="serve the HTTP API")
     flags.add_flags(parser, ServeConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
+    refuse_two_addresses(argv)
     config = flags.config_from(ServeConfig, args)
     security = flags.security_from(args)
-    with flags.listen(config.host, config.port, "--port") as sock:
+    seat = Seat.from_environment()
+    if config.api_workers > 1 and seat is None:
+        api_parent.run(config, security)
+        return
+    with claimed(config) if seat is None else _seated(config, seat) as sock:
         model_config = ModelConfig.from_dir(config.model_path)
         try:
             tokenizer = Tokenizer.from_dir(config.model_path)
         except TokenizerError as error:
             raise ConfigError(str(error)) from error
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, security, sock, tokenizer, model_config))
+            runner.run(serve(config, security, sock, tokenizer, model_config, seat))
+
+
+def _seated(config: ServeConfig, seat: Seat) -> socket.socket:
+    """The socket of one of several processes: its own on their port, or the one of all."""
+    if config.uds:
+        return socket.socket(fileno=seat.listen_fd)
+    return flags.listen(config.host, config.port, "--port", reuse_port=True)
 
 
 async def serve(
@@ -71,34 +90,40 @@ async def serve(
     sock: socket.socket,
     tokenizer: Tokenizer,
     model_config: ModelConfig,
+    seat: Seat | None,
 ) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; then end streams and tell the workers."""
+    """Serve on a bound socket until SIGINT or SIGTERM; then end streams and tell the workers.
+
+    seat: of one of several processes.
+    """
     metrics = Metrics()
-    flags.log_config(config)
-    dispatcher = Dispatcher(config, security, SYSTEM_CLOCK, metrics)
-    app = create_app(dispatcher, tokenizer, config, model_config)
+    own = config if seat is None else seat.share_of(config)
+    flags.log_config(own)
+    dispatcher = Dispatcher(own, security, SYSTEM_CLOCK, metrics)
+    front = create_front(dispatcher, tokenizer, config, model_config)
+    siblings = Siblings(front, seat, security)
     server = _Server(
         uvicorn.Config(
-            app,
+            app_of(front, siblings),
             http="httptools",
             loop="uvloop",
             lifespan="off",
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
-            backlog=4096,
+            backlog=BACKLOG,
         )
     )
+    await siblings.start()
     await dispatcher.start()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopped = asyncio.create_task(stop.wait())
-    host, port = sock.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    log.info("HTTP server listens on %s", url)
-    flags.notify_ready(url=url, model=config.model_name)
+    address = address_of(sock)
+    log.info("HTTP server listens on %s", address)
+    flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
     try:
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -106,6 +131,7 @@ async def serve(
         await dispatcher.stop()
         server.should_exit = True
         await serving
+        await siblings.stop()
         stopped.cancel()
 
 

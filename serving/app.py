@@ -18,6 +18,7 @@ from serving.endpoints import RAW_SEND, ChatEndpoint, CompletionEndpoint, Genera
 from serving.errors import ApiError
 from serving.front import Front
 from serving.protocol import ServedModel
+from serving.siblings import Siblings
 from serving.timers import LoopTimers, Timers
 from serving.tokenizer import Tokenizer
 from transfer.clock import SYSTEM_CLOCK, Clock
@@ -33,10 +34,31 @@ def create_app(
     clock: Clock = SYSTEM_CLOCK,
     timers: Timers | None = None,
 ) -> Starlette:
-    """The whole HTTP side. The dispatcher is started and stopped by the caller."""
+    """The whole HTTP side of a process that serves alone.
+
+    The dispatcher is started and stopped by the caller.
+    """
+    front = create_front(dispatcher, tokenizer, config, model_config, clock, timers)
+    return app_of(front, Siblings(front))
+
+
+def create_front(
+    dispatcher: Dispatcher,
+    tokenizer: Tokenizer,
+    config: ServeConfig,
+    model_config: ModelConfig,
+    clock: Clock = SYSTEM_CLOCK,
+    timers: Timers | None = None,
+) -> Front:
+    """What the routes work with."""
     model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
-    front = Front(dispatcher, model, config, clock, timers or LoopTimers())
-    admin = Admin(front)
+    return Front(dispatcher, model, config, clock, timers or LoopTimers())
+
+
+def app_of(front: Front, siblings: Siblings) -> Starlette:
+    """The routes. Siblings are started and stopped by the caller."""
+    config = front.config
+    admin = Admin(front, siblings)
     routes = [
         Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
         Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),

@@ -17,6 +17,8 @@ class ServeConfig:
     registry_address: str  # host:port of the control server of the registry
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str = ""  # path of a Unix socket to listen on instead
+    api_workers: int = 1  # HTTP processes behind the one address
     served_model_name: str = ""  # default: the folder's name
     api_key: str = ""  # "" = no key asked
     context_length: int = 0  # 0 = what the workers say
@@ -51,6 +53,11 @@ class ServeConfig:
                 raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
+        if not 1 <= self.api_workers <= self.max_inflight_requests:
+            raise ConfigError(
+                "--api-workers must be 1 to --max-inflight-requests, which they share "
+                f"({self.max_inflight_requests}), got {self.api_workers}"
+            )
 
     @property
     def model_name(self) -> str:

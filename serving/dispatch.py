@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -58,8 +58,8 @@ class Dispatcher:
             config.queue_timeout_s,
             self._timers,
         )
-        api_id = f"api-{secrets.token_hex(6)}"
-        context = Context(api_id, security, clock, self._timers, self)
+        self.api_id = f"api-{secrets.token_hex(6)}"
+        context = Context(self.api_id, security, clock, self._timers, self)
         self._membership = Membership(config, context, self._view_changed, watch)
         self._placement = Placement(
             config, self._membership, Router(config.policy), clock, self._timers, self
@@ -67,11 +67,9 @@ class Dispatcher:
         self._stopped = False
         self._strays: dict[tuple[str, int], int] = {}
         self.metrics.gauge(
-            "num_running_reqs", "Generations in the workers' hands", self._placement.__len__
+            "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
-        self.metrics.gauge(
-            "num_queue_reqs", "Generations waiting for a place", lambda: self._limiter.queued
-        )
+        self.metrics.gauge("num_queue_reqs", "Generations waiting for a place", self.num_queued)
 
     async def start(self) -> None:
         """Begin to watch the registry; returns at once, see cluster_ready()."""
@@ -171,8 +169,8 @@ class Dispatcher:
             "ready": self.cluster_ready(),
             "context_length": self.context_length(),
             "model_digest": self.model_digest,
-            "running": len(self._placement),
-            "queued": self._limiter.queued,
+            "running": self.num_running(),
+            "queued": self.num_queued(),
             "policy": self._config.policy,
             "workers": workers,
         }
@@ -191,12 +189,23 @@ class Dispatcher:
                 messages.append(f"{link.worker_id}: {answer.message}")
         return flushed, "; ".join(messages) or "no worker is there"
 
-    async def metrics_text(self) -> bytes:
-        """Metrics in Prometheus' format, with what the workers count asked now."""
+    def num_running(self) -> int:
+        """Generations in the workers' hands."""
+        return len(self._placement)
+
+    def num_queued(self) -> int:
+        """Generations waiting for a place."""
+        return self._limiter.queued
+
+    async def metrics_text(self, processes: Mapping[int, bytes] | None = None) -> bytes:
+        """Metrics in Prometheus' format, with what the workers count asked now.
+
+        processes: as of Metrics.render.
+        """
         answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
         states = [answer for _, answer in answers if not isinstance(answer, RpcError)]
         self.metrics.set_states(states)
-        return self.metrics.render()
+        return self.metrics.render(processes)
 
     async def _ask_all[T](
         self, ask: Callable[[WorkerLink], Awaitable[T]]

@@ -1,6 +1,6 @@
 """What the API process counts and how Prometheus reads it: the only user of prometheus_client."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,6 +10,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from transfer import wire
@@ -60,11 +61,8 @@ class _ClusterCollector(Collector):
     def __init__(self) -> None:
         self.members: tuple[wire.Member, ...] = ()
         self.states: dict[str, wire.WorkerState] = {}
-        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
 
     def collect(self) -> Iterable[Metric]:
-        for name, (documentation, read) in self.gauges.items():
-            yield GaugeMetricFamily(name, documentation, value=read())
         yield from self._collect_pages()
         labels = ["worker"]
         compiles = CounterMetricFamily(
@@ -102,6 +100,40 @@ class _ClusterCollector(Collector):
             yield family
 
 
+class _Gauges(Collector):
+    """This process's own gauges, read when somebody looks."""
+
+    def __init__(self) -> None:
+        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (documentation, read) in self.gauges.items():
+            yield GaugeMetricFamily(name, documentation, value=read())
+
+
+class _Processes(Collector):
+    """The own metrics of several API processes, told apart by a label.
+
+    Not added up: a process that starts again, or is silent for one scrape, would make the sum go
+    down, and whoever computes a rate of it take all the others counted for new.
+    """
+
+    def __init__(self, texts: Mapping[int, bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for process, text in sorted(self._texts.items()):
+            for found in text_string_to_metric_families(text.decode()):
+                family = families.setdefault(
+                    found.name, Metric(found.name, found.documentation, found.type)
+                )
+                for sample in found.samples:
+                    labels = sample.labels | {"process": str(process)}
+                    family.add_sample(sample.name, labels, sample.value)
+        return families.values()
+
+
 class Metrics:
     """All metrics of one API process, in a registry of their own. Used by the event loop only."""
 
@@ -134,12 +166,16 @@ class Metrics:
         self._retries = _counter(registry, "retries", "Generations placed again", "reason")
         self._preemptions = _counter(registry, "preemptions", "Generations that gave their pages")
         self._stale = _counter(registry, "stale_rows", "Rows and batches dropped as not expected")
+        self._silent = _counter(
+            registry, "sibling_silent", "Questions that another API process did not answer"
+        )
+        self._gauges = _Gauges()
+        registry.register(self._gauges)
         self._cluster = _ClusterCollector()
-        registry.register(self._cluster)
 
     def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         """Show kvferry_<name> as what `read` returns when somebody looks."""
-        self._cluster.gauges[f"kvferry_{name}"] = (documentation, read)
+        self._gauges.gauges[f"kvferry_{name}"] = (documentation, read)
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
@@ -171,15 +207,28 @@ class Metrics:
         """Rows or batches of an incarnation or a room that nobody expects any more."""
         self._stale.inc(count)
 
+    def sibling_silent(self) -> None:
+        """Another API process of this server did not answer in time."""
+        self._silent.inc()
+
     def set_members(self, members: tuple[wire.Member, ...]) -> None:
         self._cluster.members = members
 
     def set_states(self, states: Iterable[wire.WorkerState]) -> None:
         self._cluster.states = {state.worker_id: state for state in states}
 
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format (CONTENT_TYPE)."""
+    def own_text(self) -> bytes:
+        """What this process counts, without what the workers report (CONTENT_TYPE)."""
         return generate_latest(self._registry)
+
+    def render(self, processes: Mapping[int, bytes] | None = None) -> bytes:
+        """Everything in Prometheus' text format (CONTENT_TYPE).
+
+        processes: own texts of all API processes of this server, this one's too, by number; each
+        sample gets its process as a label. None: there is this one alone, and no label.
+        """
+        own = self.own_text() if processes is None else generate_latest(_Processes(processes))
+        return own + generate_latest(self._cluster)
 
 
 def _counter(registry: CollectorRegistry, name: str, documentation: str, *labels: str) -> Counter:

@@ -142,6 +142,21 @@ def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", 
     return config(**values)
 
 
+def argv_of(config: Any) -> list[str]:
+    """A config as the flags that make it again; defaults are left out."""
+    argv: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        name = flag_name(field.name)
+        if isinstance(value, bool):
+            argv.append(name if value else name.replace("--", "--no-", 1))
+        else:
+            argv.append(f"{name}={value}")
+    return argv
+
+
 # --- security ---------------------------------------------------------------------------------
 
 
@@ -207,11 +222,21 @@ def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
         ) from error
 
 
-def listen(host: str, port: int, flag: str) -> socket.socket:
-    """A bound socket. Raises ConfigError naming the flag when the port is taken."""
+def tls_argv_of(security: Security) -> list[str]:
+    """The TLS flags of these files; the token travels in the environment."""
+    files = {"ca": security.ca_file, "cert": security.cert_file, "key": security.key_file}
+    return [f"--tls-{name}-file={file}" for name, file in files.items() if file is not None]
+
+
+def listen(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
+    """A bound socket. Raises ConfigError naming the flag when the port is taken.
+
+    reuse_port: beside other sockets of this user that are bound so.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
     try:
         sock.bind((host, port))
     except OSError as error:

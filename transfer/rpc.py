@@ -126,12 +126,18 @@ class RpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken."""
+        return await self.start_at(host_port(host, port))
+
+    async def start_at(self, address: str) -> int:
+        """Listen at host:port or unix:path, where the socket of a server that is gone is replaced.
+
+        Returns the port; means nothing for a path. Raises ConfigError when it is taken.
+        """
         server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
         credentials = self._security.server_credentials()
-        address = host_port(host, port)
         try:
             if credentials is None:
                 bound = server.add_insecure_port(address)

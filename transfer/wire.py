@@ -9,6 +9,7 @@ Who sends what:
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
     API, decode -> registry  Watch -> ClusterView (pushed on change)
+    API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics
 """
 
 from typing import Literal
@@ -298,6 +299,37 @@ class WorkerState(Message):
 class FlushReply(Message):
     flushed: bool
     message: str
+
+
+# --- between the HTTP processes of one server ----------------------------------------------------
+
+
+class ApiState(Message):
+    """One HTTP process of a server."""
+
+    process: int  # its number, from 0; one started again has the same
+    pid: int
+    api_id: str
+    ready: bool  # a prefill and a decode worker take its work
+    running: int  # generations in the workers' hands
+    queued: int  # generations waiting for a place
+
+
+class ApiMetrics(Message):
+    """What one HTTP process counts itself, in Prometheus' text format."""
+
+    process: int
+    text: bytes
+
+
+class AbortRequest(Message):
+    """Abort this request, or with None all that the asked process has."""
+
+    request_id: str | None
+
+
+class Aborted(Message):
+    count: int
 
 
 # --- arrays <-> bytes ---------------------------------------------------------------------------

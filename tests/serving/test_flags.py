@@ -82,12 +82,12 @@ def test_every_field_is_a_flag_with_a_help_text(config: type[Any], name: str) ->
 @pytest.mark.parametrize(("config", "name"), FIELDS)
 def test_up_hands_every_field_on_as_it_was_given(config: type[Any], name: str) -> None:
     value = config(**(needed(config) | another(config, name)))
-    assert parse(config, up._argv(value, skip=())) == value
+    assert parse(config, flags.argv_of(value)) == value
 
 
 @pytest.mark.parametrize("config", HELP)
 def test_defaults_are_not_handed_on(config: type[Any]) -> None:
-    argv = up._argv(config(**needed(config)), skip=())
+    argv = flags.argv_of(config(**needed(config)))
     assert argv == [f"{flags.flag_name(name)}={value}" for name, value in needed(config).items()]
 
 

@@ -1,15 +1,13 @@
-"""The supervisor: children are started again, stopped in seconds, and never left behind."""
+"""`kvferry up`: its children are started again, stopped in seconds, and never left behind."""
 
-import asyncio
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from serving import up
 from tests.serving.commands import (
     MODEL,
     SMALL_DECODE,
@@ -24,92 +22,6 @@ from tests.serving.commands import (
 READY = r"kvferry is ready: http://127\.0\.0\.1:\d+ "
 SMALL = tuple(dict.fromkeys((*SMALL_PREFILL, *SMALL_DECODE)))
 STOP_S = 10.0
-
-TELL_READY = "from transfer import flags; flags.notify_ready(port=1); "
-WAIT = "import time; time.sleep(60)"
-
-
-# --- children that only pretend --------------------------------------------------------------
-
-
-@pytest.fixture
-async def supervisor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[up.Supervisor]:
-    monkeypatch.setattr(up, "RESTART_DELAY_S", 0.0)
-    monkeypatch.setattr(up, "STOP_TIMEOUT_S", 0.2)
-    made = up.Supervisor("token")
-    yield made
-    if not made.stopping:
-        await made.stop()
-
-
-def child(code: str) -> up.ChildSpec:
-    return up.ChildSpec("child", ("tests.serving.child", code))
-
-
-async def test_a_ready_child_tells_its_facts(supervisor: up.Supervisor) -> None:
-    running = await supervisor.start(child(TELL_READY + WAIT))
-    assert await running.wait_ready() == {"port": 1}
-
-
-async def test_a_child_that_ends_before_it_is_ready_passes_on_its_last_line(
-    supervisor: up.Supervisor, capfd: pytest.CaptureFixture[str]
-) -> None:
-    running = await supervisor.start(child("print('first'); print('no luck'); raise SystemExit(2)"))
-    with pytest.raises(up.ChildFailed) as caught:
-        await running.wait_ready()
-    assert str(caught.value) == "child ended with code 2 before it was ready: no luck"
-    assert caught.value.code == 2
-    assert capfd.readouterr().err == "[child] first\n[child] no luck\n"
-
-
-async def test_a_line_of_any_length_does_not_stop_a_child(
-    supervisor: up.Supervisor, capfd: pytest.CaptureFixture[str]
-) -> None:
-    running = await supervisor.start(child("print('x' * (1 << 20)); print('done')"))
-    await asyncio.wait_for(running.process.wait(), 20)
-    await running.output
-    assert running.last_line == "done"
-    assert capfd.readouterr().err.endswith("[child] done\n")
-
-
-async def test_a_killed_child_is_started_again_the_same(supervisor: up.Supervisor) -> None:
-    running = await supervisor.start(child(WAIT))
-    watching = asyncio.create_task(supervisor.watch(running))
-    running.process.kill()
-    while running in supervisor._children or not supervisor._children:  # noqa: ASYNC110
-        await asyncio.sleep(0)  # its own task has to run
-    again = supervisor._children[0]
-    assert again.spec == running.spec
-    assert again.process.pid != running.process.pid
-    watching.cancel()
-
-
-async def test_a_child_that_ends_too_often_ends_the_supervisor(supervisor: up.Supervisor) -> None:
-    running = await supervisor.start(child("raise SystemExit(3)"))
-    with pytest.raises(up.ChildFailed) as caught:
-        await supervisor.watch(running)
-    assert str(caught.value).startswith(f"child ended with code 3, {up.MAX_RESTARTS + 1} time(s)")
-
-
-async def test_a_child_that_cannot_start_again_ends_the_supervisor(
-    supervisor: up.Supervisor,
-) -> None:
-    running = await supervisor.start(child("print('a bad file'); raise SystemExit(2)"))
-    with pytest.raises(up.ChildFailed) as caught:
-        await supervisor.watch(running)
-    assert str(caught.value) == "child ended with code 2, 1 time(s) in a row: a bad file"
-    assert caught.value.code == 2
-
-
-async def test_a_child_that_does_not_listen_is_killed(supervisor: up.Supervisor) -> None:
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    running = await supervisor.start(child(deaf + TELL_READY + WAIT))
-    await running.wait_ready()
-    await supervisor.stop()
-    assert running.process.returncode == -signal.SIGKILL
-
-
-# --- real ones -------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""The parent of several API processes: claims their address, starts them and keeps them alive."""
+
+import asyncio
+import logging
+import socket
+import tempfile
+from dataclasses import replace
+from functools import partial
+
+from serving.children import ChildSpec, Supervisor, in_time, supervise
+from serving.config import ServeConfig
+from serving.listening import address_of, claimed
+from serving.seat import Seat
+from transfer import flags
+from transfer.errors import ConfigError
+from transfer.rpc import Security
+
+log = logging.getLogger(__name__)
+
+# Less than `up` gives this process itself; streams end first, then connections, within 2 s.
+_STOP_TIMEOUT_S = 6.0
+_MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
+
+
+def run(config: ServeConfig, security: Security) -> None:
+    """Serve with config.api_workers processes until told to stop, or until one fails for good."""
+    flags.log_config(config)
+    with claimed(config) as sock, tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+        # Only its owner enters the folder. Its sockets' names are a process's number.
+        if len(f"{folder}/{config.api_workers}".encode()) > _MAX_PATH_BYTES:
+            raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR")
+        if sock.family != socket.AF_UNIX:
+            # Bound and never listening, it keeps the claim and gets no connection; from now on
+            # the children may bind beside it.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        body = partial(_run, config, security, sock, folder)
+        supervise("serve", Supervisor(security.token, _STOP_TIMEOUT_S), body)
+
+
+async def _run(
+    config: ServeConfig,
+    security: Security,
+    sock: socket.socket,
+    folder: str,
+    supervisor: Supervisor,
+) -> None:
+    specs = _specs(config, security, sock, folder)
+    children = [await supervisor.start(spec) for spec in specs]
+    await in_time(asyncio.gather(*(child.wait_ready() for child in children)))
+    address = address_of(sock)
+    log.info("%d HTTP processes listen on %s", len(children), address)
+    flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
+    await supervisor.watch_all(children)
+
+
+def _specs(
+    config: ServeConfig, security: Security, sock: socket.socket, folder: str
+) -> list[ChildSpec]:
+    """Each child has the server's whole config, and takes its share by its seat."""
+    is_unix = sock.family == socket.AF_UNIX
+    if not is_unix:
+        config = replace(config, port=sock.getsockname()[1])
+    argv = ("serving", *flags.argv_of(config), *flags.tls_argv_of(security))
+    fds = (sock.fileno(),) if is_unix else ()
+    seats = [
+        Seat(process, config.api_workers, folder, fds[0] if fds else -1)
+        for process in range(config.api_workers)
+    ]
+    return [ChildSpec(f"api-{seat.process}", argv, seat.environment(), fds) for seat in seats]

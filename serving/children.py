@@ -1,0 +1,244 @@
+"""Child processes of ours: started, heard when ready, started again when they die, stopped.
+
+Children get a pipe to say that they are ready and another whose closing tells them that their
+parent is gone. Each is in a session of its own, so Ctrl-C reaches only the parent, which stops
+them in order. A child that dies after ready is started again, some times; one that cannot start
+ends the parent with its exit code and last line.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transfer import flags
+from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import KvferryError
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 1800.0  # a large checkpoint takes its time
+STOP_TIMEOUT_S = 8.0
+RESTART_DELAY_S = 1.0
+MAX_RESTARTS = 5  # of one child, in a row
+FORGIVEN_AFTER_S = 120.0  # a child that lived so long starts a new row
+
+
+class ChildFailed(KvferryError):
+    """A child ended before it was ready, or too often; its own output says why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """How to start one process: `python -m argv`.
+
+    environment: variables beside the parent's own. fds: open files that it inherits.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    fds: tuple[int, ...] = ()
+
+
+class Child:
+    """One running process of ours."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, ready_fd: int) -> None:
+        self.spec = spec
+        self.process = process
+        self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
+        self.last_line = ""
+        self.output = asyncio.create_task(self._relay())
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """What the child says when it is ready. Raises ChildFailed when it ends instead."""
+        exited = asyncio.create_task(self.process.wait())
+        await asyncio.wait({self.ready, exited}, return_when=asyncio.FIRST_COMPLETED)
+        exited.cancel()
+        facts = await self.ready  # the pipe closes with the process: {} then
+        if facts:
+            return facts
+        code = await self.process.wait()
+        await self.output
+        raise self.failed(f"ended with code {code} before it was ready", code)
+
+    def failed(self, what: str, code: int) -> ChildFailed:
+        """The error of a child that ended, with the last that it said."""
+        said = f": {self.last_line}" if self.last_line else ""
+        return ChildFailed(f"{self.spec.name} {what}{said}", code)
+
+    async def _relay(self) -> None:
+        """Pass the child's lines on, with its name in front."""
+        stream = self.process.stdout
+        assert stream is not None
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than asyncio's limit: that much was dropped
+                continue
+            if not line:
+                return
+            self.last_line = line.decode(errors="replace").strip()
+            sys.stderr.write(f"[{self.spec.name}] {self.last_line}\n")
+            sys.stderr.flush()
+
+
+class Supervisor:
+    """Starts, watches, restarts and stops the children."""
+
+    def __init__(self, token: str, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """token: of the cluster; every child has it in its environment."""
+        self._token = token
+        self._stop_timeout_s = stop_timeout_s
+        self._children: list[Child] = []
+        self._lifeline_read, self._lifeline_write = os.pipe()
+        self.stopping = False
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start a child; it is not ready yet."""
+        ready_read, ready_write = os.pipe()
+        environment = {
+            **os.environ,
+            **dict(spec.environment),
+            flags.TOKEN_ENV: self._token,
+            flags.NOTIFY_ENV: str(ready_write),
+            flags.LIFELINE_ENV: str(self._lifeline_read),
+            "PYTHONUNBUFFERED": "1",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *spec.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            pass_fds=(ready_write, self._lifeline_read, *spec.fds),
+            start_new_session=True,
+        )
+        os.close(ready_write)
+        child = Child(spec, process, ready_read)
+        self._children.append(child)
+        return child
+
+    async def watch(self, child: Child) -> None:
+        """Keep a child alive. Raises ChildFailed when it ends too often or for good reason."""
+        restarts = 0
+        while True:
+            started_s = SYSTEM_CLOCK.monotonic_s()
+            code = await child.process.wait()
+            if self.stopping:
+                return
+            name = child.spec.name
+            self._children.remove(child)
+            lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
+            restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
+            if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
+                await child.output
+                raise child.failed(f"ended with code {code}, {restarts} time(s) in a row", code)
+            log.warning("%s ended with code %d: starting it again", name, code)
+            await asyncio.sleep(RESTART_DELAY_S)
+            child = await self.start(child.spec)
+
+    async def watch_all(
+        self, children: Sequence[Child], beside: Coroutine[Any, Any, None] | None = None
+    ) -> None:
+        """Keep these alive for ever, and run something beside. Raises the first error of either."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in children:
+                    group.create_task(self.watch(child))
+                if beside is not None:
+                    group.create_task(beside)
+        except BaseExceptionGroup as errors:
+            failed = errors.subgroup(ChildFailed)
+            raise (failed.exceptions[0] if failed else errors) from None
+
+    async def stop(self) -> None:
+        """Stop all, the latest started first; whoever does not is killed."""
+        self.stopping = True
+        for child in reversed(self._children):
+            if child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGTERM)
+        waits = [asyncio.create_task(child.process.wait()) for child in self._children]
+        if waits:
+            await asyncio.wait(waits, timeout=self._stop_timeout_s)
+        for child in self._children:
+            if child.process.returncode is None:
+                log.warning("%s does not stop: killed", child.spec.name)
+                child.process.kill()
+                await child.process.wait()
+        os.close(self._lifeline_write)
+
+
+Body = Callable[[Supervisor], Coroutine[Any, Any, None]]
+
+
+def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
+    """Run the body, which starts and watches children, until SIGINT or SIGTERM; then stop them.
+
+    A child that failed for good ends this process too, with its last line as the last one here.
+    Raises SystemExit with code 2 when that was the child's, else 1.
+    """
+    try:
+        asyncio.run(_until_told(command, supervisor, body))
+    except ChildFailed as error:
+        sys.stderr.write(f"kvferry {command}: {error}\n")
+        raise SystemExit(flags.EXIT_CONFIG if error.code == flags.EXIT_CONFIG else 1) from error
+
+
+async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    running = asyncio.create_task(body(supervisor))
+    try:
+        await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ChildFailed):
+            await running
+        if stopped.done():
+            flags.say(f"kvferry {command}: stopping")
+        await supervisor.stop()
+
+
+async def in_time[T](awaited: Awaitable[T]) -> T:
+    """The result, if it comes while a start may take. Raises ChildFailed otherwise."""
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return await awaited
+    except TimeoutError:
+        raise ChildFailed(f"not ready after {READY_TIMEOUT_S:.0f} s", 1) from None
+
+
+async def _read_ready(fd: int) -> dict[str, Any]:
+    """The one JSON line a child writes when ready; {} when it closes the pipe without."""
+    with os.fdopen(fd) as pipe:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            data = await reader.read()
+        finally:
+            transport.close()
+    facts: dict[str, Any] = json.loads(data) if data else {}
+    return facts

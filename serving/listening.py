@@ -1,0 +1,104 @@
+"""Where the HTTP API listens: a port or a Unix socket, claimed before anything is started."""
+
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.config import ServeConfig
+from transfer import flags
+from transfer.errors import ConfigError
+from transfer.rpc import host_port
+
+BACKLOG = 4096
+_PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """How a client gets there. uds: the socket's absolute path; "" for a port."""
+
+    url: str
+    uds: str = ""
+
+    def __str__(self) -> str:
+        return f"unix:{self.uds}" if self.uds else self.url
+
+
+def address_of(sock: socket.socket) -> Address:
+    """Of a bound socket."""
+    if sock.family == socket.AF_UNIX:
+        return Address("http://localhost", sock.getsockname())
+    host, port = sock.getsockname()[:2]
+    return Address(f"http://{host_port(host, port)}")
+
+
+def refuse_two_addresses(argv: Sequence[str]) -> None:
+    """Raises ConfigError for --uds beside --host or --port, were they the defaults."""
+    given = {word.partition("=")[0] for word in argv}
+    for flag in ("--host", "--port"):
+        if "--uds" in given and flag in given:
+            raise ConfigError(f"--uds and {flag} exclude each other: give one address")
+
+
+@contextmanager
+def claimed(config: ServeConfig) -> Iterator[socket.socket]:
+    """A bound socket that nobody else had; a Unix socket listens already, and goes in the end.
+
+    Raises ConfigError when the address cannot be had, saying why.
+    """
+    if not config.uds:
+        with flags.listen(config.host, config.port, "--port") as sock:
+            yield sock
+        return
+    path = Path(config.uds).absolute()
+    _clear(path)
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.bind(str(path))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on --uds {path}: {error.strerror or error}"
+            ) from error
+        sock.listen(BACKLOG)
+        own = _identity(path)
+        try:
+            yield sock
+        finally:
+            if _identity(path) == own:  # else somebody else's by now
+                path.unlink()
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of a server that is gone. Raises ConfigError for anything else there."""
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror}") from error
+    if not stat.S_ISSOCK(kind):
+        raise ConfigError(f"--uds {path}: expected no file, or a socket, got another kind of file")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except TimeoutError:
+            pass  # its backlog is full: somebody listens
+        except OSError as error:
+            raise ConfigError(f"--uds {path} cannot be reached: {error.strerror}") from error
+    raise ConfigError(f"--uds {path} is in use: a server listens there; choose another path")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is there now."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,122 @@
+"""The HTTP processes of one server ask each other what a client may ask any one of them.
+
+Each has a control server on a Unix socket in the server's private folder. Who does not answer in
+time (it dies, hangs, or starts again) is left out, and counted.
+"""
+
+import asyncio
+import logging
+import os
+
+import msgspec
+
+from serving.front import Front
+from serving.seat import Seat
+from transfer import wire
+from transfer.errors import RpcError
+from transfer.rpc import RpcClient, RpcServer, Security
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 1.0
+
+
+class Siblings:
+    """The other processes of this server, if there are any; this one's answers are always in."""
+
+    def __init__(
+        self, front: Front, seat: Seat | None = None, security: Security | None = None
+    ) -> None:
+        """seat, security: None in a process that serves alone."""
+        self._front = front
+        self._seat = seat
+        self._security = security
+        self._clients: list[RpcClient] = []
+        self._server: RpcServer | None = None
+
+    @property
+    def process(self) -> int:
+        """This process's number."""
+        return self._seat.process if self._seat is not None else 0
+
+    async def start(self) -> None:
+        """Answer the others, and be able to ask them. Raises ConfigError."""
+        seat = self._seat
+        if seat is None:
+            return
+        assert self._security is not None, "a seat comes with the cluster's token"
+        # The folder is the server's own: no TLS, whose names would not fit a path anyway.
+        security = Security(self._security.token)
+        server = RpcServer(security)
+        server.unary("State", wire.Empty, self._state)
+        server.unary("Metrics", wire.Empty, self._metrics)
+        server.unary("AbortRequest", wire.AbortRequest, self._abort)
+        await server.start_at(seat.address_of(seat.process))
+        self._server = server
+        others = (number for number in range(seat.num_processes) if number != seat.process)
+        self._clients = [RpcClient(seat.address_of(number), security) for number in others]
+
+    async def stop(self) -> None:
+        clients, self._clients = self._clients, []
+        await asyncio.gather(*(client.close() for client in clients))
+        if self._server is not None:
+            await self._server.stop()
+
+    # --- what a client asks of the server ---
+
+    async def states(self) -> list[wire.ApiState]:
+        """Of every process that answers, by number."""
+        others = await self._ask_all("State", wire.Empty(), wire.ApiState)
+        return sorted([self._own_state(), *others], key=lambda state: state.process)
+
+    async def metrics(self) -> dict[int, bytes] | None:
+        """Every process's own metrics as text, by number; None for a process that serves alone."""
+        if self._seat is None:
+            return None
+        others = await self._ask_all("Metrics", wire.Empty(), wire.ApiMetrics)
+        # This process's come last: they say who has not answered just now.
+        texts = {metrics.process: metrics.text for metrics in others}
+        return texts | {self.process: self._front.dispatcher.metrics.own_text()}
+
+    async def abort(self, request_id: str | None) -> int:
+        """Abort one request wherever it is, or with None every one. How many, as Runner.abort."""
+        ask = wire.AbortRequest(request_id)
+        num_own = self._front.runner.abort(request_id)
+        others = await self._ask_all("AbortRequest", ask, wire.Aborted)
+        return num_own + sum(aborted.count for aborted in others)
+
+    async def _ask_all[M: msgspec.Struct](
+        self, name: str, request: msgspec.Struct, reply: type[M]
+    ) -> list[M]:
+        async def ask(client: RpcClient) -> M | None:
+            try:
+                return await client.call(name, request, reply, TIMEOUT_S)
+            except RpcError as error:
+                log.warning("another API process of this server is left out: %s", error)
+                self._front.dispatcher.metrics.sibling_silent()
+                return None
+
+        answers = await asyncio.gather(*map(ask, self._clients))
+        return [answer for answer in answers if answer is not None]
+
+    # --- what the others ask of this process ---
+
+    def _own_state(self) -> wire.ApiState:
+        dispatcher = self._front.dispatcher
+        return wire.ApiState(
+            self.process,
+            os.getpid(),
+            dispatcher.api_id,
+            dispatcher.cluster_ready(),
+            dispatcher.num_running(),
+            dispatcher.num_queued(),
+        )
+
+    async def _state(self, _: wire.Empty) -> wire.ApiState:
+        return self._own_state()
+
+    async def _metrics(self, _: wire.Empty) -> wire.ApiMetrics:
+        return wire.ApiMetrics(self.process, self._front.dispatcher.metrics.own_text())
+
+    async def _abort(self, ask: wire.AbortRequest) -> wire.Aborted:
+        return wire.Aborted(self._front.runner.abort(ask.request_id))

@@ -1,0 +1,92 @@
+"""The supervisor of child processes: ready or failed, started again, stopped whatever they do."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from serving import children
+
+TELL_READY = "from transfer import flags; flags.notify_ready(port=1); "
+WAIT = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+async def supervisor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[children.Supervisor]:
+    monkeypatch.setattr(children, "RESTART_DELAY_S", 0.0)
+    made = children.Supervisor("token", stop_timeout_s=0.2)
+    yield made
+    if not made.stopping:
+        await made.stop()
+
+
+def child(code: str) -> children.ChildSpec:
+    return children.ChildSpec("child", ("tests.serving.child", code))
+
+
+async def test_a_ready_child_tells_its_facts(supervisor: children.Supervisor) -> None:
+    running = await supervisor.start(child(TELL_READY + WAIT))
+    assert await running.wait_ready() == {"port": 1}
+
+
+async def test_a_child_that_ends_before_it_is_ready_passes_on_its_last_line(
+    supervisor: children.Supervisor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    running = await supervisor.start(child("print('first'); print('no luck'); raise SystemExit(2)"))
+    with pytest.raises(children.ChildFailed) as caught:
+        await running.wait_ready()
+    assert str(caught.value) == "child ended with code 2 before it was ready: no luck"
+    assert caught.value.code == 2
+    assert capfd.readouterr().err == "[child] first\n[child] no luck\n"
+
+
+async def test_a_line_of_any_length_does_not_stop_a_child(
+    supervisor: children.Supervisor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    running = await supervisor.start(child("print('x' * (1 << 20)); print('done')"))
+    await asyncio.wait_for(running.process.wait(), 20)
+    await running.output
+    assert running.last_line == "done"
+    assert capfd.readouterr().err.endswith("[child] done\n")
+
+
+async def test_a_killed_child_is_started_again_the_same(supervisor: children.Supervisor) -> None:
+    running = await supervisor.start(child(WAIT))
+    watching = asyncio.create_task(supervisor.watch(running))
+    running.process.kill()
+    while running in supervisor._children or not supervisor._children:  # noqa: ASYNC110
+        await asyncio.sleep(0)  # its own task has to run
+    again = supervisor._children[0]
+    assert again.spec == running.spec
+    assert again.process.pid != running.process.pid
+    watching.cancel()
+
+
+async def test_a_child_that_ends_too_often_ends_the_supervisor(
+    supervisor: children.Supervisor,
+) -> None:
+    running = await supervisor.start(child("raise SystemExit(3)"))
+    with pytest.raises(children.ChildFailed) as caught:
+        await supervisor.watch(running)
+    assert str(caught.value).startswith(
+        f"child ended with code 3, {children.MAX_RESTARTS + 1} time(s)"
+    )
+
+
+async def test_a_child_that_cannot_start_again_ends_the_supervisor(
+    supervisor: children.Supervisor,
+) -> None:
+    running = await supervisor.start(child("print('a bad file'); raise SystemExit(2)"))
+    with pytest.raises(children.ChildFailed) as caught:
+        await supervisor.watch(running)
+    assert str(caught.value) == "child ended with code 2, 1 time(s) in a row: a bad file"
+    assert caught.value.code == 2
+
+
+async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Supervisor) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    running = await supervisor.start(child(deaf + TELL_READY + WAIT))
+    await running.wait_ready()
+    await supervisor.stop()
+    assert running.process.returncode == -signal.SIGKILL
