@@ -88,7 +88,7 @@ def _clear(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             pass  # its backlog is full: somebody listens
         except OSError as error:
             raise ConfigError(f"--uds {path} cannot be reached: {error.strerror}") from error

@@ -43,7 +43,7 @@ class Seat(msgspec.Struct, frozen=True):
             config,
             max_inflight_requests=self._part(config.max_inflight_requests),
             max_queued_requests=self._part(config.max_queued_requests),
-            api_workers=1,
+            api_workers=1,  # of so many are these limits
         )
 
     def _part(self, total: int) -> int:

@@ -18,7 +18,7 @@ from transfer.rpc import RpcClient, RpcServer, Security
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 
 
 class Siblings:

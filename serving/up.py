@@ -114,14 +114,14 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     front = await supervisor.start(_front(address, args))
     children = [registry, *workers, front]
     facts = await in_time(asyncio.gather(*(child.wait_ready() for child in children[1:])))
-    address, model = Address(facts[-1]["url"], facts[-1]["uds"]), facts[-1]["model"]
-    if not address.uds:
-        port = address.url.rpartition(":")[2]
+    where, model = Address(facts[-1]["url"], facts[-1]["uds"]), facts[-1]["model"]
+    if not where.uds:
+        port = where.url.rpartition(":")[2]
         front.spec = replace(front.spec, argv=(*front.spec.argv, f"--port={port}"))
 
     async def tell() -> None:
-        await in_time(_all_see_workers(address, args.api_workers, args.api_key))
-        _say_ready(address, model, args.api_key)
+        await in_time(_all_see_workers(where, args.api_workers, args.api_key))
+        _say_ready(where, model, args.api_key)
 
     await supervisor.watch_all(children, beside=tell())
 

@@ -226,6 +226,12 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (ServeConfig, {"port": 70000}, "--port must be 0 to 65535, got 70000"),
         (ServeConfig, {"queue_timeout_s": 0.0}, "--queue-timeout must be above 0, got 0.0"),
         (ServeConfig, {"max_inflight_requests": 0}, "--max-inflight-requests must be at least 1"),
+        (ServeConfig, {"api_workers": 0}, "--api-workers must be 1 to --max-inflight-requests"),
+        (
+            ServeConfig,
+            {"api_workers": 3, "max_inflight_requests": 2},
+            "--max-inflight-requests, which they share (2), got 3",
+        ),
         (RegistryConfig, {"lease_ttl_s": -1.0}, "--lease-ttl must be above 0, got -1.0"),
         (
             RegistryConfig,
@@ -249,6 +255,13 @@ def security(*argv: str) -> Security:
     parser = flags.Parser(prog="kvferry x")
     flags.add_security_flags(parser)
     return flags.security_from(parser.parse_args(argv))
+
+
+def test_certificates_are_handed_on_to_children() -> None:
+    files = {"ca_file": Path("a b"), "cert_file": Path("c"), "key_file": Path("d")}
+    argv = flags.tls_argv_of(Security("t", **files))
+    assert argv == ["--tls-ca-file=a b", "--tls-cert-file=c", "--tls-key-file=d"]
+    assert flags.tls_argv_of(Security("t")) == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What Prometheus reads: the names users expect, and a histogram that takes a step at once."""
 
+from functools import partial
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,11 +11,17 @@ from transfer import wire
 
 def samples(metrics: Metrics) -> dict[tuple, float]:
     """(name, label values in order of the labels' names...) -> value."""
-    return {
-        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+    return parsed(metrics.render())
+
+
+def parsed(text: bytes) -> dict[tuple, float]:
+    found = [
+        ((sample.name, *(value for _, value in sorted(sample.labels.items()))), sample.value)
+        for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
-    }
+    ]
+    assert len(dict(found)) == len(found), "a sample is there twice"
+    return dict(found)
 
 
 def test_counters_have_the_names_and_values_that_dashboards_read():
@@ -49,6 +57,34 @@ def test_the_bulk_histogram_counts_a_value_on_a_bound_below_it():
     (family,) = histogram.collect()
     buckets = [s.value for s in family.samples if s.name == "h_bucket"]
     assert buckets == [2, 3, 4]
+
+
+def test_several_processes_are_told_apart_and_the_cluster_is_shown_once():
+    first, second = Metrics(), Metrics()
+    for count, metrics in ((1, first), (2, second)):
+        metrics.gauge("num_running_reqs", "now", partial(float, count))
+        for _ in range(count):
+            metrics.first_token(0.03)
+            metrics.ended("stop", 1.25)
+        metrics.step(count, [0.01] * count)
+        metrics.set_states([wire.WorkerState("d0", "decode", 1, wire.Load(), 3, 0, 1, 0, {}, {})])
+    text = first.render({0: first.own_text(), 1: second.own_text()})
+    read = parsed(text)
+    for name, *labels in (
+        ("num_running_reqs",),
+        ("generation_tokens_total",),
+        ("time_to_first_token_seconds_count",),
+        ("time_to_first_token_seconds_bucket", "0.04"),
+        ("inter_token_latency_seconds_bucket", "+Inf"),
+    ):
+        assert [read[f"kvferry_{name}", *labels, str(process)] for process in (0, 1)] == [1, 2]
+    assert read["kvferry_num_requests_total", "stop", "1"] == 2
+    assert read["kvferry_pages_held", "decode", "d0"] == 3
+    lines = text.decode().splitlines()
+    types = [line for line in lines if line.startswith("# TYPE")]
+    assert len(set(types)) == len(types)
+    assert "# TYPE kvferry_generation_tokens_total counter" in types
+    assert "# TYPE kvferry_e2e_request_latency_seconds histogram" in types
 
 
 def test_what_workers_report_is_shown_as_it_came():

@@ -267,6 +267,26 @@ CASES = {
         f"serve --model-path {MODEL} --registry-address {NOWHERE} --port {{port}}",
         "kvferry serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
     ),
+    "HTTP port of two": Case(
+        f"serve --model-path {MODEL} --registry-address {NOWHERE} --api-workers 2 --port {{port}}",
+        "kvferry serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
+    ),
+    "no socket": Case(
+        f"serve --model-path {MODEL} --registry-address {NOWHERE} --api-workers 2 --uds {{folder}}",
+        "kvferry serve: --uds {folder}: expected no file, or a socket, got another kind of file",
+    ),
+    "two addresses": Case(
+        f"serve --model-path {MODEL} --registry-address {NOWHERE} --uds a --port 8000",
+        "kvferry serve: --uds and --port exclude each other: give one address",
+    ),
+    "socket of up": Case(
+        f"up --model-path {MODEL} --uds {{folder}}",
+        "kvferry up: --uds {folder}: expected no file, or a socket, got another kind of file",
+    ),
+    "two addresses of up": Case(
+        f"up --model-path {MODEL} --uds a --host ::1",
+        "kvferry up: --uds and --host exclude each other: give one address",
+    ),
     "HTTP port of up": Case(
         f"up --model-path {MODEL} --port {{port}}",
         "kvferry up: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",

@@ -1,13 +1,18 @@
 """`kvferry up`: its children are started again, stopped in seconds, and never left behind."""
 
+import os
 import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from tests.cluster import up, wait_until
 from tests.serving.commands import (
     MODEL,
     SMALL_DECODE,
@@ -22,6 +27,13 @@ from tests.serving.commands import (
 READY = r"kvferry is ready: http://127\.0\.0\.1:\d+ "
 SMALL = tuple(dict.fromkeys((*SMALL_PREFILL, *SMALL_DECODE)))
 STOP_S = 10.0
+LONG = (
+    "--context-length=512",
+    "--page-size=16",
+    "--chunked-prefill-size=32",
+    "--prefill-max-seqs-per-chunk=1",
+    "--decode-max-running-requests=8",
+)
 
 
 @pytest.fixture
@@ -37,6 +49,11 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port: int = sock.getsockname()[1]
     return port
+
+
+def ask(n: int, max_new_tokens: int) -> dict[str, Any]:
+    sampling = {"n": n, "max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": True}
 
 
 def start_up(commands: list[Command], folder: Path, model: Path, port: int, *more: str) -> Command:
@@ -103,6 +120,52 @@ def test_a_child_that_cannot_start_ends_all(
     # The child's own line is there as well, under its name.
     own = r"^\[(prefill-0|decode-0|serve)\] kvferry .*"
     assert re.search(own + message, command.text, re.MULTILINE)
+
+
+def test_up_serves_on_a_unix_socket_with_two_processes(
+    commands: list[Command], tmp_path: Path
+) -> None:
+    path = tmp_path / "api.sock"
+    flags = (f"--model-path={MODEL}", f"--uds={path}", "--api-workers=2", *SMALL)
+    command = start(tmp_path, "up", *flags)
+    commands.append(command)
+    command.says(rf"kvferry is ready: unix:{path} ")
+    assert f"curl -N --unix-socket {path} http://localhost/v1/chat/completions" in command.text
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as http:
+        body = {"prompt": "A", "max_tokens": 4, "ignore_eos": True}
+        reply = http.post("http://localhost/v1/completions", json=body)
+    assert reply.json()["usage"]["completion_tokens"] == 4
+    # Both go with the parent of the API processes, and all of it comes back.
+    command.child("serving").kill()
+    command.says(r"\[serve\] .* 2 HTTP processes listen on unix:", times=2)
+    command.signal(signal.SIGTERM)
+    assert command.ends(STOP_S) == 0, command.text
+    assert not path.exists()
+    assert "Traceback" not in command.text, command.text
+
+
+def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
+    with up(f"--model-path={MODEL}", "--api-workers=2", *LONG) as cluster, ExitStack() as stack:
+        doors: dict[int, httpx.Client] = {}
+        while len(doors) < 2:
+            http = stack.enter_context(httpx.Client(base_url=cluster.url, timeout=60))
+            info = http.get("/get_server_info").json()
+            doors[info["process"]] = http
+            pids = {state["process"]: state["pid"] for state in info["processes"]}
+        lost, kept = (
+            stack.enter_context(doors[i].stream("POST", "/generate", json=body)).iter_lines()
+            for i, body in ((0, ask(7, 400)), (1, ask(1, 40)))
+        )
+        next(lost)
+        next(kept)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lost)
+        assert '"completion_tokens":40' in [line for line in kept if line][-2]
+        assert [worker["pages_held"] for worker in cluster.settled()] == [0, 0]
+        # Given up, not finished: decode would have made the tokens of both otherwise.
+        assert cluster.worker("decode")["counters"]["tokens"] < 7 * 399
+        wait_until(lambda: len(cluster.http.get("/get_server_info").json()["processes"]) == 2)
 
 
 def test_workers_that_do_not_fit_together_are_told_so(

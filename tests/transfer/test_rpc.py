@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -50,6 +51,22 @@ MESSAGE = wire.AbortBatch((1, 2, 3), "why")
 async def test_a_call_brings_its_reply() -> None:
     async with served(an_echo_server()) as client:
         assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+
+
+async def test_a_unix_socket_serves_too_and_takes_the_place_of_one_that_was_left(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a socket"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    server = an_echo_server()
+    await server.start_at(f"unix:{path}")
+    client = RpcClient(f"unix:{path}", SECURITY)
+    assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+    await client.close()
+    await server.stop(0.0)
+    with pytest.raises(ConfigError, match="cannot listen on unix:"):
+        await an_echo_server().start_at(f"unix:{tmp_path}/no/folder")
 
 
 @pytest.mark.parametrize("kind", [Incompatible, BadMessage, Unavailable, Unauthenticated])

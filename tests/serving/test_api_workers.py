@@ -1,0 +1,193 @@
+"""Several HTTP processes behind one address: one dies alone, and each answers for all."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.fakes import FakeCluster, until
+from tests.serving.commands import MODEL, TOKEN, copy_of, refused, start
+from tests.serving.live import alphabet, letters
+from tests.serving.processes import Server, all_ready, info_of, serving, step_until, stream
+from tests.serving.test_listening import leave_stale
+from tests.serving.test_metrics import parsed
+
+TWO = "--api-workers=2"
+NOWHERE = "127.0.0.1:1"
+
+
+async def samples(http: httpx.AsyncClient) -> dict[tuple, float]:
+    """(name, label values in order of the labels' names...) -> value."""
+    return parsed((await http.get("/metrics")).content)
+
+
+async def stopped(server: Server, number: signal.Signals) -> None:
+    """It ends in order: exit code 0, no process, no folder."""
+    folders = [
+        Path(str(connection.laddr)).parent
+        for child in psutil.Process(server.command.process.pid).children()
+        for connection in child.net_connections("unix")
+        if "/kvferry-" in str(connection.laddr)
+    ]
+    assert folders
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+    assert await server.stop(number) == 0, server.command.text
+    assert "Traceback" not in server.command.text, server.command.text
+    assert not [folder for folder in folders if folder.exists()]
+
+
+async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_path: Path) -> None:
+    async with (
+        FakeCluster(network=alphabet, auto_step=False) as cluster,
+        serving(cluster, tmp_path, TWO) as server,
+        server.door(0) as dying,
+        server.door(1) as living,
+    ):
+        lost, kept = stream(dying), stream(living)
+        await cluster.submitted(2)
+        for _ in range(2):
+            cluster.step()
+        await until(lambda: bool(lost.events) and bool(kept.events))
+        pids = await server.pids()
+
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            await lost.task
+        # Its room is free at the worker that has it, though no step was made.
+        await until(lambda: [len(worker.rooms) for worker in cluster.workers] == [0, 1])
+        async with server.connection() as http:  # whoever is there serves meanwhile
+            late = stream(http)
+            await step_until(cluster, kept.task, late.task)
+            assert (kept.text, late.text) == (letters(8), letters(8))
+
+        await until(lambda: "api-0 ended with code -9: starting it again" in server.command.text)
+        await all_ready(server)
+        async with server.door(0) as http:
+            again = {state["process"]: state["pid"] for state in (await info_of(http))["processes"]}
+            assert again[1] == pids[1]
+            assert again[0] != pids[0]
+            anew = stream(http)
+            await step_until(cluster, anew.task)
+            assert anew.text == letters(8)
+            # The one that lived on finds it again by itself.
+            while len((await info_of(living))["processes"]) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await stopped(server, signal.SIGTERM)
+
+
+async def test_whichever_process_answers_speaks_for_all(tmp_path: Path) -> None:
+    limits = ("--max-inflight-requests=3", "--max-queued-requests=1")
+    async with (
+        FakeCluster(network=alphabet, auto_step=False) as cluster,
+        serving(cluster, tmp_path, TWO, *limits) as server,
+        server.door(0) as first,
+        server.door(1) as second,
+        server.door(1) as third,
+        server.door(0) as asks_first,
+        server.door(1) as asks_second,
+    ):
+        # Process 0 has two places and one to wait in, process 1 one place and none to wait in.
+        mine, other = stream(first, rid="mine"), stream(second, rid="other")
+        await cluster.submitted(2)
+        cluster.step()
+        await until(lambda: bool(mine.events) and bool(other.events))
+        full = await third.post("/v1/completions", json={"prompt": "Hi!", "max_tokens": 1})
+        assert full.status_code == 429
+        for http in (asks_first, asks_second):
+            info = await info_of(http)
+            assert (info["running"], info["queued"]) == (2, 0)
+            assert info["max_inflight_requests"] == 3
+            read = await samples(http)
+            assert [read["kvferry_num_running_reqs", p] for p in "01"] == [1, 1]
+            assert [read["kvferry_requests_rejected_total", p] for p in "01"] == [0, 1]
+            assert [read["kvferry_prompt_tokens_total", p] for p in "01"] == [3, 3]
+            assert [read["kvferry_sibling_silent_total", p] for p in "01"] == [0, 0]
+            assert read["kvferry_time_to_first_token_seconds_bucket", "+Inf", "0"] == 1
+            assert read["kvferry_pages_free", "decode", "decode-0"] == 256
+
+        aborted = await asks_first.post("/abort_request", json={"rid": "other"})
+        assert aborted.json()["aborted"] == 1
+        await other.task
+        assert other.finish_reason == "abort"
+        aborted = await asks_second.post("/abort_request", json={"abort_all": True})
+        assert aborted.json()["aborted"] == 1
+        await mine.task
+        assert mine.finish_reason == "abort"
+        await until(lambda: not any(worker.rooms for worker in cluster.workers))
+        await stopped(server, signal.SIGINT)
+
+
+async def test_a_request_that_waits_elsewhere_is_aborted_too(tmp_path: Path) -> None:
+    async with (
+        FakeCluster(network=alphabet, auto_step=False) as cluster,
+        serving(cluster, tmp_path, TWO, "--max-inflight-requests=2") as server,
+        server.door(0) as first,
+        server.door(0) as second,
+        server.door(1) as asks,
+    ):
+        served = stream(first)
+        await cluster.submitted(1)
+        waiting = asyncio.create_task(
+            second.post("/v1/completions", json={"prompt": "Hi!", "rid": "waits"})
+        )
+        while (await info_of(asks))["queued"] < 1:  # noqa: ASYNC110  (another process's state)
+            await asyncio.sleep(0)
+        aborted = await asks.post("/abort_request", json={"rid": "waits"})
+        assert aborted.json()["aborted"] == 1
+        assert (await waiting).json()["error"]["code"] == "aborted"
+        await step_until(cluster, served.task)
+        assert served.text == letters(8)
+
+
+async def test_a_process_that_hangs_is_left_out_and_counted(tmp_path: Path) -> None:
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO) as server,
+        server.door(0) as asks,
+    ):
+        pids = await server.pids()
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            read = await samples(asks)
+            info = await info_of(asks)
+            aborted = await asks.post("/abort_request", json={"rid": "nobody's"})
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert read["kvferry_sibling_silent_total", "0"] == 1
+        assert ("kvferry_sibling_silent_total", "1") not in read
+        assert [state["process"] for state in info["processes"]] == [0]
+        assert aborted.json() == {"success": True, "aborted": 0}
+        assert "another API process of this server is left out: " in server.command.text
+
+
+async def test_processes_share_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    leave_stale(path)
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO, f"--uds={path}") as server,
+    ):
+        assert server.address == str(path)
+        dying = (await server.info())["process"]
+        os.kill((await server.pids())[dying], signal.SIGKILL)
+        # The other takes every connection, also those that came while both were there.
+        async with server.connection() as http:
+            read = stream(http)
+            await read.task
+            assert read.text == letters(8)
+        await until(lambda: f"api-{dying} ended with code -9" in server.command.text)
+        await all_ready(server)
+        await stopped(server, signal.SIGTERM)
+        assert not path.exists()
+
+
+def test_a_process_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    model = copy_of(MODEL, tmp_path, lambda folder: (folder / "tokenizer.json").unlink())
+    words = (f"--model-path={model}", f"--registry-address={NOWHERE}", "--port=0", TWO)
+    line = refused(start(tmp_path, "serve", *words, KVFERRY_CLUSTER_TOKEN=TOKEN))
+    assert line.startswith("kvferry serve: api-")
+    assert f" ended with code 2 before it was ready: kvferry serve: cannot read {model}/" in line

@@ -1,0 +1,141 @@
+"""Where the API listens: what is claimed, what is refused, and what is there in the end."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from serving.config import ServeConfig
+from serving.listening import address_of, claimed, refuse_two_addresses
+from transfer.errors import ConfigError
+
+
+def config(**values: object) -> ServeConfig:
+    settings = {"model_path": Path("m"), "registry_address": "127.0.0.1:1", **values}
+    return ServeConfig(**settings)  # type: ignore[arg-type]
+
+
+def knock(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def leave_stale(path: Path) -> None:
+    """What a server that was killed leaves: a socket file that nobody listens on."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+def test_a_port_is_claimed_alone() -> None:
+    with claimed(config(port=0)) as sock:
+        address = address_of(sock)
+        port = sock.getsockname()[1]
+        assert (str(address), address.uds) == (f"http://127.0.0.1:{port}", "")
+        sock.listen()
+        with pytest.raises(ConfigError) as caught, claimed(config(port=port)):
+            pass
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in str(caught.value)
+
+
+def test_an_address_of_ipv6_has_brackets() -> None:
+    with claimed(config(host="::1", port=0)) as sock:
+        assert str(address_of(sock)) == f"http://[::1]:{sock.getsockname()[1]}"
+
+
+def test_a_unix_socket_listens_at_once_and_goes_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "api.sock"
+    with claimed(config(uds="api.sock")) as sock:
+        address = address_of(sock)
+        assert (str(address), address.url) == (f"unix:{path}", "http://localhost")
+        knock(path)
+    assert not path.exists()
+
+
+def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    leave_stale(path)
+    with claimed(config(uds=str(path))):
+        knock(path)
+    assert not path.exists()
+
+
+def test_a_live_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    with claimed(config(uds=str(path))):
+        with pytest.raises(ConfigError) as caught, claimed(config(uds=str(path))):
+            pass
+        assert str(caught.value) == (
+            f"--uds {path} is in use: a server listens there; choose another path"
+        )
+        knock(path)
+
+
+def test_a_live_socket_that_takes_nobody_in_just_now_is_refused_too(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    with ExitStack() as stack:
+        busy, *waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        busy.bind(str(path))
+        busy.listen(0)
+        waiting[0].connect(str(path))  # its backlog is full now
+        with pytest.raises(ConfigError, match="is in use"), claimed(config(uds=str(path))):
+            pass
+
+
+def test_a_socket_that_another_put_there_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    with claimed(config(uds=str(path))):
+        path.rename(tmp_path / "moved")  # or its number might be given out again
+        leave_stale(path)
+    assert stat.S_ISSOCK(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.write_text("a file"),
+        lambda path: path.mkdir(),
+        os.mkfifo,
+        lambda path: path.symlink_to(path.with_name("elsewhere")),
+    ],
+)
+def test_another_kind_of_file_is_refused_and_left_alone(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    path = tmp_path / "api.sock"
+    make(path)
+    kind = path.lstat().st_mode
+    with pytest.raises(ConfigError) as caught, claimed(config(uds=str(path))):
+        pass
+    assert str(caught.value) == (
+        f"--uds {path}: expected no file, or a socket, got another kind of file"
+    )
+    assert path.lstat().st_mode == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no folder/api.sock", "No such file or directory"), ("x" * 108, "AF_UNIX path too long")],
+)
+def test_a_path_that_cannot_be_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(ConfigError) as caught, claimed(config(uds=str(path))):
+        pass
+    assert str(caught.value) == f"cannot listen on --uds {path}: {message}"
+
+
+@pytest.mark.parametrize("words", ["--uds a --port 8000", "--host=127.0.0.1 --uds=a"])
+def test_two_addresses_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"--uds and --(port|host) exclude each other"):
+        refuse_two_addresses(words.split())
+
+
+def test_one_address_is_fine() -> None:
+    refuse_two_addresses(["--host=::1", "--port", "1"])
+    refuse_two_addresses(["--uds", "a"])
