@@ -68,9 +68,10 @@ _aborts = msgspec.json.Decoder(AbortFields)
 class Admin:
     """One method a route."""
 
-    def __init__(self, front: Front, siblings: Siblings) -> None:
+    def __init__(self, front: Front, siblings: Siblings | None = None) -> None:
+        """siblings: None in a process that serves alone."""
         self._front = front
-        self._siblings = siblings
+        self._siblings = siblings or Siblings(front)
         self._model = front.model
         self._dispatcher = front.dispatcher
         self._created = int(front.clock.now_s())

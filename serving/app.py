@@ -39,7 +39,7 @@ def create_app(
     The dispatcher is started and stopped by the caller.
     """
     front = create_front(dispatcher, tokenizer, config, model_config, clock, timers)
-    return app_of(front, Siblings(front))
+    return app_of(front)
 
 
 def create_front(
@@ -55,8 +55,8 @@ def create_front(
     return Front(dispatcher, model, config, clock, timers or LoopTimers())
 
 
-def app_of(front: Front, siblings: Siblings) -> Starlette:
-    """The routes. Siblings are started and stopped by the caller."""
+def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
+    """The routes. Siblings, None of a process that serves alone, are started by the caller."""
     config = front.config
     admin = Admin(front, siblings)
     routes = [

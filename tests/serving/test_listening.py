@@ -80,10 +80,10 @@ def test_a_live_socket_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_a_live_socket_that_takes_nobody_in_just_now_is_refused_too(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     with ExitStack() as stack:
-        busy, *waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        busy, waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
         busy.bind(str(path))
         busy.listen(0)
-        waiting[0].connect(str(path))  # its backlog is full now
+        waiting.connect(str(path))  # its backlog is full now
         with pytest.raises(ConfigError, match="is in use"), claimed(config(uds=str(path))):
             pass
 
