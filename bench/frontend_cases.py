@@ -68,6 +68,7 @@ _USUAL = {
     "backlog": ("naive", "grouped+json", "all", "floor"),
 }
 PACES = tuple(_USUAL)
+_ROUNDS = {"saturated": 3}  # by default; one at the others, of which nearer ratios are not asked
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
             designs = _designs(pace, args.design or _USUAL[pace], args.interval or INTERVALS)
             if designs:
                 cell = _cell(pace, num_streams, args)
-                rounds = args.rounds if cell.drive != "paced" else min(args.rounds, 1)
+                rounds = args.rounds or _ROUNDS.get(pace, 1)
                 cases.append(Case(cell, designs, rounds))
     if not cases:
         raise ValueError("auto is not steered by events, so it has no saturated cell")
@@ -113,9 +114,10 @@ def _check(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{name} {value!r} is unknown; known: {', '.join(known)}")
     lowest = {"output_tokens": 2, "rounds": 1, "tokens": 1}
     for name, least in lowest.items():
-        if getattr(args, name) < least:
+        value = getattr(args, name)
+        if value is not None and value < least:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be at least {least}, got {getattr(args, name)}")
+            raise ValueError(f"{flag} must be at least {least}, got {value}")
     for name in ("streams", "interval"):
         for value in getattr(args, name) or ():
             if value < 1:
