@@ -24,6 +24,7 @@ from bench.frontend_rows import Measured, report_case
 from bench.report import Report
 
 _WARM_UP_STREAMS = 64
+_WARM_UP_STEP_S = 5e-3
 _FLOOR_PIECE_BYTES = 200  # where no real design is measured before it
 
 
@@ -67,7 +68,14 @@ class _Bench:
 
     def _warm_up(self, case: Case, design: Design) -> None:
         num_streams = min(case.cell.num_streams, _WARM_UP_STREAMS)
-        cell = replace(case.cell_of(design), num_streams=num_streams, drive="backlog", spacing_s=0)
+        # Slowly: a server that widens its interval must not begin with a wide one.
+        cell = replace(
+            case.cell_of(design),
+            num_streams=num_streams,
+            drive="paced",
+            step_s=_WARM_UP_STEP_S,
+            spacing_s=0.0,
+        )
         self._play(cell, design, Measured())
         self._warm.add(self._ready[design].pid)
 

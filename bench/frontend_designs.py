@@ -77,7 +77,9 @@ class QueuedChoice:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
 
     def on_tokens(self, tokens: Tokens) -> None:
-        self._put(tokens)
+        """One entry a token, even where the wire brought several steps at once."""
+        for token_id in tokens.ids:
+            self._put(Tokens([token_id]))
 
     def on_end(self, finish_reason: FinishReason) -> None:
         self._put(finish_reason)

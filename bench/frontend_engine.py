@@ -36,7 +36,8 @@ from transfer.rpc import RpcServer, Security
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
-_MOST_QUEUED = 2  # steps that wait for the pipe before the engine does, in backlog
+_MOST_WAITING = 32  # steps that wait for the pipe before the engine does, in backlog
+_PATIENCE_S = 180.0  # for the steps of a round
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
 
 
@@ -98,8 +99,10 @@ class Worker:
         self.epoch = 1
         self.emitter = StepEmitter(self.worker_id, self.epoch)
         self._workers = workers
-        # Bounded by the steps of a round, and by _MOST_QUEUED for who asks for room.
+        # Bounded by the steps of a round, and by _MOST_WAITING for who asks for room.
         self._streams: dict[str, asyncio.Queue[wire.StepBatch]] = {}
+        self._newest_step = 0
+        self._taken_step = 0  # by the pipe
         self._taken = asyncio.Event()
         self._server = RpcServer(workers.security)
 
@@ -130,11 +133,12 @@ class Worker:
     def send(self) -> None:
         """Everything the emitter has, to the streams it is for."""
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
+            self._newest_step = batch.step
             self._streams[api_id].put_nowait(batch)
 
-    async def room(self, api_id: str) -> None:
-        """Until few batches wait for their stream, which takes one when its pipe has room."""
-        while self._streams[api_id].qsize() >= _MOST_QUEUED:
+    async def room(self) -> None:
+        """Until few steps wait for the pipe, which takes one when gRPC's flow control lets it."""
+        while self._newest_step - self._taken_step >= _MOST_WAITING:
             self._taken.clear()
             await self._taken.wait()
 
@@ -164,11 +168,11 @@ class Worker:
                     batch = await asyncio.wait_for(queue.get(), _SIGN_OF_LIFE_S)
                 except TimeoutError:
                     batch = alive
+                self._taken_step = max(self._taken_step, batch.step)
                 self._taken.set()
                 yield batch
         finally:
             del self._streams[request.api_id]
-            self._taken.set()
 
 
 class Workers:
@@ -222,7 +226,7 @@ class Workers:
         self._decode.send()
 
     async def room(self) -> None:
-        await self._decode.room(self._api_id)
+        await self._decode.room()
 
     def _rows(self, streams: np.ndarray, rooms: np.ndarray, token_idx: int) -> Rows:
         assert self._round is not None, "rows outside of a round"
@@ -329,7 +333,12 @@ async def serve(steering: socket.socket, floor: socket.socket | None) -> None:
         current = way.begin(Cell(**ask["cell"]))
         say(ready=True)
         await asyncio.to_thread(told)  # every stream has its first token
-        await pacer.steps(current)
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await pacer.steps(current)
+        except TimeoutError:
+            say(error=f"{len(current.step_s)} steps left in {_PATIENCE_S:g} s, and no more")
+            return
         say(first_s=current.first_s, step_s=current.step_s)
 
 

@@ -25,8 +25,7 @@ UNITS = {
     "lag p99": "ms",
     "peak rss": "MB",
 }
-# Whose value of the same run stands beside the product's, and of which metrics.
-_BESIDE = ("floor", "grouped+json", "all")
+# Metrics of the product that stand beside another design's of the same run as well.
 _BESIDE_METRICS = {"paced": ("output", "ttft p50", "lag p99")}
 
 
@@ -95,9 +94,7 @@ def report_case(
         for metric, unit in UNITS.items():
             value, baseline = medians[design][metric], medians[first][metric]
             report.add(name, metric, value, unit, baseline=baseline, shapes=shapes)
-        for other in case.designs if design.is_product else ():
-            if other.name not in _BESIDE or other in (design, first):
-                continue
+        for other in _beside(design, case):
             for metric in _BESIDE_METRICS.get(case.cell.drive, ("output",)):
                 report.add(
                     name,
@@ -107,6 +104,15 @@ def report_case(
                     baseline=medians[other][metric],
                     shapes=shapes | {"baseline": other.name},
                 )
+
+
+def _beside(design: Design, case: Case) -> list[Design]:
+    """Those with an event a token stand beside the product with one, and that beside other
+    intervals of the product."""
+    if not design.is_product:
+        return []
+    names = ("grouped+json", "floor") if design.interval == 1 else ("all",)
+    return [other for other in case.designs[1:] if other.name in names]
 
 
 def _medians(rounds: Sequence[Measured]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Designs of the front end beside each other: what a run asks for, and small real runs of each."""
 
 import argparse
+import asyncio
 import io
 import json
 import math
@@ -14,6 +15,7 @@ import pytest
 from bench import cli
 from bench.frontend_cases import PACES, Case, all_of, cases_of
 from bench.frontend_designs import DESIGNS, main
+from bench.frontend_engine import Worker, Workers
 from bench.frontend_plan import Cell
 from bench.frontend_rows import Measured, report_case
 from bench.frontend_typed import TypedEvents
@@ -26,6 +28,7 @@ from serving.protocol import ChoiceAsk, Prompt, Request, Shown
 from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.errors import ConfigError
+from transfer.rpc import Security
 
 NUM_STREAMS = 6
 NUM_TOKENS = 12
@@ -177,6 +180,39 @@ def test_rows_are_medians_and_the_product_stands_beside_other_designs():
     assert values["x5 backlog all", "output"].shapes["server_args"] == "--max-retries 0"
     assert values["x5 backlog naive", "output"].shapes["server_args"] == "--design naive"
     assert len(report.rows) == 4 * 9 + 2
+
+
+def test_other_intervals_stand_beside_an_event_a_token_unless_that_is_the_baseline():
+    words = ("--pace", "paced", "--streams", "5", "--design", "all", "--design", "floor")
+    metrics = ("output", "ttft p50", "lag p99")
+    one, eight = "x5 paced 50 ms all", "x5 paced 50 ms all, interval 8"
+    for more, expected in (
+        (("--design", "naive"), {(one, "floor"), (eight, "all")}),
+        ((), {(one, "floor")}),
+    ):
+        (case,) = cases_of(arguments(*words, *more))
+        report = report_to(None)
+        report_case(report, case, {design: [measured(1.0)] for design in case.designs}, "")
+        beside = {(row.case, row.metric) for row in report.rows if " of " in row.metric}
+        assert beside == {(name, f"{m} of {other}") for name, other in expected for m in metrics}
+
+
+# --- the engine in backlog ------------------------------------------------------------------------
+
+
+async def test_in_backlog_the_engine_waits_for_the_pipe_and_for_nothing_else():
+    worker = Worker("decode", Workers(Security("a token of this test"), [1, 2]))
+    pipe = worker._subscribe(wire.Subscribe("api"))
+    await anext(pipe)
+    for room in range(32):
+        await asyncio.wait_for(worker.room(), 5.0)
+        worker.emitter.event("api", wire.RoomEvent(room, "prefilled"))
+        worker.send()
+    waiting = asyncio.ensure_future(worker.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await anext(pipe)
+    await asyncio.wait_for(waiting, 5.0)
 
 
 # --- small real runs ------------------------------------------------------------------------------
