@@ -33,6 +33,8 @@ EXIT_CONFIG = 2
 
 MIN_TOKEN_CHARS = 16
 
+_orphaned: list[Callable[[], None]] = []  # what when_orphaned was given
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line."""
@@ -323,6 +325,11 @@ def announce(worker_id: str) -> None:
     notify_ready(worker_id=worker_id)
 
 
+def when_orphaned(clean_up: Callable[[], None]) -> None:
+    """Do this, in a thread, before dying with a supervisor that cannot do it any more."""
+    _orphaned.append(clean_up)
+
+
 def _watch_lifeline() -> None:
     """Die with the supervisor, however it dies: its end of the pipe closes."""
     number = os.environ.get(LIFELINE_ENV)
@@ -331,7 +338,11 @@ def _watch_lifeline() -> None:
 
     def wait() -> None:
         os.read(int(number), 1)
-        os._exit(1)
+        try:
+            for clean_up in _orphaned:
+                clean_up()
+        finally:
+            os._exit(1)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
 

@@ -68,7 +68,7 @@ async def info_of(http: httpx.AsyncClient) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def serving(cluster: FakeCluster, folder: Path, *flags: str) -> AsyncIterator[Server]:
-    """`kvferry serve` with these flags; every process sees both workers. Killed if still there."""
+    """`kvferry serve` with these flags; every process sees both workers. Stopped in the end."""
     command = start(
         folder,
         "serve",
@@ -87,6 +87,8 @@ async def serving(cluster: FakeCluster, folder: Path, *flags: str) -> AsyncItera
         server = Server(command, found[-1])
         await all_ready(server)
         yield server
+        if command.process.poll() is None:
+            assert await server.stop() == 0, command.text
     finally:
         command.kill()
 

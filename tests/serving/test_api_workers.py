@@ -25,8 +25,8 @@ async def samples(http: httpx.AsyncClient) -> dict[tuple, float]:
     return parsed((await http.get("/metrics")).content)
 
 
-async def stopped(server: Server, number: signal.Signals) -> None:
-    """It ends in order: exit code 0, no process, no folder."""
+def folders_of(server: Server) -> list[Path]:
+    """Where the processes of a server meet; nobody else enters."""
     folders = [
         Path(str(connection.laddr)).parent
         for child in psutil.Process(server.command.process.pid).children()
@@ -35,6 +35,12 @@ async def stopped(server: Server, number: signal.Signals) -> None:
     ]
     assert folders
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+    return folders
+
+
+async def stopped(server: Server, number: signal.Signals) -> None:
+    """It ends in order: exit code 0, no process, no folder."""
+    folders = folders_of(server)
     assert await server.stop(number) == 0, server.command.text
     assert "Traceback" not in server.command.text, server.command.text
     assert not [folder for folder in folders if folder.exists()]
@@ -162,6 +168,43 @@ async def test_a_process_that_hangs_is_left_out_and_counted(tmp_path: Path) -> N
         assert [state["process"] for state in info["processes"]] == [0]
         assert aborted.json() == {"success": True, "aborted": 0}
         assert "another API process of this server is left out: " in server.command.text
+
+
+async def test_told_to_stop_every_process_ends_its_streams_with_an_error(tmp_path: Path) -> None:
+    async with (
+        FakeCluster(network=alphabet, auto_step=False) as cluster,
+        serving(cluster, tmp_path, TWO) as server,
+        server.door(0) as first,
+        server.door(1) as second,
+    ):
+        streams = [stream(first), stream(second)]
+        await cluster.submitted(2)
+        cluster.step()
+        await until(lambda: all(begun.events for begun in streams))
+        await stopped(server, signal.SIGTERM)
+        for ended in streams:
+            *_, last = await ended.task
+            assert last["error"]["code"] == "shutting_down"
+        await until(lambda: not any(worker.num_streams for worker in cluster.workers))
+
+
+async def test_a_killed_parent_takes_all_along_and_leaves_nothing(tmp_path: Path) -> None:
+    async with FakeCluster() as cluster, serving(cluster, tmp_path, TWO) as server:
+        folders = folders_of(server)
+        assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
+        await until(lambda: not any(folder.exists() for folder in folders))
+
+
+async def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path) -> None:
+    words = (f"--model-path={MODEL}", f"--registry-address={NOWHERE}", "--port=0", TWO)
+    command = start(tmp_path, "serve", *words)
+    try:
+        await until(lambda: len(command.family()) == 3)
+        command.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(command.ends, 20) == 0, command.text
+        assert "Traceback" not in command.text, command.text
+    finally:
+        command.kill()
 
 
 async def test_processes_share_a_unix_socket(tmp_path: Path) -> None:
