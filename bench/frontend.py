@@ -76,7 +76,10 @@ class _Bench:
             step_s=_WARM_UP_STEP_S,
             spacing_s=0.0,
         )
-        self._play(cell, design, Measured())
+        measured = Measured()
+        self._play(cell, design, measured)
+        if design.interval <= 1:  # unhurried, no server merges pieces, so these are of one token
+            self._piece_bytes = measured.piece_bytes
         self._warm.add(self._ready[design].pid)
 
     def _round(self, cell: Cell, design: Design) -> Measured:
@@ -87,8 +90,6 @@ class _Bench:
         for _ in range(1 if cell.drive == "paced" else repeats):
             self._play(cell, design, measured)
         measured.peak_rss_mb = peak_rss_mb(self._ready[design].pid)
-        if design.is_product and design.interval == 1:
-            self._piece_bytes = measured.piece_bytes
         return measured
 
     def _play(self, cell: Cell, design: Design, into: Measured) -> None:

@@ -242,11 +242,15 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
         values = cases[f"x{NUM_STREAMS} paced 2 ms {name}"]
         assert values["output"]["value"] < NUM_STREAMS * steps / (0.002 * (steps - 2))
         per_token = values["chunks"]["value"] / values["output"]["value"]
-        assert per_token == pytest.approx(3 / 11 if name == "all, interval 5" else 1.0)
+        if name in DESIGNS or name == "floor":
+            assert per_token == 1.0
+        else:  # the product may merge pieces when it is behind
+            assert per_token <= (3 / 11 if name == "all, interval 5" else 1.0) + 1e-9
         assert len(values["output"]["shapes"]["rounds_s"]) == 2
     sizes = {
-        cases[f"x{NUM_STREAMS} backlog {name}"]["output"]["shapes"]["piece_bytes"]
-        for name in designs
+        cases[f"x{NUM_STREAMS} {pace} {name}"]["output"]["shapes"]["piece_bytes"]
+        for name in (*DESIGNS, "floor")
+        for pace in paces
     }
     assert len(sizes) == 1  # the same bytes of every design
 
