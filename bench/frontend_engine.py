@@ -31,6 +31,7 @@ from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.emit import Rows, StepEmitter
+from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 
 HOST = "127.0.0.1"
@@ -100,7 +101,7 @@ class Worker:
         self.emitter = StepEmitter(self.worker_id, self.epoch)
         self._workers = workers
         # Bounded by the steps of a round, and by _MOST_WAITING for who asks for room.
-        self._streams: dict[str, asyncio.Queue[wire.StepBatch]] = {}
+        self._streams: dict[str, Replies] = {}
         self._newest_step = 0
         self._taken_step = 0  # by the pipe
         self._taken = asyncio.Event()
@@ -134,7 +135,7 @@ class Worker:
         """Everything the emitter has, to the streams it is for."""
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
             self._newest_step = batch.step
-            self._streams[api_id].put_nowait(batch)
+            assert self._streams[api_id].offer(batch), "a round is within what may wait"
 
     async def room(self) -> None:
         """Until few steps wait for the pipe, which takes one when gRPC's flow control lets it."""
@@ -158,16 +159,16 @@ class Worker:
         return wire.FlushReply(True, "there is no cache")
 
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
-        queue: asyncio.Queue[wire.StepBatch] = asyncio.Queue()
-        self._streams[request.api_id] = queue
+        self._streams[request.api_id] = replies = Replies()
         alive = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0)
         try:
             yield alive
             while True:
                 try:
-                    batch = await asyncio.wait_for(queue.get(), _SIGN_OF_LIFE_S)
+                    batch = await replies.take(_SIGN_OF_LIFE_S)
                 except TimeoutError:
                     batch = alive
+                assert batch is not None, "nobody ends this stream"
                 self._taken_step = max(self._taken_step, batch.step)
                 self._taken.set()
                 yield batch

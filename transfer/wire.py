@@ -178,6 +178,10 @@ class StepBatch(Message):
     events: tuple[RoomEvent, ...] = ()
     version: int = WIRE_VERSION
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.rooms) // 8
+
 
 class Subscribe(Message):
     """An API process opens its reply stream; when it breaks, its rooms are dropped."""

@@ -18,19 +18,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.errors import Code, KvferryError, Unavailable
+from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5  # idle streams carry a sign of life this often
-MAX_BATCHES = 4096  # unsent steps after which an API process counts as gone
 
 
 class Inbox:
@@ -83,15 +83,6 @@ class Ask:
     loop: asyncio.AbstractEventLoop
 
 
-@dataclass
-class _Stream:
-    """One API process's reply stream."""
-
-    queue: "asyncio.Queue[wire.StepBatch | None]" = field(
-        default_factory=lambda: asyncio.Queue(MAX_BATCHES)
-    )
-
-
 class Worker(ABC):
     """What prefill and decode fill in. `build` .. `load` run on the thread each one names."""
 
@@ -105,7 +96,7 @@ class Worker(ABC):
         self.epoch = int(clock.now_s() * 1000)
         self.inbox = Inbox()
         self.progress = 0  # grows with every turn of the engine loop
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Replies] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._ready = False
@@ -182,8 +173,8 @@ class Worker(ABC):
                 task.cancel()
             with contextlib.suppress(KvferryError):
                 await registry.deregister()
-            for stream in self._streams.values():
-                _offer(stream, None)
+            for replies in self._streams.values():
+                replies.end()
             await server.stop(0.2)
             self.close()
         if self._engine_error is not None:
@@ -267,23 +258,23 @@ class Worker(ABC):
 
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         self.require_ready()
-        stream = _Stream()
+        replies = Replies()
         older = self._streams.get(request.api_id)
         if older is not None:
-            _offer(older, None)
-        self._streams[request.api_id] = stream
+            older.end()
+        self._streams[request.api_id] = replies
         try:
             yield self._sign_of_life()
             while True:
                 try:
-                    batch = await asyncio.wait_for(stream.queue.get(), HEARTBEAT_S)
+                    batch = await replies.take(HEARTBEAT_S)
                 except TimeoutError:
                     batch = self._sign_of_life()
                 if batch is None:
                     return
                 yield batch
         finally:
-            if self._streams.get(request.api_id) is stream:
+            if self._streams.get(request.api_id) is replies:
                 del self._streams[request.api_id]
                 self.inbox.post(ApiGone(request.api_id))
 
@@ -297,11 +288,11 @@ class Worker(ABC):
 
     def _deliver(self, batches: dict[str, wire.StepBatch]) -> None:
         for api_id, batch in batches.items():
-            stream = self._streams.get(api_id)
-            if stream is not None and not _offer(stream, batch):
+            replies = self._streams.get(api_id)
+            if replies is not None and not replies.offer(batch):
                 log.warning("%s does not read its steps: dropped", api_id)
                 del self._streams[api_id]
-                _offer(stream, None)
+                replies.end()
                 self.inbox.post(ApiGone(api_id))
 
     # --- engine thread ------------------------------------------------------------------------
@@ -331,17 +322,6 @@ class Worker(ABC):
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _offer(stream: _Stream, batch: wire.StepBatch | None) -> bool:
-    """Queue a batch, or the end (None), which displaces the oldest when there is no room."""
-    if batch is None and stream.queue.full():
-        stream.queue.get_nowait()
-    try:
-        stream.queue.put_nowait(batch)
-    except asyncio.QueueFull:
-        return False
-    return True
 
 
 def _malformed(submit: wire.Submit) -> str:

@@ -16,10 +16,11 @@ from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
 from transfer.clock import ManualClock
+from transfer.replies import Replies
 from transfer.role import PoolFacts
 from transfer.room import LEGAL, Room, Side, State
 from transfer.rpc import Security
-from transfer.worker import ApiGone, Worker, _Stream
+from transfer.worker import ApiGone, Worker
 
 SECURITY = Security(token="simulated")
 
@@ -214,7 +215,7 @@ class SimDecode(DecodeWorker):
 
 def open_stream(worker: Worker, api_id: str) -> None:
     """An API process subscribes."""
-    worker._streams[api_id] = _Stream()
+    worker._streams[api_id] = Replies()
 
 
 def close_stream(worker: Worker, api_id: str) -> None:

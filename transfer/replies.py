@@ -1,0 +1,100 @@
+"""What waits to leave a worker for one API process: steps that waited leave as one message."""
+
+import asyncio
+from collections.abc import Sequence
+
+from transfer import wire
+
+# A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
+MAX_ROWS = 1 << 20
+MAX_EVENTS = 1 << 18
+# Of one message, so that it stays below what gRPC takes and a loop handles in one go.
+_ROWS_PER_MESSAGE = 1 << 15
+
+
+class Replies:
+    """The reply stream of one API process. Used on the event loop.
+
+    While the reader keeps up, each step is one message. When gRPC's flow control holds one back,
+    the steps behind it gather and leave together, so a reader that fell behind gets many tokens
+    of a stream at once, which cost it little more than one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[wire.StepBatch] = []
+        self._num_rows = 0
+        self._num_events = 0
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    def offer(self, batch: wire.StepBatch) -> bool:
+        """Add a step; False when too much waits already."""
+        num_rows = self._num_rows + batch.num_rows
+        num_events = self._num_events + len(batch.events)
+        if num_rows > MAX_ROWS or num_events > MAX_EVENTS:
+            return False
+        self._waiting.append(batch)
+        self._num_rows = num_rows
+        self._num_events = num_events
+        self._changed.set()
+        return True
+
+    def end(self) -> None:
+        """Nothing more comes; what waits is dropped."""
+        self._ended = True
+        self._changed.set()
+
+    async def take(self, timeout_s: float) -> wire.StepBatch | None:
+        """What waits, as one message; None once ended. Raises TimeoutError when nothing came."""
+        if not (self._waiting or self._ended):
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        if self._ended:
+            return None
+        taken: list[wire.StepBatch] = []
+        num_rows = 0
+        for batch in self._waiting:
+            num_rows += batch.num_rows
+            if taken and num_rows > _ROWS_PER_MESSAGE:
+                break
+            taken.append(batch)
+        del self._waiting[: len(taken)]
+        merged = merge(taken)
+        self._num_rows -= merged.num_rows
+        self._num_events -= len(merged.events)
+        return merged
+
+
+def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
+    """Consecutive steps of one worker for one API process, as one; it has the first one's time.
+
+    A room's rows stay in order. Rows of a step without logprobs get zeros where others have some:
+    nobody asked for these. Events go after all rows but "prefilled", as in each step alone.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    has_logprobs = any(batch.logprobs for batch in batches)
+    top_rows: list[bytes] = []
+    start = 0
+    for batch in batches:
+        if batch.top_rows:
+            top_rows.append(wire.pack_i32(wire.unpack_i32(batch.top_rows) + start))
+        start += batch.num_rows
+    return wire.StepBatch(
+        first.worker_id,
+        first.epoch,
+        batches[-1].step,
+        first.emitted_s,
+        rooms=b"".join([batch.rooms for batch in batches]),
+        token_ids=b"".join([batch.token_ids for batch in batches]),
+        token_idx=b"".join([batch.token_idx for batch in batches]),
+        finish=b"".join([batch.finish for batch in batches]),
+        logprobs=b"".join([batch.logprobs or bytes(4 * batch.num_rows) for batch in batches])
+        if has_logprobs
+        else b"",
+        top_rows=b"".join(top_rows),
+        top_ids=b"".join([batch.top_ids for batch in batches]),
+        top_logprobs=b"".join([batch.top_logprobs for batch in batches]),
+        events=tuple([event for batch in batches for event in batch.events]),
+    )
