@@ -28,7 +28,7 @@ class ServeConfig:
     request_timeout_s: float = 600.0  # deadline of one request, travels with it
     max_retries: int = 3
     policy: Policy = "least_load"
-    stream_interval: int = 1  # tokens a chunk after the first
+    stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
     slow_client_timeout_s: float = 30.0
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
@@ -39,12 +39,15 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_inflight_requests",
-            "stream_interval",
             "max_request_bytes",
             "slow_client_buffer_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        if self.stream_interval != "auto" and self.stream_interval < 1:
+            raise ConfigError(
+                f"--stream-interval must be auto or at least 1, got {self.stream_interval}"
+            )
         for name in ("max_queued_requests", "max_retries", "batch_notify_size", "context_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 
 from serving.config import ServeConfig
-from serving.generation import FinishReason, Generation, GenerationSpec, Sink, unpack_rows
+from serving.generation import FinishReason, Generation, GenerationSpec, Sink
+from serving.interval import AutoInterval, Interval, Lag
 from serving.limits import Limiter, Ticket
 from serving.membership import Membership, WatchViews
 from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.router import Key, Router
+from serving.step_rows import Runs, runs_of, unpack_rows
 from serving.timers import LoopTimers, Timers
 from serving.worker_link import Context, WorkerLink
 from transfer import wire
@@ -64,12 +66,22 @@ class Dispatcher:
         self._placement = Placement(
             config, self._membership, Router(config.policy), clock, self._timers, self
         )
+        asked = config.stream_interval
+        self.interval = AutoInterval() if asked == "auto" else Interval(asked)
+        self._lag = Lag()
+        self._lag_s = 0.0  # of the last step
         self._stopped = False
         self._strays: dict[tuple[str, int], int] = {}
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
         self.metrics.gauge("num_queue_reqs", "Generations waiting for a place", self.num_queued)
+        self.metrics.gauge(
+            "stream_interval", "Tokens of a streamed chunk now", lambda: self.interval.tokens
+        )
+        self.metrics.gauge(
+            "step_lag_seconds", "What the last step waited to be handled", lambda: self._lag_s
+        )
 
     async def start(self) -> None:
         """Begin to watch the registry; returns at once, see cluster_ready()."""
@@ -229,6 +241,7 @@ class Dispatcher:
             if event.kind == "prefilled":
                 self._prefilled(link, event)
         if batch.rooms:
+            self._keep_pace(link, batch)
             await self._rows(link, batch)
         for event in batch.events:
             if event.kind != "prefilled":
@@ -239,6 +252,7 @@ class Dispatcher:
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
         self._placement.worker_lost(link.key, message)
+        self._lag.forget(link.key)
         self._membership.broken(link)
 
     def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:
@@ -253,46 +267,59 @@ class Dispatcher:
         self.metrics.set_members(self._membership.members)
         self._placement.place_waiting()
 
-    async def _rows(self, link: WorkerLink, batch: wire.StepBatch) -> None:
-        """All rows of a step in one go, or in groups of batch_notify_size streams."""
-        rows = unpack_rows(batch)
-        group = self._config.batch_notify_size or len(rows)
+    def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
         now_s = self._clock.monotonic_s()
-        for start in range(0, len(rows), group):
+        self._lag_s = self._lag.measure(link.key, batch.emitted_s, now_s)
+        if isinstance(self.interval, AutoInterval):
+            self.interval.observe(self._lag_s, now_s, self._clock.thread_cpu_s())
+
+    async def _rows(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        """All tokens of a batch in one go, or in groups of batch_notify_size streams."""
+        runs = runs_of(unpack_rows(batch))
+        group = self._config.batch_notify_size or len(runs)
+        for start in range(0, len(runs), group):
             if start:
                 await asyncio.sleep(0)
-            gaps_s: list[float] = []
-            num_tokens = 0
-            for row in range(start, min(start + group, len(rows))):
-                generation = self._placement.at(rows.rooms[row], link.key)
-                if generation is None:
-                    self._stray(link, rows.rooms[row])
+            self._tell_runs(link, runs, range(start, min(start + group, len(runs))))
+
+    def _tell_runs(self, link: WorkerLink, runs: Runs, group: range) -> None:
+        key = link.key
+        at = self._placement.at
+        rooms, first_idx, ids, finish, detail = (
+            runs.rooms, runs.first_idx, runs.ids, runs.finish, runs.detail
+        )  # fmt: skip
+        now_s = self._clock.monotonic_s()
+        gaps_s: list[float] = []
+        num_tokens = 0
+        for i in group:
+            generation = at(rooms[i], key)
+            if generation is None:
+                self._stray(link, rooms[i])
+                continue
+            try:
+                tokens = generation.accept(
+                    first_idx[i], ids[i], finish[i], None if detail is None else detail[i]
+                )
+                if tokens is None:
                     continue
-                try:
-                    tokens = generation.accept(
-                        rows.token_idx[row],
-                        rows.token_ids[row],
-                        rows.finish[row],
-                        rows.logprobs[row] if rows.logprobs is not None else None,
-                        rows.top.get(row),
-                    )
-                    if tokens is None:
-                        continue
-                    generation.sink.on_tokens(tokens)
-                except Exception as error:  # one stream's fault must not reach the others
-                    self._stream_failed(generation, error)
-                    continue
-                num_tokens += len(tokens.ids)
-                if generation.last_token_s:
-                    gaps_s.append(now_s - generation.last_token_s)
-                else:
-                    self.metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
-                generation.last_token_s = now_s
-                if len(generation.token_ids) - len(tokens.ids) == generation.attempt_start:
-                    self._placement.first_token(generation)
-                if generation.finish:
-                    self._finish(generation)
-            self.metrics.step(num_tokens, gaps_s)
+                generation.sink.on_tokens(tokens)
+            except Exception as error:  # one stream's fault must not reach the others
+                self._stream_failed(generation, error)
+                continue
+            count = len(tokens.ids)
+            num_tokens += count
+            if generation.last_token_s:
+                gaps_s.append(now_s - generation.last_token_s)
+            else:
+                self.metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+            if count > 1:
+                gaps_s += [0.0] * (count - 1)  # they came together
+            generation.last_token_s = now_s
+            if len(generation.token_ids) - count == generation.attempt_start:
+                self._placement.first_token(generation)
+            if generation.finish:
+                self._finish(generation)
+        self.metrics.step(num_tokens, gaps_s)
 
     def _prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:
         generation = self._placement.at(event.room, link.key)

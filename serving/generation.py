@@ -1,17 +1,19 @@
 """One generation: what it asks, its tokens in order over all attempts, and whom it tells."""
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
 from serving.router import Key, Pair
+from serving.step_rows import Run, Top
 from serving.timers import Timer
 from transfer import wire
 from transfer.errors import BadMessage, RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
-Top = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -65,59 +67,6 @@ class GenerationSpec:
     cache_salt: str = ""
 
 
-@dataclass(slots=True)
-class StepRows:
-    """The packed arrays of one StepBatch as lists, one entry a row."""
-
-    rooms: list[int]
-    token_ids: list[int]
-    token_idx: list[int]
-    finish: list[int]
-    logprobs: list[float] | None
-    top: dict[int, Top]  # by row
-
-    def __len__(self) -> int:
-        return len(self.rooms)
-
-
-def unpack_rows(batch: wire.StepBatch) -> StepRows:
-    """The rows of a batch. Raises BadMessage when its arrays disagree in length."""
-    rows = StepRows(
-        wire.unpack_i64(batch.rooms).tolist(),
-        wire.unpack_i32(batch.token_ids).tolist(),
-        wire.unpack_i32(batch.token_idx).tolist(),
-        wire.unpack_u8(batch.finish).tolist(),
-        wire.unpack_f32(batch.logprobs).tolist() if batch.logprobs else None,
-        {},
-    )
-    n = len(rows)
-    lengths = [len(rows.token_ids), len(rows.token_idx), len(rows.finish)]
-    if rows.logprobs is not None:
-        lengths.append(len(rows.logprobs))
-    if any(length != n for length in lengths):
-        raise BadMessage(f"step {batch.step} of {batch.worker_id}: {n} rooms but rows {lengths}")
-    if batch.top_rows:
-        _unpack_top(batch, n, rows.top)
-    return rows
-
-
-def _unpack_top(batch: wire.StepBatch, num_rows: int, top: dict[int, Top]) -> None:
-    top_rows = wire.unpack_i32(batch.top_rows).tolist()
-    ids = wire.unpack_i32(batch.top_ids)
-    logprobs = wire.unpack_f32(batch.top_logprobs)
-    expected = len(top_rows) * wire.NUM_TOP_LOGPROBS
-    if len(ids) != expected or len(logprobs) != expected or max(top_rows) >= num_rows:
-        raise BadMessage(
-            f"step {batch.step} of {batch.worker_id}: top logprobs for {len(top_rows)} of "
-            f"{num_rows} rows need {expected} entries, got {len(ids)} ids, {len(logprobs)} values"
-        )
-    shape = (len(top_rows), wire.NUM_TOP_LOGPROBS)
-    for row, row_ids, row_logprobs in zip(
-        top_rows, ids.reshape(shape).tolist(), logprobs.reshape(shape).tolist(), strict=True
-    ):
-        top[row] = list(zip(row_ids, row_logprobs, strict=True))
-
-
 class Generation:
     """A request in the workers' hands, from submit to its end. Made by `Dispatcher.submit`.
 
@@ -129,8 +78,10 @@ class Generation:
     """
 
     __slots__ = (
+        "_decode_key",
         "_early",
         "_num_top",
+        "_prefill_key",
         "attempt_start",
         "avoid",
         "deadline_timer",
@@ -154,7 +105,9 @@ class Generation:
         self.sink = sink
         self.room = 0  # 0 while between attempts
         self.pair: Pair | None = None
-        self.token_ids: list[int] = []
+        self._decode_key: Key | None = None  # the pair's, which each row is checked against
+        self._prefill_key: Key | None = None
+        self.token_ids = array("i")  # a quarter of a list's memory, and nothing to collect
         self.attempt_start = 0  # tokens there were when the current attempt began
         self.prefilled = False  # the sink knows
         self.finish = wire.RUNNING
@@ -167,8 +120,8 @@ class Generation:
         self.retry_timer: Timer | None = None
         self.deadline_timer: Timer | None = None
         self._num_top = spec.sampling.num_top_logprobs
-        # Tokens past a gap, by index: (id, logprob, top, finish). Fewer than max_new_tokens.
-        self._early: dict[int, tuple[int, float | None, Top | None, int]] = {}
+        # Tokens past a gap, by index: (id, finish, its logprobs). Fewer than max_new_tokens.
+        self._early: dict[int, tuple[int, int, Run | None]] | None = None
 
     @property
     def started(self) -> bool:
@@ -182,21 +135,22 @@ class Generation:
 
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""
-        pair = self.pair
-        return pair is not None and (pair.decode_key == key or pair.prefill_key == key)
+        return self._decode_key == key or self._prefill_key == key
 
     def begin_attempt(self, room: int, pair: Pair) -> None:
         assert not self.ended, f"room {self.room} ended, it cannot begin another attempt"
         self.room = room
         self.pair = pair
+        self._decode_key = pair.decode_key
+        self._prefill_key = pair.prefill_key
         self.attempt_start = len(self.token_ids)
-        self._early.clear()
+        self._early = None
 
     def leave_attempt(self) -> None:
         """Forget the room and what came early in it: the next attempt makes it again."""
         self.room = 0
-        self.pair = None
-        self._early.clear()
+        self.pair = self._decode_key = self._prefill_key = None
+        self._early = None
 
     def submit_message(self, api_id: str) -> wire.Submit:
         """One leg of the current attempt, for a worker that knows this process as api_id."""
@@ -210,7 +164,7 @@ class Generation:
             room=self.room,
             request_id=spec.request_id,
             api_id=api_id,
-            token_ids=wire.pack_i32(spec.prompt_ids + self.token_ids),
+            token_ids=wire.pack_i32([*spec.prompt_ids, *self.token_ids]),
             num_prompt_tokens=len(spec.prompt_ids),
             sampling=sampling,
             arrival_s=spec.arrival_s,
@@ -221,51 +175,66 @@ class Generation:
         )
 
     def accept(
-        self, token_idx: int, token_id: int, finish: int, logprob: float | None, top: Top | None
+        self, first_idx: int, ids: list[int], finish: int, detail: Run | None
     ) -> Tokens | None:
-        """Take one row; the tokens that are now next in order, or None.
+        """Take a run of tokens; those that are now next in order, or None.
 
-        Sets `finish` once the last token is among them. logprob, top: None when the step had
-        none; cut to what the request asked.
+        finish: of the last of them. Sets `finish` once the last token of all is among those
+        returned. detail: None when the step had no logprobs; cut to what the request asked.
         """
-        if token_idx != len(self.token_ids) or self.finish:
-            if len(self.token_ids) < token_idx < self.spec.sampling.max_new_tokens:
-                self._early.setdefault(token_idx, (token_id, logprob, top, finish))
-            return None
-        self.token_ids.append(token_id)
+        if first_idx != len(self.token_ids) or self._early is not None or self.finish:
+            return self._accept_each(first_idx, ids, finish, detail)
+        self.token_ids.extend(ids)
         self.finish = finish
-        num_top = self._num_top
-        if num_top < 0:
-            tokens = Tokens([token_id])
-        elif num_top == 0:
-            tokens = Tokens([token_id], _floats(logprob))
-        else:
-            tokens = Tokens([token_id], _floats(logprob), [top[:num_top] if top else None])
-        if self._early:
-            self._follow_on(tokens)
-        return tokens
+        return Tokens(ids) if self._num_top < 0 else self._with_logprobs(ids, detail)
 
-    def _follow_on(self, tokens: Tokens) -> None:
-        """Append the early tokens that the latest one made next."""
-        num_top = self._num_top
+    def _accept_each(
+        self, first_idx: int, ids: list[int], finish: int, detail: Run | None
+    ) -> Tokens | None:
+        """The same where some may be known already, or come before those in front of them."""
+        early = self._early or {}
+        last_idx = first_idx + len(ids) - 1
+        for idx, token_id in enumerate(ids, first_idx):
+            if len(self.token_ids) <= idx < self.spec.sampling.max_new_tokens:
+                place = idx - first_idx
+                one = None if detail is None else Run([detail.logprobs[place]], [detail.top[place]])
+                early.setdefault(idx, (token_id, finish if idx == last_idx else wire.RUNNING, one))
+        next_ids: list[int] = []
+        parts: list[Run | None] = []
         while not self.finish:
-            row = self._early.pop(len(self.token_ids), None)
-            if row is None:
-                return
-            token_id, logprob, top, self.finish = row
+            known = early.pop(len(self.token_ids), None)
+            if known is None:
+                break
+            token_id, self.finish, part = known
             self.token_ids.append(token_id)
-            tokens.ids.append(token_id)
-            if tokens.logprobs is not None:
-                tokens.logprobs += _floats(logprob)
-            if tokens.top is not None:
-                tokens.top.append(top[:num_top] if top else None)
+            next_ids.append(token_id)
+            parts.append(part)
+        self._early = early or None
+        if not next_ids:
+            return None
+        if self._num_top < 0:
+            return Tokens(next_ids)
+        return self._with_logprobs(next_ids, _join(parts))
+
+    def _with_logprobs(self, ids: list[int], detail: Run | None) -> Tokens:
+        # A worker that was asked for them and sends none is caught here, not in a client's JSON.
+        if detail is None:
+            raise BadMessage("a row without a logprob, though its request asked for one")
+        num_top = self._num_top
+        if num_top == 0:
+            return Tokens(ids, detail.logprobs)
+        top = [best[:num_top] if best else None for best in detail.top]
+        return Tokens(ids, detail.logprobs, top)
 
 
-def _floats(logprob: float | None) -> list[float]:
-    # A worker that was asked for logprobs and sends none is caught here, not in a client's JSON.
-    if logprob is None:
-        raise BadMessage("a row without a logprob, though its request asked for one")
-    return [logprob]
+def _join(parts: Sequence[Run | None]) -> Run | None:
+    joined = Run([], [])
+    for part in parts:
+        if part is None:
+            return None
+        joined.logprobs += part.logprobs
+        joined.top += part.top
+    return joined
 
 
 def _ref(member: wire.Member) -> wire.WorkerRef:

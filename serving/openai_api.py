@@ -192,7 +192,7 @@ class CompletionReader:
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
-        self._interval = interval_of(fields.stream_interval, model.config)
+        self._interval = interval_of(fields.stream_interval)
 
     async def finish(self, request_id: str | None) -> Request:
         """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
@@ -279,7 +279,7 @@ class ChatReader:
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
-        self._interval = interval_of(fields.stream_interval, model.config)
+        self._interval = interval_of(fields.stream_interval)
         _check_number(fields.messages or [], model.context_length())
         self._messages = messages_of(fields, model.takes_parts)
 
@@ -364,7 +364,7 @@ def _request(
     sampling: wire.SamplingParams,
     shown: Shown,
     max_new_tokens: list[int],
-    interval: int,
+    interval: int | None,
 ) -> Request:
     choices = []
     for prompt_idx, prompt in enumerate(prompts):

@@ -86,11 +86,16 @@ class Placement:
         if pair is None:
             self._waiting[generation] = None
             return
+        decode, prefill = (
+            self._membership.link(key) for key in (pair.decode_key, pair.prefill_key)
+        )
+        assert decode is not None, f"{pair.decode_key} takes work but has no link"
+        assert prefill is not None, f"{pair.prefill_key} takes work but has no link"
+        # Each row's key is compared with these: one object each is quicker than equal ones.
+        pair.decode_key, pair.prefill_key = decode.key, prefill.key
         generation.begin_attempt(next(self._next_room), pair)
         self._rooms[generation.room] = generation
-        for key in (pair.decode_key, pair.prefill_key):
-            link = self._membership.link(key)
-            assert link is not None, f"{key} takes work but has no link"
+        for link in (decode, prefill):
             link.submit(generation.submit_message(link.api_id))
 
     def place_waiting(self) -> None:

@@ -78,7 +78,7 @@ class Request:
     request_id: str
     choices: list[ChoiceAsk]
     stream: bool = False
-    stream_interval: int = 1
+    stream_interval: int | None = None  # None: the server's
     include_usage: bool = False
     continuous_usage: bool = False
     cache_salt: str = ""
@@ -317,9 +317,9 @@ def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None
         )
 
 
-def interval_of(asked: int | None, config: ServeConfig) -> int:
-    """Tokens a piece of a stream has, after the first."""
-    return config.stream_interval if asked is None else _in("stream_interval", asked, 1, None)
+def interval_of(asked: int | None) -> int | None:
+    """Tokens a piece of a stream has, after the first; None: as the server has it."""
+    return None if asked is None else _in("stream_interval", asked, 1, None)
 
 
 def check_logprobs(name: str, count: int | None) -> int:

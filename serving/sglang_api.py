@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import orjson
 
 from serving.choice import Choice, Entry, Piece
 from serving.errors import bad_field, not_served
+from serving.json_bytes import dumps
 from serving.openai_answers import DONE, event
 from serving.protocol import (
     ChoiceAsk,
@@ -187,7 +187,7 @@ class GenerateReader:
             choices[0].request_id,
             choices,
             stream=bool(fields.stream),
-            stream_interval=interval_of(interval, model.config),
+            stream_interval=interval_of(interval),
             cache_salt=fields.cache_salt or "",
         )
 
@@ -264,7 +264,7 @@ class GenerateAnswer:
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """The body of an answer that is not streamed: an object, or a list of a batch's."""
         items = [self._item(choice, choice.drain()) for choice in choices]
-        return orjson.dumps(items if self._is_batch else items[0])
+        return dumps(items if self._is_batch else items[0])
 
     def opening(self, choice: Choice) -> bytes:
         return b""

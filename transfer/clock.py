@@ -15,6 +15,10 @@ class Clock(Protocol):
         """Seconds that only grow; comparable within one host (CLOCK_MONOTONIC)."""
         ...
 
+    def thread_cpu_s(self) -> float:
+        """Seconds of processor time that the calling thread has used."""
+        ...
+
 
 class SystemClock:
     """The machine's clock."""
@@ -25,18 +29,25 @@ class SystemClock:
     def monotonic_s(self) -> float:
         return time.monotonic()
 
+    def thread_cpu_s(self) -> float:
+        return time.thread_time()
+
 
 class ManualClock:
     """A clock that stands still until it is told to move."""
 
     def __init__(self, start_s: float = 1_000_000.0) -> None:
         self._now_s = start_s
+        self.used_cpu_s = 0.0  # set by hand
 
     def now_s(self) -> float:
         return self._now_s
 
     def monotonic_s(self) -> float:
         return self._now_s
+
+    def thread_cpu_s(self) -> float:
+        return self.used_cpu_s
 
     def advance(self, seconds: float) -> None:
         """Move time forward. Raises ValueError if seconds < 0."""

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import ModelError
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
@@ -114,9 +114,26 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return {"choices": get_args(hint), "metavar": "{" + ",".join(get_args(hint)) + "}"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if get_origin(hint) is Union:
+        return _number_or_word(hint)
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     return {"type": _finite if hint is float else hint, "metavar": hint.__name__.upper()}
+
+
+def _number_or_word(hint: Any) -> dict[str, Any]:
+    """For a number, or one of a few words: int | Literal["auto"]."""
+    number, literal = get_args(hint)
+    words = get_args(literal)
+
+    def read(text: str) -> Any:
+        try:
+            return text if text in words else number(text)
+        except ValueError:
+            message = f"expected {' or '.join(words)} or a number, got {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return {"type": read, "metavar": "{" + ",".join([*words, number.__name__.upper()]) + "}"}
 
 
 def _finite(text: str) -> float:

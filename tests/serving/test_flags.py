@@ -36,6 +36,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "dp_size": {"dp_size": 1},
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
+    "stream_interval": {"stream_interval": 7},
 }
 
 
@@ -195,6 +196,15 @@ def test_what_the_parser_refuses_is_one_line(
     assert said.count("\n") == 1
 
 
+def test_a_number_that_has_a_word_for_itself_is_either(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"{flags.flag_name(name)}={value}" for name, value in NEEDED.items()]
+    assert parse(ServeConfig, given).stream_interval == "auto"
+    assert parse(ServeConfig, [*given, "--stream-interval", "8"]).stream_interval == 8
+    with pytest.raises(SystemExit):
+        parse(ServeConfig, [*given, "--stream-interval", "often"])
+    assert "expected auto or a number, got 'often'" in capsys.readouterr().err
+
+
 def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -206,6 +216,11 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [
+        (
+            ServeConfig,
+            {"stream_interval": 0},
+            "--stream-interval must be auto or at least 1, got 0",
+        ),
         (PrefillConfig, {"page_size": 24}, "--page-size must be a power of two, got 24"),
         (PrefillConfig, {"page_size": -16}, "--page-size must be at least 0, got -16"),
         (PrefillConfig, {"context_length": -1}, "--context-length must be at least 0, got -1"),

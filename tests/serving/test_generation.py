@@ -1,12 +1,12 @@
 """One generation's tokens: in order, once, whatever order the rows come in."""
 
 import random
-from typing import Any
 
 import pytest
 
-from serving.generation import Generation, GenerationSpec, Tokens, unpack_rows
+from serving.generation import Generation, GenerationSpec, Tokens
 from serving.router import Pair
+from serving.step_rows import Run
 from tests.recording import RecordingSink
 from tests.serving.test_router import member
 from transfer import wire
@@ -23,7 +23,7 @@ def generation(max_new_tokens: int = 8, **sampling) -> Generation:
 
 
 def accept(gen: Generation, idx: int, finish: int = wire.RUNNING) -> list[int]:
-    tokens = gen.accept(idx, 100 + idx, finish, None, None)
+    tokens = gen.accept(idx, [100 + idx], finish, None)
     return [] if tokens is None else tokens.ids
 
 
@@ -44,7 +44,7 @@ def test_any_order_with_doubles_gives_each_token_once_in_order(seed):
     rng.shuffle(rows)
     for idx in rows:
         told += accept(gen, idx, wire.LENGTH if idx == 39 else wire.RUNNING)
-    assert told == gen.token_ids == list(range(100, 140))
+    assert told == gen.token_ids.tolist() == list(range(100, 140))
     assert gen.finish == wire.LENGTH
 
 
@@ -66,7 +66,7 @@ def test_indices_no_request_could_reach_are_not_kept():
 
 def test_logprobs_are_cut_to_what_was_asked():
     def told(num_top_logprobs: int) -> Tokens | None:
-        return generation(num_top_logprobs=num_top_logprobs).accept(0, 9, 0, -0.1, TOP)
+        return generation(num_top_logprobs=num_top_logprobs).accept(0, [9], 0, Run([-0.1], [TOP]))
 
     assert told(-1) == Tokens([9])
     assert told(0) == Tokens([9], [-0.1])
@@ -75,13 +75,15 @@ def test_logprobs_are_cut_to_what_was_asked():
 
 def test_early_tokens_bring_their_logprobs():
     gen = generation(num_top_logprobs=1)
-    gen.accept(1, 8, 0, -0.2, TOP[1:])
-    assert gen.accept(0, 9, 0, -0.1, TOP) == Tokens([9, 8], [-0.1, -0.2], [TOP[:1], TOP[1:2]])
+    gen.accept(1, [8], 0, Run([-0.2], [TOP[1:]]))
+    assert gen.accept(0, [9], 0, Run([-0.1], [TOP])) == Tokens(
+        [9, 8], [-0.1, -0.2], [TOP[:1], TOP[1:2]]
+    )
 
 
 def test_a_row_without_the_logprob_that_was_asked_is_bad():
     with pytest.raises(BadMessage, match="asked for one"):
-        generation(num_top_logprobs=0).accept(0, 9, 0, None, None)
+        generation(num_top_logprobs=0).accept(0, [9], 0, None)
 
 
 def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones():
@@ -107,46 +109,20 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
     assert accept(gen, 3) == [103]
 
 
-def batch(**arrays: bytes) -> wire.StepBatch:
-    rows: dict[str, Any] = {
-        "rooms": wire.pack_i64([5, 6]),
-        "token_ids": wire.pack_i32([50, 60]),
-        "token_idx": wire.pack_i32([0, 4]),
-        "finish": wire.pack_u8([0, 2]),
-    }
-    return wire.StepBatch("d", 1, 1, 0.0, **{**rows, **arrays})
-
-
-def test_rows_are_unpacked_with_top_logprobs_at_the_rows_that_have_them():
-    top_ids, top_logprobs = list(range(20)), [-float(i) for i in range(20)]
-    rows = unpack_rows(
-        batch(
-            logprobs=wire.pack_f32([-1.0, -2.0]),
-            top_rows=wire.pack_i32([1]),
-            top_ids=wire.pack_i32(top_ids),
-            top_logprobs=wire.pack_f32(top_logprobs),
-        )
+def test_a_run_is_taken_whole_and_ends_with_its_last_token():
+    gen = generation(num_top_logprobs=1)
+    run = Run([-0.1, -0.2, -0.3], [TOP, None, TOP[1:]])
+    assert gen.accept(0, [9, 8, 7], wire.LENGTH, run) == Tokens(
+        [9, 8, 7], [-0.1, -0.2, -0.3], [TOP[:1], None, TOP[1:2]]
     )
-    assert (rows.rooms, rows.token_ids, rows.token_idx) == ([5, 6], [50, 60], [0, 4])
-    assert (rows.finish, rows.logprobs) == ([0, 2], [-1.0, -2.0])
-    assert rows.top == {1: list(zip(top_ids, top_logprobs, strict=True))}
+    assert (gen.finish, gen.token_ids.tolist()) == (wire.LENGTH, [9, 8, 7])
 
 
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        {"token_ids": wire.pack_i32([1])},
-        {"finish": b"\0\0\0"},
-        {"logprobs": wire.pack_f32([0.5])},
-        {"rooms": b"12345"},
-        {"top_rows": wire.pack_i32([0]), "top_ids": wire.pack_i32([1])},
-        {
-            "top_rows": wire.pack_i32([2]),
-            "top_ids": wire.pack_i32([0] * 20),
-            "top_logprobs": wire.pack_f32([0] * 20),
-        },
-    ],
-)
-def test_rows_whose_arrays_disagree_are_refused(arrays):
-    with pytest.raises(BadMessage):
-        unpack_rows(batch(**arrays))
+def test_of_a_run_that_is_known_in_part_the_rest_is_taken():
+    gen = generation()
+    accept(gen, 0)
+    accept(gen, 1)
+    accept(gen, 4)
+    tokens = gen.accept(0, [100, 101, 102, 103], wire.RUNNING, None)
+    assert tokens == Tokens([102, 103, 104])
+    assert gen.finish == wire.RUNNING

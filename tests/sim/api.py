@@ -5,7 +5,7 @@ from functools import partial
 
 import msgspec
 
-from serving.generation import unpack_rows
+from serving.step_rows import unpack_rows
 from tests.sim.engines import prompt_logprob
 from tests.sim.network import expected_tokens
 from tests.sim.transport import Channel, Net

@@ -1,0 +1,104 @@
+"""Rows of a step: unpacked, refused when they disagree, and gathered into runs of one room."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.step_rows import Run, StepRows, runs_of, unpack_rows
+from transfer import wire
+from transfer.errors import BadMessage
+
+
+def batch(**arrays: bytes) -> wire.StepBatch:
+    rows: dict[str, Any] = {
+        "rooms": wire.pack_i64([5, 6]),
+        "token_ids": wire.pack_i32([50, 60]),
+        "token_idx": wire.pack_i32([0, 4]),
+        "finish": wire.pack_u8([0, 2]),
+    }
+    return wire.StepBatch("d", 1, 1, 0.0, **{**rows, **arrays})
+
+
+def test_rows_are_unpacked_with_top_logprobs_at_the_rows_that_have_them():
+    top_ids, top_logprobs = list(range(20)), [-float(i) for i in range(20)]
+    rows = unpack_rows(
+        batch(
+            logprobs=wire.pack_f32([-1.0, -2.0]),
+            top_rows=wire.pack_i32([1]),
+            top_ids=wire.pack_i32(top_ids),
+            top_logprobs=wire.pack_f32(top_logprobs),
+        )
+    )
+    assert (rows.rooms, rows.token_ids, rows.token_idx) == ([5, 6], [50, 60], [0, 4])
+    assert (rows.finish, rows.logprobs) == ([0, 2], [-1.0, -2.0])
+    assert rows.top == {1: list(zip(top_ids, top_logprobs, strict=True))}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"token_ids": wire.pack_i32([1])},
+        {"finish": b"\0\0\0"},
+        {"logprobs": wire.pack_f32([0.5])},
+        {"rooms": b"12345"},
+        {"top_rows": wire.pack_i32([0]), "top_ids": wire.pack_i32([1])},
+        {
+            "top_rows": wire.pack_i32([2]),
+            "top_ids": wire.pack_i32([0] * 20),
+            "top_logprobs": wire.pack_f32([0] * 20),
+        },
+    ],
+)
+def test_rows_whose_arrays_disagree_are_refused(arrays):
+    with pytest.raises(BadMessage):
+        unpack_rows(batch(**arrays))
+
+
+def rows_of(rows: list[tuple[int, int, int, int]], logprobs: bool = False) -> StepRows:
+    rooms, idx, ids, finish = (list(column) for column in zip(*rows, strict=True))
+    values = [-float(row) for row in range(len(rows))] if logprobs else None
+    top = {row: [(row, -1.0)] for row in range(0, len(rows), 2)} if logprobs else {}
+    return StepRows(rooms, ids, idx, finish, values, top)
+
+
+def test_each_row_of_one_step_is_a_run_in_its_order():
+    runs = runs_of(rows_of([(7, 3, 30, 0), (5, 1, 10, 2)], logprobs=True))
+    assert (runs.rooms, runs.first_idx, runs.ids) == ([7, 5], [3, 1], [[30], [10]])
+    assert runs.finish == [0, 2]
+    assert runs.detail == [Run([-0.0], [[(0, -1.0)]]), Run([-1.0], [None])]
+
+
+def test_rows_of_one_room_are_one_run_unless_they_do_not_follow_each_other():
+    rows = [
+        (7, 3, 30, 0),
+        (5, 1, 10, 0),
+        (7, 4, 40, 0),
+        (5, 2, 20, 2),
+        (7, 6, 60, 0),
+        (7, 7, 70, 1),
+    ]
+    runs = runs_of(rows_of(rows, logprobs=True))
+    assert runs.rooms == [5, 7, 7]
+    assert runs.ids == [[10, 20], [30, 40], [60, 70]]
+    assert (runs.first_idx, runs.finish) == ([1, 3, 6], [2, 0, 1])
+    assert runs.detail is not None
+    assert runs.detail[0] == Run([-1.0, -3.0], [None, None])
+    assert runs.detail[2] == Run([-4.0, -5.0], [[(4, -1.0)], None])
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 2)), min_size=1))
+def test_runs_have_every_row_once_and_end_where_a_row_says_so(plan: list[tuple[int, int, int]]):
+    rows = [(room, idx, place, finish) for place, (room, idx, finish) in enumerate(plan)]
+    runs = runs_of(rows_of(rows))
+    found = [
+        (room, first + place, token_id, finish if place == len(ids) - 1 else 0)
+        for room, first, ids, finish in zip(
+            runs.rooms, runs.first_idx, runs.ids, runs.finish, strict=True
+        )
+        for place, token_id in enumerate(ids)
+    ]
+    assert sorted(found) == sorted(rows)
+    for room in range(1, 5):
+        assert [row for row in found if row[0] == room] == [row for row in rows if row[0] == room]
