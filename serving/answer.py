@@ -10,10 +10,10 @@ from starlette.types import Receive
 from serving.choice import Choice
 from serving.dispatch import Dispatcher
 from serving.errors import from_request_error
+from serving.event_stream import SlowClient, until_disconnected
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink, Tokens
 from serving.limits import Ticket
 from serving.protocol import Request
-from serving.stream import SlowClient, until_disconnected
 from transfer import wire
 from transfer.errors import Code, RequestError
 

@@ -43,6 +43,7 @@ class Choice:
         "_quiet_ids",
         "_stops",
         "_text_only",
+        "_texts",
         "ask",
         "cached_tokens",
         "finish_reason",
@@ -66,6 +67,7 @@ class Choice:
         self.pending = Piece()
         self.prompt_entries: list[Entry] = []  # from shown.prompt_logprobs_start on
         self._detokenizer = tokenizer.stream(shown.skip_special_tokens)
+        self._texts = self._detokenizer.whole_texts  # while no character is cut
         self._stops = StopStrings(shown.stops, shown.include_stop) if shown.stops else None
         # Stop ids whose text must not show. Special ones show nothing anyway, mostly.
         quiet = frozenset(ask.sampling.stop_token_ids) if not shown.include_stop else frozenset()
@@ -100,8 +102,15 @@ class Choice:
         ids = tokens.ids
         if self._text_only:
             self.num_tokens += len(ids)
-            self.last_id = ids[-1]
-            return self._detokenizer.push(ids)
+            self.last_id = last_id = ids[-1]
+            texts = self._texts
+            if texts is not None and len(ids) == 1 and last_id < len(texts):
+                text = texts[last_id]
+                if text is not None:
+                    return text
+            text = self._detokenizer.push(ids)
+            self._texts = self._detokenizer.whole_texts
+            return text
         return "".join([self._take_one(tokens, place) for place in range(len(ids))])
 
     def finish(self, reason: FinishReason) -> str:

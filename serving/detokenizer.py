@@ -65,6 +65,14 @@ class IncrementalDetokenizer:
             self._window = _Window(source)
         self._size = len(self._texts)
 
+    @property
+    def whole_texts(self) -> list[str | None] | None:
+        """By id, what `push` of that id alone would return now without any change of state.
+
+        None, for the list or an id, where only `push` can tell.
+        """
+        return self._texts if not self._pending and self._window is None else None
+
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids, each >= 0; return the text that can be shown now."""
         if len(ids) == 1:

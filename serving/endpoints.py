@@ -8,10 +8,12 @@ from starlette.types import Receive, Scope, Send
 from serving import openai_api, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice
+from serving.event_stream import EventStream
 from serving.front import Front, read_body
+from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel
-from serving.stream import Events, EventStream, StreamedAnswer
+from serving.stream import Events, StreamedAnswer
 
 # Where a scope has the server's own `send`.
 RAW_SEND = "kvferry.send"
@@ -95,7 +97,9 @@ class Generate:
         if request.stream:
             stream = self._event_stream(request.request_id, scope, send)
             abort = front.dispatcher.abort
-            streamed = StreamedAnswer(choices, stream, spelling, request.stream_interval, abort)
+            asked = request.stream_interval
+            interval = front.dispatcher.interval if asked is None else Interval(asked)
+            streamed = StreamedAnswer(choices, stream, spelling, interval, abort)
             await front.runner.run(request, streamed, arrival_s, receive)
             return
         answer = WholeAnswer(choices, front.dispatcher)
@@ -115,6 +119,7 @@ class Generate:
             send,
             scope.get(RAW_SEND, send),
             headers,
+            self._front.outbox,
             self._front.timers,
             self._front.config.slow_client_buffer_bytes,
             self._front.config.slow_client_timeout_s,

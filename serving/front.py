@@ -9,6 +9,7 @@ from serving.choice import Choice
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.errors import RETRY_AFTER_S, ApiError
+from serving.event_stream import Outbox
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
 from transfer.clock import Clock
@@ -30,6 +31,7 @@ class Front:
         self.config = config
         self.clock = clock
         self.timers = timers
+        self.outbox = Outbox()
         self.runner = Runner(dispatcher, config.request_timeout_s)
 
     def require_ready(self) -> None:

@@ -8,9 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import orjson
-
 from serving.choice import Choice, Entry, Piece
+from serving.json_bytes import dumps
 from serving.protocol import Request
 from serving.tokenizer import Tokenizer
 
@@ -21,7 +20,7 @@ _MARK = secrets.token_hex(16)
 
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return b"data: " + dumps(data) + b"\n\n"
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -150,7 +149,7 @@ class _Answer:
         items = [self._shape.whole(choice, choice.drain()) for choice in choices]
         data = {**self._head, "object": self._shape.whole_object, "choices": items}
         data |= self._shape.extras(choices)
-        return orjson.dumps({**data, "usage": usage_of(choices)})
+        return dumps({**data, "usage": usage_of(choices)})
 
     # --- streamed (serving.stream.Events) ---
 

@@ -8,10 +8,12 @@ from typing import Any
 import orjson
 
 from serving.choice import Choice
+from serving.event_stream import EventStream, Outbox
 from serving.generation import FinishReason, Generation, GenerationSpec
+from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import ChoiceAsk, Prompt, Request, Shown
-from serving.stream import EventStream, StreamedAnswer
+from serving.stream import StreamedAnswer
 from serving.tokenizer import Tokenizer
 from tests.recording import ManualTimers
 from tests.serving.live import EOS, LETTER_A, tokenizer_of_tests
@@ -50,16 +52,23 @@ class Bench:
     wire: Wire = dataclasses.field(default_factory=Wire)
     timers: ManualTimers = dataclasses.field(default_factory=lambda: ManualTimers(ManualClock()))
     max_unread_bytes: int = 100
+    outbox: Outbox = dataclasses.field(default_factory=Outbox)
 
     def __post_init__(self) -> None:
         self.stream = EventStream(
             self.wire.send,
             self.wire.send,
             [(b"content-type", b"text/event-stream")],
+            self.outbox,
             self.timers,
             self.max_unread_bytes,
             TIMEOUT_S,
         )
+
+    def write(self, data: bytes, last: bool = False) -> None:
+        """In a turn of its own."""
+        self.stream.write(data, last)
+        self.outbox.send()
 
 
 def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceAsk:
@@ -90,7 +99,7 @@ class Streaming:
             self.choices,
             self.bench.stream,
             self.spelling,
-            interval,
+            Interval(interval),
             lambda generation, reason: self.aborted.append((generation, reason)),
         )
         for sink, ask in zip(self.answer.sinks, asks, strict=True):
@@ -100,6 +109,7 @@ class Streaming:
 
     @property
     def events(self) -> list[Any]:
+        self.bench.outbox.send()
         lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
         assert lines.pop() == ""
         data = [line.removeprefix("data: ") for line in lines]

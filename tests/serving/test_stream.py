@@ -10,46 +10,58 @@ from openai.types.chat import ChatCompletionChunk
 
 from serving.choice import Choice, Piece
 from serving.errors import ApiError, bad_field
+from serving.event_stream import EventStream, SlowClient
 from serving.generation import Tokens
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Prompt, Request
-from serving.stream import SlowClient
 from tests.recording import until
 from tests.serving.live import FIRST_BYTE, LETTER_A, SECOND_BYTE
 from tests.serving.streaming import LETTERS, TIMEOUT_S, TOKENIZER, Bench, Streaming, asked
 from transfer.errors import Code, RequestError
 
 
-async def test_a_write_has_left_when_it_returns() -> None:
+async def test_what_is_written_in_one_turn_leaves_at_its_end_in_one_write_each() -> None:
+    one, other = Bench(), Bench()
+    other.stream = EventStream(other.wire.send, other.wire.send, [], one.outbox, other.timers, 9, 9)
+    for text in (b"a", b"b"):
+        one.stream.write(text)
+        other.stream.write(text, last=text == b"b")
+    assert one.wire.messages == other.wire.messages == []
+    await asyncio.sleep(0)
+    assert one.wire.bodies == other.wire.bodies == [b"ab"]
+    await other.stream.closed
+
+
+async def test_a_write_has_left_when_its_turn_is_over() -> None:
     bench = Bench()
-    bench.stream.write(b"one")
+    bench.write(b"one")
     assert [message["type"] for message in bench.wire.messages] == [
         "http.response.start",
         "http.response.body",
     ]
-    bench.stream.write(b"two")
-    bench.stream.write(b"end", last=True)
+    bench.write(b"two")
+    bench.write(b"end", last=True)
     assert bench.wire.bodies == [b"one", b"two", b"end"]
     assert [m.get("more_body") for m in bench.wire.messages] == [None, True, True, False]
     await bench.stream.closed
-    bench.stream.write(b"late")
+    bench.write(b"late")
     assert len(bench.wire.bodies) == 3
     assert bench.timers.num_set == 0
 
 
 async def test_what_a_slow_client_keeps_waiting_leaves_merged_and_in_order() -> None:
     bench = Bench()
-    bench.stream.write(b"one,")
+    bench.write(b"one,")
     bench.wire.free.clear()
     for text in (b"two,", b"three,", b"four,"):
-        bench.stream.write(text)
+        bench.write(text)
     await asyncio.sleep(0)
     assert bench.wire.bodies == [b"one,"]
     bench.wire.free.set()
     await until(lambda: len(bench.wire.bodies) == 3)
     assert bench.wire.bodies == [b"one,", b"two,", b"three,four,"]
-    bench.stream.write(b"five,")
-    bench.stream.write(b"six", last=True)
+    bench.write(b"five,")
+    bench.write(b"six", last=True)
     await bench.stream.closed
     assert b"".join(bench.wire.bodies) == b"one,two,three,four,five,six"
     assert bench.timers.num_set == 0
@@ -58,8 +70,8 @@ async def test_what_a_slow_client_keeps_waiting_leaves_merged_and_in_order() -> 
 async def test_the_first_write_may_wait_as_well() -> None:
     bench = Bench()
     bench.wire.free.clear()
-    bench.stream.write(b"one,")
-    bench.stream.write(b"two", last=True)
+    bench.write(b"one,")
+    bench.write(b"two", last=True)
     assert not bench.stream.closed.done()
     bench.wire.free.set()
     await bench.stream.closed
@@ -79,10 +91,10 @@ def test_whatever_the_client_does_it_reads_every_byte_once(
                 bench.wire.free.set()
             else:
                 bench.wire.free.clear()
-            bench.stream.write(data)
+            bench.write(data)
             if turns:
                 await asyncio.sleep(0)
-        bench.stream.write(b"!", last=True)
+        bench.write(b"!", last=True)
         bench.wire.free.set()
         await bench.stream.closed
         assert b"".join(bench.wire.bodies) == b"".join([data for data, _, _ in writes]) + b"!"
@@ -95,9 +107,9 @@ def test_whatever_the_client_does_it_reads_every_byte_once(
 async def test_a_client_that_leaves_too_much_unread_for_too_long_is_given_up() -> None:
     bench = Bench()
     bench.wire.free.clear()
-    bench.stream.write(b"x" * 60)
+    bench.write(b"x" * 60)
     assert bench.timers.num_set == 0, "less than the buffer is unread"
-    bench.stream.write(b"x" * 60)
+    bench.write(b"x" * 60)
     assert bench.timers.num_set == 1
     bench.timers.advance(TIMEOUT_S + 1)
     with pytest.raises(SlowClient, match="120 bytes"):
@@ -110,20 +122,20 @@ async def test_a_client_that_leaves_too_much_unread_for_too_long_is_given_up() -
 async def test_a_client_that_catches_up_in_time_is_kept() -> None:
     bench = Bench()
     bench.wire.free.clear()
-    bench.stream.write(b"x" * 60)
-    bench.stream.write(b"y" * 60)
+    bench.write(b"x" * 60)
+    bench.write(b"y" * 60)
     bench.timers.advance(TIMEOUT_S - 1)
     bench.wire.free.set()
     await until(lambda: len(bench.wire.bodies) == 2)
     bench.timers.advance(TIMEOUT_S)
-    bench.stream.write(b"z", last=True)
+    bench.write(b"z", last=True)
     await bench.stream.closed
 
 
 async def test_a_client_that_never_reads_the_end_is_given_up() -> None:
     bench = Bench()
     bench.wire.free.clear()
-    bench.stream.write(b"end", last=True)
+    bench.write(b"end", last=True)
     bench.timers.advance(TIMEOUT_S + 1)
     with pytest.raises(SlowClient):
         await bench.stream.closed
@@ -133,12 +145,12 @@ async def test_a_client_that_never_reads_the_end_is_given_up() -> None:
 @pytest.mark.parametrize("is_slow", [False, True])
 async def test_a_broken_connection_closes_the_stream(is_slow: bool) -> None:
     bench = Bench()
-    bench.stream.write(b"one")
+    bench.write(b"one")
     bench.wire.error = OSError("reset")
     if is_slow:
         bench.wire.free.clear()
-    bench.stream.write(b"two")
-    bench.stream.write(b"three")
+    bench.write(b"two")
+    bench.write(b"three")
     bench.wire.free.set()
     await bench.stream.closed
     assert bench.wire.bodies == [b"one"]
@@ -150,7 +162,7 @@ async def test_a_fault_of_the_server_reaches_whoever_waits(is_slow: bool) -> Non
     bench.wire.error = RuntimeError("not in this state")
     if is_slow:
         bench.wire.free.clear()
-    bench.stream.write(b"one")
+    bench.write(b"one")
     bench.wire.free.set()
     with pytest.raises(RuntimeError, match="not in this state"):
         await bench.stream.closed
@@ -163,8 +175,9 @@ async def test_a_failure_is_a_status_before_the_first_byte_and_an_event_after_it
         await bench.stream.closed
     assert bench.wire.messages == []
     bench = Bench()
-    bench.stream.write(b"one")
+    bench.write(b"one")
     bench.stream.fail(bad_field("x", "is wrong"))
+    bench.outbox.send()
     await bench.stream.closed
     assert orjson.loads(bench.wire.bodies[-1][6:])["error"]["param"] == "x"
 
@@ -172,8 +185,8 @@ async def test_a_failure_is_a_status_before_the_first_byte_and_an_event_after_it
 async def test_closing_cancels_a_send_that_waits() -> None:
     bench = Bench()
     bench.wire.free.clear()
-    bench.stream.write(b"one")
-    bench.stream.write(b"two")
+    bench.write(b"one")
+    bench.write(b"two")
     await asyncio.sleep(0)
     bench.stream.close()
     await asyncio.sleep(0)

@@ -1,0 +1,248 @@
+"""The bytes of streamed responses on their way out: no task, event or queue per token.
+
+What a turn of the event loop writes into its streams leaves at the turn's end, from one `Outbox`,
+stream after stream: a stream's events of one turn in one write, and all writes in one burst.
+That burst is cheaper than writes between the work that makes them: code and sockets stay in the
+processor's caches, and a reader that one write wakes is still awake for the next.
+
+A stream runs the server's own `send` in line, by one `send(None)` on its coroutine, which nearly
+always finishes at once. When it does not, the client reads slower than it is written to: the
+coroutine goes on in a task, later events of this stream queue up and leave merged in one write,
+and a timer bounds how long a client may leave more than a buffer unread.
+
+The response starts with its first event, so whatever fails before that is still an HTTP status.
+"""
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, cast
+
+from starlette.types import Message, Receive, Send
+
+from serving.errors import ApiError, error_event
+from serving.timers import Timer, Timers
+
+# ASGI lets `send` return any awaitable; servers and middlewares write coroutine functions, which
+# can be driven by hand.
+DrivenSend = Callable[[Message], Coroutine[Any, Any, None]]
+
+
+class SlowClient(Exception):
+    """A client left more than a buffer unread for too long; its connection is closed."""
+
+
+class Outbox:
+    """The streams that were written to in this turn of the loop."""
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: "EventStream") -> None:
+        """Send what it has at the end of this turn. At most once a turn for each stream."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self.send)
+        self._streams.append(stream)
+
+    def send(self) -> None:
+        """Send now."""
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.send()
+
+
+class EventStream:
+    """One response of events. `closed` is done when the last byte left or nobody reads any more.
+
+    closed raises ApiError when it failed before its first byte, SlowClient, or what `send` raised.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_headers",
+        "_last",
+        "_max_unread_bytes",
+        "_open",
+        "_outbox",
+        "_queue",
+        "_send_body",
+        "_send_start",
+        "_sender",
+        "_slow_client_timeout_s",
+        "_timer",
+        "_timers",
+        "_unread_bytes",
+        "_written",
+        "closed",
+        "started",
+    )
+
+    def __init__(
+        self,
+        send_start: Send,
+        send_body: Send,
+        headers: list[tuple[bytes, bytes]],
+        outbox: Outbox,
+        timers: Timers,
+        max_unread_bytes: int,
+        slow_client_timeout_s: float,
+    ) -> None:
+        """send_start: takes the status and headers; send_body, which may be the same: the rest."""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.started = False  # from then on errors are events
+        self._open = True  # as `closed` says, but nearer
+        self._begun = False  # status and headers left
+        self._send_start = send_start
+        self._send_body = cast(DrivenSend, send_body)
+        self._headers = headers
+        self._outbox = outbox
+        self._timers = timers
+        self._max_unread_bytes = max_unread_bytes
+        self._slow_client_timeout_s = slow_client_timeout_s
+        self._written = b""  # since this turn began; the outbox sends it
+        self._last = False  # of what was written
+        # Invariant: the queue is empty unless _sender runs, which empties it before it ends.
+        self._sender: asyncio.Task[None] | None = None
+        self._queue: list[bytes] = []
+        self._unread_bytes = 0  # queued and in _sender's hands
+        self._timer: Timer | None = None
+
+    def write(self, data: bytes, last: bool = False) -> None:
+        """Send events; the last ones end the response. Does nothing after them, or once closed."""
+        if self._last or not self._open:
+            return
+        self.started = True
+        self._last = last
+        if self._sender is not None:
+            self._queue.append(data)
+            self._unread_bytes += len(data)
+            self._watch_slowness()
+        elif self._written:
+            self._written += data
+        else:
+            self._written = data
+            self._outbox.add(self)
+
+    def send(self) -> None:
+        """What was written leaves now; for the outbox."""
+        data, self._written = self._written, b""
+        if not self._open:
+            return
+        last = self._last
+        if self._begun:
+            coroutine = self._send_body(
+                {"type": "http.response.body", "body": data, "more_body": not last}
+            )
+        else:
+            self._begun = True
+            coroutine = self._start(data, last)
+        try:
+            awaited = coroutine.send(None)
+        except StopIteration:
+            if last:
+                self._close(None)
+        except OSError:  # the connection is gone
+            self._close(None)
+        except Exception as error:  # it reaches the request's own task
+            self._close(error)
+        else:
+            self._unread_bytes = len(data)
+            sending = self._send_rest(_resumed(coroutine, awaited), last)
+            self._sender = asyncio.ensure_future(sending)
+            self._watch_slowness()
+
+    def fail(self, error: ApiError) -> None:
+        """End with an error: as a status before the first byte, as the last event after it."""
+        if self.started:
+            self.write(error_event(error), last=True)
+        else:
+            self._close(error)
+
+    def close(self) -> None:
+        """Nobody reads any more. What is queued is dropped."""
+        self._close(None)
+        self._disarm()
+        if self._sender is not None:
+            self._sender.cancel()
+
+    async def _start(self, data: bytes, last: bool) -> None:
+        await self._send_start(
+            {"type": "http.response.start", "status": 200, "headers": self._headers}
+        )
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def _send_rest(self, sending: Awaitable[None], last: bool) -> None:
+        """Finish a send that waits for the client, then send what queued up meanwhile."""
+        try:
+            await sending
+            while True:
+                self._disarm()
+                if not self._queue:
+                    break
+                data = b"".join(self._queue)
+                last = self._last
+                self._queue.clear()
+                self._unread_bytes = len(data)
+                self._watch_slowness()
+                await self._send_body(
+                    {"type": "http.response.body", "body": data, "more_body": not last}
+                )
+        except OSError:  # the connection is gone
+            last = True
+        except Exception as error:  # it reaches the request's own task
+            self._close(error)
+        finally:
+            self._sender = None
+        if last:
+            self._close(None)
+
+    def _watch_slowness(self) -> None:
+        """The timer runs while too much is unread, or while only the client is waited for."""
+        if self._timer is None and (self._last or self._unread_bytes > self._max_unread_bytes):
+            self._timer = self._timers.call_later(self._slow_client_timeout_s, self._give_up)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._close(
+            SlowClient(
+                f"a client left {self._unread_bytes} bytes unread for "
+                f"{self._slow_client_timeout_s:g} s"
+            )
+        )
+
+    def _close(self, error: Exception | None) -> None:
+        """Nothing more is written; the first reason counts."""
+        if not self._open:
+            return
+        self._open = False
+        if self.closed.done():  # cancelled with the task that waited for it
+            return
+        if error is None:
+            self.closed.set_result(None)
+        else:
+            self.closed.set_exception(error)
+
+
+@types.coroutine
+def _resumed(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was run by hand until it waited for `awaited`."""
+    try:
+        while True:
+            try:
+                value = yield awaited
+            except BaseException as error:  # a cancel, mostly: the coroutine decides
+                awaited = coroutine.throw(error)
+            else:
+                awaited = coroutine.send(value)
+    except StopIteration:
+        return
+
+
+async def until_disconnected(receive: Receive) -> None:
+    """Returns when the client left, or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

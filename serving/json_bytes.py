@@ -1,0 +1,24 @@
+"""JSON as bytes, for answers: what UTF-8 cannot hold becomes U+FFFD instead of an error."""
+
+from typing import Any
+
+import orjson
+
+
+def dumps(data: Any) -> bytes:
+    """Compact JSON of strings, numbers, lists and dicts."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:  # mostly a lone surrogate; anything else fails again
+        return orjson.dumps(_without_surrogates(data))
+
+
+def _without_surrogates(data: Any) -> Any:
+    if isinstance(data, str):
+        # Through UTF-16, which joins the pairs that are characters after all.
+        return data.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(data, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_surrogates(item) for item in data]
+    return data
