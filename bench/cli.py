@@ -13,6 +13,8 @@ from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from serving.demo import demo_model_path
 
+TRANSFER_BACKENDS = ("shm", "tcp")
+
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
     """Add every benchmark, `compare` and `plot`. The choice lands in `bench_command`."""
@@ -47,6 +49,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", metavar="WORKLOAD", help="small, a, b or c")
+    parser.add_argument("--backend", action="append", choices=TRANSFER_BACKENDS, help="repeatable")
     parser.add_argument("--budget-s", type=float, default=1.0, help="for each measurement")
 
 
@@ -106,7 +109,12 @@ def run(args: argparse.Namespace) -> int:
             from bench.transfer import WORKLOADS
             from bench.transfer import run as run_transfer
 
-            run_transfer(report, args.only or tuple(WORKLOADS), args.budget_s)
+            run_transfer(
+                report,
+                args.only or tuple(WORKLOADS),
+                args.budget_s,
+                args.backend or TRANSFER_BACKENDS,
+            )
             return 0
         if args.bench_command == "frontend":
             from bench import frontend

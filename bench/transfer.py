@@ -1,4 +1,4 @@
-"""KV pages between two processes over transfer/tcp, beside memcpy and raw loopback of the same run.
+"""KV pages between two processes of one host, beside memcpy and raw loopback of the same run.
 
 A request copies scattered pages of this process's pool into scattered pages of the other's, and is
 done when this process holds the acknowledgement. Digests of the pages are compared afterwards.
@@ -40,10 +40,12 @@ from transfer import wire
 from transfer.backend import FirstToken
 from transfer.layout import plan_heads
 from transfer.rpc import Security
+from transfer.shm import ShmSender
 from transfer.tcp import TcpSender
 
 TOKEN = "bench"
 OUTSTANDING = (1, 8)
+BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
 WARM_UPS = 4
 
@@ -75,9 +77,9 @@ class Peer:
 
 
 @contextmanager
-def receiving_process(work: PageWork) -> Iterator[Peer]:
+def receiving_process(work: PageWork, backend: str) -> Iterator[Peer]:
     """A peer for one workload, ended with the block."""
-    command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN]
+    command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN, backend]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -91,7 +93,7 @@ def receiving_process(work: PageWork) -> Iterator[Peer]:
 class Sender:
     """The prefill side: gathers pages, sends them, waits for acknowledgements."""
 
-    def __init__(self, work: PageWork, address: str, outstanding: int) -> None:
+    def __init__(self, work: PageWork, address: str, outstanding: int, backend: str) -> None:
         self._work = work
         self._address = address
         self.pool = new_pool(work, 1)
@@ -109,13 +111,18 @@ class Sender:
         self.taken_s: list[float] = []
         self.failures: list[str] = []
         self._room = 0
-        self._sender = TcpSender(
-            Security(TOKEN),
-            sender_id="bench",
-            on_event=self._on_event,
-            max_frame_bytes=MAX_FRAME_BYTES,
-            stall_timeout_s=STALL_TIMEOUT_S,
-        )
+        common: dict[str, Any] = {
+            "security": Security(TOKEN),
+            "sender_id": "bench",
+            "on_event": self._on_event,
+            "max_frame_bytes": MAX_FRAME_BYTES,
+            "stall_timeout_s": STALL_TIMEOUT_S,
+        }
+        self._sender: TcpSender
+        if backend == "shm":
+            self._sender = ShmSender(**common, is_demand=True)
+        else:
+            self._sender = TcpSender(**common)
 
     def send_one(self) -> int:
         """Start one request, once fewer than the allowed number are outstanding."""
@@ -171,17 +178,25 @@ class Sender:
         self._free.put(idx)
 
 
-def run(report: Report, names: Sequence[str], budget_s: float) -> None:
+def run(
+    report: Report, names: Sequence[str], budget_s: float, backends: Sequence[str] = BACKENDS
+) -> None:
     """Measure the workloads named. Raises ValueError for an unknown one."""
     for name in names:
         if name not in WORKLOADS:
             raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
     for name in names:
         for outstanding in (1,) if name == "small" else OUTSTANDING:
-            measure(report, WORKLOADS[name], outstanding, budget_s)
+            measure(report, WORKLOADS[name], outstanding, budget_s, backends)
 
 
-def measure(report: Report, work: PageWork, outstanding: int, budget_s: float) -> None:
+def measure(
+    report: Report,
+    work: PageWork,
+    outstanding: int,
+    budget_s: float,
+    backends: Sequence[str] = BACKENDS,
+) -> None:
     """One workload with so many requests outstanding, and its baselines."""
     case = f"{work.name} x{outstanding}"
     shapes = asdict(work) | {"page_bytes": work.page_bytes, "outstanding": outstanding}
@@ -189,9 +204,10 @@ def measure(report: Report, work: PageWork, outstanding: int, budget_s: float) -
     if work.num_pages == 1:
         round_trip_us = tcp_round_trip_us(work.request_bytes, budget_s)
         report.add(case, "raw loopback p50", round_trip_us, "us", shapes=shapes)
-        taken_s, _, _ = transfer(work, outstanding, budget_s)
-        p50_us = statistics.median(taken_s) * 1e6
-        report.add(case, "tcp p50", p50_us, "us", round_trip_us, shapes)
+        for backend in backends:
+            taken_s, _, _ = transfer(work, outstanding, budget_s, backend)
+            p50_us = statistics.median(taken_s) * 1e6
+            report.add(case, f"{backend} p50", p50_us, "us", round_trip_us, shapes)
         return
     memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
     loopback = tcp_gb_s(outstanding, work.request_bytes, budget_s)
@@ -199,20 +215,26 @@ def measure(report: Report, work: PageWork, outstanding: int, budget_s: float) -
     if outstanding == 1:
         report.add(case, "page copy", page_copy_gb_s(work, budget_s), "GB/s", memcpy, shapes)
     report.add(case, "raw loopback", loopback, "GB/s", memcpy, shapes)
-    taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s)
-    gigabytes = len(taken_s) * work.request_bytes / 1e9
-    report.add(case, "tcp", gigabytes / whole_s, "GB/s", loopback, shapes)
-    report.add(case, "tcp of memcpy", gigabytes / whole_s / memcpy, "share", shapes=shapes)
-    report.add(case, "tcp CPU", cpu_s / gigabytes, "CPU s/GB", shapes=shapes)
+    for backend in backends:
+        taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s, backend)
+        gigabytes = len(taken_s) * work.request_bytes / 1e9
+        base = loopback if backend == "tcp" else memcpy
+        report.add(case, backend, gigabytes / whole_s, "GB/s", base, shapes)
+        report.add(
+            case, f"{backend} of memcpy", gigabytes / whole_s / memcpy, "share", shapes=shapes
+        )
+        report.add(case, f"{backend} CPU", cpu_s / gigabytes, "CPU s/GB", shapes=shapes)
 
 
-def transfer(work: PageWork, outstanding: int, budget_s: float) -> tuple[list[float], float, float]:
+def transfer(
+    work: PageWork, outstanding: int, budget_s: float, backend: str
+) -> tuple[list[float], float, float]:
     """Seconds of each request, of all, and of processor time of both sides.
 
     Raises TransferFailed when pages were lost or arrived other than they were sent.
     """
-    with receiving_process(work) as peer:
-        sender = Sender(work, peer.address, outstanding)
+    with receiving_process(work, backend) as peer:
+        sender = Sender(work, peer.address, outstanding, backend)
         try:
             for _ in range(WARM_UPS):
                 sender.send_one()

@@ -19,6 +19,7 @@ from bench.host_limits import PageWork
 from model.config import KVSpec
 from transfer.backend import FirstToken
 from transfer.rpc import Security
+from transfer.shm import ShmReceiver
 from transfer.tcp import TcpReceiver
 
 EPOCH = 1
@@ -60,13 +61,14 @@ def spec_of(work: PageWork) -> KVSpec:
 class Peer:
     """Owner of the destination pool."""
 
-    def __init__(self, work: PageWork, token: str) -> None:
+    def __init__(self, work: PageWork, token: str, backend: str) -> None:
         self._work = work
         self._pool = new_pool(work, 0)
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
         self._lost = 0
         self._lock = threading.Lock()
-        self._receiver = TcpReceiver(
+        kind = ShmReceiver if backend == "shm" else TcpReceiver
+        self._receiver = kind(
             Security(token),
             host="127.0.0.1",
             port=0,
@@ -119,7 +121,7 @@ def sender_view(pages: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Serve one workload until told to quit."""
-    peer = Peer(WORKLOADS[sys.argv[1]], sys.argv[2])
+    peer = Peer(WORKLOADS[sys.argv[1]], *sys.argv[2:])
     print(json.dumps({"address": peer.start()}), flush=True)
     for line in sys.stdin:
         word, _, rest = line.strip().partition(" ")

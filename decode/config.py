@@ -13,11 +13,13 @@ class DecodeConfig(WorkerConfig):
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
     data_host: str = ""  # where frames are taken; "" = host
     data_port: int = 0
+    transfer_staging_bytes: int = 0  # memory shared with a prefill of this host; 0 = enough
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
         at_most(self, "max_running_requests", 8192)  # every power of two up to it is compiled
         at_least(self, "headroom_pages", 0)
+        at_least(self, "transfer_staging_bytes", 0)
         reachable(self, "data_host")
         check_port(self, "data_port")

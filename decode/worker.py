@@ -22,6 +22,7 @@ from model.opening import on_cpu
 from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
+from transfer.choice import open_receiver
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code, RpcError
@@ -29,7 +30,6 @@ from transfer.pages import PagePool
 from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_configured
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcClient, Security
-from transfer.tcp import TcpReceiver
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +102,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         buckets = decode_buckets(slots, opened.context_length, opened.kv.page_size)
         engine = DecodeEngine(opened, buckets, config.mem_fraction_static, config.max_total_tokens)
         log.info("memory: %s", engine.plan)
-        receiver = TcpReceiver(
+        receiver = open_receiver(
+            config,
             self.security,
             host=config.data_host or config.host,
             port=config.data_port,
+            staging_bytes=config.transfer_staging_bytes,
             kv=opened.kv,
-            tp_size=config.tp_size,
             on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
             on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
             on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
-            stall_timeout_s=config.stall_timeout_s,
         )
         data_address = receiver.start()
         self.assemble(engine, PoolFacts.of(opened), slots, receiver, data_address)

@@ -5,7 +5,7 @@ pages and tokens of chunk n while the device computes chunk n+1.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from prefill.prefix_cache import PrefixCache
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender
+from transfer.choice import open_sender
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code
@@ -31,7 +32,6 @@ from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_config
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
-from transfer.tcp import TcpSender
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +111,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
         )
         log.info("memory: %s", engine.plan)
-        sender = TcpSender(
+        sender = open_sender(
+            config,
             self.security,
             sender_id=self.worker_id(),
             on_event=lambda event: self.inbox.post(SenderSaid(event)),
-            max_frame_bytes=config.max_frame_bytes,
-            stall_timeout_s=config.stall_timeout_s,
         )
         self.assemble(engine, PoolFacts.of(opened), buckets, sender)
         self._compiles.arm()
@@ -369,7 +368,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return self.described_state(
             pages_held=self._pool.num_held - cached,
             pages_cached=len(self._cache),
-            counters=self.counters,
+            counters=self.counters + Counter(dict(self._sender.counters)),  # another thread counts
         )
 
     def flush(self) -> wire.FlushReply:

@@ -7,10 +7,12 @@ A sender (prefill) pushes frames into rooms that the receiver (decode) expects:
     PAGES ->  NACK <-                            refused: unknown, stale, corrupt, out of range
     CANCEL ->                                    the sender gives the room up
     PING ->   PONG <-                            signs of life while rooms are open
+    MEMORY <-   CREDIT <-                        shared memory: here it is; write there again
 
 Frames of one room are in order on one connection. A frame is header, meta, payload and digest
 (xxh3-64 of all before it). The digest comes last so that both ends can work it out while the
 payload passes through their caches; lengths are checked against the room before they are used.
+Where the payload lies in memory that both ends share, header, meta and digest travel without it.
 """
 
 import enum
@@ -51,6 +53,8 @@ class Kind(enum.IntEnum):
     NACK = 8
     PING = 9
     PONG = 10
+    MEMORY = 11
+    CREDIT = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,11 @@ class PageSender(Protocol):
     @property
     def in_flight_bytes(self) -> int:
         """Bytes queued and not yet handed to the network."""
+        ...
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Connections by the way that pages take."""
         ...
 
     def close(self) -> None: ...

@@ -382,7 +382,8 @@ WORKER_HELP = {
     "memory on CPU, else 0.85",
     "kv_cache_dtype": "type of pages; auto follows --dtype",
     "max_queued_requests": "requests held at most, running ones included",
-    "disaggregation_transfer_backend": "how pages travel",
+    "disaggregation_transfer_backend": "how pages travel; auto: shared memory within a host, tcp "
+    "between hosts; shm: shared memory or not at all",
     "max_frame_bytes": "largest piece in which pages are sent",
     "stall_timeout_s": "seconds without progress after which a data connection is lost",
     "chunked_prefill_size": "tokens computed at once; 0: 512 on CPU, else 8192",
@@ -392,4 +393,6 @@ WORKER_HELP = {
     "headroom_pages": "pages kept free for growth when a request is let in",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",
+    "transfer_staging_bytes": "memory shared with each prefill worker of this host at most; "
+    "0: 128 MiB, or four frames for each shard where that is more",
 }

@@ -1,5 +1,6 @@
 """One data connection: frames over a blocking socket, a wake-up for its thread, the handshake."""
 
+import array
 import contextlib
 import hmac
 import os
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from transfer import wire
-from transfer.backend import DIGEST_BYTES, HEADER_BYTES, Digest, Frame, Kind, with_lengths
+from transfer.backend import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    Digest,
+    Frame,
+    Kind,
+    whole_frame,
+    with_lengths,
+)
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import BadMessage, ConfigError, PeerLost, Unauthenticated
 from transfer.rpc import Security
@@ -47,13 +56,17 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self._takes_fd = sock.family == socket.AF_UNIX
+        self._passed_fd: int | None = None
         self._all_at_once = 0 if self._is_tls else socket.MSG_WAITALL
         _set_timeout(sock, timeout_s, self._is_tls)
         self._timeout_s = timeout_s
         self._deadline_s: float | None = None
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES + (1 << 17)))
         self._low = self._high = 0  # bytes of _ahead that were read and not used
-        self._lock = threading.Lock()  # between wake and close: a closed number may be reused
+        # Between wake and close: a closed number may be reused. A collection inside `wake` may
+        # free memory that was lent, which wakes again.
+        self._lock = threading.RLock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -113,6 +126,30 @@ class Connection:
         batch.append(memoryview(digest.pack()))
         self._send_all(batch)
 
+    def send_elsewhere(self, frame: Frame, meta: bytes, payload: memoryview) -> None:
+        """Send one frame without its payload, which the peer finds as meta says."""
+        header = with_lengths(frame, len(meta), len(payload)).pack()
+        digest = Digest(header, meta)
+        digest.update(payload)
+        self._send_all([memoryview(b"".join((header, meta, digest.pack())))])
+
+    def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
+        """Send one small frame with a file descriptor (Unix sockets only)."""
+        data = whole_frame(frame, meta)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+        try:
+            sent = self._sock.sendmsg([data], [rights])
+        except OSError as error:
+            raise PeerLost(f"sending failed: {error}") from error
+        self._send_all([memoryview(data)[sent:]])
+
+    def take_fd(self) -> int:
+        """The descriptor that came with what was read; the caller's. Raises BadMessage."""
+        fd, self._passed_fd = self._passed_fd, None
+        if fd is None:
+            raise BadMessage("no file descriptor came along")
+        return fd
+
     def receive(self) -> Incoming:
         """The next header and its meta. Raises BadMessage when what came is no frame."""
         header = bytes(self._read_ahead(HEADER_BYTES))
@@ -137,9 +174,17 @@ class Connection:
             incoming.digest.update(chunk)
         return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
+    def receive_elsewhere(self, incoming: Incoming, payload: memoryview) -> bool:
+        """Read the digest of a frame whose payload is here already: whether it is right."""
+        incoming.digest.update(payload)
+        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
+
     def skip_payload(self, incoming: Incoming) -> None:
         """Read payload and digest and throw them away."""
-        left = incoming.frame.payload_len + DIGEST_BYTES
+        self.skip(incoming.frame.payload_len + DIGEST_BYTES)
+
+    def skip(self, left: int) -> None:
+        """Read so many bytes and throw them away."""
         scratch = memoryview(bytearray(min(left, _CHUNK_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]
@@ -160,6 +205,8 @@ class Connection:
             self._closed = True
             self._selector.close()
             self._sock.close()
+            if self._passed_fd is not None:
+                os.close(self._passed_fd)
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -190,13 +237,26 @@ class Connection:
         if self._deadline_s is not None and SYSTEM_CLOCK.monotonic_s() > self._deadline_s:
             raise PeerLost("the handshake takes too long")
         try:
-            count = self._sock.recv_into(view, 0, flags)
+            if self._takes_fd:
+                count = self._receive_fd(view, flags)
+            else:
+                count = self._sock.recv_into(view, 0, flags)
         except (BlockingIOError, TimeoutError) as error:
             raise PeerLost(f"nothing came for {self._timeout_s:g} s") from error
         except OSError as error:
             raise PeerLost(f"receiving failed: {error}") from error
         if count == 0:
             raise PeerLost("connection closed by the peer")
+        return count
+
+    def _receive_fd(self, view: memoryview, flags: int) -> int:
+        """As recv_into, and keep a descriptor that comes along; one in a connection's life."""
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        count, rights, _, _ = self._sock.recvmsg_into([view], room, flags)
+        for level, kind, data in rights:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._passed_fd = array.array("i", data)[0]
+                self._takes_fd = False
         return count
 
     def _send_all(self, buffers: list[memoryview]) -> None:
@@ -244,7 +304,22 @@ class Hello(wire.Message, frozen=True):
     nonce: bytes
 
 
-def greet(connection: Connection, security: Security) -> str:
+class Offer(wire.Message, frozen=True):
+    """Memory to share, for a sender of the same host that reaches this abstract Unix socket."""
+
+    host_identity: str
+    socket_name: str
+    is_demand: bool = False  # pages are taken this way only
+
+
+class Welcome(wire.Message, frozen=True):
+    """Meta of WELCOME: proof that the receiver knows the token too."""
+
+    proof: bytes
+    offer: Offer | None = None
+
+
+def greet(connection: Connection, security: Security, offer: Offer | None = None) -> str:
     """The receiver's part: challenge, check, welcome. Returns the sender's name.
 
     Raises Unauthenticated, BadMessage or PeerLost.
@@ -258,12 +333,16 @@ def greet(connection: Connection, security: Security) -> str:
     hello = wire.decode(meta, Hello)
     if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
         raise Unauthenticated(f"{hello.sender_id!r} does not know the cluster token")
-    connection.send(Frame(Kind.WELCOME), _proof(security, b"receiver", hello.nonce))
+    welcome = Welcome(_proof(security, b"receiver", hello.nonce), offer)
+    connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
     return hello.sender_id
 
 
-def introduce(connection: Connection, security: Security, sender_id: str) -> None:
-    """The sender's part. Raises Unauthenticated, BadMessage or PeerLost."""
+def introduce(connection: Connection, security: Security, sender_id: str) -> Offer | None:
+    """The sender's part. Returns what the receiver offers.
+
+    Raises Unauthenticated, BadMessage or PeerLost.
+    """
     with connection.all_within(HANDSHAKE_TIMEOUT_S):
         frame, challenge = connection.receive_small()
         if frame.kind is not Kind.CHALLENGE:
@@ -271,11 +350,13 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Non
         nonce = os.urandom(_NONCE_BYTES)
         hello = Hello(sender_id, _proof(security, b"sender", challenge), nonce)
         connection.send(Frame(Kind.HELLO), wire.encode(hello))
-        frame, proof = connection.receive_small()
+        frame, meta = connection.receive_small()
     if frame.kind is not Kind.WELCOME:
         raise BadMessage(f"expected WELCOME, got {frame.kind.name}")
-    if not hmac.compare_digest(proof, _proof(security, b"receiver", nonce)):
+    welcome = wire.decode(meta, Welcome)
+    if not hmac.compare_digest(welcome.proof, _proof(security, b"receiver", nonce)):
         raise Unauthenticated("the receiver does not know the cluster token")
+    return welcome.offer
 
 
 def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:

@@ -147,6 +147,7 @@ class Inbound:
             return
         if expected.feeder in (None, feeder):
             expected.spoiled = True
+            expected.runs.clear()  # nothing will complete them, and their memory may be lent
 
     def pages(self, frame: Frame, payload: np.ndarray) -> Arrived | None:
         """Take a checked frame's payload, u8[n], for good; the run it completes, if any."""

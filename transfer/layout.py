@@ -85,6 +85,7 @@ def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
             raise Incompatible(
                 f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"
             )
+    _check_backends(prefill, decode)
     plan_heads(
         prefill.kv_spec.num_kv_heads,
         prefill.tp_size,
@@ -92,3 +93,18 @@ def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
         decode.tp_size,
         decode.stored_kv_heads,
     )
+
+
+def _check_backends(prefill: WorkerInfo, decode: WorkerInfo) -> None:
+    """Raises Incompatible when one side demands shared memory that the other does not have."""
+    backends = (prefill.transfer_backend, decode.transfer_backend)
+    if "shm" not in backends:
+        return
+    for field, left, right in (
+        ("transfer backend", *(("tcp" if name == "tcp" else "shm") for name in backends)),
+        ("host identity, with transfer backend shm,", prefill.host_identity, decode.host_identity),
+    ):
+        if left != right:
+            raise Incompatible(
+                f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"
+            )

@@ -2,8 +2,8 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,7 @@ class Lane(ABC):
     address: str
     jobs: deque[Job] = field(default_factory=deque)
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
+    max_frame_bytes: int = 0  # 0: the sender's
 
     @abstractmethod
     def wake(self) -> None:
@@ -57,6 +58,7 @@ class Sender(ABC):
         assert max_frame_bytes > 0
         self._on_event = on_event
         self._max_frame_bytes = max_frame_bytes
+        self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._lanes: dict[str, Lane] = {}
         self._over: dict[int, None] = {}  # in order of their ends
@@ -76,11 +78,11 @@ class Sender(ABC):
         shards: Sequence[np.ndarray],
         runs: Sequence[HeadRun],
     ) -> None:
-        self._queue(grant, cut_frames(grant, page_start, shards, runs, self._max_frame_bytes))
+        self._queue(grant, lambda most: cut_frames(grant, page_start, shards, runs, most))
 
     def finish(self, grant: wire.Grant, first: FirstToken) -> None:
         frame = Frame(Kind.FINISH, grant.room, grant.epoch)
-        self._queue(grant, [Job(frame, wire.encode(first))])
+        self._queue(grant, lambda _: [Job(frame, wire.encode(first))])
 
     def cancel(self, room: int) -> None:
         with self._lock:
@@ -90,7 +92,8 @@ class Sender(ABC):
                 return
             epoch = lane.rooms.pop(room)
             self._drop_jobs(lane, room)
-            lane.jobs.append(Job(Frame(Kind.CANCEL, room, epoch)))
+            # Ahead of other rooms: it may free what they wait for.
+            lane.jobs.appendleft(Job(Frame(Kind.CANCEL, room, epoch)))
         lane.wake()
 
     @property
@@ -105,7 +108,8 @@ class Sender(ABC):
         for lane in lanes:
             lane.close()
 
-    def _queue(self, grant: wire.Grant, jobs: Sequence[Job]) -> None:
+    def _queue(self, grant: wire.Grant, cut: Callable[[int], list[Job]]) -> None:
+        """cut(max_frame_bytes): what is to be sent."""
         with self._lock:
             if self._closed or grant.room in self._over:
                 return
@@ -113,16 +117,19 @@ class Sender(ABC):
             if lane is None:
                 lane = self._lanes[grant.data_address] = self._open_lane(grant.data_address)
             lane.rooms[grant.room] = grant.epoch
+            jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
             lane.jobs.extend(jobs)
             self._in_flight_bytes += sum(job.num_bytes for job in jobs)
         lane.wake()
 
     # --- the lanes' calls ------------------------------------------------------------------------
 
-    def next_job(self, lane: Lane) -> Job | None:
-        """What to send next. Call `sent` afterwards."""
+    def next_job(self, lane: Lane, with_pages: bool = True) -> Job | None:
+        """What to send next, unless it is pages for which there is no room. Then call `sent`."""
         with self._lock:
-            return lane.jobs.popleft() if lane.jobs else None
+            if not lane.jobs or not (with_pages or lane.jobs[0].payload is None):
+                return None
+            return lane.jobs.popleft()
 
     def sent(self, job: Job) -> None:
         with self._lock:
@@ -143,6 +150,10 @@ class Sender(ABC):
             self._remember(frame.room)
             self._drop_jobs(lane, frame.room)
         self._on_event(event)
+
+    def count(self, what: str) -> None:
+        with self._lock:
+            self.counters[what] += 1
 
     def lost(self, lane: Lane, message: str) -> None:
         """The lane has ended, and its open rooms with it; the next call opens a new one."""

@@ -15,6 +15,7 @@ from transfer.emit import StepEmitter
 from transfer.errors import Code
 from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import Security, host_port
+from transfer.shm import host_identity
 from transfer.worker import Aborted, ApiGone, Submitted, Worker
 from transfer.worker_config import WorkerConfig
 
@@ -240,4 +241,6 @@ def describe(
         max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
         stored_kv_heads=kv.num_kv_heads,
         dtype=opened.model.dtype.name,
+        transfer_backend=config.disaggregation_transfer_backend,
+        host_identity=host_identity(),
     )

@@ -16,9 +16,11 @@ from model.config import KVSpec
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
-from transfer.errors import ConfigError, KvferryError, PeerLost
+from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
 from transfer.framing import (
     Connection,
+    Incoming,
+    Offer,
     client_context,
     greet,
     introduce,
@@ -26,7 +28,7 @@ from transfer.framing import (
     server_context,
 )
 from transfer.inbound import Receiver
-from transfer.outbound import Lane, Sender, segments
+from transfer.outbound import Job, Lane, Sender, segments
 from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
@@ -55,18 +57,18 @@ class TcpSender(Sender):
         self.context = client_context(security)
 
     def _open_lane(self, address: str) -> Lane:
-        lane = _TcpLane(self, address)
+        lane = TcpLane(self, address)
         lane.thread.start()
         return lane
 
 
-class _TcpLane(Lane):
+class TcpLane(Lane):
     """One connection to one decode worker."""
 
     def __init__(self, sender: TcpSender, address: str) -> None:
         super().__init__(address)
         self.thread = threading.Thread(target=self._run, name=f"pages to {address}", daemon=True)
-        self._sender = sender
+        self.sender = sender
         self._connection: Connection | None = None
         self._closing = False
         self._asked_s: float | None = None  # when the oldest unanswered PING left
@@ -88,7 +90,7 @@ class _TcpLane(Lane):
     def _run(self) -> None:
         message = "closed"
         try:
-            connection = self._connection = self._connect()
+            connection = self._connection = self.connect()
             while not self._closing:
                 self._turn(connection)
         except (KvferryError, OSError) as error:
@@ -98,40 +100,55 @@ class _TcpLane(Lane):
                 level = logging.WARNING if self.rooms else logging.INFO
                 log.log(level, "page connection closed with %d rooms: %s", len(self.rooms), message)
         finally:
-            self._sender.lost(self, message)
+            self.sender.lost(self, message)
             if self._connection is not None:
                 self._connection.close()
 
-    def _connect(self) -> Connection:
+    def connect(self) -> Connection:
+        """A connection that the receiver has welcomed."""
+        connection, _ = self.dial()
+        self.sender.count("connections_tcp")
+        return connection
+
+    def dial(self) -> tuple[Connection, Offer | None]:
+        """A TCP connection to the address, and what the receiver offers beside it."""
         host, port = parse_address(self.address)
-        sender = self._sender
+        sender = self.sender
         sock = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
         try:
             if sender.context is not None:
                 sock = sender.context.wrap_socket(sock, server_hostname=host)
-            connection = Connection(sock, sender.stall_timeout_s)
         except (KvferryError, OSError):
             sock.close()
             raise
+        return self.introduced(sock)
+
+    def introduced(self, sock: socket.socket) -> tuple[Connection, Offer | None]:
+        """Shake hands over a socket, which is closed when that fails."""
+        sender = self.sender
         try:
-            introduce(connection, sender.security, sender.sender_id)
+            connection = Connection(sock, sender.stall_timeout_s)
+        except OSError:
+            sock.close()
+            raise
+        try:
+            return connection, introduce(connection, sender.security, sender.sender_id)
         except KvferryError:
             connection.close()
             raise
-        return connection
 
     def _turn(self, connection: Connection) -> None:
         """Send a job and read what came; with none, wait, and see that the peer lives."""
-        job = self._sender.next_job(self)
+        job = self.sender.next_job(self, self.takes_pages)
         if job is None:
             if connection.wait(self._ask(connection)):
                 self._read(connection)
             return
         begun_s = SYSTEM_CLOCK.monotonic_s()
         try:
-            connection.send(job.frame, job.meta, segments(job.payload))
+            self.send(connection, job)
         finally:
-            self._sender.sent(job)
+            self.sender.sent(job)
         if self._asked_s is not None:
             # Time in which the peer took bytes is no silence, and its answer waits behind them.
             self._asked_s += SYSTEM_CLOCK.monotonic_s() - begun_s
@@ -145,10 +162,10 @@ class _TcpLane(Lane):
             self._asked_s = None
             return _IDLE_WAIT_S
         now_s = SYSTEM_CLOCK.monotonic_s()
-        beat_s = self._sender.stall_timeout_s / 3
+        beat_s = self.sender.stall_timeout_s / 3
         if self._asked_s is not None and now_s - self._asked_s > 2 * beat_s:
             if not connection.wait(0.0):  # after a pause of this process the answer may be there
-                raise PeerLost(f"no sign of life for {self._sender.stall_timeout_s:g} s")
+                raise PeerLost(f"no sign of life for {self.sender.stall_timeout_s:g} s")
         elif now_s >= self._ask_next_s:
             connection.send(Frame(Kind.PING))
             self._ask_next_s = now_s + beat_s
@@ -160,7 +177,20 @@ class _TcpLane(Lane):
         frame, meta = connection.receive_small()
         self._asked_s = None
         if frame.kind is not Kind.PONG:
-            self._sender.heard(self, frame, meta)
+            self.heard(frame, meta)
+
+    # --- what transfer.shm does otherwise ---------------------------------------------------------
+
+    @property
+    def takes_pages(self) -> bool:
+        """Whether pages can be sent now."""
+        return True
+
+    def send(self, connection: Connection, job: Job) -> None:
+        connection.send(job.frame, job.meta, segments(job.payload))
+
+    def heard(self, frame: Frame, meta: bytes) -> None:
+        self.sender.heard(self, frame, meta)
 
 
 class TcpReceiver(Receiver):
@@ -183,9 +213,10 @@ class TcpReceiver(Receiver):
         self.stall_timeout_s = stall_timeout_s
         self.context = server_context(security)
         self.buffers = BufferPool(_IDLE_BUFFER_BYTES)
+        self.offer: Offer | None = None
         self._host, self._port = host, port
-        self._connections: set[_TcpFeeder] = set()
-        self._listener: socket.socket | None = None
+        self._connections: set[TcpFeeder] = set()
+        self._listeners: list[socket.socket] = []
 
     def start(self) -> str:
         """Raises ConfigError when the address cannot be listened on."""
@@ -201,24 +232,30 @@ class TcpReceiver(Receiver):
                 f"cannot take pages on {self._host}:{self._port}: {error.strerror}; "
                 "choose another --data-port"
             ) from error
-        self._listener = listener
-        threading.Thread(target=self._accept, name="page listener", daemon=True).start()
+        self.listen(listener, TcpFeeder)
         host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
         return f"tcp://{host}:{listener.getsockname()[1]}"
 
     def close(self) -> None:
         self._closed = True
-        if self._listener is not None:
+        for listener in self._listeners:
             # Wakes the accepting thread, which closing alone would not.
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         with self._lock:
             connections = list(self._connections)
         for feeder in connections:
             feeder.close()
 
-    def joined(self, feeder: "_TcpFeeder") -> bool:
+    def listen(self, listener: socket.socket, feeder: "type[TcpFeeder]") -> None:
+        """Take connections of a listening socket, which is ours from now on."""
+        self._listeners.append(listener)
+        threading.Thread(
+            target=self._accept, args=(listener, feeder), name="page listener", daemon=True
+        ).start()
+
+    def joined(self, feeder: "TcpFeeder") -> bool:
         """Count a connection in; False when there are too many, or when closed."""
         with self._lock:
             if self._closed or len(self._connections) >= MAX_CONNECTIONS:
@@ -226,21 +263,21 @@ class TcpReceiver(Receiver):
             self._connections.add(feeder)
             return True
 
-    def left(self, feeder: "_TcpFeeder", message: str) -> None:  # type: ignore[override]
+    def left(self, feeder: "TcpFeeder", message: str) -> None:  # type: ignore[override]
         with self._lock:
             self._connections.discard(feeder)
         super().left(feeder, message)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket, kind: "type[TcpFeeder]") -> None:
         while not self._closed:
             try:
-                sock, address = self._listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if not self._closed:
                     log.error("page listener failed: %s", error)
                 return
-            feeder = _TcpFeeder(self, sock, f"{address[0]}:{address[1]}")
+            name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
+            feeder = kind(self, sock, name)
             if self.joined(feeder):
                 feeder.thread.start()
             else:
@@ -248,49 +285,51 @@ class TcpReceiver(Receiver):
                 sock.close()
 
 
-class _TcpFeeder:
+class TcpFeeder:
     """One sender's connection."""
 
     def __init__(self, receiver: TcpReceiver, sock: socket.socket, name: str) -> None:
         self.thread = threading.Thread(target=self._run, name=f"pages from {name}", daemon=True)
-        self._receiver = receiver
+        self.receiver = receiver
         self._sock = sock
-        self._name = name
-        self._replies: deque[tuple[Frame, bytes]] = deque()
-        self._connection: Connection | None = None
+        self.name = name
+        self.replies: deque[tuple[Frame, bytes]] = deque()
+        self.connection: Connection | None = None
         self._closing = False
         self._heard_s = 0.0
+        self.in_use = False
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
-        self._replies.append((frame, meta))
-        connection = self._connection
+        self.replies.append((frame, meta))
+        connection = self.connection
         if connection is not None and threading.current_thread() is not self.thread:
             connection.wake()
 
     def close(self) -> None:
         self._closing = True
-        connection = self._connection
+        connection = self.connection
         if connection is not None:
             connection.shutdown()
 
     def _run(self) -> None:
         message = "closed"
         try:
-            connection = self._connection = self._greet()
+            connection = self.connection = self._greet()
+            self.greeted(connection)
             while not self._closing:
                 self._turn(connection)
         except (KvferryError, OSError) as error:
-            message = f"{self._name}: {error}"
+            message = f"{self.name}: {error}"
             if not isinstance(error, PeerLost):
-                self._receiver.count("connections_refused")
+                self.receiver.count("connections_refused")
                 log.warning("page connection refused: %s", message)
         finally:
-            self._receiver.left(self, message)
-            if self._connection is not None:
-                self._connection.close()
+            self.receiver.left(self, message)
+            if self.connection is not None:
+                self.connection.close()
 
     def _greet(self) -> Connection:
-        receiver = self._receiver
+        receiver = self.receiver
         sock = self._sock
         try:
             if receiver.context is not None:
@@ -301,17 +340,18 @@ class _TcpFeeder:
             sock.close()
             raise
         try:
-            self._name = greet(connection, receiver.security)
+            self.name = greet(connection, receiver.security, receiver.offer)
         except KvferryError:
             connection.close()
             raise
         return connection
 
     def _turn(self, connection: Connection) -> None:
-        while self._replies:
-            connection.send(*self._replies.popleft())
-        stall_s = self._receiver.stall_timeout_s
-        busy = self._receiver.busy(self)
+        while self.replies:
+            connection.send(*self.replies.popleft())
+        self.before_waiting(connection)
+        stall_s = self.receiver.stall_timeout_s
+        busy = self.receiver.busy(self)
         if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
             self._read(connection)
             self._heard_s = SYSTEM_CLOCK.monotonic_s()
@@ -323,12 +363,35 @@ class _TcpFeeder:
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
             if connection.receive_payload(incoming, memoryview(b"")):
-                self._receiver.count("pings")
-                self._replies.append((Frame(Kind.PONG), b""))
+                self.receiver.count("pings")
+                self.replies.append((Frame(Kind.PONG), b""))
             return
-        if not self._receiver.admits(self, frame):
+        self.take(connection, incoming)
+
+    # --- what transfer.shm does otherwise ---------------------------------------------------------
+
+    def greeted(self, connection: Connection) -> None:
+        """The sender is known."""
+
+    def before_waiting(self, connection: Connection) -> None:
+        """Every reply that was queued is sent."""
+
+    def take(self, connection: Connection, incoming: Incoming) -> None:
+        """Judge a frame, read its payload and deliver it."""
+        if not self.in_use:
+            self._begin()
+        if not self.receiver.admits(self, incoming.frame):
             connection.skip_payload(incoming)
             return
-        payload = self._receiver.buffers.take(frame.payload_len)
+        payload = self.receiver.buffers.take(incoming.frame.payload_len)
         intact = connection.receive_payload(incoming, memoryview(payload))
-        self._receiver.take(self, frame, incoming.meta, payload, intact)
+        self.receiver.take(self, incoming.frame, incoming.meta, payload, intact)
+
+    def _begin(self) -> None:
+        """Rooms travel by this connection, not by one that it led to."""
+        offer = self.receiver.offer
+        if offer is not None and offer.is_demand:
+            raise Incompatible(f"{self.name} sends by tcp, this side takes pages by shm only")
+        self.in_use = True
+        self.receiver.count("connections_tcp")
+        log.info("pages from %s travel by tcp", self.name)

@@ -232,6 +232,8 @@ class WorkerInfo(Message):
     max_request_tokens: int  # what fits its pool when nothing else runs
     stored_kv_heads: int  # after replication, over all shards
     dtype: str = ""  # of weights and products
+    transfer_backend: str = "tcp"  # auto, tcp or shm
+    host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     wire_version: int = WIRE_VERSION
 
 

@@ -1,5 +1,6 @@
 """What a worker of either role is told at its start."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ class WorkerConfig:
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_queued_requests: int = 1024
-    disaggregation_transfer_backend: Literal["tcp"] = "tcp"
+    disaggregation_transfer_backend: Literal["auto", "tcp", "shm", "nixl"] = "auto"
     max_frame_bytes: int = 16 << 20
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
 
@@ -57,10 +58,26 @@ class WorkerConfig:
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
             )
         check_port(self, "port")
+        _refuse_nixl(self.disaggregation_transfer_backend)
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
+
+
+def _refuse_nixl(backend: str) -> None:
+    """Raises ConfigError for a backend that SGLang has and this version has not."""
+    if backend != "nixl":
+        return
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            "--disaggregation-transfer-backend nixl needs the optional package nixl, which is not "
+            "installed (pip install 'kvferry[nixl]'); choose auto, tcp or shm"
+        )
+    raise ConfigError(
+        "--disaggregation-transfer-backend nixl: the package is installed, but this version "
+        "cannot use it yet; choose auto, tcp or shm"
+    )
 
 
 def reachable(config: Any, name: str) -> None:

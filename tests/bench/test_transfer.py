@@ -7,7 +7,7 @@ import pytest
 from bench.host_limits import memcpy_gb_s, page_copy_gb_s, tcp_gb_s, tcp_round_trip_us
 from bench.report import Report
 from bench.surroundings import Surroundings
-from bench.transfer import measure, run, transfer
+from bench.transfer import BACKENDS, measure, run, transfer
 from bench.transfer_peer import WORKLOADS, digest, new_pool, page_ids
 
 SMALL = WORKLOADS["small"]
@@ -28,8 +28,9 @@ def test_limits_of_the_host_are_measured():
     assert tcp_round_trip_us(64, 0.02) > 0
 
 
-def test_pages_arrive_and_every_request_is_timed():
-    taken_s, whole_s, cpu_s = transfer(SMALL, 1, budget_s=0.05)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_arrive_and_every_request_is_timed(backend):
+    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend)
     assert taken_s
     assert max(taken_s) <= whole_s
     assert cpu_s >= 0
@@ -46,9 +47,10 @@ def test_pages_that_differ_have_another_digest():
 def test_a_measurement_stands_beside_its_baseline():
     report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
     measure(report, SMALL, 1, budget_s=0.02)
-    raw, ours = report.rows
-    assert ours.baseline == raw.value
-    assert ours.shapes["page_bytes"] == 4096
+    raw, *ours = report.rows
+    assert [row.metric for row in ours] == ["shm p50", "tcp p50"]
+    assert all(row.baseline == raw.value for row in ours)
+    assert all(row.shapes["page_bytes"] == 4096 for row in ours)
 
 
 def test_an_unknown_workload_is_refused():

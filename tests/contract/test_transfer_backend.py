@@ -1,4 +1,4 @@
-"""What every transfer backend promises. Backends: loopback, tcp."""
+"""What every transfer backend promises. Backends: loopback, tcp, shm."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.contract.transfer_ends import Ends, LoopbackEnds, TcpEnds
+from tests.contract.transfer_ends import Ends, LoopbackEnds, ShmEnds, TcpEnds
 from tests.transfer.samples import KV, a_grant, logical_pages, sharded
 from transfer import wire
 from transfer.backend import FirstToken
@@ -19,7 +19,7 @@ from transfer.rpc import Security
 Open = Callable[..., Ends]
 
 
-@pytest.fixture(params=[LoopbackEnds, TcpEnds], ids=["loopback", "tcp"])
+@pytest.fixture(params=[LoopbackEnds, TcpEnds, ShmEnds], ids=["loopback", "tcp", "shm"])
 def open_ends(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Makes pairs of ends that are closed behind the test."""
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.layout import plan_heads
 from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from transfer.rpc import Security
+from transfer.shm import FRAME_BYTES, ShmReceiver, ShmSender
 from transfer.tcp import TcpReceiver, TcpSender
 
 
@@ -34,7 +35,9 @@ class Diary:
         self._write(self.events, event, event.kind)
 
     def on_pages(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
-        self._write(self.pages, (room, page_start, shards), "pages")
+        # Copied, since keeping a view keeps the backend's memory.
+        kept = [np.array(shard) for shard in shards]
+        self._write(self.pages, (room, page_start, kept), "pages")
 
     def on_finish(self, room: int, first: FirstToken) -> None:
         self._write(self.finished, (room, first), "finish")
@@ -184,6 +187,50 @@ class TcpEnds(Ends):
 
     def kill_receiver(self) -> None:
         self.receiver.close()
+
+
+class ShmEnds(TcpEnds):
+    """As TcpEnds, with settings of transfer.shm; staging_bytes 0 is a few frames."""
+
+    def __init__(
+        self,
+        kv: KVSpec = KV,
+        tp_size: int = 1,
+        max_frame_bytes: int = 16 << 20,
+        sender_security: Security = SECURITY,
+        receiver_security: Security = SECURITY,
+        stall_timeout_s: float = PATIENCE_S,
+        staging_bytes: int = 0,
+        demands: tuple[bool, bool] = (False, False),
+        hosts: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        """demands, hosts: of the sender and of the receiver."""
+        Ends.__init__(self)
+        diary = self.diary
+        self.receiver = ShmReceiver(
+            receiver_security,
+            "127.0.0.1",
+            0,
+            kv,
+            tp_size,
+            diary.on_pages,
+            diary.on_finish,
+            diary.on_lost,
+            stall_timeout_s,
+            staging_bytes or max(4, 2 * tp_size) * FRAME_BYTES,
+            demands[1],
+            hosts[1],
+        )
+        self.address = self.receiver.start()
+        self.sender = ShmSender(
+            sender_security,
+            "prefill-0",
+            diary.on_event,
+            max_frame_bytes,
+            stall_timeout_s,
+            demands[0],
+            hosts[0],
+        )
 
 
 class LoopbackEnds(Ends):

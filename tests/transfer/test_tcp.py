@@ -17,10 +17,10 @@ from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
 from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
-from transfer.framing import Connection, introduce, parse_address
+from transfer.framing import Connection, Welcome, introduce, parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpReceiver
-from transfer.wire import decode
+from transfer.wire import decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 STALL_S = 0.3
@@ -170,7 +170,7 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
     left, right = socket.socketpair()
     mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
     theirs.send(Frame(Kind.CHALLENGE), bytes(32))
-    theirs.send(Frame(Kind.WELCOME), bytes(32))
+    theirs.send(Frame(Kind.WELCOME), encode(Welcome(bytes(32))))
     with pytest.raises(Unauthenticated, match="receiver"):
         introduce(mine, SECURITY, "prefill-0")
     mine.close()

@@ -1,0 +1,45 @@
+"""The two ends of the backend that a worker's flags ask for."""
+
+from typing import Any
+
+from transfer.backend import OnEvent, PageReceiver, PageSender
+from transfer.rpc import Security
+from transfer.shm import ShmReceiver, ShmSender
+from transfer.tcp import TcpReceiver, TcpSender
+from transfer.worker_config import WorkerConfig
+
+
+def open_sender(
+    config: WorkerConfig, security: Security, sender_id: str, on_event: OnEvent
+) -> PageSender:
+    """Prefill's end. Raises ConfigError when TLS files cannot be used."""
+    common: dict[str, Any] = {
+        "security": security,
+        "sender_id": sender_id,
+        "on_event": on_event,
+        "max_frame_bytes": config.max_frame_bytes,
+        "stall_timeout_s": config.stall_timeout_s,
+    }
+    backend = config.disaggregation_transfer_backend
+    if backend == "tcp":
+        return TcpSender(**common)
+    return ShmSender(**common, is_demand=backend == "shm")
+
+
+def open_receiver(
+    config: WorkerConfig, security: Security, staging_bytes: int, **more: Any
+) -> PageReceiver:
+    """Decode's end, not started. more: host, port, kv and the callbacks of TcpReceiver.
+
+    Raises ConfigError when TLS files or staging_bytes cannot be used.
+    """
+    common: dict[str, Any] = {
+        "security": security,
+        "tp_size": config.tp_size,
+        "stall_timeout_s": config.stall_timeout_s,
+        **more,
+    }
+    backend = config.disaggregation_transfer_backend
+    if backend == "tcp":
+        return TcpReceiver(**common)
+    return ShmReceiver(**common, staging_bytes=staging_bytes, is_demand=backend == "shm")

@@ -1,0 +1,260 @@
+"""The `shm` backend: pages through memory that two processes of one host share, or else by TCP.
+
+A sender connects by TCP as always. The receiver's WELCOME names its host and an abstract Unix
+socket. A sender of the same host that reaches that socket goes on there, once more with both
+proofs, and is passed memory (transfer/staging.py): it writes pages into slots, and frames on the
+Unix socket say where. Checks, rooms, pings and endings are those of transfer/tcp.py.
+
+Another host, or containers without a common network namespace: pages go on by TCP, unless
+either side demands shared memory.
+"""
+
+import logging
+import secrets
+import socket
+import threading
+from pathlib import Path
+
+from model.config import KVSpec
+from transfer import wire
+from transfer.backend import DIGEST_BYTES, Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
+from transfer.framing import HANDSHAKE_TIMEOUT_S, Connection, Incoming, Offer
+from transfer.outbound import Job
+from transfer.rpc import Security
+from transfer.staging import (
+    BorrowedSlots,
+    Credit,
+    InSlot,
+    LentSlots,
+    SlotShape,
+    can_share_memory,
+    slot_shape,
+)
+from transfer.tcp import CONNECT_TIMEOUT_S, TcpFeeder, TcpLane, TcpReceiver, TcpSender
+
+log = logging.getLogger(__name__)
+
+# What both ends cut frames to, unless one page has more: small enough that the copy of one frame
+# overlaps the reading of the one before it, large enough that what a frame costs does not show.
+FRAME_BYTES = 2 << 20
+_NO_SHARING = "--disaggregation-transfer-backend shm: this platform cannot share memory"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_identity() -> str:
+    """What two processes of one running kernel have in common; "" where there is no such thing."""
+    if not can_share_memory():
+        return ""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+class ShmSender(TcpSender):
+    """Prefill's end: see transfer.backend.PageSender."""
+
+    def __init__(
+        self,
+        security: Security,
+        sender_id: str,
+        on_event: OnEvent,
+        max_frame_bytes: int = 16 << 20,
+        stall_timeout_s: float = 3.0,
+        is_demand: bool = False,
+        host: str | None = None,
+    ) -> None:
+        """is_demand: rather nothing than TCP. host: this host's identity.
+
+        Raises ConfigError when shared memory is demanded where there is none.
+        """
+        super().__init__(security, sender_id, on_event, max_frame_bytes, stall_timeout_s)
+        self.is_demand = is_demand
+        self.host = host_identity() if host is None else host
+        if is_demand and not self.host:
+            raise ConfigError(_NO_SHARING)
+        self.long_frame_bytes = max_frame_bytes
+
+    def _open_lane(self, address: str) -> "_ShmLane":
+        lane = _ShmLane(self, address)
+        lane.max_frame_bytes = min(self.long_frame_bytes, FRAME_BYTES)
+        lane.thread.start()
+        return lane
+
+
+class _ShmLane(TcpLane):
+    """One connection to one decode worker, by whichever way was chosen."""
+
+    sender: ShmSender
+
+    def __init__(self, sender: ShmSender, address: str) -> None:
+        super().__init__(sender, address)
+        self._slots: BorrowedSlots | None = None
+
+    def connect(self) -> Connection:
+        connection, offer = self.dial()
+        try:
+            shared = self._reach(offer) if offer is not None and self._is_here(offer) else None
+        except KvferryError:
+            connection.close()
+            raise
+        if shared is None:
+            return self._stay(connection, offer)
+        connection.close()
+        self.sender.count("connections_shm")
+        log.info("pages to %s travel by shm", self.address)
+        return shared
+
+    def _is_here(self, offer: Offer) -> bool:
+        return bool(self.sender.host) and offer.host_identity == self.sender.host
+
+    def _why_not(self, offer: Offer | None) -> str:
+        """Why shared memory is not used, both sides' values named."""
+        mine = self.sender.host or "unknown"
+        if offer is None:
+            return f"this side is on host {mine}, decode offers none"
+        if not self._is_here(offer):
+            return f"this side is on host {mine}, decode on {offer.host_identity}"
+        return (
+            f"both sides are on host {mine}, but decode's abstract socket {offer.socket_name} "
+            "is not reached from this network namespace"
+        )
+
+    def _reach(self, offer: Offer) -> Connection | None:
+        """The receiver by its Unix socket, with its memory; None when nobody is there.
+
+        A name means the same to both only in one network namespace.
+        """
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            sock.connect(f"\0{offer.socket_name}")
+        except OSError:
+            sock.close()
+            return None
+        connection, _ = self.introduced(sock)
+        try:
+            with connection.all_within(HANDSHAKE_TIMEOUT_S):
+                frame, meta = connection.receive_small()
+            if frame.kind is not Kind.MEMORY:
+                raise BadMessage(f"expected MEMORY, got {frame.kind.name}")
+            self._slots = BorrowedSlots(connection.take_fd(), wire.decode(meta, SlotShape))
+        except KvferryError:
+            connection.close()
+            raise
+        return connection
+
+    def _stay(self, connection: Connection, offer: Offer | None) -> Connection:
+        """Go on by TCP, if both sides may. Raises Incompatible."""
+        why_not = self._why_not(offer)
+        if self.sender.is_demand or (offer is not None and offer.is_demand):
+            connection.close()
+            side = "prefill" if self.sender.is_demand else "decode"
+            self.sender.count("connections_refused")
+            raise Incompatible(f"{side} takes shm only, and it cannot be used: {why_not}")
+        self.max_frame_bytes = self.sender.long_frame_bytes
+        self.sender.count("connections_tcp")
+        log.info("pages to %s travel by tcp; shared memory: %s", self.address, why_not)
+        return connection
+
+    @property
+    def takes_pages(self) -> bool:
+        return self._slots is None or self._slots.num_free > 0
+
+    def send(self, connection: Connection, job: Job) -> None:
+        if self._slots is None or job.payload is None:
+            super().send(connection, job)
+            return
+        slot, written = self._slots.write(job.payload)
+        connection.send_elsewhere(job.frame, wire.encode(InSlot(slot)), written)
+
+    def heard(self, frame: Frame, meta: bytes) -> None:
+        if frame.kind is Kind.CREDIT and self._slots is not None:
+            self._slots.take_back(wire.decode(meta, Credit))
+        else:
+            super().heard(frame, meta)
+
+
+class ShmReceiver(TcpReceiver):
+    """Decode's end: see transfer.backend.PageReceiver."""
+
+    def __init__(
+        self,
+        security: Security,
+        host: str,
+        port: int,
+        kv: KVSpec,
+        tp_size: int,
+        on_pages: OnPages,
+        on_finish: OnFinish,
+        on_lost: OnLost,
+        stall_timeout_s: float = 3.0,
+        staging_bytes: int = 0,
+        is_demand: bool = False,
+        identity: str | None = None,
+    ) -> None:
+        """is_demand: rather nothing than TCP. identity: this host's.
+
+        Raises ConfigError when staging_bytes is too small, or shared memory is demanded where
+        there is none.
+        """
+        super().__init__(
+            security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s
+        )
+        self.shape = slot_shape(kv.page_bytes // tp_size, tp_size, FRAME_BYTES, staging_bytes)
+        self._identity = host_identity() if identity is None else identity
+        self._is_demand = is_demand
+        if is_demand and not self._identity:
+            raise ConfigError(_NO_SHARING)
+
+    def start(self) -> str:
+        """Raises ConfigError when the address cannot be listened on."""
+        if self._identity:
+            listener = socket.socket(socket.AF_UNIX)
+            name = f"kvferry-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(128)
+            self.listen(listener, _ShmFeeder)
+            self.offer = Offer(self._identity, name, self._is_demand)
+        return super().start()
+
+
+class _ShmFeeder(TcpFeeder):
+    """One sender's connection by Unix socket, and the memory lent to it."""
+
+    receiver: ShmReceiver
+    _slots: LentSlots
+
+    def greeted(self, connection: Connection) -> None:
+        """Make the memory and pass it. Raises OSError when there is none."""
+        self._slots = slots = LentSlots(self.receiver.shape, self._freed)
+        try:
+            connection.send_fd(Frame(Kind.MEMORY), wire.encode(slots.shape), slots.fd)
+        finally:
+            slots.close_fd()
+        self.in_use = True
+        self.receiver.count("connections_shm")
+        log.info("pages from %s travel by shm, %d bytes", self.name, slots.shape.num_bytes)
+
+    def take(self, connection: Connection, incoming: Incoming) -> None:
+        frame = incoming.frame
+        if frame.kind is not Kind.PAGES:
+            super().take(connection, incoming)
+            return
+        payload = self._slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
+        if not self.receiver.admits(self, frame):
+            connection.skip(DIGEST_BYTES)
+            return
+        intact = connection.receive_elsewhere(incoming, memoryview(payload))
+        self.receiver.take(self, frame, incoming.meta, payload, intact)
+
+    def before_waiting(self, connection: Connection) -> None:
+        credit = self._slots.credit()
+        if credit is not None:
+            connection.send(Frame(Kind.CREDIT), wire.encode(credit))
+
+    def _freed(self) -> None:
+        connection = self.connection
+        if connection is not None and threading.current_thread() is not self.thread:
+            connection.wake()

@@ -1,0 +1,183 @@
+"""Memory that two processes of one host share: slots, each owned by one end at a time.
+
+The receiver makes it (`LentSlots`), one for each connection, and passes its descriptor to the
+sender (`BorrowedSlots`). No file names it, so it is gone when both have let go of it, however
+they end. It is sealed: neither end can shrink it under the other's feet.
+
+Invariant: a slot is the sender's until a frame names it, and the receiver's from then on until a
+CREDIT names it. What a sender writes late, after its connection was given up, lands in memory
+that nobody reads: the next connection has its own.
+"""
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from transfer import wire
+from transfer.errors import BadMessage, ConfigError
+
+_SEALS = (
+    getattr(fcntl, "F_SEAL_SHRINK", 0)
+    | getattr(fcntl, "F_SEAL_GROW", 0)
+    | getattr(fcntl, "F_SEAL_SEAL", 0)
+)
+_ENOUGH_BYTES = 128 << 20
+_LEAST_FREED = 4  # slots that are told free together: one message for several frames
+
+
+class SlotShape(wire.Message, frozen=True):
+    """Meta of MEMORY: num_slots slots of slot_bytes, one behind the other."""
+
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+
+class InSlot(wire.Message, frozen=True):
+    """Meta of PAGES whose payload lies in shared memory, from the slot's beginning."""
+
+    slot: int
+
+
+class Credit(wire.Message, frozen=True):
+    """Meta of CREDIT: slots that may be written again."""
+
+    slots: bytes  # i32[n]
+
+
+def can_share_memory() -> bool:
+    """Whether this platform has sealed memory without a name."""
+    return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def slot_shape(page_bytes: int, tp_size: int, frame_bytes: int, staging_bytes: int) -> SlotShape:
+    """Slots for frames of frame_bytes, or of one shard's page where that is more.
+
+    page_bytes: of one page of one shard. staging_bytes: of all slots; 0 = enough. Raises
+    ConfigError when it holds fewer than two frames for each shard: a run of pages is kept until
+    the last shard's part is there.
+    """
+    slot_bytes = -(-max(page_bytes, frame_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    least = 2 * tp_size * slot_bytes
+    staging_bytes = staging_bytes or max(_ENOUGH_BYTES, 2 * least)
+    if staging_bytes < least:
+        raise ConfigError(
+            f"--transfer-staging-bytes must be at least {least} for pages of {page_bytes} bytes "
+            f"in {tp_size} shards, got {staging_bytes}"
+        )
+    return SlotShape(slot_bytes, staging_bytes // slot_bytes)
+
+
+class LentSlots:
+    """The receiver's end: makes the memory and gives views of what the sender wrote."""
+
+    def __init__(self, shape: SlotShape, on_freed: Callable[[], None]) -> None:
+        """on_freed: there are enough freed slots to tell of (any thread). Raises OSError."""
+        self.shape = shape
+        self.fd = os.memfd_create("kvferry-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, shape.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory = mmap.mmap(self.fd, shape.num_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._on_freed = on_freed
+        self._held = bytearray(shape.num_slots)  # 1: the receiver's
+        self._freed: deque[int] = deque()
+        self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
+
+    def close_fd(self) -> None:
+        """The sender has the descriptor, and this end its mapping."""
+        os.close(self.fd)
+
+    def take(self, slot: int, num_bytes: int) -> np.ndarray:
+        """u8[num_bytes] of a slot that the sender filled; it is freed with the last view of it.
+
+        Raises BadMessage for a slot that the sender may not have written.
+        """
+        if not 0 <= slot < self.shape.num_slots or self._held[slot]:
+            raise BadMessage(f"slot {slot} of {self.shape.num_slots} is not the sender's")
+        if num_bytes > self.shape.slot_bytes:
+            raise BadMessage(f"{num_bytes} bytes in a slot of {self.shape.slot_bytes}")
+        self._held[slot] = 1
+        # A view through the buffer protocol stays the base of every view made of it, so its
+        # own end is the end of them all.
+        start = slot * self.shape.slot_bytes
+        view = np.frombuffer(self._memory, np.uint8, num_bytes, start)
+        lent = np.frombuffer(memoryview(view), np.uint8)
+        weakref.finalize(lent, self._free, slot).atexit = False
+        return lent
+
+    def _free(self, slot: int) -> None:
+        self._freed.append(slot)
+        if len(self._freed) >= self._least_freed:
+            self._on_freed()
+
+    def credit(self) -> Credit | None:
+        """What to tell the sender, or None while that is not worth a message (one thread)."""
+        if len(self._freed) < self._least_freed:
+            return None
+        slots = [self._freed.popleft() for _ in range(len(self._freed))]
+        for slot in slots:
+            self._held[slot] = 0
+        return Credit(wire.pack_i32(slots))
+
+
+class BorrowedSlots:
+    """The sender's end: writes pages where the receiver reads them. Used by one thread."""
+
+    def __init__(self, fd: int, shape: SlotShape) -> None:
+        """fd: of the memory; closed here. Raises BadMessage when it is not what shape says."""
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise BadMessage("the memory of the receiver is not sealed")
+            size = os.fstat(fd).st_size
+            if size != shape.num_bytes or shape.num_slots < 1:
+                raise BadMessage(f"{size} bytes of shared memory, {shape.num_bytes} announced")
+            self._memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+        except OSError as error:
+            raise BadMessage(f"cannot use the memory of the receiver: {error}") from error
+        finally:
+            os.close(fd)
+        self._shape = shape
+        # The last that came back is written first: it is in the caches still.
+        self._free = list(reversed(range(shape.num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def write(self, pages: np.ndarray) -> tuple[int, memoryview]:
+        """Copy pages of any shape and dtype into a free slot; (slot, the bytes in it).
+
+        Raises BadMessage when they are more than a slot holds.
+        """
+        if pages.nbytes > self._shape.slot_bytes:
+            raise BadMessage(
+                f"a frame of {pages.nbytes} bytes, the receiver's slots have "
+                f"{self._shape.slot_bytes}"
+            )
+        slot = self._free.pop()
+        start = slot * self._shape.slot_bytes
+        target = self._memory[start : start + pages.nbytes]
+        np.copyto(target.view(pages.dtype).reshape(pages.shape), pages)
+        return slot, memoryview(target)
+
+    def take_back(self, credit: Credit) -> None:
+        """Raises BadMessage for a slot that was not given away."""
+        slots = wire.unpack_i32(credit.slots).tolist()
+        free = set(self._free)
+        if len(set(slots)) != len(slots) or not all(
+            0 <= slot < self._shape.num_slots and slot not in free for slot in slots
+        ):
+            raise BadMessage(f"credit for slots {slots}, which are not the receiver's")
+        self._free.extend(slots)
