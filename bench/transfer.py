@@ -47,6 +47,7 @@ TOKEN = "bench"
 OUTSTANDING = (1, 8)
 BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
+RUN_BYTES = 4 << 20
 WARM_UPS = 4
 
 
@@ -101,9 +102,14 @@ class Sender:
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
         heads = work.kv_heads
         self._runs = plan_heads(heads, 1, heads, 1, heads)
-        # One staging array for each request in flight, taken back with its acknowledgement.
-        shape = (*self.pool.shape[:2], work.num_pages, *self.pool.shape[3:])
-        self._staging = [np.full(shape, 0, np.uint16) for _ in range(outstanding)]
+        # Staging arrays, one a run of pages, for each request in flight; taken back with its
+        # acknowledgement.
+        run_pages = max(1, RUN_BYTES // work.page_bytes)
+        cuts = [slice(at, at + run_pages) for at in range(0, work.num_pages, run_pages)]
+        self._staging = [
+            [(cut, np.take(self.pool, self._ids[0][cut], axis=2)) for cut in cuts]
+            for _ in range(outstanding)
+        ]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for idx in range(outstanding):
             self._free.put(idx)
@@ -139,8 +145,10 @@ class Sender:
             stored_kv_heads=self._work.kv_heads,
         )
         self._sent[room] = (time.perf_counter(), idx)
-        pages = np.take(self.pool, ids, axis=2, out=self._staging[idx], mode="clip")
-        self._sender.send_pages(grant, 0, [sender_view(pages)], self._runs)
+        # This stands for the compiled gather; a run leaves while the next one is gathered.
+        for cut, pages in self._staging[idx]:
+            np.take(self.pool, ids[cut], axis=2, out=pages, mode="clip")
+            self._sender.send_pages(grant, cut.start, [sender_view(pages)], self._runs)
         num_tokens = self._work.num_pages * self._work.page_size
         self._sender.finish(grant, FirstToken(0, 0, num_tokens, wire.RUNNING))
         return room

@@ -19,7 +19,7 @@ import enum
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -72,8 +72,8 @@ class Frame:
     meta_len: int = 0
     payload_len: int = 0
 
-    def pack(self) -> bytes:
-        """HEADER_BYTES bytes."""
+    def pack(self, meta_len: int | None = None, payload_len: int | None = None) -> bytes:
+        """HEADER_BYTES bytes. meta_len, payload_len: instead of its own."""
         return _HEADER.pack(
             MAGIC,
             wire.WIRE_VERSION,
@@ -85,8 +85,8 @@ class Frame:
             self.dst_shard,
             self.dst_start,
             self.num_heads,
-            self.meta_len,
-            self.payload_len,
+            self.meta_len if meta_len is None else meta_len,
+            self.payload_len if payload_len is None else payload_len,
         )
 
     @staticmethod
@@ -128,15 +128,11 @@ class Digest:
 def whole_frame(frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> bytearray:
     """A frame as it travels. Its lengths are set here, whatever they were."""
     parts = list(payload)
-    header = with_lengths(frame, len(meta), sum(len(part) for part in parts)).pack()
+    header = frame.pack(len(meta), sum(len(part) for part in parts))
     digest = Digest(header, meta)
     for part in parts:
         digest.update(part)
     return bytearray(b"".join((header, meta, *parts, digest.pack())))
-
-
-def with_lengths(frame: Frame, meta_len: int, payload_len: int) -> Frame:
-    return replace(frame, meta_len=meta_len, payload_len=payload_len)
 
 
 class FirstToken(wire.Message, frozen=True):

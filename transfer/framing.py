@@ -3,8 +3,9 @@
 import array
 import contextlib
 import hmac
+import math
 import os
-import selectors
+import select
 import socket
 import ssl
 import struct
@@ -21,7 +22,6 @@ from transfer.backend import (
     Frame,
     Kind,
     whole_frame,
-    with_lengths,
 )
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import BadMessage, ConfigError, PeerLost, Unauthenticated
@@ -70,9 +70,9 @@ class Connection:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._wake_read, select.POLLIN)
         self._closed = False
 
     # --- any thread -----------------------------------------------------------------------------
@@ -100,17 +100,17 @@ class Connection:
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         readable = False
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._sock:
-                readable = True
-            else:
+        for fd, _ in self._poll.poll(math.ceil(timeout_s * 1000)):
+            if fd == self._wake_read:
                 os.read(self._wake_read, 4096)
+            else:
+                readable = True
         return readable
 
     def send(self, frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; its lengths and digest are worked out here."""
         parts = list(payload)
-        header = with_lengths(frame, len(meta), sum(len(part) for part in parts)).pack()
+        header = frame.pack(len(meta), sum(len(part) for part in parts))
         digest = Digest(header, meta)
         batch = [memoryview(header), memoryview(meta)]
         batch_bytes = 0
@@ -128,7 +128,7 @@ class Connection:
 
     def send_elsewhere(self, frame: Frame, meta: bytes, payload: memoryview) -> None:
         """Send one frame without its payload, which the peer finds as meta says."""
-        header = with_lengths(frame, len(meta), len(payload)).pack()
+        header = frame.pack(len(meta), len(payload))
         digest = Digest(header, meta)
         digest.update(payload)
         self._send_all([memoryview(b"".join((header, meta, digest.pack())))])
@@ -203,7 +203,6 @@ class Connection:
             if self._closed:
                 return
             self._closed = True
-            self._selector.close()
             self._sock.close()
             if self._passed_fd is not None:
                 os.close(self._passed_fd)
