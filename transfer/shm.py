@@ -19,7 +19,8 @@ from model.config import KVSpec
 from transfer import wire
 from transfer.backend import DIGEST_BYTES, Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
-from transfer.framing import HANDSHAKE_TIMEOUT_S, Connection, Incoming, Offer
+from transfer.framing import Connection, Incoming
+from transfer.handshake import HANDSHAKE_TIMEOUT_S, Offer
 from transfer.outbound import Job
 from transfer.rpc import Security
 from transfer.staging import (
@@ -175,6 +176,9 @@ class _ShmLane(TcpLane):
         else:
             super().heard(frame, meta)
 
+    def ended(self) -> None:
+        self._slots = None
+
 
 class ShmReceiver(TcpReceiver):
     """Decode's end: see transfer.backend.PageReceiver."""
@@ -224,7 +228,7 @@ class _ShmFeeder(TcpFeeder):
     """One sender's connection by Unix socket, and the memory lent to it."""
 
     receiver: ShmReceiver
-    _slots: LentSlots
+    _slots: LentSlots | None = None
 
     def greeted(self, connection: Connection) -> None:
         """Make the memory and pass it. Raises OSError when there is none."""
@@ -242,6 +246,7 @@ class _ShmFeeder(TcpFeeder):
         if frame.kind is not Kind.PAGES:
             super().take(connection, incoming)
             return
+        assert self._slots is not None
         payload = self._slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
         if not self.receiver.admits(self, frame):
             connection.skip(DIGEST_BYTES)
@@ -250,9 +255,13 @@ class _ShmFeeder(TcpFeeder):
         self.receiver.take(self, frame, incoming.meta, payload, intact)
 
     def before_waiting(self, connection: Connection) -> None:
-        credit = self._slots.credit()
+        credit = self._slots.credit() if self._slots is not None else None
         if credit is not None:
             connection.send(Frame(Kind.CREDIT), wire.encode(credit))
+
+    def ended(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
 
     def _freed(self) -> None:
         connection = self.connection

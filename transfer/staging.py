@@ -90,7 +90,7 @@ class LentSlots:
         except OSError:
             os.close(self.fd)
             raise
-        self._on_freed = on_freed
+        self._on_freed: Callable[[], None] | None = on_freed
         self._held = bytearray(shape.num_slots)  # 1: the receiver's
         self._freed: deque[int] = deque()
         self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
@@ -117,10 +117,16 @@ class LentSlots:
         weakref.finalize(lent, self._free, slot).atexit = False
         return lent
 
+    def close(self) -> None:
+        """Let go of the memory; it is gone with the last view of it."""
+        del self._memory
+        self._on_freed = None
+
     def _free(self, slot: int) -> None:
         self._freed.append(slot)
-        if len(self._freed) >= self._least_freed:
-            self._on_freed()
+        told = self._on_freed
+        if told is not None and len(self._freed) >= self._least_freed:
+            told()
 
     def credit(self) -> Credit | None:
         """What to tell the sender, or None while that is not worth a message (one thread)."""

@@ -17,9 +17,8 @@ from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
-from transfer.framing import (
-    Connection,
-    Incoming,
+from transfer.framing import Connection, Incoming
+from transfer.handshake import (
     Offer,
     client_context,
     greet,
@@ -103,6 +102,7 @@ class TcpLane(Lane):
             self.sender.lost(self, message)
             if self._connection is not None:
                 self._connection.close()
+            self.ended()
 
     def connect(self) -> Connection:
         """A connection that the receiver has welcomed."""
@@ -191,6 +191,9 @@ class TcpLane(Lane):
 
     def heard(self, frame: Frame, meta: bytes) -> None:
         self.sender.heard(self, frame, meta)
+
+    def ended(self) -> None:
+        """The connection is closed."""
 
 
 class TcpReceiver(Receiver):
@@ -327,6 +330,7 @@ class TcpFeeder:
             self.receiver.left(self, message)
             if self.connection is not None:
                 self.connection.close()
+            self.ended()
 
     def _greet(self) -> Connection:
         receiver = self.receiver
@@ -375,6 +379,9 @@ class TcpFeeder:
 
     def before_waiting(self, connection: Connection) -> None:
         """Every reply that was queued is sent."""
+
+    def ended(self) -> None:
+        """The connection is closed."""
 
     def take(self, connection: Connection, incoming: Incoming) -> None:
         """Judge a frame, read its payload and deliver it."""

@@ -92,6 +92,15 @@ def _expected(
     return answers
 
 
+def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> None:
+    cluster.generate([1, 2, 3], max_new_tokens=2)
+    for role in ("prefill", "decode"):
+        worker = cluster.worker(role)
+        assert worker["config"]["disaggregation_transfer_backend"] == "auto"
+        assert worker["counters"]["connections_shm"] == 1
+        assert "connections_tcp" not in worker["counters"]
+
+
 def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(
     cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
 ) -> None:

@@ -1,11 +1,15 @@
-"""TLS material made on the spot."""
+"""TLS material made on the spot, and ends that share memory."""
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
+from tests.contract.transfer_ends import ShmEnds
 from tests.transfer.samples import SECURITY
+from tests.transfer.shm_ends import OpenEnds, mapped, wait_until
 from transfer.rpc import Security
 
 
@@ -23,3 +27,15 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
     command += ["-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return Security(SECURITY.token, cert, cert, key)
+
+
+@pytest.fixture
+def open_shm_ends() -> Iterator[OpenEnds]:
+    """Makes pairs of ends that share memory and are closed behind the test."""
+    wait_until(lambda: mapped() == 0)  # threads of the test before end in their own time
+    with contextlib.ExitStack() as stack:
+
+        def make(**changes: object) -> ShmEnds:
+            return stack.enter_context(contextlib.closing(ShmEnds(**changes)))  # type: ignore[arg-type]
+
+        yield make

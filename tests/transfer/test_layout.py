@@ -107,6 +107,43 @@ def test_a_pair_of_different_shardings_fits() -> None:
     check_pair(a_worker("prefill", tp_size=4), a_worker("decode", tp_size=8, stored_kv_heads=8))
 
 
+def backends(prefill: tuple[str, str], decode: tuple[str, str]) -> list[wire.WorkerInfo]:
+    """A pair of workers, each of (transfer backend, host identity)."""
+    return [
+        a_worker("prefill", transfer_backend=prefill[0], host_identity=prefill[1]),
+        a_worker("decode", transfer_backend=decode[0], host_identity=decode[1]),
+    ]
+
+
+@pytest.mark.parametrize("prefill", [("auto", "h1"), ("tcp", "h2"), ("auto", "")])
+@pytest.mark.parametrize("decode", [("auto", "h1"), ("tcp", "h1")])
+def test_whatever_demands_nothing_fits(prefill: tuple[str, str], decode: tuple[str, str]) -> None:
+    check_pair(*backends(prefill, decode))
+
+
+def test_shared_memory_is_demanded_within_a_host() -> None:
+    check_pair(*backends(("shm", "h1"), ("auto", "h1")))
+    check_pair(*backends(("auto", "h1"), ("shm", "h1")))
+    check_pair(*backends(("shm", "h1"), ("shm", "h1")))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        (("shm", "h1"), ("auto", "h2"), ("host identity", "h1", "h2")),
+        (("auto", "h1"), ("shm", "h2"), ("host identity", "h1", "h2")),
+        (("shm", "h1"), ("tcp", "h1"), ("transfer backend", "prefill-0 has shm", "has tcp")),
+        (("tcp", "h1"), ("shm", "h1"), ("transfer backend", "prefill-0 has tcp", "has shm")),
+    ],
+)
+def test_a_demand_for_shared_memory_that_cannot_be_met_is_refused(
+    prefill: tuple[str, str], decode: tuple[str, str], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(Incompatible) as caught:
+        check_pair(*backends(prefill, decode))
+    assert all(word in str(caught.value) for word in named)
+
+
 SPEC = a_worker().kv_spec
 
 

@@ -17,7 +17,8 @@ from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
 from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
-from transfer.framing import Connection, Welcome, introduce, parse_address
+from transfer.framing import Connection
+from transfer.handshake import Welcome, introduce, parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpReceiver
 from transfer.wire import decode, encode

@@ -1,0 +1,54 @@
+"""Memory that two processes share: sealed, of the size announced, each slot with one owner."""
+
+import os
+
+import numpy as np
+import pytest
+
+from transfer import wire
+from transfer.errors import BadMessage
+from transfer.staging import BorrowedSlots, Credit, LentSlots, SlotShape
+
+SHAPE = SlotShape(slot_bytes=4096, num_slots=4)
+
+
+def test_memory_that_could_shrink_is_not_mapped() -> None:
+    fd = os.memfd_create("kvferry-pages", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SHAPE.num_bytes)
+    with pytest.raises(BadMessage, match="not sealed"):
+        BorrowedSlots(fd, SHAPE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_memory_of_another_size_is_not_mapped() -> None:
+    lent = LentSlots(SHAPE, lambda: None)
+    with pytest.raises(BadMessage, match=r"16384 .*20480"):
+        BorrowedSlots(lent.fd, SlotShape(4096, 5))
+
+
+@pytest.mark.parametrize("slots", [[0], [9], [-1], [3, 3]])
+def test_credit_for_what_was_not_given_is_refused(slots: list[int]) -> None:
+    borrowed = BorrowedSlots(LentSlots(SHAPE, lambda: None).fd, SHAPE)
+    slot, _ = borrowed.write(np.zeros(10, np.uint8))
+    assert slot == 0
+    borrowed.take_back(Credit(wire.pack_i32([0])))
+    with pytest.raises(BadMessage, match="credit"):
+        borrowed.take_back(Credit(wire.pack_i32(slots)))
+
+
+def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
+    told: list[int] = []
+    lent = LentSlots(SHAPE, lambda: told.append(1))
+    borrowed = BorrowedSlots(lent.fd, SHAPE)
+    slot, _ = borrowed.write(np.arange(10, dtype=np.uint8))
+    view = lent.take(slot, 10)
+    part = view[3:5].view(np.int8)
+    del view
+    assert lent.credit() is None
+    assert part.tolist() == [3, 4]
+    del part
+    credit = lent.credit()
+    assert credit is not None
+    borrowed.take_back(credit)
+    assert (told, borrowed.num_free) == ([1], 4)

@@ -1,0 +1,118 @@
+"""How a data connection begins: both ends prove to know the token, and may agree on another way."""
+
+import hmac
+import os
+import ssl
+from hashlib import sha256
+
+from transfer import wire
+from transfer.backend import Frame, Kind
+from transfer.errors import BadMessage, ConfigError, Unauthenticated
+from transfer.framing import Connection
+from transfer.rpc import Security
+
+HANDSHAKE_TIMEOUT_S = 5.0
+_NONCE_BYTES = 32
+
+
+class Hello(wire.Message, frozen=True):
+    """Meta of HELLO: who sends, and proof that it knows the token."""
+
+    sender_id: str
+    proof: bytes
+    nonce: bytes
+
+
+class Offer(wire.Message, frozen=True):
+    """Memory to share, for a sender of the same host that reaches this abstract Unix socket."""
+
+    host_identity: str
+    socket_name: str
+    is_demand: bool = False  # pages are taken this way only
+
+
+class Welcome(wire.Message, frozen=True):
+    """Meta of WELCOME: proof that the receiver knows the token too."""
+
+    proof: bytes
+    offer: Offer | None = None
+
+
+def greet(connection: Connection, security: Security, offer: Offer | None = None) -> str:
+    """The receiver's part: challenge, check, welcome. Returns the sender's name.
+
+    Raises Unauthenticated, BadMessage or PeerLost.
+    """
+    nonce = os.urandom(_NONCE_BYTES)
+    connection.send(Frame(Kind.CHALLENGE), nonce)
+    with connection.all_within(HANDSHAKE_TIMEOUT_S):
+        frame, meta = connection.receive_small()
+    if frame.kind is not Kind.HELLO:
+        raise BadMessage(f"expected HELLO, got {frame.kind.name}")
+    hello = wire.decode(meta, Hello)
+    if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
+        raise Unauthenticated(f"{hello.sender_id!r} does not know the cluster token")
+    welcome = Welcome(_proof(security, b"receiver", hello.nonce), offer)
+    connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
+    return hello.sender_id
+
+
+def introduce(connection: Connection, security: Security, sender_id: str) -> Offer | None:
+    """The sender's part. Returns what the receiver offers.
+
+    Raises Unauthenticated, BadMessage or PeerLost.
+    """
+    with connection.all_within(HANDSHAKE_TIMEOUT_S):
+        frame, challenge = connection.receive_small()
+        if frame.kind is not Kind.CHALLENGE:
+            raise BadMessage(f"expected CHALLENGE, got {frame.kind.name}")
+        nonce = os.urandom(_NONCE_BYTES)
+        hello = Hello(sender_id, _proof(security, b"sender", challenge), nonce)
+        connection.send(Frame(Kind.HELLO), wire.encode(hello))
+        frame, meta = connection.receive_small()
+    if frame.kind is not Kind.WELCOME:
+        raise BadMessage(f"expected WELCOME, got {frame.kind.name}")
+    welcome = wire.decode(meta, Welcome)
+    if not hmac.compare_digest(welcome.proof, _proof(security, b"receiver", nonce)):
+        raise Unauthenticated("the receiver does not know the cluster token")
+    return welcome.offer
+
+
+def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:
+    return hmac.new(security.token.encode(), side + nonce, sha256).digest()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`tcp://host:port` -> (host, port). Raises BadMessage."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit():
+        raise BadMessage(f"expected tcp://host:port, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def client_context(security: Security) -> ssl.SSLContext | None:
+    """TLS of the sender; None when the cluster goes without. Raises ConfigError."""
+    if security.ca_file is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=str(security.ca_file))
+    except OSError as error:
+        raise ConfigError(f"cannot use {security.ca_file}: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def server_context(security: Security) -> ssl.SSLContext | None:
+    """TLS of the receiver; None when the cluster goes without. Raises ConfigError."""
+    if security.cert_file is None or security.key_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(str(security.cert_file), str(security.key_file))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {security.cert_file} with {security.key_file}: {error}"
+        ) from error
+    return context
