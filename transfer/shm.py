@@ -97,7 +97,7 @@ class _ShmLane(TcpLane):
         connection, offer = self.dial()
         try:
             shared = self._reach(offer) if offer is not None and self._is_here(offer) else None
-        except KvferryError:
+        except (KvferryError, OSError):
             connection.close()
             raise
         if shared is None:

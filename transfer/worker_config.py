@@ -28,7 +28,7 @@ class WorkerConfig:
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_queued_requests: int = 1024
-    disaggregation_transfer_backend: Literal["auto", "tcp", "shm", "nixl"] = "auto"
+    disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     max_frame_bytes: int = 16 << 20
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
 

@@ -28,9 +28,10 @@ def test_limits_of_the_host_are_measured():
     assert tcp_round_trip_us(64, 0.02) > 0
 
 
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_arrive_and_every_request_is_timed(backend):
-    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend)
+def test_pages_arrive_and_every_request_is_timed(backend, gathered):
+    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend, gathered)
     assert taken_s
     assert max(taken_s) <= whole_s
     assert cpu_s >= 0
