@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -107,8 +107,9 @@ def peak_rss_mb(pid: int) -> float:
 
 
 def forget_peak_rss(pid: int) -> None:
-    """What is resident now counts as the peak so far."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+    """What is resident now counts as the peak so far, where the kernel can forget."""
+    with suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 @contextmanager
