@@ -63,9 +63,9 @@ def all_of(interval: int) -> Design:
 # runs at every pace; all of them can be asked for.
 _USUAL = {
     "saturated": (*DESIGNS, "all", "floor"),
-    "paced": ("naive", "grouped+json", "all", "floor"),
-    "overload": ("naive", "all", "floor"),
-    "backlog": ("naive", "grouped+json", "all", "floor"),
+    "paced": ("naive", "grouped+json", "all", "auto", "floor"),
+    "overload": ("naive", "all", "auto", "floor"),
+    "backlog": ("naive", "grouped+json", "all", "auto", "floor"),
 }
 PACES = tuple(_USUAL)
 _ROUNDS = {"saturated": 3}  # by default; one at the others, of which nearer ratios are not asked
