@@ -42,7 +42,6 @@ class Choice:
         "_detokenizer",
         "_quiet_ids",
         "_stops",
-        "_text_only",
         "_texts",
         "ask",
         "cached_tokens",
@@ -53,6 +52,7 @@ class Choice:
         "pending",
         "prompt_entries",
         "stop_reason",
+        "text_only",
     )
 
     def __init__(self, ask: ChoiceAsk, tokenizer: Tokenizer) -> None:
@@ -74,7 +74,8 @@ class Choice:
         if shown.skip_special_tokens:
             quiet -= tokenizer.special_ids
         self._quiet_ids = quiet
-        self._text_only = self.plain and self._stops is None and not quiet
+        # Its tokens need no look one by one, so several may wait for each other to be taken.
+        self.text_only = self.plain and self._stops is None and not quiet
 
     @property
     def plain(self) -> bool:
@@ -100,7 +101,7 @@ class Choice:
     def take(self, tokens: Tokens) -> str:
         """The next tokens; the text that can be shown now. After a match they are ignored."""
         ids = tokens.ids
-        if self._text_only:
+        if self.text_only:
             self.num_tokens += len(ids)
             self.last_id = last_id = ids[-1]
             texts = self._texts

@@ -90,6 +90,7 @@ class StreamedChoice:
         "_before",
         "_begun",
         "_choice",
+        "_held_ids",
         "_interval",
         "_opened",
         "_stream",
@@ -111,35 +112,46 @@ class StreamedChoice:
             self._before, self._after = frame
         self._opened = False  # what comes before the first piece left
         self._begun = False  # the first piece left
-        self._text = ""  # not shown yet
+        # Not shown yet: tokens that the choice did not take, or text if each must be looked at.
+        self._held_ids: list[int] = []
+        self._text = ""
         self._waiting = 0  # tokens since the last piece
 
     def on_prefilled(self, cached_tokens: int, prompt_logprobs: wire.PromptLogprobs | None) -> None:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
 
     def on_tokens(self, tokens: Tokens) -> None:
-        text = self._choice.take(tokens)
-        if self._text:
-            text = self._text + text
-        if self._choice.matched is not None:
-            self._text = text
-            assert self.generation is not None, "whoever submits says so to the sink"
-            self._answer.abort(self.generation, "stop")
-            self.on_end("stop")
-            return
         waiting = self._waiting + len(tokens.ids)
-        if waiting < self._interval.tokens and self._begun:
-            self._text = text
-            self._waiting = waiting
-            return
+        is_due = waiting >= self._interval.tokens or not self._begun
+        if self._choice.text_only:
+            if not is_due:
+                self._held_ids += tokens.ids
+                self._waiting = waiting
+                return
+            if self._held_ids:
+                tokens = Tokens(self._held_ids + tokens.ids)
+                self._held_ids = []
+            text = self._choice.take(tokens)
+        else:
+            text = self._text + self._choice.take(tokens)
+            if self._choice.matched is not None:
+                self._end_at_match(text)
+                return
+            if not is_due:
+                self._text = text
+                self._waiting = waiting
+                return
+            self._text = ""
+        self._waiting = 0
+        self._show(text)
+
+    def _show(self, text: str) -> None:
         if self._before is None:
             data = self._piece(text)
         elif text:
             data = self._before + dumps(text) + self._after
         else:
             data = b""
-        self._text = ""
-        self._waiting = 0
         if not self._begun:
             self._begun = bool(data)
             if not self._opened:
@@ -147,7 +159,16 @@ class StreamedChoice:
         if data:
             self._stream.write(data)
 
+    def _end_at_match(self, text: str) -> None:
+        """A stop string was found, which the workers know nothing of."""
+        self._text = text
+        assert self.generation is not None, "whoever submits says so to the sink"
+        self._answer.abort(self.generation, "stop")
+        self.on_end("stop")
+
     def on_end(self, finish_reason: FinishReason) -> None:
+        if self._held_ids:
+            self._text += self._choice.take(Tokens(self._held_ids))
         rest = self._choice.finish(finish_reason)
         piece = self._choice.drain()
         piece.text = self._text + rest
