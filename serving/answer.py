@@ -36,7 +36,7 @@ class Answer(Protocol):
     def sinks(self) -> Sequence[ChoiceSink]: ...
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more; it lets go of its sinks, which have it."""
         ...
 
 
@@ -55,6 +55,7 @@ class WholeAnswer:
             self.closed.set_result(None)
 
     def close(self) -> None:
+        self.sinks = []
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -152,6 +153,8 @@ class Runner:
             if ticket is not None:
                 ticket.release()
             gone.cancel()
+            for sink in answer.sinks:
+                sink.generation = None  # which has the sink: a cycle
             answer.close()
 
     def abort(self, request_id: str | None) -> int:

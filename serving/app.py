@@ -95,7 +95,10 @@ class _App(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[RAW_SEND] = send
-        await super().__call__(scope, receive, send)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            del scope[RAW_SEND]  # the server's `send` has the scope: a cycle
 
 
 class _ApiKey:

@@ -72,6 +72,7 @@ class StreamedAnswer:
         return self.stream.closed
 
     def close(self) -> None:
+        self.sinks = []
         self.stream.close()
 
     def end_one(self, data: bytes) -> None:

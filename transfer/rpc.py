@@ -47,6 +47,13 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+# What a peer may send ahead of a slow reader. Left alone, gRPC takes in megabytes: seconds of
+# steps, one message each, where transfer.replies could have made them one.
+_CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    *_OPTIONS,
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 16),
+]
 
 UnaryHandler = Callable[[Any], Awaitable[msgspec.Struct]]
 StreamHandler = Callable[[Any], AsyncIterator[msgspec.Struct]]
@@ -178,9 +185,9 @@ class RpcClient:
         self.address = address
         credentials = security.channel_credentials()
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
         self._metadata = ((_TOKEN_KEY, security.token),)
 
     async def call[M: msgspec.Struct](
