@@ -1,6 +1,7 @@
 """The receiving side of every backend: who may write where, and what has come of it."""
 
 import logging
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -30,7 +31,7 @@ class _Run:
 class _Expected:
     epoch: int
     num_pages: int
-    delivered: np.ndarray  # bool[num_pages]
+    delivered: bytearray  # 1 for each page that was
     runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
     finished: bool = False
     spoiled: bool = False  # a frame was refused: the sender has given the room up
@@ -67,11 +68,13 @@ class Inbound:
         self._tp_size = tp_size
         self._local_heads = kv.num_kv_heads // tp_size
         self._dtype = np.dtype(ml_dtypes.bfloat16 if kv.dtype == "bfloat16" else kv.dtype)
+        # Of one head of one page, all layers.
+        self._head_bytes = math.prod(self._shape(1, 1)) * self._dtype.itemsize
         self._rooms: dict[int, _Expected] = {}
 
     def expect(self, room: int, epoch: int, num_pages: int) -> None:
         assert room not in self._rooms, f"room {room} twice"
-        self._rooms[room] = _Expected(epoch, num_pages, np.zeros(num_pages, bool))
+        self._rooms[room] = _Expected(epoch, num_pages, bytearray(num_pages))
 
     def forget(self, room: int) -> None:
         self._rooms.pop(room, None)
@@ -122,10 +125,11 @@ class Inbound:
                 f"out_of_range: heads {frame.dst_start}..{heads_end} of shard {frame.dst_shard}, "
                 f"there are {self._tp_size} shards of {self._local_heads}"
             )
-        want = int(np.prod(self._shape(frame.num_pages, frame.num_heads))) * self._dtype.itemsize
+        want = frame.num_pages * frame.num_heads * self._head_bytes
         if frame.payload_len != want:
             raise FrameRefused(f"size: {frame.payload_len} bytes of payload, expected {want}")
-        if expected.delivered[frame.page_start : end].any() or self._overlaps(frame, expected):
+        came = expected.delivered.find(1, frame.page_start, end) >= 0
+        if came or self._overlaps(frame, expected):
             raise FrameRefused(f"replayed: pages {frame.page_start}..{end} came before")
 
     def _overlaps(self, frame: Frame, expected: _Expected) -> bool:
@@ -171,13 +175,14 @@ class Inbound:
                 return None
             del expected.runs[key]
             shards = run.shards
-        expected.delivered[frame.page_start : frame.page_start + frame.num_pages] = True
+        end = frame.page_start + frame.num_pages
+        expected.delivered[frame.page_start : end] = b"\1" * frame.num_pages
         return Arrived(frame.page_start, shards)
 
     def finish(self, frame: Frame) -> None:
         """Take a checked FINISH. Raises FrameRefused when pages are missing."""
         expected = self._rooms[frame.room]
-        missing = int((~expected.delivered).sum())
+        missing = expected.delivered.count(0)
         if missing:
             raise FrameRefused(f"order: FINISH with {missing} pages missing")
         expected.finished = True

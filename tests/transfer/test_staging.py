@@ -52,3 +52,10 @@ def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
     assert credit is not None
     borrowed.take_back(credit)
     assert (told, borrowed.num_free) == ([1], 4)
+
+
+def test_a_frame_longer_than_a_slot_is_refused_before_it_is_written() -> None:
+    borrowed = BorrowedSlots(LentSlots(SHAPE, lambda: None).fd, SHAPE)
+    with pytest.raises(BadMessage, match=r"4097 .*4096"):
+        borrowed.write(np.zeros(4097, np.uint8))
+    assert borrowed.num_free == 4
