@@ -215,13 +215,29 @@ class ShmReceiver(TcpReceiver):
     def start(self) -> str:
         """Raises ConfigError when the address cannot be listened on."""
         if self._identity:
-            listener = socket.socket(socket.AF_UNIX)
-            name = f"kvferry-{secrets.token_hex(16)}"
+            try:
+                self._begin_to_offer()
+            except OSError as error:  # a sandbox may allow neither memory nor the socket
+                if self._is_demand:
+                    raise ConfigError(f"{_NO_SHARING}: {error}") from error
+                log.warning("shared memory cannot be offered, pages come by tcp: %s", error)
+        return super().start()
+
+    def _begin_to_offer(self) -> None:
+        """Listen where memory is lent, once it is known that there is some. Raises OSError."""
+        probe = LentSlots(self.shape, lambda: None)
+        probe.close_fd()
+        probe.close()
+        name = f"kvferry-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX)
+        try:
             listener.bind(f"\0{name}")
             listener.listen(128)
-            self.listen(listener, _ShmFeeder)
-            self.offer = Offer(self._identity, name, self._is_demand)
-        return super().start()
+        except OSError:
+            listener.close()
+            raise
+        self.listen(listener, _ShmFeeder)
+        self.offer = Offer(self._identity, name, self._is_demand)
 
 
 class _ShmFeeder(TcpFeeder):

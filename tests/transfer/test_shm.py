@@ -109,6 +109,34 @@ def test_a_demand_where_memory_cannot_be_shared_refuses_to_start() -> None:
         )
 
 
+def refuse(*args: object) -> None:
+    raise PermissionError("not in this sandbox")
+
+
+def test_a_sandbox_without_such_memory_means_tcp_or_no_start(
+    monkeypatch: pytest.MonkeyPatch, open_shm_ends: OpenEnds
+) -> None:
+    monkeypatch.setattr("os.memfd_create", refuse)
+    ends = open_shm_ends()
+    deliver(ends)
+    assert ends.sender.counters == {"connections_tcp": 1}
+    with pytest.raises(ConfigError, match=r"cannot share memory.*not in this sandbox"):
+        open_shm_ends(demands=(False, True))
+
+
+def test_a_socket_that_cannot_be_had_means_tcp_or_no_start(
+    monkeypatch: pytest.MonkeyPatch, open_shm_ends: OpenEnds
+) -> None:
+    monkeypatch.setattr("transfer.shm.secrets.token_hex", lambda num_bytes: f"taken-{os.getpid()}")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"\0kvferry-taken-{os.getpid()}")
+        ends = open_shm_ends()
+        deliver(ends)
+        assert ends.sender.counters == {"connections_tcp": 1}
+        with pytest.raises(ConfigError, match=r"cannot share memory.*in use"):
+            open_shm_ends(demands=(False, True))
+
+
 def test_staging_that_holds_too_little_refuses_to_start() -> None:
     with pytest.raises(ConfigError, match=rf"--transfer-staging-bytes .*{4 * FRAME_BYTES}.*4096"):
         ShmReceiver(SECURITY, "127.0.0.1", 0, KV, 2, print, print, print, staging_bytes=4096)
