@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from model.buckets import MAX_RUN_PAGES, geometric
 from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent
 from transfer.errors import BadMessage
 from transfer.layout import HeadRun
 
+_RUN_LENGTHS = geometric(1, MAX_RUN_PAGES, 4)  # as decode compiles them for most models
 _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
 
@@ -197,7 +199,7 @@ def cut_frames(
     num_pages = shards[0].shape[2]
     most_heads = max(run.num_heads for run in runs)
     page_bytes = shards[0][:, :, :1, :, :1].nbytes * most_heads
-    per_frame = max(1, min(num_pages, max_frame_bytes // page_bytes))
+    per_frame = _pages_per_frame(num_pages, max_frame_bytes // page_bytes)
     jobs = []
     for at in range(0, num_pages, per_frame):
         end = min(at + per_frame, num_pages)
@@ -215,6 +217,13 @@ def cut_frames(
             heads = slice(run.src_start, run.src_start + run.num_heads)
             jobs.append(Job(frame, payload=shards[run.src_shard][:, :, at:end, :, heads]))
     return jobs
+
+
+def _pages_per_frame(num_pages: int, most: int) -> int:
+    """All, or as many as decode puts in place without padding them, which would copy them."""
+    if num_pages <= most:
+        return num_pages
+    return max((size for size in _RUN_LENGTHS if size <= most), default=1)
 
 
 def segments(pages: np.ndarray | None) -> list[memoryview]:
