@@ -9,6 +9,8 @@ NARROW_LOAD = 0.4
 MOST_TOKENS = 64
 _SETTLE_S = 0.25  # from one change to the next: what it did must show first
 _WINDOW_S = 1.0
+_PATIENCE_S = 5.0  # without lag, before half the interval is tried at a load that may be too much
+_LONGEST_PATIENCE_S = 80.0
 # Clocks of two hosts part by less than this; a path that got longer is the new normal in minutes.
 _DRIFT = 1e-3
 
@@ -48,36 +50,53 @@ class Lag:
 
 
 class AutoInterval(Interval):
-    """1 while the loop keeps up; doubles as the lag grows; back once half of it would do.
+    """1 while the loop keeps up; doubles as the lag grows; halves when the lag would stay away.
 
-    It does not narrow because the lag is gone, which the wide interval did, but because the
-    loop's load says that it would stay away.
+    That the lag is gone says little, for the wide interval did it. A low load says that half would
+    do as well. At a higher one half is tried after a while without lag; each time that brings the
+    lag back, the next try waits twice as long.
     """
 
-    __slots__ = ("_changed_s", "_load_s", "_window_s", "_worst_lag_s")
+    __slots__ = ("_calm_s", "_changed_s", "_load_s", "_narrowed", "_patience_s", "_window_s")
 
     def __init__(self) -> None:
         super().__init__(1)
         self._changed_s = 0.0
-        self._window_s = 0.0  # when it began, and the loop's processor time then
+        self._calm_s = 0.0  # since when there is no lag
+        self._window_s = 0.0  # since when load is measured, and the loop's processor time then
         self._load_s = 0.0
-        self._worst_lag_s = 0.0
+        self._narrowed = False  # by the latest change
+        self._patience_s = _PATIENCE_S
 
     def observe(self, lag_s: float, now_s: float, loop_cpu_s: float) -> None:
-        """A step was handled. Seconds: monotonic, and of processor time of the loop's thread."""
-        self._worst_lag_s = max(self._worst_lag_s, lag_s)
-        settled = now_s - self._changed_s >= _SETTLE_S
-        if lag_s > WIDEN_LAG_S and settled and self.tokens < MOST_TOKENS:
-            self._change(2 * self.tokens, now_s)
-        if now_s - self._window_s < _WINDOW_S:
-            return
-        load = (loop_cpu_s - self._load_s) / (now_s - self._window_s)
-        if self.tokens > 1 and self._worst_lag_s < NARROW_LAG_S and load < NARROW_LOAD:
-            self._change(self.tokens // 2, now_s)
-        self._window_s = now_s
-        self._load_s = loop_cpu_s
-        self._worst_lag_s = 0.0
+        """A step is handled. Seconds: monotonic, and of processor time of the loop's thread."""
+        if lag_s > NARROW_LAG_S:
+            self._calm_s = now_s
+        if lag_s > WIDEN_LAG_S and self.tokens < MOST_TOKENS:
+            if now_s - self._changed_s >= _SETTLE_S:
+                self._widen(now_s)
+        elif now_s - self._window_s >= _WINDOW_S:
+            load = (loop_cpu_s - self._load_s) / (now_s - self._window_s)
+            self._window_s = now_s
+            self._load_s = loop_cpu_s
+            if self.tokens > 1:
+                self._consider(load, now_s)
 
-    def _change(self, tokens: int, now_s: float) -> None:
+    def _widen(self, now_s: float) -> None:
+        came_back = self._narrowed and now_s - self._changed_s < self._patience_s
+        if came_back:
+            self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
+        self._change(2 * self.tokens, now_s, narrowed=False)
+
+    def _consider(self, load: float, now_s: float) -> None:
+        """Whether half would do."""
+        calm_s = now_s - max(self._calm_s, self._changed_s)
+        if calm_s >= (_WINDOW_S if load < NARROW_LOAD else self._patience_s):
+            if self.tokens == 2 and load < NARROW_LOAD:
+                self._patience_s = _PATIENCE_S  # that storm is over
+            self._change(self.tokens // 2, now_s, narrowed=True)
+
+    def _change(self, tokens: int, now_s: float, narrowed: bool) -> None:
         self.tokens = tokens
         self._changed_s = now_s
+        self._narrowed = narrowed

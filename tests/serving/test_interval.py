@@ -54,12 +54,34 @@ def test_lag_widens_it_step_by_step_up_to_a_bound():
     assert loop.run(30.0, lag_s=0.2, load=1.0)[-1] == MOST_TOKENS
 
 
-def test_it_narrows_only_when_the_loop_could_do_twice_the_work():
+def test_it_narrows_at_once_when_the_loop_could_do_twice_the_work():
     loop = Loop()
     loop.run(0.6, lag_s=0.2, load=1.0)
     wide = loop.interval.tokens
     assert wide > 1
-    assert loop.run(10.0, lag_s=0.0, load=0.7) == [wide]
     assert loop.run(10.0, lag_s=0.03, load=0.2) == [wide], "some lag is left"
-    seen = loop.run(20.0, lag_s=0.0, load=0.2)
+    seen = loop.run(10.0, lag_s=0.0, load=0.2)
     assert (seen[0], seen[1], seen[-1]) == (wide, wide // 2, 1)
+
+
+def test_at_a_higher_load_it_tries_half_and_waits_longer_each_time_that_fails():
+    loop = Loop()
+    loop.run(0.1, lag_s=0.2, load=1.0)
+    assert loop.interval.tokens == 2
+    waited_s = []
+    for _ in range(3):
+        start_s = loop.now_s
+        while loop.interval.tokens == 2:
+            loop.run(0.05, lag_s=0.0, load=0.7)
+        waited_s.append(loop.now_s - start_s)
+        loop.run(0.3, lag_s=0.2, load=1.0)
+        assert loop.interval.tokens == 2
+    assert waited_s == pytest.approx([5.0, 10.0, 20.0], rel=0.25)
+
+
+def test_a_hiccup_at_a_high_load_widens_it_for_seconds_only():
+    loop = Loop()
+    loop.run(5.0, lag_s=0.0, load=0.8)
+    loop.run(0.1, lag_s=0.2, load=1.0)
+    assert loop.interval.tokens == 2
+    assert loop.run(8.0, lag_s=0.0, load=0.5)[-1] == 1
