@@ -143,20 +143,23 @@ class StreamedChoice:
                 self._waiting = waiting
                 return
             self._text = ""
-        self._waiting = 0
+        self._waiting = waiting
         self._show(text)
 
     def _show(self, text: str) -> None:
+        # Before the piece: offsets of tokens count from what was shown first.
+        opening = b"" if self._opened else self._opening()
         if self._before is None:
             data = self._piece(text)
         elif text:
             data = self._before + dumps(text) + self._after
         else:
             data = b""
+        if data:
+            self._waiting = 0  # or they are still unsent: text that comes next is overdue
         if not self._begun:
             self._begun = bool(data)
-            if not self._opened:
-                data = self._opening() + data
+            data = opening + data
         if data:
             self._stream.write(data)
 
