@@ -87,12 +87,17 @@ class Streaming:
         tokenizer: Tokenizer = TOKENIZER,
         interval: int = 1,
         is_chat: bool = True,
+        model_name: str = 'model "m"\u00e9',
+        request_id: str = "id",
+        prompt_logprobs: wire.PromptLogprobs | None = None,
         **request: Any,
     ) -> None:
         self.bench = Bench(max_unread_bytes=1 << 20)
-        self.request = Request("id", list(asks), stream=True, stream_interval=interval, **request)
+        self.request = Request(
+            request_id, list(asks), stream=True, stream_interval=interval, **request
+        )
         spell = chat_answer if is_chat else completion_answer
-        self.spelling = spell(self.request, tokenizer, 'model "m"\u00e9', 1234)
+        self.spelling = spell(self.request, tokenizer, model_name, 1234)
         self.choices = [Choice(ask, tokenizer) for ask in asks]
         self.aborted: list[tuple[Generation, FinishReason]] = []
         self.answer = StreamedAnswer(
@@ -105,7 +110,7 @@ class Streaming:
         for sink, ask in zip(self.answer.sinks, asks, strict=True):
             spec = GenerationSpec(ask.prompt.ids, ask.sampling, "id", 0.0, 1.0)
             sink.generation = Generation(spec, sink)
-            sink.on_prefilled(2, None)
+            sink.on_prefilled(2, prompt_logprobs)
 
     @property
     def events(self) -> list[Any]:
