@@ -158,7 +158,7 @@ class DecodeEngine:
 
         def pages(count: int) -> jax.ShapeDtypeStruct:
             shape = (kv.num_layers, 2, count, kv.page_size, kv.num_kv_heads, kv.head_dim)
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(kv.dtype), sharding=sharding)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(kv.stored_dtype), sharding=sharding)
 
         pool, params = pages(num_pages), abstract_like(self._params)
         state = self._abstract(_empty_state(self._num_slots, buckets, self._opened.context_length))

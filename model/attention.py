@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from model.config import ModelConfig
-from model.kv import write_tokens
+from model.kv import PagePool, write_tokens
 from model.layers import product, rms_norm, rotate
 from model.sharding import sum_shards
 
@@ -49,11 +49,11 @@ def attention(
     cfg: ModelConfig,
     weights: dict[str, Array],
     x: Float[Array, "rows hidden"],
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     layer: Int32[Array, ""],
     rows: Rows,
     attend: Attend,
-) -> tuple[Float[Array, "rows hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]]:
+) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """Attention of this shard's heads, summed over shards; float32. Returns also the pool.
 
     weights: one layer's. The rows' keys and values are in the pool before they attend.

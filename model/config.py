@@ -16,6 +16,8 @@ ARCHITECTURES: Final = (
     "Qwen3MoeForCausalLM",
 )
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8: Final = "float8_e4m3fn"  # of pages only
+PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
 _REQUIRED: Final = object()
 
 
@@ -50,8 +52,13 @@ class KVSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, keys and values, all layers and all heads."""
-        row = self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        row = self.num_kv_heads * self.head_dim * PAGE_DTYPE_BYTES[self.dtype]
         return self.num_layers * 2 * self.page_size * row
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the arrays that hold pages: fp8 is kept as bytes, see model/kv.py."""
+        return "uint8" if self.dtype == FP8 else self.dtype
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from model.buckets import check_page_size, pages_for
-from model.config import KVSpec, ModelConfig
+from model.config import FP8, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kv import init_pool
 from model.programs import (
@@ -66,6 +66,7 @@ def open_model(
 
     dtype, kv_cache_dtype: "auto" | "float32" | "bfloat16"; auto is float32 on CPU (bfloat16
     products are an order slower there), else the checkpoint's; the cache follows the weights.
+    kv_cache_dtype may also be "fp8_e4m3": a byte a value, unscaled, saturating at 448.
     context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
     chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
     that what cannot fit is told before the weights are read, which may take minutes.
@@ -79,7 +80,7 @@ def open_model(
         )
     if dtype == "auto":
         dtype = "float32" if on_cpu() else cfg.torch_dtype
-    kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    kv_dtype = {"auto": dtype, "fp8_e4m3": FP8}.get(kv_cache_dtype, kv_cache_dtype)
     page_size = page_size or (16 if on_cpu() else 64)
     limit = cfg.max_position_embeddings
     if context_length > limit:

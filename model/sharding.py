@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model.config import DTYPE_BYTES, KVSpec, ModelConfig
+from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 
 # Experts are spread over EXPERT and each one's intermediate over TENSOR; attention, dense
@@ -102,8 +102,8 @@ def _up(size: int, multiple: int) -> int:
 
 def kv_spec(cfg: ModelConfig, dims: Dims, page_size: int, dtype: str) -> KVSpec:
     """The pages of this model on this mesh. Raises ModelError for an unknown dtype or page size."""
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"kv cache dtype {dtype!r}; accepted: {', '.join(DTYPE_BYTES)}")
+    if dtype not in PAGE_DTYPE_BYTES:
+        raise ModelError(f"kv cache dtype {dtype!r}; accepted: {', '.join(PAGE_DTYPE_BYTES)}")
     if page_size < 1:
         raise ModelError(f"page_size {page_size}; accepted: at least 1")
     return KVSpec(cfg.num_layers, dims.kv_heads, cfg.head_dim, page_size, dtype)

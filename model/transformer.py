@@ -16,6 +16,7 @@ from model import kernels
 from model.attention import Attend, ChunkBatch, Rows, attention
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
+from model.kv import PagePool
 from model.layers import embed, feed_forward, product, rms_norm, rope_frequencies, rope_tables
 from model.moe import moe
 from model.params import Params, Segment, param_leaves, random_leaves, segments
@@ -109,12 +110,10 @@ class _Carry(NamedTuple):
 def prefill_hidden(
     model: Model,
     params: Params,
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     batch: ChunkBatch,
     expert_map: Int32[Array, "layers experts"] | None = None,
-) -> tuple[
-    Float[Array, "tokens hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]
-]:
+) -> tuple[Float[Array, "tokens hidden"], PagePool]:
     """One chunk through the network. Returns hidden states after the last norm, and the pool.
 
     pool: sharded by kv head, donated by the caller's jit. expert_map: physical place of each
@@ -127,12 +126,12 @@ def prefill_hidden(
 def prefill_captured(
     model: Model,
     params: Params,
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     batch: ChunkBatch,
     expert_map: Int32[Array, "layers experts"] | None = None,
 ) -> tuple[
     Float[Array, "tokens hidden"],
-    Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    PagePool,
     Captured,
 ]:
     """prefill_hidden that also returns what happened inside; for tests."""
@@ -144,13 +143,13 @@ def prefill_captured(
 def decode_hidden(
     model: Model,
     params: Params,
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     token_ids: Int32[Array, " rows"],
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
     kv_idx: Int32[Array, " rows"],
     expert_map: Int32[Array, "layers experts"] | None = None,
-) -> tuple[Float[Array, "rows hidden"], Float[Array, "layers 2 pages page_size kv_heads head_dim"]]:
+) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """One token of every row through the network. Returns hidden states after the last norm.
 
     positions: below zero marks a padding row, whose key and value are dropped.

@@ -163,7 +163,7 @@ class PrefillEngine:
         buckets, kv = self._buckets, self._opened.kv
         pool = jax.ShapeDtypeStruct(
             (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim),
-            jnp.dtype(kv.dtype),
+            jnp.dtype(kv.stored_dtype),
             sharding=pool_sharding(self._model.mesh),
         )
         params = abstract_like(self._params)

@@ -380,7 +380,7 @@ WORKER_HELP = {
     "max_total_tokens": "page pool in tokens; 0: what memory allows",
     "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "
     "memory on CPU, else 0.85",
-    "kv_cache_dtype": "type of pages; auto follows --dtype",
+    "kv_cache_dtype": "type of pages; auto follows --dtype, fp8_e4m3 has a byte a value",
     "max_queued_requests": "requests held at most, running ones included",
     "disaggregation_transfer_backend": "how pages travel; auto: shared memory within a host, tcp "
     "between hosts; shm: shared memory or not at all",

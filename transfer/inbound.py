@@ -67,7 +67,8 @@ class Inbound:
         self._kv = kv
         self._tp_size = tp_size
         self._local_heads = kv.num_kv_heads // tp_size
-        self._dtype = np.dtype(ml_dtypes.bfloat16 if kv.dtype == "bfloat16" else kv.dtype)
+        stored = kv.stored_dtype
+        self._dtype = np.dtype(ml_dtypes.bfloat16 if stored == "bfloat16" else stored)
         # Of one head of one page, all layers.
         self._head_bytes = math.prod(self._shape(1, 1)) * self._dtype.itemsize
         self._rooms: dict[int, _Expected] = {}

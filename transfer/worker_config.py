@@ -26,7 +26,7 @@ class WorkerConfig:
     page_size: int = 0  # tokens; 0 = 16 on CPU, 64 elsewhere
     max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     max_frame_bytes: int = 16 << 20

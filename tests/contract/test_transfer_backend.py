@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from model.config import PAGE_DTYPE_BYTES
 from tests.contract.transfer_ends import Ends, LoopbackEnds, ShmEnds, TcpEnds
 from tests.transfer.samples import KV, a_grant, logical_pages, sharded
 from transfer import wire
@@ -68,6 +69,17 @@ def test_pages_arrive_however_they_are_cut(
     ends.until(lambda: bool(ends.diary.finished))
     assert ends.diary.page_idx(1) == list(range(5))
     assert (ends.diary.kv_of(1, 5, KV, 1) == pages).all()
+
+
+@pytest.mark.parametrize("dtype", PAGE_DTYPE_BYTES)
+def test_pages_of_every_type_arrive_bit_by_bit(open_ends: Open, dtype: str) -> None:
+    kv = replace(KV, dtype=dtype)
+    ends = open_ends(kv=kv, tp_size=2, max_frame_bytes=3000)
+    pages = logical_pages(5, kv=kv)
+    ends.receiver.expect(1, 1, 5)
+    ends.send_room(1, pages, dst=(2, 4))
+    ends.until(lambda: bool(ends.diary.finished))
+    assert (ends.diary.kv_of(1, 5, kv, 2) == pages).all()
 
 
 @pytest.mark.parametrize("src", [(1, 4), (2, 4), (4, 4), (8, 8)])

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from model.config import KVSpec
-from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, sharded
+from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, bits_of, sharded
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver, PageSender, SenderEvent
 from transfer.clock import SYSTEM_CLOCK
@@ -65,13 +65,14 @@ class Diary:
         ]
 
     def kv_of(self, room: int, num_pages: int, kv: KVSpec, tp_size: int) -> np.ndarray:
-        """What was delivered to a room: u16[layers, 2, n, page_size, stored heads, head_dim]."""
+        """Bits delivered to a room: [layers, 2, n, page_size, stored heads, head_dim]."""
         shape = (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
-        found = np.zeros(shape, np.uint16)
+        bits = bits_of(kv)
+        found = np.zeros(shape, bits)
         for number, start, shards in self.pages:
             if number == room:
                 assert len(shards) == tp_size
-                whole = np.concatenate([shard.view(np.uint16) for shard in shards], axis=4)
+                whole = np.concatenate([shard.view(bits) for shard in shards], axis=4)
                 found[:, :, start : start + whole.shape[2]] = whole
         return found
 
@@ -113,13 +114,14 @@ class Ends(ABC):
         runs_of: int = 0,
         finish: bool = True,
     ) -> FirstToken:
-        """Send logical pages (u16) as a prefill worker would. src, dst: (shards, stored heads).
+        """Send logical pages as a prefill worker would. src, dst: (shards, stored heads).
 
         runs_of: pages for each call of send_pages, 0 = all.
         """
         num_pages, num_heads = pages.shape[2], pages.shape[4]
         grant = a_grant(room, self.address, num_pages, epoch, *dst)
-        shards = sharded(pages, src[1], src[0], ml_dtypes.bfloat16)
+        stored = {1: np.uint8, 2: ml_dtypes.bfloat16, 4: np.float32}[pages.itemsize]
+        shards = sharded(pages, src[1], src[0], stored)
         runs = plan_heads(num_heads, *src, *dst)
         step = runs_of or num_pages
         for at in range(0, num_pages, step):

@@ -1,5 +1,6 @@
 """Drives a network as an engine would, in the plainest way: packed chunks, then paged decoding."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -56,10 +57,20 @@ class Ran(NamedTuple):
 class Harness:
     """A loaded model with its programs; every chunk and step has the same padded shape."""
 
-    def __init__(self, checkpoint: Path, tp: int = 1, ep: int = 1, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        tp: int = 1,
+        ep: int = 1,
+        dtype: str = "float32",
+        page_dtype: str = "",  # "": as dtype
+    ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         self.model = Model.create(cfg, make_mesh(tp, ep), dtype, PAGE_SIZE)
         self.params = load_params(checkpoint, self.model)
+        self.pages = self.model.kv_spec()
+        if page_dtype:
+            self.pages = dataclasses.replace(self.pages, dtype=page_dtype)
 
     @cached_property
     def _prefill(self) -> Any:
@@ -74,7 +85,7 @@ class Harness:
         return jax.jit(logits, static_argnums=0)
 
     def new_pool(self, num_pages: int = NUM_PAGES) -> jax.Array:
-        return init_pool(self.model.kv_spec(), num_pages, self.model.mesh)
+        return init_pool(self.pages, num_pages, self.model.mesh)
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Ran]:
         """Prefill all prompts in chunks that mix them, then decode all in one greedy batch."""

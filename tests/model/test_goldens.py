@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.config import ModelConfig
+from model.config import FP8, ModelConfig
 from model.transformer import prefill_captured
 from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
 
@@ -137,3 +137,20 @@ def test_experts_may_be_placed_anywhere_when_the_map_says_so() -> None:
     )
     expected = recorded.numbers["p33.hidden.final_norm"]
     assert np.abs(np.asarray(hidden) - expected).max() < HIDDEN_ATOL
+
+
+@pytest.mark.parametrize(("name", "median"), [("llama", 0.15), ("qwen3", 0.06)])
+def test_fp8_pages_keep_the_logits_near(name: str, median: float) -> None:
+    recorded = golden(name)
+    harness = Harness(recorded.checkpoint, page_dtype=FP8)
+    ran = harness.run(list(recorded.prompts.values()), 1)
+    distances = np.concatenate(
+        [
+            np.abs(
+                result.logits[recorded.first_position[prompt] :]
+                - recorded.numbers[f"{prompt}.logits"]
+            ).mean(axis=-1)
+            for prompt, result in zip(recorded.prompts, ran, strict=True)
+        ]
+    )
+    assert 0 < np.median(distances) < median

@@ -1,11 +1,14 @@
 """The pool beside a plain numpy one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from model.config import KVSpec
+from model.config import FP8, KVSpec
 from model.kv import gather_pages, init_pool, read_pages, write_pages, write_tokens
 from model.sharding import make_mesh, pool_sharding
 from tests.model.harness import i32
@@ -53,3 +56,27 @@ def test_a_layers_pages_are_read_in_the_order_asked() -> None:
     assert found.shape == (2, 2, 2, 4, 4, 3)
     assert (found[0, 0] == values[1, :, 4]).all()
     assert (found[1, 0] == values[1, :, 0]).all()
+
+
+def test_fp8_pages_hold_the_nearest_value_and_never_overflow() -> None:
+    spec = dataclasses.replace(SPEC, dtype=FP8)
+    assert (spec.page_bytes, SPEC.page_bytes) == (192, 768)
+    pool = init_pool(spec, PAGES, make_mesh(1, 1))
+    kv = np.random.default_rng(2).standard_normal((6, 2, 4, 3)).astype(np.float32) * 3
+    kv[0, 0, 0] = [448.0, 1e9, -1e9]
+    write = jax.jit(write_tokens, donate_argnums=0)
+    pool = write(pool, jnp.int32(1), kv, i32(list(range(4, 10))))
+    read = np.asarray(jax.jit(read_pages)(pool, jnp.int32(1), i32([1, 2])).astype(jnp.float32))
+    found = read.transpose(0, 2, 1, 3, 4).reshape(8, 2, 4, 3)[:6]
+    expected = np.clip(kv, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert (found == expected).all()
+    assert (np.asarray(pool)[0] == 0).all(), "the other layer is as it was"
+
+
+def test_fp8_pages_travel_as_they_are() -> None:
+    spec = dataclasses.replace(SPEC, dtype=FP8)
+    pool = init_pool(spec, PAGES, make_mesh(1, 1))
+    values = np.random.default_rng(3).integers(0, 256, pool.shape, np.uint8)  # NaN among them
+    staged = jax.jit(gather_pages)(jnp.asarray(values), i32([4, 1]))
+    written = np.asarray(jax.jit(write_pages, donate_argnums=0)(pool, staged, i32([0, 5])))
+    assert (written[:, :, [0, 5]] == values[:, :, [4, 1]]).all()

@@ -29,35 +29,37 @@ def _params(model: Model) -> Any:
     )
 
 
-def _array(model: Model, num_pages: int) -> jax.ShapeDtypeStruct:
+def _array(model: Model, num_pages: int, dtype: str = "") -> jax.ShapeDtypeStruct:
     spec = model.kv_spec()
     shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-    return jax.ShapeDtypeStruct(shape, model.dtype, sharding=pool_sharding(model.mesh))
+    return jax.ShapeDtypeStruct(
+        shape, jnp.dtype(dtype or model.dtype), sharding=pool_sharding(model.mesh)
+    )
 
 
 def _i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _decode(model: Model, num_pages: int) -> Any:
+def _decode(model: Model, num_pages: int, pages: str = "") -> Any:
     run = jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
     rows = (_i32(4), _i32(4), _i32(4, 8), _i32(4))
-    return run.lower(model, _params(model), _array(model, num_pages), *rows).compile()
+    return run.lower(model, _params(model), _array(model, num_pages, pages), *rows).compile()
 
 
-def _prefill(model: Model, num_pages: int) -> Any:
+def _prefill(model: Model, num_pages: int, pages: str = "") -> Any:
     run = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
     batch = ChunkBatch._make([*[_i32(16)] * 4, *[_i32(32)] * 3, _i32()])
-    return run.lower(model, _params(model), _array(model, num_pages), batch).compile()
+    return run.lower(model, _params(model), _array(model, num_pages, pages), batch).compile()
 
 
-def _write(model: Model, num_pages: int) -> Any:
+def _write(model: Model, num_pages: int, pages: str = "") -> Any:
     run = jax.jit(write_pages, donate_argnums=0)
-    return run.lower(_array(model, num_pages), _array(model, 8), _i32(8)).compile()
+    return run.lower(_array(model, num_pages, pages), _array(model, 8), _i32(8)).compile()
 
 
-def _gather(model: Model, num_pages: int) -> Any:
-    return jax.jit(gather_pages).lower(_array(model, num_pages), _i32(8)).compile()
+def _gather(model: Model, num_pages: int, pages: str = "") -> Any:
+    return jax.jit(gather_pages).lower(_array(model, num_pages, pages), _i32(8)).compile()
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -73,6 +75,13 @@ def test_scratch_memory_does_not_grow_with_the_pool(program: Any, dtype: str, tp
     if program is not _gather:
         pool_bytes = model.kv_spec().page_bytes * LARGE // tp
         assert large.alias_size_in_bytes >= pool_bytes
+
+
+@pytest.mark.parametrize("program", [_decode, _prefill, _write, _gather])
+def test_scratch_memory_does_not_grow_with_a_pool_of_fp8_either(program: Any) -> None:
+    model = _model("mixtral", "float32", 2)
+    small, large = (program(model, n, "uint8").memory_analysis() for n in (SMALL, LARGE))
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("program", [_write, _gather])

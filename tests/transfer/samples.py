@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from model.config import KVSpec
+from model.config import PAGE_DTYPE_BYTES, KVSpec
 from transfer import wire
 from transfer.rpc import Security
 
@@ -53,9 +53,15 @@ def a_grant(
 
 
 def logical_pages(num_pages: int, seed: int = 0, kv: KVSpec = KV) -> np.ndarray:
-    """Random bits as u16[layers, 2, n, page_size, kv_heads, head_dim]: every pattern is legal."""
+    """Random bits, u16 for bfloat16: [layers, 2, n, page_size, kv_heads, head_dim]."""
     shape = (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
-    return np.random.default_rng(seed).integers(0, 1 << 16, shape, dtype=np.uint16)
+    bits = bits_of(kv)
+    return np.random.default_rng(seed).integers(0, np.iinfo(bits).max, shape, bits, endpoint=True)
+
+
+def bits_of(kv: KVSpec) -> Any:
+    """The unsigned integers that have a value's size."""
+    return {1: np.uint8, 2: np.uint16, 4: np.uint32}[PAGE_DTYPE_BYTES[kv.dtype]]
 
 
 def sharded(pages: np.ndarray, stored_heads: int, shards: int, dtype: Any) -> list[np.ndarray]:

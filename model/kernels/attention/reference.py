@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from model.attention import ChunkBatch
-from model.kv import read_pages
+from model.kv import PagePool, read_pages
 
 _PREFILL_BLOCK: Final = 256
 _DECODE_BLOCK: Final = 128
@@ -69,7 +69,7 @@ def _pad(list_: Array, multiple: int, value: int) -> Array:
 
 def prefill(
     q: Float[Array, "tokens kv_heads group head_dim"],
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     layer: Int32[Array, ""],
     batch: ChunkBatch,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
@@ -109,7 +109,7 @@ def prefill(
 
 def decode(
     q: Float[Array, "rows kv_heads group head_dim"],
-    pool: Float[Array, "layers 2 pages page_size kv_heads head_dim"],
+    pool: PagePool,
     layer: Int32[Array, ""],
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
