@@ -33,10 +33,14 @@ class Job:
 
 @dataclass(eq=False)
 class Lane(ABC):
-    """What is on its way to one receiver. Changed under the sender's lock only."""
+    """What is on its way to one receiver. Changed under the sender's lock only.
+
+    Rooms take turns, a frame each, so that a long prompt does not hold up short ones.
+    """
 
     address: str
-    jobs: deque[Job] = field(default_factory=deque)
+    cancels: deque[Job] = field(default_factory=deque)
+    queues: dict[int, deque[Job]] = field(default_factory=dict)  # by room, none empty; next first
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
     max_frame_bytes: int = 0  # 0: the sender's
 
@@ -95,7 +99,7 @@ class Sender(ABC):
             epoch = lane.rooms.pop(room)
             self._drop_jobs(lane, room)
             # Ahead of other rooms: it may free what they wait for.
-            lane.jobs.appendleft(Job(Frame(Kind.CANCEL, room, epoch)))
+            lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
         lane.wake()
 
     @property
@@ -120,7 +124,7 @@ class Sender(ABC):
                 lane = self._lanes[grant.data_address] = self._open_lane(grant.data_address)
             lane.rooms[grant.room] = grant.epoch
             jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
-            lane.jobs.extend(jobs)
+            lane.queues.setdefault(grant.room, deque()).extend(jobs)
             self._in_flight_bytes += sum(job.num_bytes for job in jobs)
         lane.wake()
 
@@ -129,9 +133,16 @@ class Sender(ABC):
     def next_job(self, lane: Lane, with_pages: bool = True) -> Job | None:
         """What to send next, unless it is pages for which there is no room. Then call `sent`."""
         with self._lock:
-            if not lane.jobs or not (with_pages or lane.jobs[0].payload is None):
-                return None
-            return lane.jobs.popleft()
+            if lane.cancels:
+                return lane.cancels.popleft()
+            for room, queue in lane.queues.items():
+                if with_pages or queue[0].payload is None:
+                    job = queue.popleft()
+                    del lane.queues[room]
+                    if queue:
+                        lane.queues[room] = queue  # behind the others
+                    return job
+            return None
 
     def sent(self, job: Job) -> None:
         with self._lock:
@@ -162,8 +173,9 @@ class Sender(ABC):
         with self._lock:
             if self._lanes.get(lane.address) is lane:
                 del self._lanes[lane.address]
-            self._in_flight_bytes -= sum(job.num_bytes for job in lane.jobs)
-            lane.jobs.clear()
+            for room in list(lane.queues):
+                self._drop_jobs(lane, room)
+            lane.cancels.clear()
             rooms = list(lane.rooms)
             lane.rooms.clear()
             for room in rooms:
@@ -179,10 +191,7 @@ class Sender(ABC):
             del self._over[next(iter(self._over))]
 
     def _drop_jobs(self, lane: Lane, room: int) -> None:
-        dropped = [job for job in lane.jobs if job.frame.room == room]
-        if dropped:
-            lane.jobs = deque(job for job in lane.jobs if job.frame.room != room)
-            self._in_flight_bytes -= sum(job.num_bytes for job in dropped)
+        self._in_flight_bytes -= sum(job.num_bytes for job in lane.queues.pop(room, ()))
 
 
 def cut_frames(

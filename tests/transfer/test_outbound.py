@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from tests.transfer.samples import KV, a_grant, logical_pages, sharded
+from transfer.backend import FirstToken, Kind
 from transfer.layout import plan_heads
-from transfer.outbound import cut_frames, segments
+from transfer.outbound import Lane, Sender, cut_frames, segments
 
 PAGE_BYTES = KV.page_bytes
 
@@ -72,3 +73,83 @@ def test_a_cut_of_pages_is_read_from_where_it_lies() -> None:
 
 def test_no_pages_have_no_segments() -> None:
     assert segments(None) == []
+
+
+class StillLane(Lane):
+    """Nobody empties it but the test."""
+
+    def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class StillSender(Sender):
+    def __init__(self) -> None:
+        super().__init__(lambda event: None, PAGE_BYTES)
+        self.lane = StillLane("a")
+
+    def _open_lane(self, address: str) -> Lane:
+        return self.lane
+
+    def left(self) -> list[tuple[Kind, int]]:
+        """What leaves when all of it may."""
+        jobs = []
+        while (job := self.next_job(self.lane)) is not None:
+            self.sent(job)
+            jobs.append((job.frame.kind, job.frame.room))
+        return jobs
+
+
+def queue_room(sender: StillSender, room: int, num_pages: int) -> None:
+    grant = a_grant(room, "a", num_pages)
+    sender.send_pages(grant, 0, shards_of(num_pages), plan_heads(4, 1, 4, 1, 4))
+    sender.finish(grant, FirstToken(1, 0, 4 * num_pages))
+
+
+def test_rooms_take_turns_so_a_long_one_does_not_hold_up_short_ones() -> None:
+    sender = StillSender()
+    for room, num_pages in ((1, 100), (2, 1), (3, 2)):
+        queue_room(sender, room, num_pages)
+    left = sender.left()
+    assert left[:8] == [
+        (Kind.PAGES, 1),
+        (Kind.PAGES, 2),
+        (Kind.PAGES, 3),
+        (Kind.PAGES, 1),
+        (Kind.FINISH, 2),
+        (Kind.PAGES, 3),
+        (Kind.PAGES, 1),
+        (Kind.FINISH, 3),
+    ]
+    assert left[8:] == [(Kind.PAGES, 1)] * 97 + [(Kind.FINISH, 1)]
+    assert sender.in_flight_bytes == 0
+
+
+def test_without_room_for_pages_what_needs_none_leaves() -> None:
+    sender = StillSender()
+    queue_room(sender, 1, 2)
+    grant = a_grant(2, "a", 1)
+    sender.finish(grant, FirstToken(1, 0, 4))
+    job = sender.next_job(sender.lane, with_pages=False)
+    assert job is not None
+    assert (job.frame.kind, job.frame.room) == (Kind.FINISH, 2)
+    assert sender.next_job(sender.lane, with_pages=False) is None
+
+
+def test_a_cancel_leaves_first_and_takes_the_rooms_frames_along() -> None:
+    sender = StillSender()
+    queue_room(sender, 1, 3)
+    queue_room(sender, 2, 1)
+    sender.cancel(1)
+    assert sender.left() == [(Kind.CANCEL, 1), (Kind.PAGES, 2), (Kind.FINISH, 2)]
+    assert sender.in_flight_bytes == 0
+
+
+def test_a_lost_lane_leaves_nothing_in_flight() -> None:
+    sender = StillSender()
+    queue_room(sender, 1, 3)
+    sender.lost(sender.lane, "gone")
+    assert sender.in_flight_bytes == 0
+    assert sender.left() == []
