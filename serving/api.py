@@ -47,6 +47,8 @@ HELP = {
     "request_timeout_s": "deadline of a request, seconds",
     "max_retries": "times a request is tried again after a worker was lost",
     "policy": "how a pair of workers is picked",
+    "prefill_policy": "how the prefill worker is picked; same: as --policy says",
+    "decode_policy": "how the decode worker is picked; same: as --policy says",
     "stream_interval": "tokens per streamed chunk after the first; auto: 1 unless it falls behind",
     "batch_notify_size": "streams served before the loop may turn to others; 0: a whole step",
     "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",

@@ -6,7 +6,10 @@ from typing import Literal
 
 from transfer.errors import ConfigError
 
-Policy = Literal["least_load", "round_robin", "random", "power_of_two"]
+Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
+RolePolicy = Literal[
+    "same", "least_load", "round_robin", "random", "power_of_two", "cache_aware"
+]  # same: as --policy
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class ServeConfig:
     request_timeout_s: float = 600.0  # deadline of one request, travels with it
     max_retries: int = 3
     policy: Policy = "least_load"
+    prefill_policy: RolePolicy = "same"
+    decode_policy: RolePolicy = "same"
     stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
     slow_client_timeout_s: float = 30.0

@@ -63,8 +63,13 @@ class Dispatcher:
         self.api_id = f"api-{secrets.token_hex(6)}"
         context = Context(self.api_id, security, clock, self._timers, self)
         self._membership = Membership(config, context, self._view_changed, watch)
+        self._router = Router(
+            config.policy,
+            prefill_policy=config.prefill_policy,
+            decode_policy=config.decode_policy,
+        )
         self._placement = Placement(
-            config, self._membership, Router(config.policy), clock, self._timers, self
+            config, self._membership, self._router, clock, self._timers, self
         )
         asked = config.stream_interval
         self.interval = AutoInterval() if asked == "auto" else Interval(asked)
@@ -198,6 +203,7 @@ class Dispatcher:
                 messages.append(f"{link.worker_id}: {answer}")
             else:
                 flushed = flushed and answer.flushed
+                self._router.flushed(link.key)
                 messages.append(f"{link.worker_id}: {answer.message}")
         return flushed, "; ".join(messages) or "no worker is there"
 
@@ -326,6 +332,7 @@ class Dispatcher:
         if generation is None:
             self._stray(link, event.room)
             return
+        self._placement.found_cached(generation, event.cached_tokens)
         if generation.prefilled:
             return
         generation.prefilled = True

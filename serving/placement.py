@@ -82,6 +82,8 @@ class Placement:
             len(generation.spec.prompt_ids) + len(generation.token_ids),
             self._clock.monotonic_s(),
             generation.avoid,
+            generation.spec.prompt_ids,
+            generation.spec.cache_salt,
         )
         if pair is None:
             self._waiting[generation] = None
@@ -103,6 +105,14 @@ class Placement:
         waiting, self._waiting = self._waiting, {}
         for generation in waiting:
             self.place(generation)
+
+    def found_cached(self, generation: Generation, cached_tokens: int) -> None:
+        """What prefill had of the prompt in its cache."""
+        if generation.pair is None:
+            return
+        # It computes what it has again where logprobs of the prompt are asked.
+        asks = generation.spec.sampling.prompt_logprobs_start >= 0
+        self._router.found_cached(generation.pair, None if asks else cached_tokens)
 
     def first_token(self, generation: Generation) -> None:
         """The attempt got through: prefill is done with it."""

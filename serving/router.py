@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from serving.config import Policy
+from serving.config import Policy, RolePolicy
+from serving.prefix_index import PrefixIndex, Use, prefix_chain
 from transfer import wire
 
 Key = tuple[str, int]  # worker id and epoch: one incarnation
@@ -27,6 +28,8 @@ class Pair:
     decode: wire.Member
     num_tokens: int  # of the prompt and earlier attempts
     picked_s: float  # monotonic
+    num_uncached: int = 0  # of these tokens, those that prefill is thought to compute
+    use: Use | None = None  # of prefill's cache, until it is settled
     prefill_charged: bool = True
     decode_charged: bool = True
     prefill_key: Key = field(init=False)
@@ -45,9 +48,20 @@ class _Charge:
 
 
 class Router:
-    """Picks by policy: least_load, round_robin, random, power_of_two; never a draining worker."""
+    """Picks each role's worker by its policy; never a draining one.
 
-    def __init__(self, policy: Policy, seed: int = 0) -> None:
+    cache_aware takes the prefill worker with the least to compute before this prompt is done:
+    queued tokens and those of the prompt that it is not thought to have in its cache. Without any
+    overlap that is the least load, and so it is for decode, which has no cache.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        seed: int = 0,
+        prefill_policy: RolePolicy = "same",
+        decode_policy: RolePolicy = "same",
+    ) -> None:
         self._charges: dict[Key, _Charge] = {}
         self._unacknowledged: deque[Pair] = deque()
         self._picks = 0
@@ -57,8 +71,15 @@ class Router:
             "round_robin": self._next_in_turn,
             "random": self._random.choice,
             "power_of_two": self._better_of_two,
+            "cache_aware": self._least_loaded,  # with the prompt's chain for prefill, see pick
         }
-        self._choose = choosers[policy]
+        for_prefill = policy if prefill_policy == "same" else prefill_policy
+        for_decode = policy if decode_policy == "same" else decode_policy
+        self._choose_prefill, self._choose_decode = choosers[for_prefill], choosers[for_decode]
+        # None unless prefill is picked by what its caches have.
+        self._index: PrefixIndex[Key] | None = None
+        if for_prefill == "cache_aware":
+            self._index = PrefixIndex()
 
     def pick(
         self,
@@ -67,39 +88,75 @@ class Router:
         num_tokens: int,
         now_s: float,
         avoid: frozenset[str] = frozenset(),
+        prompt_ids: Sequence[int] = (),
+        salt: str = "",
     ) -> Pair | None:
         """A pair, charged with the request; None when a role has no worker that takes work.
 
-        avoid: ids of workers to take only when there is no other. now_s: monotonic.
+        avoid: ids of workers to take only when there is no other. now_s: monotonic. prompt_ids,
+        salt: by which caches find it; the prompt may have fewer tokens than num_tokens.
         """
         self._acknowledge(now_s)
-        chosen = []
-        for members in (prefills, decodes):
-            members = [member for member in members if not member.draining]
-            members = [m for m in members if m.info.worker_id not in avoid] or members
-            if not members:
-                return None
-            members.sort(key=key_of)
-            chosen.append(members)
-        prefill, decode = (self._choose(members) for members in chosen)
-        pair = Pair(prefill, decode, num_tokens, now_s)
+        prefills, decodes = _takers(prefills, avoid), _takers(decodes, avoid)
+        if not (prefills and decodes):
+            return None
+        prefill, use, num_uncached = self._pick_prefill(prefills, num_tokens, prompt_ids, salt)
+        decode = self._choose_decode(decodes)
+        pair = Pair(prefill, decode, num_tokens, now_s, num_uncached, use)
         self._picks += 1
-        for member in (prefill, decode):
+        for member, tokens in ((prefill, num_uncached), (decode, num_tokens)):
             charge = self._charge(member)
             charge.requests += 1
-            charge.tokens += num_tokens
+            charge.tokens += tokens
             charge.last_pick = self._picks
         self._unacknowledged.append(pair)
         return pair
+
+    def _pick_prefill(
+        self, members: Sequence[wire.Member], num_tokens: int, prompt_ids: Sequence[int], salt: str
+    ) -> tuple[wire.Member, Use | None, int]:
+        """The worker, what is foreseen of its cache, and the tokens it will have to compute."""
+        index = self._index
+        if index is None:
+            return self._choose_prefill(members), None, num_tokens
+        page_size = members[0].info.kv_spec.page_size  # the registry takes no other beside it
+        chain = prefix_chain(prompt_ids, page_size, salt)
+        # The last token is always computed: its logits are the answer.
+        num_reusable = max(num_tokens - 1, 0) // page_size
+        best: tuple[tuple[float, float, int], wire.Member, int] | None = None
+        for member in members:
+            found = index.match(key_of(member), chain[:num_reusable])
+            num_uncached = num_tokens - page_size * found
+            queued, requests, last_pick = self._burden(member)
+            cost = queued + num_uncached, requests, last_pick
+            if best is None or cost < best[0]:
+                best = cost, member, num_uncached
+        assert best is not None, "somebody takes work"
+        _, member, num_uncached = best
+        use = index.use(key_of(member), chain, num_reusable, member.load.pages_total)
+        return member, use, num_uncached
 
     def prefilled(self, pair: Pair) -> None:
         """Prefill is done with the request."""
         if pair.prefill_charged:
             pair.prefill_charged = False
-            self._discharge(pair.prefill, pair.num_tokens)
+            self._discharge(pair.prefill, pair.num_uncached)
+
+    def found_cached(self, pair: Pair, cached_tokens: int | None) -> None:
+        """What prefill says it had of the prompt; None when it may have had more than it used."""
+        if self._index is None or pair.use is None:
+            return
+        use, pair.use = pair.use, None
+        page_size = pair.prefill.info.kv_spec.page_size
+        num_cached = None if cached_tokens is None else cached_tokens // page_size
+        self._index.settle(pair.prefill_key, use, num_cached)
 
     def ended(self, pair: Pair) -> None:
         """Neither worker has the request any more."""
+        self.found_cached(pair, None)
+        self._discharge_both(pair)
+
+    def _discharge_both(self, pair: Pair) -> None:
         self.prefilled(pair)
         if pair.decode_charged:
             pair.decode_charged = False
@@ -108,6 +165,12 @@ class Router:
     def forget(self, key: Key) -> None:
         """That incarnation of a worker is gone."""
         self._charges.pop(key, None)
+        self.flushed(key)
+
+    def flushed(self, key: Key) -> None:
+        """That worker's cache is empty."""
+        if self._index is not None:
+            self._index.forget(key)
 
     def charged_requests(self, key: Key) -> int:
         """Choices of ours that the worker's report does not show yet."""
@@ -121,7 +184,7 @@ class Router:
             if charged and now_s - pair.picked_s < ACKNOWLEDGED_AFTER_S:
                 return
             self._unacknowledged.popleft()
-            self.ended(pair)
+            self._discharge_both(pair)
 
     def _charge(self, member: wire.Member) -> _Charge:
         key = key_of(member)
@@ -163,3 +226,10 @@ class Router:
         if len(members) == 1:
             return members[0]
         return self._least_loaded(self._random.sample(members, 2))
+
+
+def _takers(members: Sequence[wire.Member], avoid: frozenset[str]) -> list[wire.Member]:
+    """Who may be picked, in order of their keys."""
+    members = [member for member in members if not member.draining]
+    members = [m for m in members if m.info.worker_id not in avoid] or members
+    return sorted(members, key=key_of)

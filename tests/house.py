@@ -18,7 +18,18 @@ LAYER = {
 }
 PRODUCT = ("model", "transfer", "prefill", "decode", "serving")
 PURE_NAMES = frozenset(
-    {"scheduler", "pages", "room", "router", "layout", "eplb", "admission", "prefix_cache"}
+    [
+        "scheduler",
+        "pages",
+        "room",
+        "router",
+        "layout",
+        "eplb",
+        "admission",
+        "prefix_cache",
+        "prefix_index",
+        "breaker",
+    ]
 )
 IMPURE_ROOTS = frozenset(
     [

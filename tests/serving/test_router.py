@@ -133,3 +133,91 @@ def test_a_forgotten_worker_is_not_discharged_again():
     router.forget(key_of(D))
     router.ended(pair)
     assert router.charged_requests(key_of(D)) == 0
+
+
+# --- cache_aware ---------------------------------------------------------------------------------
+
+PAGE = 16  # of `member`
+
+
+def prompt(first: int, num_pages: int) -> list[int]:
+    return [first] * (num_pages * PAGE) + [0]
+
+
+def pick_prompt(router: Router, prefills, ids, now_s: float = 0.0) -> Pair:
+    pair = router.pick(prefills, [D], len(ids), now_s, prompt_ids=ids)
+    assert pair is not None
+    return pair
+
+
+def served(router: Router, prefills, ids, cached_tokens: int | None = None) -> str:
+    """The prefill worker that a prompt went to, and has been served by."""
+    pair = pick_prompt(router, prefills, ids)
+    router.found_cached(pair, cached_tokens)
+    router.ended(pair)
+    return pair.prefill.info.worker_id
+
+
+TWO = [member("a", "prefill"), member("b", "prefill")]
+
+
+def test_cache_aware_takes_who_has_the_prefix_and_equals_in_turn():
+    router = Router("cache_aware")
+    assert [served(router, TWO, prompt(n, 4)) for n in (1, 2)] == ["a", "b"]
+    assert [served(router, TWO, prompt(n, 4)) for n in (2, 1, 1, 2, 2)] == list("baabb")
+
+
+def test_cache_aware_leaves_the_prefix_when_its_worker_has_more_to_do_than_the_prompt_costs():
+    router = Router("cache_aware")
+    assert served(router, TWO, prompt(1, 4)) == "a"
+    for queued, expected in ((4 * PAGE - 1, "a"), (4 * PAGE + 1, "b")):
+        prefills = [member("a", "prefill", queued_tokens=queued), TWO[1]]
+        assert served(router, prefills, prompt(1, 4)) == expected
+
+
+def test_cache_aware_charges_what_will_be_computed_and_no_more():
+    router = Router("cache_aware")
+    assert served(router, TWO, prompt(1, 4)) == "a"
+    picked = [pick_prompt(router, TWO, prompt(1, 4)) for _ in range(6)]
+    # One token each beside the cached ones: cheaper than computing all of it once at b.
+    assert {pair.prefill.info.worker_id for pair in picked} == {"a"}
+    assert {pair.num_uncached for pair in picked} == {1}
+    for pair in picked:
+        router.ended(pair)
+
+
+def test_cache_aware_forgets_what_was_flushed_died_or_was_found_evicted():
+    router = Router("cache_aware")
+    served(router, TWO, prompt(1, 4))
+    for forget in (router.flushed, router.forget):
+        pair = pick_prompt(router, TWO, prompt(1, 4))
+        forget(pair.prefill_key)
+        router.ended(pair)
+        assert pick_prompt(router, TWO, prompt(1, 4)).num_uncached == 4 * PAGE + 1
+    router = Router("cache_aware")
+    for n in (1, 2, 3):
+        served(router, TWO[:1], prompt(n, 4))
+    served(router, TWO[:1], prompt(2, 4), cached_tokens=0)
+    uncached = [pick_prompt(router, TWO[:1], prompt(n, 4)).num_uncached for n in (1, 2, 3)]
+    assert uncached == [4 * PAGE + 1, 1, 1]
+
+
+def test_a_prompt_found_in_full_computes_its_last_page_and_that_is_no_miss():
+    router = Router("cache_aware")
+    ids = [7] * (4 * PAGE)
+    served(router, TWO[:1], [5] * PAGE)
+    served(router, TWO[:1], ids)
+    assert pick_prompt(router, TWO[:1], ids).num_uncached == PAGE
+    served(router, TWO[:1], ids, cached_tokens=3 * PAGE)
+    assert pick_prompt(router, TWO[:1], [*[5] * PAGE, 0]).num_uncached == 1
+
+
+def test_each_role_may_have_a_policy_of_its_own():
+    prefills = [member("a", "prefill", queued_tokens=500), member("b", "prefill")]
+    decodes = [member("c", slots_total=4, running_requests=3), member("d", slots_total=4)]
+    router = Router("round_robin", decode_policy="least_load")
+    pairs = [pick(router, prefills, decodes, 1, 0.0) for _ in range(3)]
+    assert [pair.prefill.info.worker_id for pair in pairs] == ["a", "b", "a"]
+    assert [pair.decode.info.worker_id for pair in pairs] == ["d", "d", "d"]
+    router = Router("random", seed=1, prefill_policy="cache_aware")
+    assert {served(router, TWO, prompt(1, 4)) for _ in range(8)} == {"a"}
