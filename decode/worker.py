@@ -27,7 +27,7 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code, RpcError
 from transfer.pages import PagePool
-from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_configured
+from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, micros, open_configured
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcClient, Security
 
@@ -76,6 +76,8 @@ class Held(HeldRoom):
     """What decode knows of one room."""
 
     seat: Seat | None = None
+    first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
+    num_steps: int = 0  # known once it is over
 
 
 class DecodeWorker(RoleWorker[Held, DecodeConfig]):
@@ -89,7 +91,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     ) -> None:
         super().__init__(config, security, clock)
         self._starts: list[tuple[Held, FirstToken]] = []
-        self._inflight: deque[tuple[StepPlan, SampleOut]] = deque()
+        self._started: list[Held] = []  # since the last step
+        # Each step, with those for whom it is the first.
+        self._inflight: deque[tuple[StepPlan, SampleOut, list[Held]]] = deque()
         self._clients: dict[str, RpcClient] = {}  # loop thread only
         self._grant_tasks: set[asyncio.Task[None]] = set()
 
@@ -169,9 +173,22 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         """Late frames of the room will be refused."""
         self._receiver.forget(held.submit.room)
         if held.seat is not None:
+            running = self._scheduler.running(held.seat.slot)
+            if running is not None:
+                held.num_steps = running.num_tokens - len(held.submit.token_ids) // 4 - 1
             self._scheduler.stop(held.seat.slot)
             held.seat = None
         self._admission.release(held.submit.room)
+
+    def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
+        first_step_s = held.first_step_s
+        return wire.LegRecord(
+            held.submit.room,
+            stages,
+            ending,
+            num_steps=held.num_steps,
+            first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
+        )
 
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
         held = self._held.get(room)
@@ -179,7 +196,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self.counters["pages_late"] += shards[0].shape[2]
             return
         if held.room.state is State.RESERVED:
-            held.room.advance(State.RECEIVING, self.clock.now_s())
+            held.room.advance(State.RECEIVING, self.clock.monotonic_s())
         num_pages = shards[0].shape[2]
         self._engine.place_run(held.seat.pages[page_start : page_start + num_pages], shards)
         self.counters["pages_received"] += num_pages
@@ -190,7 +207,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if held is None or held.seat is None:
             return
         self._receiver.ack(room)
-        held.room.advance(State.READY, self.clock.now_s())
+        held.room.advance(State.READY, self.clock.monotonic_s())
         if first.finished:
             self.end(room)
         else:
@@ -203,7 +220,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._start()
         plan = self._plan()
         if plan is not None:
-            self._inflight.append((plan, self._engine.step(plan.slots, plan.new_pages)))
+            out = self._engine.step(plan.slots, plan.new_pages)
+            self._inflight.append((plan, out, self._started))
+            self._started = []
             self.counters["steps"] += 1
         if self._inflight and (len(self._inflight) > 1 or plan is None):
             self._complete(*self._inflight.popleft())
@@ -218,7 +237,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         for seat in self._admission.admit():
             held = self._held[seat.room]
             held.seat = seat
-            held.room.advance(State.RESERVED, self.clock.now_s())
+            held.room.advance(State.RESERVED, self.clock.monotonic_s())
             num_pages = -(-seat.num_tokens // self._facts.page_size)
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
@@ -253,7 +272,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self._scheduler.start(
                 held.seat, submit.api_id, submit.sampling, submit.num_prompt_tokens
             )
-            held.room.advance(State.DECODING, self.clock.now_s())
+            held.room.advance(State.DECODING, self.clock.monotonic_s())
+            self._started.append(held)
         self._starts = []
         self._engine.start_slots(starts)
 
@@ -274,9 +294,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
         self.drop(room, "preempted")
 
-    def _complete(self, plan: StepPlan, out: SampleOut) -> None:
+    def _complete(self, plan: StepPlan, out: SampleOut, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
         result = self._scheduler.finish(plan, np.asarray(out.ids))
+        for held in started:
+            held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
         by_api: dict[str, list[int]] = {}
         slots = plan.slots[result.rows]

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jax import Array
 
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.opening import on_cpu
 from model.sampling import SampleOut
+from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
 from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
 from prefill.prefix_cache import PrefixCache
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
-from transfer.backend import FirstToken, PageSender
+from transfer.backend import FirstToken, PageSender, Shipped
 from transfer.choice import open_sender
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
@@ -68,6 +70,8 @@ class Held(HeldRoom):
     prompt: Prompt
     grant: wire.Grant | None = None
     shipped_pages: int = 0
+    chunks: list[ChunkTimes] = field(default_factory=list)
+    shipped: Shipped | None = None
     logprobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
@@ -78,6 +82,7 @@ class InFlight:
     chunk: ChunkInFlight
     sampled: SampleOut | None
     runs: list[tuple[int, int, int, list[Array]]]  # room, first page, pages, staged shards
+    times: list[ChunkTimes]  # one a piece
 
 
 class PrefillWorker(RoleWorker[Held, PrefillConfig]):
@@ -187,8 +192,19 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def release(self, held: Held) -> None:
         if held.room.state is State.FAILED and held.grant is not None:
-            self._sender.cancel(held.submit.room)
+            left = self._sender.cancel(held.submit.room)
+            held.shipped = held.shipped or left
         self._scheduler.release(held.submit.room)
+
+    def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
+        return wire.LegRecord(
+            held.submit.room,
+            stages,
+            ending,
+            held.prompt.num_cached,
+            told_times(held.chunks, held.shipped, held.received_s),
+            told_shipment(held.shipped, held.received_s),
+        )
 
     def _take_grant(self, grant: wire.Grant) -> None:
         held = self._held.get(grant.room)
@@ -205,10 +221,13 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.counters["grants_stale"] += 1
             return
         held.grant = grant
-        held.room.advance(State.GRANTED, self.clock.now_s())
+        held.room.advance(State.GRANTED, self.clock.monotonic_s())
         self._scheduler.grant(grant.room)
 
     def _sender_said(self, said: Any) -> None:
+        held = self._held.get(said.room)
+        if held is not None:
+            held.shipped = said.shipped
         match said.kind:
             case "acked":
                 if said.room in self._held:
@@ -235,14 +254,15 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return bool(self._inflight)
 
     def _dispatch_chunk(self, pieces: tuple[Piece, ...]) -> None:
-        now = self.clock.now_s()
+        now_s = self.clock.monotonic_s()
         chunk = self._engine.run_chunk(pieces)
         runs: list[tuple[int, int, int, list[Array]]] = []
         firsts: list[FirstSample] = []
+        times: list[ChunkTimes] = []
         for row, piece in enumerate(pieces):
             held = self._held[piece.prompt.room]
             if held.room.state is State.GRANTED:
-                held.room.advance(State.COMPUTING, now)
+                held.room.advance(State.COMPUTING, now_s)
             if piece.is_last:
                 submit = held.submit
                 firsts.append(
@@ -250,9 +270,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                         row, submit.sampling, piece.prompt.token_ids, submit.num_prompt_tokens
                     )
                 )
-            runs += self._gather(held, piece)
+            gathered = self._gather(held, piece)
+            page_end = held.shipped_pages if gathered else 0
+            times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end))
+            runs += gathered
         sampled = self._engine.sample_first(chunk, firsts) if firsts else None
-        self._inflight.append(InFlight(chunk, sampled, runs))
+        self._inflight.append(InFlight(chunk, sampled, runs, times))
         self.counters["chunks"] += 1
         self.counters["tokens_computed"] += sum(piece.num_tokens for piece in pieces)
 
@@ -270,6 +293,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def _complete(self, flight: InFlight) -> None:
         """Ship what the chunk finished. Rooms that ended meanwhile are passed over."""
+        if flight.runs:
+            # Gathered behind the chunk: it is computed once the first of them is there.
+            jax.block_until_ready(flight.runs[0][3])
+        computed_s = self.clock.monotonic_s()
         for room, first_page, num_pages, arrays in flight.runs:
             held = self._held.get(room)
             if held is None or held.grant is None:
@@ -278,6 +305,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             runs = self._runs_to(held.grant)
             self._sender.send_pages(held.grant, first_page, shards, runs)
             self.counters["pages_sent"] += num_pages
+        shipped_s = self.clock.monotonic_s()
+        for times in flight.times:
+            times.computed_s, times.shipped_s = computed_s, shipped_s
         if flight.chunk.prompt_logprobs is not None:
             self._collect_prompt_logprobs(flight.chunk)
         if flight.sampled is not None:
@@ -298,7 +328,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def _emit_first_tokens(self, chunk: ChunkInFlight, out: SampleOut) -> None:
         """First tokens go to the client at once, and to decode behind the last page."""
         by_api: dict[str, list[tuple[int, Held, int]]] = {}
-        now = self.clock.now_s()
+        now_s = self.clock.monotonic_s()
         for row, piece in enumerate(chunk.pieces):
             held = self._held.get(piece.prompt.room)
             if not piece.is_last or held is None or held.grant is None:
@@ -307,7 +337,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             token_id, token_idx = int(out.ids[row]), submit.num_generated
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append((row, held, finish))
-            held.room.advance(State.SENDING, now)
+            held.room.advance(State.SENDING, now_s)
             first = FirstToken(token_id, token_idx, piece.prompt.num_tokens, finish)
             self._sender.finish(held.grant, first)
             self._emitter.event(submit.api_id, self._prefilled(held))

@@ -19,7 +19,7 @@ import enum
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -151,6 +151,19 @@ class Refused(wire.Message, frozen=True):
     message: str
 
 
+@dataclass(slots=True)
+class Shipped:
+    """What left for one room. Times are monotonic seconds; 0.0: not yet."""
+
+    way: str = ""  # tcp, shm, ...
+    num_bytes: int = 0
+    num_frames: int = 0
+    first_s: float = 0.0  # the first page frame begins to leave
+    last_s: float = 0.0
+    acked_s: float = 0.0
+    page_ends: dict[int, float] = field(default_factory=dict)  # pages before this one left then
+
+
 @dataclass(frozen=True, slots=True)
 class SenderEvent:
     """How a room's transfer ended, told once for each room that was not cancelled."""
@@ -159,6 +172,7 @@ class SenderEvent:
     room: int
     message: str = ""
     code: str = ""  # transfer.errors.Code, when nacked
+    shipped: Shipped | None = field(default=None, compare=False)
 
 
 OnEvent = Callable[[SenderEvent], None]
@@ -189,8 +203,11 @@ class PageSender(Protocol):
         """Queue the end of a room behind its pages."""
         ...
 
-    def cancel(self, room: int) -> None:
-        """Drop what is queued of a room and tell the receiver. No event follows."""
+    def cancel(self, room: int) -> Shipped | None:
+        """Drop what is queued of a room and tell the receiver. No event follows.
+
+        Returns what had left; None for a room that is not open.
+        """
         ...
 
     @property

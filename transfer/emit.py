@@ -25,10 +25,11 @@ class Rows:
 class _Pending:
     rows: Rows | None = None
     events: list[wire.RoomEvent] = field(default_factory=list)
+    legs: list[wire.LegRecord] = field(default_factory=list)
 
 
 class StepEmitter:
-    """Rows and events since the last `take`, by API process. Used by one thread."""
+    """Rows, events and ended legs since the last `take`, by API process. Used by one thread."""
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self._worker_id = worker_id
@@ -49,6 +50,10 @@ class StepEmitter:
     def event(self, api_id: str, event: wire.RoomEvent) -> None:
         self._pending.setdefault(api_id, _Pending()).events.append(event)
 
+    def leg(self, api_id: str, leg: wire.LegRecord) -> None:
+        """A leg is over."""
+        self._pending.setdefault(api_id, _Pending()).legs.append(leg)
+
     def take(self, now_s: float) -> dict[str, wire.StepBatch]:
         """Everything collected, packed; the step number grows by one when there is anything."""
         if not self._pending:
@@ -62,7 +67,7 @@ class StepEmitter:
         rows = pending.rows
         head = (self._worker_id, self._epoch, self._step, now_s)
         if rows is None:
-            return wire.StepBatch(*head, events=tuple(pending.events))
+            return wire.StepBatch(*head, events=tuple(pending.events), legs=tuple(pending.legs))
         return wire.StepBatch(
             *head,
             rooms=wire.pack_i64(rows.rooms),
@@ -74,4 +79,5 @@ class StepEmitter:
             top_ids=b"" if rows.top_ids is None else wire.pack_i32(rows.top_ids),
             top_logprobs=b"" if rows.top_logprobs is None else wire.pack_f32(rows.top_logprobs),
             events=tuple(pending.events),
+            legs=tuple(pending.legs),
         )

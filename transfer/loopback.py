@@ -154,7 +154,7 @@ class _Link(Lane):
             return
         while not self._ended and (job := self._sender.next_job(self)) is not None:
             data = whole_frame(job.frame, job.meta, segments(job.payload))
-            self._sender.sent(job)
+            self._sender.sent(self, job)
             self._network.put(self, True, job.frame, data)
 
     def deliver(self, packet: _Packet) -> None:

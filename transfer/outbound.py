@@ -10,7 +10,8 @@ import numpy as np
 
 from model.buckets import MAX_RUN_PAGES, geometric
 from transfer import wire
-from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent
+from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent, Shipped
+from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage
 from transfer.layout import HeadRun
 
@@ -43,6 +44,12 @@ class Lane(ABC):
     queues: dict[int, deque[Job]] = field(default_factory=dict)  # by room, none empty; next first
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
     max_frame_bytes: int = 0  # 0: the sender's
+    shipped: dict[int, Shipped] = field(default_factory=dict)  # of the open rooms
+
+    @property
+    def way(self) -> str:
+        """How pages travel, as timelines call it."""
+        return "tcp"
 
     @abstractmethod
     def wake(self) -> None:
@@ -62,6 +69,7 @@ class Sender(ABC):
 
     def __init__(self, on_event: OnEvent, max_frame_bytes: int) -> None:
         assert max_frame_bytes > 0
+        self.clock: Clock = SYSTEM_CLOCK
         self._on_event = on_event
         self._max_frame_bytes = max_frame_bytes
         self.counters: Counter[str] = Counter()
@@ -90,17 +98,19 @@ class Sender(ABC):
         frame = Frame(Kind.FINISH, grant.room, grant.epoch)
         self._queue(grant, lambda _: [Job(frame, wire.encode(first))])
 
-    def cancel(self, room: int) -> None:
+    def cancel(self, room: int) -> Shipped | None:
         with self._lock:
             self._remember(room)
             lane = next((lane for lane in self._lanes.values() if room in lane.rooms), None)
             if lane is None:
-                return
+                return None
             epoch = lane.rooms.pop(room)
+            shipped = lane.shipped.pop(room)
             self._drop_jobs(lane, room)
             # Ahead of other rooms: it may free what they wait for.
             lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
         lane.wake()
+        return shipped
 
     @property
     def in_flight_bytes(self) -> int:
@@ -123,6 +133,7 @@ class Sender(ABC):
             if lane is None:
                 lane = self._lanes[grant.data_address] = self._open_lane(grant.data_address)
             lane.rooms[grant.room] = grant.epoch
+            lane.shipped.setdefault(grant.room, Shipped())
             jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
             lane.queues.setdefault(grant.room, deque()).extend(jobs)
             self._in_flight_bytes += sum(job.num_bytes for job in jobs)
@@ -141,27 +152,41 @@ class Sender(ABC):
                     del lane.queues[room]
                     if queue:
                         lane.queues[room] = queue  # behind the others
+                    shipped = lane.shipped.get(room)
+                    if shipped is not None and not shipped.first_s and job.payload is not None:
+                        shipped.first_s = self.clock.monotonic_s()
                     return job
             return None
 
-    def sent(self, job: Job) -> None:
+    def sent(self, lane: Lane, job: Job) -> None:
+        """The job has left, or never will: then the lane is lost next."""
         with self._lock:
             self._in_flight_bytes -= job.num_bytes
+            shipped = lane.shipped.get(job.frame.room)
+            if shipped is None or job.payload is None:
+                return
+            shipped.way = lane.way
+            shipped.num_bytes += job.num_bytes
+            shipped.num_frames += 1
+            shipped.last_s = self.clock.monotonic_s()
+            shipped.page_ends[job.frame.page_start + job.frame.num_pages] = shipped.last_s
 
     def heard(self, lane: Lane, frame: Frame, meta: bytes) -> None:
         """Take an ACK or NACK. Raises BadMessage for anything else."""
-        if frame.kind is Kind.ACK:
-            event = SenderEvent("acked", frame.room)
-        elif frame.kind is Kind.NACK:
-            refused = wire.decode(meta, Refused)
-            event = SenderEvent("nacked", frame.room, refused.message, refused.code)
-        else:
+        if frame.kind not in (Kind.ACK, Kind.NACK):
             raise BadMessage(f"unexpected {frame.kind.name} frame")
+        refused = wire.decode(meta, Refused) if frame.kind is Kind.NACK else None
         with self._lock:
             if lane.rooms.pop(frame.room, None) is None:
                 return
+            shipped = lane.shipped.pop(frame.room)
             self._remember(frame.room)
             self._drop_jobs(lane, frame.room)
+        if refused is None:
+            shipped.acked_s = self.clock.monotonic_s()
+            event = SenderEvent("acked", frame.room, shipped=shipped)
+        else:
+            event = SenderEvent("nacked", frame.room, refused.message, refused.code, shipped)
         self._on_event(event)
 
     def count(self, what: str) -> None:
@@ -176,14 +201,14 @@ class Sender(ABC):
             for room in list(lane.queues):
                 self._drop_jobs(lane, room)
             lane.cancels.clear()
-            rooms = list(lane.rooms)
-            lane.rooms.clear()
+            rooms, lane.rooms = list(lane.rooms), {}
+            shipped, lane.shipped = lane.shipped, {}
             for room in rooms:
                 self._remember(room)
             closed = self._closed
         if not closed:
             for room in rooms:
-                self._on_event(SenderEvent("lost", room, message))
+                self._on_event(SenderEvent("lost", room, message, shipped=shipped[room]))
 
     def _remember(self, room: int) -> None:
         self._over[room] = None

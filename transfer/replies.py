@@ -30,7 +30,7 @@ class Replies:
     def offer(self, batch: wire.StepBatch) -> bool:
         """Add a step; False when too much waits already."""
         num_rows = self._num_rows + batch.num_rows
-        num_events = self._num_events + len(batch.events)
+        num_events = self._num_events + _num_events(batch)
         if num_rows > MAX_ROWS or num_events > MAX_EVENTS:
             return False
         self._waiting.append(batch)
@@ -61,7 +61,7 @@ class Replies:
         del self._waiting[: len(taken)]
         merged = merge(taken)
         self._num_rows -= merged.num_rows
-        self._num_events -= len(merged.events)
+        self._num_events -= _num_events(merged)
         return merged
 
 
@@ -97,4 +97,9 @@ def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
         top_ids=b"".join([batch.top_ids for batch in batches]),
         top_logprobs=b"".join([batch.top_logprobs for batch in batches]),
         events=tuple([event for batch in batches for event in batch.events]),
+        legs=tuple([leg for batch in batches for leg in batch.legs]),
     )
+
+
+def _num_events(batch: wire.StepBatch) -> int:
+    return len(batch.events) + len(batch.legs)

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from model.opening import OpenedModel, open_model
@@ -21,6 +21,13 @@ from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
+API_GONE = "api_gone"  # why a room ended of which nobody is left to hear
+
+
+def micros(seconds: float) -> int:
+    """As offsets of a wire.LegRecord are told."""
+    return round(seconds * 1e6)
+
 
 @dataclass(slots=True)
 class HeldRoom:
@@ -28,6 +35,7 @@ class HeldRoom:
 
     submit: wire.Submit
     room: Room
+    received_s: float = field(init=False)  # monotonic, when the submit reached this process
 
 
 class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
@@ -58,6 +66,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """Give back all that the room owns. Its state is final."""
 
     @abstractmethod
+    def leg_of(self, held: H, stages: dict[str, int], ending: str) -> wire.LegRecord:
+        """What the room's leg was like. Called after `release`."""
+
+    @abstractmethod
     def request_tokens(self, submit: wire.Submit) -> int:
         """Tokens for which this role needs pages, at worst."""
 
@@ -69,25 +81,26 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def handle(self, event: Any) -> None:
         match event:
-            case Submitted(submits):
+            case Submitted(submits, received_s):
                 for submit in submits:
-                    self._open(submit)
+                    self._open(submit, received_s)
             case Aborted(rooms, _):
                 for room in rooms:
                     self.drop(room, "aborted")
             case ApiGone(api_id):
                 gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
                 for room in gone:
-                    self.drop(room, "api_gone")
+                    self.drop(room, API_GONE)
             case _:
                 self.handle_own(event)
 
-    def _open(self, submit: wire.Submit) -> None:
+    def _open(self, submit: wire.Submit, received_s: float) -> None:
         if submit.room in self._held:
             return  # the same submit, delivered twice
-        room = Room(submit.room, self.side, self.clock.now_s(), submit.deadline_s)
+        room = Room(submit.room, self.side, self.clock.monotonic_s(), submit.deadline_s)
         if self._rooms.add(room):
-            self._held[submit.room] = self.take(submit, room)
+            held = self._held[submit.room] = self.take(submit, room)
+            held.received_s = received_s
         else:
             self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
 
@@ -119,18 +132,24 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """End a room early, in whatever state. Unknown rooms are ignored."""
         if room in self._held:
             self.counters[f"rooms_{why}"] += 1
-            self._close(room, State.FAILED)
+            self._close(room, State.FAILED, why)
 
     def expire(self) -> None:
         """Drop what nobody waits for any more."""
         for room in self._rooms.expired(self.clock.now_s()):
             self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
 
-    def _close(self, room: int, state: State) -> None:
+    def _close(self, room: int, state: State, ending: str = "") -> None:
         held = self._held.pop(room)
-        held.room.advance(state, self.clock.now_s())
+        held.room.advance(state, self.clock.monotonic_s())
         self._rooms.remove(room)
         self.release(held)
+        if ending != API_GONE:
+            stages = {
+                stage.value: micros(entered_s - held.received_s)
+                for stage, entered_s in held.room.entered_s.items()
+            }
+            self._emitter.leg(held.submit.api_id, self.leg_of(held, stages, ending))
 
     def _tell_failed(self, submit: wire.Submit, code: Code, message: str) -> None:
         event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)

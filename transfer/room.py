@@ -56,20 +56,20 @@ LEGAL: dict[Side, dict[State, tuple[State, ...]]] = {
 
 @dataclass(slots=True)
 class Room:
-    """One request's transfer on one side. Times are unix seconds, given by the caller."""
+    """One request's transfer on one side. Times are given by the caller."""
 
     room: int
     side: Side
-    opened_s: float
-    deadline_s: float
+    opened_s: float  # monotonic
+    deadline_s: float  # unix
     state: State = State.QUEUED
-    entered_s: dict[State, float] = field(default_factory=dict)
+    entered_s: dict[State, float] = field(default_factory=dict)  # monotonic
 
     def __post_init__(self) -> None:
         self.entered_s[State.QUEUED] = self.opened_s
 
     def advance(self, state: State, now_s: float) -> None:
-        """Move on. An illegal move is our bug."""
+        """Move on. now_s: monotonic. An illegal move is our bug."""
         legal = LEGAL[self.side].get(self.state, ())
         assert state in legal, f"room {self.room} on {self.side.value}: {self.state} -> {state}"
         self.state = state

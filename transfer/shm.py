@@ -160,6 +160,10 @@ class _ShmLane(TcpLane):
         return connection
 
     @property
+    def way(self) -> str:
+        return "tcp" if self._slots is None else "shm"
+
+    @property
     def takes_pages(self) -> bool:
         return self._slots is None or self._slots.num_free > 0
 

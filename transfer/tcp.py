@@ -148,7 +148,7 @@ class TcpLane(Lane):
         try:
             self.send(connection, job)
         finally:
-            self.sender.sent(job)
+            self.sender.sent(self, job)
         if self._asked_s is not None:
             # Time in which the peer took bytes is no silence, and its answer waits behind them.
             self._asked_s += SYSTEM_CLOCK.monotonic_s() - begun_s

@@ -9,7 +9,8 @@ Who sends what:
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
     API, decode -> registry  Watch -> ClusterView (pushed on change)
-    API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics
+    API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,
+                             FindTimeline -> FoundTimeline
 """
 
 from typing import Literal
@@ -153,6 +154,36 @@ class RoomEvent(Message):
     prompt_logprobs: PromptLogprobs | None = None  # prefilled, when asked
 
 
+class Shipment(Message):
+    """What prefill's data plane sent of one room. Offsets as of LegRecord; -1: did not happen."""
+
+    way: str  # tcp, shm, ...
+    num_bytes: int  # of pages
+    num_frames: int
+    first_us: int  # the first page frame begins to leave
+    last_us: int  # the last one has left this process
+    acked_us: int  # decode has said that all is there
+
+
+class LegRecord(Message):
+    """How one leg of a room passed at its worker, told once when it is over there.
+
+    Offsets are microseconds since the submit reached the worker, by its own monotonic clock, so
+    clocks of two hosts never meet: who sent the submit places them at that time.
+    """
+
+    room: int
+    stages: dict[str, int]  # transfer.room.State -> offset at which it was entered
+    ending: str = ""  # "" well; else why it was dropped
+    cached_tokens: int = 0  # prefill: found in its cache
+    # prefill: i64[n, 5], a row a chunk: tokens, and offsets at which it was dispatched, was known
+    # to be computed, its pages were handed to the data plane, and the last of them had left.
+    chunks: bytes = b""
+    shipment: Shipment | None = None  # prefill
+    num_steps: int = 0  # decode: took part in
+    first_step_us: int = -1  # decode: its first step's token was read
+
+
 class StepBatch(Message):
     """All that one step of one worker brings to one API process. Row = one token of one room.
 
@@ -160,7 +191,8 @@ class StepBatch(Message):
     counted over all attempts); finish u8[n]; logprobs f32[n], or empty when no row asked;
     top_rows i32[m]: the rows with top logprobs; top_ids i32[m, 20]; top_logprobs f32[m, 20].
     A room may have several rows; they are in order. Events apply after the rows, except
-    `prefilled`, which applies before.
+    `prefilled`, which applies before. Legs are told after all else: behind the version, where a
+    side that knows nothing of them passes over them.
     """
 
     worker_id: str
@@ -177,6 +209,7 @@ class StepBatch(Message):
     top_logprobs: bytes = b""
     events: tuple[RoomEvent, ...] = ()
     version: int = WIRE_VERSION
+    legs: tuple[LegRecord, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -336,6 +369,16 @@ class AbortRequest(Message):
 
 class Aborted(Message):
     count: int
+
+
+class FindTimeline(Message):
+    """The timeline of this request, if the asked process has it."""
+
+    request_id: str
+
+
+class FoundTimeline(Message):
+    body: bytes  # JSON; empty: not here
 
 
 # --- arrays <-> bytes ---------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class Inbox:
 @dataclass(frozen=True)
 class Submitted:
     submits: tuple[wire.Submit, ...]
+    received_s: float  # monotonic
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Worker(ABC):
             else:
                 refused.append(why)
         if accepted:
-            self.inbox.post(Submitted(tuple(accepted)))
+            self.inbox.post(Submitted(tuple(accepted), self.clock.monotonic_s()))
         return wire.SubmitReply(tuple(refused))
 
     def refusal(self, submit: wire.Submit) -> wire.Refusal | None:

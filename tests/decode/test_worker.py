@@ -63,7 +63,8 @@ def test_a_request_that_its_first_token_ended_takes_no_step() -> None:
     alone.turn()
     arrive(alone, 1, finished=wire.LENGTH)
     assert not alone.turn()
-    assert alone.batches == []
+    assert [leg.ending for leg in alone.legs()] == [""]
+    assert not any(batch.num_rows or batch.events for batch in alone.batches)
     worker.check_idle()
 
 
@@ -160,3 +161,46 @@ def test_a_full_queue_is_refused_at_the_door() -> None:
     refused = worker.refusal(alone.leg(5))
     assert refused is not None
     assert refused.code == "queue_full"
+
+
+def test_a_leg_tells_when_each_stage_was_and_how_many_steps_it_took() -> None:
+    alone, worker = decode()
+    alone.submit(1, max_new=4)
+    alone.clock.advance(1.0)
+    alone.turn()
+    alone.clock.advance(1.0)
+    arrive(alone, 1)
+    more = True
+    while more:
+        alone.clock.advance(1.0)
+        more = alone.turn()
+    (leg,) = alone.legs()
+    second = 1_000_000
+    assert (leg.room, leg.ending, leg.num_steps) == (1, "", 3)
+    assert leg.stages == {
+        "queued": 0,
+        "reserved": 1 * second,
+        "receiving": 2 * second,
+        "ready": 2 * second,
+        "decoding": 3 * second,
+        "done": 6 * second,
+    }
+    assert leg.first_step_us == 4 * second
+    worker.check_idle()
+
+
+def test_a_preempted_leg_says_so() -> None:
+    alone, _ = decode(num_pages=4)
+    for room in (1, 2):
+        start(alone, room, num_tokens=7, max_new=8)
+    while alone.turn():
+        pass
+    assert {leg.room: leg.ending for leg in alone.legs()} == {1: "", 2: "preempted"}
+
+
+def test_nobody_is_told_of_legs_of_an_api_process_that_is_gone() -> None:
+    alone, worker = decode()
+    alone.submit(1)
+    worker.handle(ApiGone("api"))
+    alone.turn()
+    assert alone.legs() == []

@@ -5,12 +5,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from prefill.chunk_times import MAX_CHUNKS, ChunkTimes, next_chunk
 from prefill.worker import EARLY_GRANT_S, Granted, SenderSaid
 from tests.sim.alone import Alone
 from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimPrefill
 from transfer import wire
-from transfer.backend import SenderEvent
+from transfer.backend import SenderEvent, Shipped
 from transfer.worker import Aborted, ApiGone
 
 
@@ -99,7 +100,7 @@ def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, co
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
-def test_an_abort_at_any_time_frees_every_page_and_says_nothing(turns: int) -> None:
+def test_an_abort_at_any_time_frees_every_page_and_says_nothing_but_how_it_went(turns: int) -> None:
     alone, worker = prefill()
     alone.submit(1, num_tokens=16)
     worker.handle(Granted((alone.grant(1),)))
@@ -110,7 +111,9 @@ def test_an_abort_at_any_time_frees_every_page_and_says_nothing(turns: int) -> N
     while alone.turn():
         pass
     assert worker.state().pages_held == 0
-    assert len(alone.batches) == before
+    said = alone.batches[before:]
+    assert [(leg.room, leg.ending) for batch in said for leg in batch.legs] == [(1, "aborted")]
+    assert not any(batch.num_rows or batch.events for batch in said)
     worker.check_idle()
 
 
@@ -189,3 +192,59 @@ def test_prompt_logprobs_begin_where_asked_over_chunks_and_cached_pages(start: i
         expected = [prompt_logprob(position) for position in range(first, 14)]
         assert wire.unpack_f32(told.logprobs).tolist() == expected
         assert len(wire.unpack_i32(told.top_ids)) == len(expected) * wire.NUM_TOP_LOGPROBS
+
+
+def test_a_leg_tells_when_each_stage_and_chunk_was_from_its_receipt_on() -> None:
+    alone, worker = prefill()
+    alone.submit(1, num_tokens=20)  # chunks of 8, 8 and 4
+    alone.clock.advance(1.0)
+    worker.handle(Granted((alone.grant(1),)))
+    for _ in range(4):
+        alone.clock.advance(1.0)
+        alone.turn()
+    now_s = alone.clock.monotonic_s()
+    shipped = Shipped("shm", 500, 3, now_s + 1.0, now_s + 2.0, now_s + 3.0)
+    shipped.page_ends = {2: shipped.first_s, 5: shipped.last_s}
+    alone.clock.advance(4.0)
+    worker.handle(SenderSaid(SenderEvent("acked", 1, shipped=shipped)))
+    alone.turn()
+    (leg,) = alone.legs()
+    assert (leg.room, leg.ending, leg.cached_tokens) == (1, "", 0)
+    second = 1_000_000
+    assert leg.stages == {
+        "queued": 0,
+        "granted": 1 * second,
+        "computing": 2 * second,
+        "sending": 5 * second,
+        "done": 9 * second,
+    }
+    assert wire.unpack_i64(leg.chunks).reshape(-1, 5).tolist() == [
+        [8, 2 * second, 3 * second, 3 * second, 6 * second],
+        [8, 3 * second, 4 * second, 4 * second, -1],
+        [4, 4 * second, 5 * second, 5 * second, 7 * second],
+    ]
+    assert leg.shipment == wire.Shipment("shm", 500, 3, 6 * second, 7 * second, 8 * second)
+
+
+def test_a_leg_that_fails_tells_what_had_left() -> None:
+    alone, worker = prefill()
+    alone.submit(1, num_tokens=16)
+    worker.handle(Granted((alone.grant(1),)))
+    alone.turn()
+    alone.turn()
+    worker.handle(SenderSaid(SenderEvent("lost", 1, "reset", shipped=Shipped("tcp", 9, 1, 5.0))))
+    alone.turn()
+    (leg,) = alone.legs()
+    assert leg.ending == "peer_lost"
+    assert leg.shipment is not None
+    assert (leg.shipment.num_bytes, leg.shipment.acked_us) == (9, -1)
+
+
+def test_a_prompt_of_very_many_chunks_is_told_in_a_bounded_number() -> None:
+    chunks: list[ChunkTimes] = []
+    for number in range(3 * MAX_CHUNKS):
+        next_chunk(chunks, 8, float(number), 2 * number + 2).computed_s = number + 1.0
+    assert len(chunks) == MAX_CHUNKS
+    assert sum(chunk.num_tokens for chunk in chunks) == 3 * MAX_CHUNKS * 8
+    assert (chunks[-1].dispatched_s, chunks[-1].computed_s) == (MAX_CHUNKS - 1.0, 3.0 * MAX_CHUNKS)
+    assert chunks[-1].page_end == 6 * MAX_CHUNKS

@@ -49,7 +49,7 @@ class Alone:
         """Hand it a leg that passed the door."""
         leg = self.leg(room, num_tokens, max_new, **fields)
         assert self.worker.refusal(leg) is None
-        self.worker.handle(Submitted((leg,)))
+        self.worker.handle(Submitted((leg,), self.clock.monotonic_s()))
 
     def leg(
         self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object
@@ -96,6 +96,10 @@ class Alone:
                 strict=True,
             )
         ]
+
+    def legs(self) -> list[wire.LegRecord]:
+        """How the rooms that are over went."""
+        return [leg for batch in self.batches for leg in batch.legs]
 
     def _publish(self, _: Worker, batches: dict[str, wire.StepBatch]) -> None:
         self.batches += batches.values()

@@ -127,7 +127,7 @@ class Link(Lane):
             if job is None:
                 return
             self._send(job)
-            self._sender.sent(job)
+            self._sender.sent(self, job)
         self.wake()
 
     def _send(self, job: Job) -> None:

@@ -90,6 +90,7 @@ class SimPrefill(PrefillWorker):
         sender = SimSender(
             fabric, lambda event: self.inbox.post(SenderSaid(event)), plan.max_frame_bytes
         )
+        sender.clock = clock
         self.sender = sender
         buckets = PrefillBuckets(
             (plan.chunk_tokens,),

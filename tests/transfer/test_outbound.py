@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from tests.transfer.samples import KV, a_grant, logical_pages, sharded
-from transfer.backend import FirstToken, Kind
+from transfer import wire
+from transfer.backend import FirstToken, Frame, Kind, Refused, SenderEvent
+from transfer.clock import ManualClock
 from transfer.layout import plan_heads
 from transfer.outbound import Lane, Sender, cut_frames, segments
 
@@ -87,7 +89,9 @@ class StillLane(Lane):
 
 class StillSender(Sender):
     def __init__(self) -> None:
-        super().__init__(lambda event: None, PAGE_BYTES)
+        self.events: list[SenderEvent] = []
+        super().__init__(self.events.append, PAGE_BYTES)
+        self.clock: ManualClock = ManualClock(100.0)
         self.lane = StillLane("a")
 
     def _open_lane(self, address: str) -> Lane:
@@ -97,7 +101,8 @@ class StillSender(Sender):
         """What leaves when all of it may."""
         jobs = []
         while (job := self.next_job(self.lane)) is not None:
-            self.sent(job)
+            self.clock.advance(1.0)
+            self.sent(self.lane, job)
             jobs.append((job.frame.kind, job.frame.room))
         return jobs
 
@@ -153,3 +158,32 @@ def test_a_lost_lane_leaves_nothing_in_flight() -> None:
     sender.lost(sender.lane, "gone")
     assert sender.in_flight_bytes == 0
     assert sender.left() == []
+
+
+def test_what_left_for_a_room_is_told_with_its_end() -> None:
+    sender = StillSender()
+    queue_room(sender, 1, 3)
+    sender.left()
+    sender.clock.advance(5.0)
+    sender.heard(sender.lane, Frame(Kind.ACK, 1), b"")
+    (event,) = sender.events
+    shipped = event.shipped
+    assert shipped is not None
+    assert (shipped.way, shipped.num_bytes, shipped.num_frames) == ("tcp", 3 * PAGE_BYTES, 3)
+    assert (shipped.first_s, shipped.last_s, shipped.acked_s) == (100.0, 103.0, 109.0)
+    assert shipped.page_ends == {1: 101.0, 2: 102.0, 3: 103.0}
+
+
+def test_what_left_is_told_of_a_room_that_ends_badly_too_and_kept_of_none() -> None:
+    sender = StillSender()
+    for room in (1, 2, 3):
+        queue_room(sender, room, 1)
+    sender.left()
+    cancelled = sender.cancel(1)
+    sender.heard(sender.lane, Frame(Kind.NACK, 2), wire.encode(Refused("stale", "old")))
+    sender.lost(sender.lane, "reset")
+    found = [cancelled, *(event.shipped for event in sender.events)]
+    assert [shipped.num_frames for shipped in found if shipped is not None] == [1, 1, 1]
+    assert [event.kind for event in sender.events] == ["nacked", "lost"]
+    assert not sender.lane.shipped
+    assert sender.cancel(4) is None

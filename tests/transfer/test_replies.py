@@ -70,6 +70,23 @@ def test_events_of_all_steps_come_in_order():
     assert merge([first, step(0, [1]), second]).events == first.events + second.events
 
 
+async def test_legs_of_all_steps_come_in_order_and_count_as_events(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(transfer.replies, "MAX_EVENTS", 2)
+    replies = Replies()
+    for room in (1, 2):
+        EMITTER.leg("api", wire.LegRecord(room, {"queued": room}))
+        assert replies.offer(EMITTER.take(0.0)["api"])
+    EMITTER.leg("api", wire.LegRecord(3, {}))
+    late = EMITTER.take(0.0)["api"]
+    assert not replies.offer(late)
+    merged = await replies.take(1.0)
+    assert merged is not None
+    assert [leg.room for leg in merged.legs] == [1, 2]
+    assert replies.offer(late)
+
+
 async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(transfer.replies, "_ROWS_PER_MESSAGE", 4)
     replies = Replies()

@@ -42,6 +42,15 @@ MESSAGES = [
         token_idx=wire.pack_i32([0, 1]),
         finish=wire.pack_u8([wire.RUNNING, wire.STOP]),
         events=(wire.RoomEvent(2, "failed", "stale", "too old"),),
+        legs=(
+            wire.LegRecord(
+                2,
+                {"queued": 10, "failed": 900},
+                "stale",
+                chunks=wire.pack_i64([[64, 20, 500, 510, -1]]),
+                shipment=wire.Shipment("shm", 1 << 20, 1, 515, 600, -1),
+            ),
+        ),
     ),
     wire.Register(a_worker(), 3),
     wire.Heartbeat("decode-0", 3, wire.Load(queued_requests=1)),
@@ -113,3 +122,13 @@ def test_a_broken_array_is_refused(unpack) -> None:
 
 def test_generated_tokens_are_counted_behind_the_prompt() -> None:
     assert a_submit(num_tokens=5, num_prompt_tokens=3).num_generated == 2
+
+
+def test_a_step_of_a_side_that_tells_no_legs_is_read_and_one_with_legs_by_it() -> None:
+    """Why legs needed no new version of the wire."""
+    batch = next(message for message in MESSAGES if isinstance(message, wire.StepBatch))
+    fields = msgspec.msgpack.decode(wire.encode(batch))
+    assert fields[-2] == wire.WIRE_VERSION
+    without = wire.decode(msgspec.msgpack.encode(fields[:-1]), wire.StepBatch)
+    assert without == msgspec.structs.replace(batch, legs=())
+    assert wire.decode(msgspec.msgpack.encode([*fields, "newer"]), wire.StepBatch) == batch

@@ -213,10 +213,10 @@ async def test_an_api_process_that_does_not_read_is_gone(
 async def test_events_are_handled_and_questions_answered_on_the_engine_thread() -> None:
     worker = PlainWorker()
     thread, stop = await run_engine(worker)
-    worker.inbox.post(Submitted(()))
+    worker.inbox.post(Submitted((), 0.0))
     reply = await asyncio.wait_for(worker._ask(worker.flush), 10.0)
     assert reply.message == "engine"
-    assert worker.events == [Submitted(())]
+    assert worker.events == [Submitted((), 0.0)]
     worker._stopping.set()
     await asyncio.wait_for(stop.wait(), 10.0)
     thread.join()
