@@ -231,6 +231,18 @@ class Admin:
         aborted = await self._siblings.abort(None if fields.abort_all else fields.rid)
         return _json({"success": True, "aborted": aborted})
 
+    async def timeline(self, request: HttpRequest) -> Response:
+        """When what happened to one of the latest requests, running or ended."""
+        request_id = request.path_params["request_id"]
+        body = await self._siblings.timeline(request_id)
+        if body is None:
+            kept = self._front.config.timeline_requests
+            message = f"no request {request_id!r} among the latest {kept} of a process"
+            if not kept:
+                message = "this server keeps no timelines: --timeline-requests is 0"
+            raise ApiError(404, message, "request_id", "request_not_found")
+        return Response(body, media_type="application/json")
+
     async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request.scope, request.receive, self._front.config) or b""
 

@@ -14,6 +14,7 @@ from serving.event_stream import SlowClient, until_disconnected
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink, Tokens
 from serving.limits import Ticket
 from serving.protocol import Request
+from serving.timeline import RequestTimeline
 from transfer import wire
 from transfer.errors import Code, RequestError
 
@@ -111,6 +112,7 @@ class Runner:
         receive: Receive,
         *,
         queues: bool = True,
+        timeline: RequestTimeline | None = None,
     ) -> bool:
         """Until the answer is closed, or the client left: then False. arrival_s: unix seconds.
 
@@ -120,12 +122,15 @@ class Runner:
         gone = asyncio.ensure_future(until_disconnected(receive))
         ticket: Ticket | None = None
         generations: list[Generation] = []
+        now_s = self._dispatcher.timelines.now_s
         try:
             if queues:
                 ticket = await self._admit(request, gone)
                 if ticket is None:
                     return False
-            for ask, sink in zip(request.choices, answer.sinks, strict=True):
+            if timeline is not None:
+                timeline.admitted(now_s())
+            for place, (ask, sink) in enumerate(zip(request.choices, answer.sinks, strict=True)):
                 spec = GenerationSpec(
                     ask.prompt.ids,
                     ask.sampling,
@@ -134,7 +139,8 @@ class Runner:
                     arrival_s + self._request_timeout_s,
                     request.cache_salt,
                 )
-                sink.generation = self._dispatcher.submit(spec, sink)
+                told = None if timeline is None else timeline.choices[place]
+                sink.generation = self._dispatcher.submit(spec, sink, told)
                 generations.append(sink.generation)
             await asyncio.wait((answer.closed, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.closed.done():
@@ -145,6 +151,8 @@ class Runner:
             logger.warning("%s: %s", request.request_id, error)
             return False
         except RequestError as error:
+            if timeline is not None:
+                timeline.refused(error.code.value, error.message)
             raise from_request_error(error) from error
         finally:
             # Generations that ended are left as they are; the others have nobody to tell.
@@ -155,6 +163,8 @@ class Runner:
             gone.cancel()
             for sink in answer.sinks:
                 sink.generation = None  # which has the sink: a cycle
+            if timeline is not None:
+                timeline.ended(now_s())
             answer.close()
 
     def abort(self, request_id: str | None) -> int:

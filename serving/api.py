@@ -55,6 +55,8 @@ HELP = {
     "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
     "enable_metrics": "serve /metrics",
+    "timeline_requests": "latest requests, each choice counts, of which each process can tell "
+    "/requests/ID/timeline; 0: none",
     "max_request_bytes": "largest request body",
 }
 

@@ -39,6 +39,7 @@ class ServeConfig:
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
     sampling_defaults: Literal["model", "openai"] = "model"
     enable_metrics: bool = True
+    timeline_requests: int = 512  # of which /requests/ID/timeline tells; each choice counts
     max_request_bytes: int = 32 << 20
 
     def __post_init__(self) -> None:
@@ -53,7 +54,13 @@ class ServeConfig:
             raise ConfigError(
                 f"--stream-interval must be auto or at least 1, got {self.stream_interval}"
             )
-        for name in ("max_queued_requests", "max_retries", "batch_notify_size", "context_length"):
+        for name in (
+            "max_queued_requests",
+            "max_retries",
+            "batch_notify_size",
+            "context_length",
+            "timeline_requests",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
         for name in ("queue_timeout_s", "request_timeout_s", "slow_client_timeout_s"):

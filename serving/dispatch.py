@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.router import Key, Router
 from serving.step_rows import Runs, runs_of, unpack_rows
+from serving.timeline import ChoiceTimeline, Timelines
 from serving.timers import LoopTimers, Timers
 from serving.worker_link import Context, WorkerLink
 from transfer import wire
@@ -68,8 +69,15 @@ class Dispatcher:
             prefill_policy=config.prefill_policy,
             decode_policy=config.decode_policy,
         )
+        self.timelines = Timelines(config.timeline_requests, self._router.policies, clock)
         self._placement = Placement(
-            config, self._membership, self._router, clock, self._timers, self
+            config,
+            self._membership,
+            self._router,
+            clock,
+            self._timers,
+            self,
+            self.timelines,
         )
         asked = config.stream_interval
         self.interval = AutoInterval() if asked == "auto" else Interval(asked)
@@ -112,9 +120,11 @@ class Dispatcher:
                 self.metrics.rejected()
             raise
 
-    def submit(self, spec: GenerationSpec, sink: Sink) -> Generation:
+    def submit(
+        self, spec: GenerationSpec, sink: Sink, timeline: ChoiceTimeline | None = None
+    ) -> Generation:
         """Start a generation. The sink hears nothing before this returns."""
-        generation = Generation(spec, sink)
+        generation = Generation(spec, sink, timeline)
         delay_s = spec.deadline_s - self._clock.now_s()
         generation.deadline_timer = self._timers.call_later(
             delay_s, lambda: self._deadline(generation)
@@ -252,6 +262,14 @@ class Dispatcher:
         for event in batch.events:
             if event.kind != "prefilled":
                 self._interrupted(link, event)
+        if batch.legs:
+            self.timelines.over(link.role, batch.legs)
+
+    def on_sending(self, link: WorkerLink, rooms: Iterable[int]) -> None:
+        self.timelines.sent(link.role, rooms)
+
+    def on_answered(self, link: WorkerLink, rooms: Iterable[int]) -> None:
+        self.timelines.answered(link.role, rooms)
 
     def on_stale(self, link: WorkerLink, batch: wire.StepBatch) -> None:
         self.metrics.dropped(1)
@@ -318,6 +336,8 @@ class Dispatcher:
                 gaps_s.append(now_s - generation.last_token_s)
             else:
                 self.metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+                if generation.timeline is not None:
+                    generation.timeline.first_token_s = now_s
             if count > 1:
                 gaps_s += [0.0] * (count - 1)  # they came together
             generation.last_token_s = now_s
@@ -387,7 +407,7 @@ class Dispatcher:
         """Give it up and tell its stream."""
         if self._close(generation):
             logger.info("%s failed: %s", generation.spec.request_id, error)
-            self._observe_end(generation, "error")
+            self._observe_end(generation, "error", (error.code.value, error.message))
             self._tell(generation, lambda: generation.sink.on_error(error))
 
     def retried(self, reason: str) -> None:
@@ -428,7 +448,11 @@ class Dispatcher:
         logger.error("the stream of %s failed", generation.spec.request_id, exc_info=error)
         self.fail(generation, RequestError(Code.INTERNAL, "its stream failed"))
 
-    def _observe_end(self, generation: Generation, reason: str) -> None:
+    def _observe_end(
+        self, generation: Generation, reason: str, error: tuple[str, str] | None = None
+    ) -> None:
+        """error: code and message, if it is one."""
+        self.timelines.ended(generation.timeline, reason, len(generation.token_ids), error)
         self.metrics.ended(reason, self._clock.now_s() - generation.spec.arrival_s)
 
 

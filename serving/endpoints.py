@@ -1,5 +1,6 @@
 """The three routes that generate: chat, completions and SGLang's /generate."""
 
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -94,16 +95,20 @@ class Generate:
         request = await reader.finish(_header(scope, b"x-request-id"))
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)
+        timeline = front.dispatcher.timelines.open(request, arrival_s)
         if request.stream:
             stream = self._event_stream(request.request_id, scope, send)
+            if timeline is not None:
+                timeline.writes = stream
+                stream.on_begin = partial(timeline.written, front.clock.monotonic_s)
             abort = front.dispatcher.abort
             asked = request.stream_interval
             interval = front.dispatcher.interval if asked is None else Interval(asked)
             streamed = StreamedAnswer(choices, stream, spelling, interval, abort)
-            await front.runner.run(request, streamed, arrival_s, receive)
+            await front.runner.run(request, streamed, arrival_s, receive, timeline=timeline)
             return
         answer = WholeAnswer(choices, front.dispatcher)
-        if await front.runner.run(request, answer, arrival_s, receive):
+        if await front.runner.run(request, answer, arrival_s, receive, timeline=timeline):
             response = Response(spelling.whole(choices), media_type="application/json")
             response.raw_headers += _id_header(request.request_id)
             await response(scope, receive, send)

@@ -74,6 +74,8 @@ class EventStream:
         "_unread_bytes",
         "_written",
         "closed",
+        "num_writes",
+        "on_begin",
         "started",
     )
 
@@ -90,6 +92,8 @@ class EventStream:
         """send_start: takes the status and headers; send_body, which may be the same: the rest."""
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.started = False  # from then on errors are events
+        self.num_writes = 0
+        self.on_begin: Callable[[], None] | None = None  # told when the first byte leaves
         self._open = True  # as `closed` says, but nearer
         self._begun = False  # status and headers left
         self._send_start = send_start
@@ -129,12 +133,15 @@ class EventStream:
         if not self._open:
             return
         last = self._last
+        self.num_writes += 1
         if self._begun:
             coroutine = self._send_body(
                 {"type": "http.response.body", "body": data, "more_body": not last}
             )
         else:
             self._begun = True
+            if self.on_begin is not None:
+                self.on_begin()
             coroutine = self._start(data, last)
         try:
             awaited = coroutine.send(None)
@@ -184,6 +191,7 @@ class EventStream:
                 self._queue.clear()
                 self._unread_bytes = len(data)
                 self._watch_slowness()
+                self.num_writes += 1
                 await self._send_body(
                     {"type": "http.response.body", "body": data, "more_body": not last}
                 )

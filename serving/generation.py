@@ -9,6 +9,7 @@ import msgspec
 
 from serving.router import Key, Pair
 from serving.step_rows import Run, Top
+from serving.timeline import ChoiceTimeline
 from serving.timers import Timer
 from transfer import wire
 from transfer.errors import BadMessage, RequestError
@@ -97,12 +98,16 @@ class Generation:
         "room",
         "sink",
         "spec",
+        "timeline",
         "token_ids",
     )
 
-    def __init__(self, spec: GenerationSpec, sink: Sink) -> None:
+    def __init__(
+        self, spec: GenerationSpec, sink: Sink, timeline: ChoiceTimeline | None = None
+    ) -> None:
         self.spec = spec
         self.sink = sink
+        self.timeline = timeline  # None: not recorded
         self.room = 0  # 0 while between attempts
         self.pair: Pair | None = None
         self._decode_key: Key | None = None  # the pair's, which each row is checked against

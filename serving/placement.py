@@ -9,6 +9,7 @@ from serving.config import ServeConfig
 from serving.generation import Generation
 from serving.membership import Membership
 from serving.router import Key, Router
+from serving.timeline import Timelines
 from serving.timers import Timers
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
@@ -45,6 +46,7 @@ class Placement:
         clock: Clock,
         timers: Timers,
         owner: PlacementOwner,
+        timelines: Timelines,
     ) -> None:
         self._config = config
         self._membership = membership
@@ -52,6 +54,7 @@ class Placement:
         self._clock = clock
         self._timers = timers
         self._owner = owner
+        self._timelines = timelines
         self._live: dict[Generation, None] = {}
         self._rooms: dict[int, Generation] = {}
         self._waiting: dict[Generation, None] = {}
@@ -97,6 +100,7 @@ class Placement:
         pair.decode_key, pair.prefill_key = decode.key, prefill.key
         generation.begin_attempt(next(self._next_room), pair)
         self._rooms[generation.room] = generation
+        self._timelines.began(generation.timeline, generation.room, pair)
         for link in (decode, prefill):
             link.submit(generation.submit_message(link.api_id))
 
@@ -133,6 +137,7 @@ class Placement:
     def move_preempted(self, generation: Generation, over_at: Key) -> None:
         """Its pages were needed by an older one: it goes on elsewhere, as often as it takes."""
         self._leave(generation, over_at)
+        self._timelines.left(generation.timeline, "preempted")
         self.place(generation)
 
     def move(
@@ -144,6 +149,7 @@ class Placement:
         the failure speaks against.
         """
         self._leave(generation, over_at)
+        self._timelines.left(generation.timeline, code.value, message)
         if code is Code.ABORTED:
             self._owner.end(generation, "abort")
         elif not code.retryable:

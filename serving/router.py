@@ -10,6 +10,9 @@ from serving.prefix_index import PrefixIndex, Use, prefix_chain
 from transfer import wire
 
 Key = tuple[str, int]  # worker id and epoch: one incarnation
+# Prefill: queued tokens, requests; decode: the larger share in use of slots or pages, requests.
+Burden = tuple[float, float]
+MAX_CONSIDERED = 8  # workers of a role whose burdens are kept with a choice
 
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
@@ -34,6 +37,8 @@ class Pair:
     decode_charged: bool = True
     prefill_key: Key = field(init=False)
     decode_key: Key = field(init=False)
+    # What each worker of a role had to do when they were picked, charges included.
+    considered: dict[wire.Role, dict[str, Burden]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefill_key = key_of(self.prefill)
@@ -75,6 +80,7 @@ class Router:
         }
         for_prefill = policy if prefill_policy == "same" else prefill_policy
         for_decode = policy if decode_policy == "same" else decode_policy
+        self.policies: dict[wire.Role, str] = {"prefill": for_prefill, "decode": for_decode}
         self._choose_prefill, self._choose_decode = choosers[for_prefill], choosers[for_decode]
         # None unless prefill is picked by what its caches have.
         self._index: PrefixIndex[Key] | None = None
@@ -103,6 +109,10 @@ class Router:
         prefill, use, num_uncached = self._pick_prefill(prefills, num_tokens, prompt_ids, salt)
         decode = self._choose_decode(decodes)
         pair = Pair(prefill, decode, num_tokens, now_s, num_uncached, use)
+        pair.considered = {
+            "prefill": self._burdens(prefill, prefills),
+            "decode": self._burdens(decode, decodes),
+        }
         self._picks += 1
         for member, tokens in ((prefill, num_uncached), (decode, num_tokens)):
             charge = self._charge(member)
@@ -215,6 +225,12 @@ class Router:
             charged_pages = charge.tokens / member.info.kv_spec.page_size
             pages = (load.pages_total - load.pages_free + charged_pages) / load.pages_total
         return max(slots, pages), requests, charge.last_pick
+
+    def _burdens(self, picked: wire.Member, members: Sequence[wire.Member]) -> dict[str, Burden]:
+        """Of the picked one, and of some others."""
+        others = [member for member in members if member is not picked]
+        shown = [picked, *others[: MAX_CONSIDERED - 1]]
+        return {member.info.worker_id: self._burden(member)[:2] for member in shown}
 
     def _least_loaded(self, members: Sequence[wire.Member]) -> wire.Member:
         return min(members, key=self._burden)

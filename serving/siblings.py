@@ -14,6 +14,7 @@ import msgspec
 
 from serving.front import Front
 from serving.seat import Seat
+from serving.timeline_answer import spell
 from transfer import flags, wire
 from transfer.errors import RpcError
 from transfer.rpc import RpcClient, RpcServer, Security
@@ -55,6 +56,7 @@ class Siblings:
         server.unary("State", wire.Empty, self._state)
         server.unary("Metrics", wire.Empty, self._metrics)
         server.unary("AbortRequest", wire.AbortRequest, self._abort)
+        server.unary("FindTimeline", wire.FindTimeline, self._find_timeline)
         await server.start_at(seat.address_of(seat.process))
         self._server = server
         others = (number for number in range(seat.num_processes) if number != seat.process)
@@ -89,6 +91,15 @@ class Siblings:
         others = await self._ask_all("AbortRequest", ask, wire.Aborted)
         return num_own + sum(aborted.count for aborted in others)
 
+    async def timeline(self, request_id: str) -> bytes | None:
+        """What any process tells of that request, as JSON; None when none knows it."""
+        own = self._own_timeline(request_id)
+        if own:
+            return own
+        ask = wire.FindTimeline(request_id)
+        others = await self._ask_all("FindTimeline", ask, wire.FoundTimeline)
+        return next((found.body for found in others if found.body), None)
+
     async def _ask_all[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M]
     ) -> list[M]:
@@ -118,6 +129,14 @@ class Siblings:
 
     async def _state(self, _: wire.Empty) -> wire.ApiState:
         return self._own_state()
+
+    def _own_timeline(self, request_id: str) -> bytes:
+        timelines = self._front.dispatcher.timelines
+        request = timelines.find(request_id)
+        return b"" if request is None else spell(request, timelines.policies)
+
+    async def _find_timeline(self, ask: wire.FindTimeline) -> wire.FoundTimeline:
+        return wire.FoundTimeline(self._own_timeline(ask.request_id))
 
     async def _metrics(self, _: wire.Empty) -> wire.ApiMetrics:
         return wire.ApiMetrics(self.process, self._front.dispatcher.metrics.own_text())

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -42,6 +42,14 @@ class LinkOwner(Protocol):
 
     def on_broken(self, link: "WorkerLink", message: str) -> None:
         """The stream ended: the worker drops, or has lost, every room of ours."""
+        ...
+
+    def on_sending(self, link: "WorkerLink", rooms: Iterable[int]) -> None:
+        """A call with these rooms' submits begins."""
+        ...
+
+    def on_answered(self, link: "WorkerLink", rooms: Iterable[int]) -> None:
+        """The worker has answered it."""
         ...
 
     def on_refused(self, link: "WorkerLink", refusal: wire.Refusal) -> None:
@@ -87,6 +95,10 @@ class WorkerLink:
     @property
     def worker_id(self) -> str:
         return self.member.info.worker_id
+
+    @property
+    def role(self) -> wire.Role:
+        return self.member.info.role
 
     def start(self) -> None:
         self._reader = asyncio.create_task(self._keep_reading())
@@ -212,6 +224,8 @@ class WorkerLink:
 
     async def _send_submits(self, submits: list[wire.Submit]) -> None:
         owner = self._context.owner
+        rooms = [submit.room for submit in submits]
+        owner.on_sending(self, rooms)
         try:
             reply = await self._client.call(
                 "Submit", wire.SubmitBatch(tuple(submits)), wire.SubmitReply, CALL_TIMEOUT_S
@@ -225,6 +239,7 @@ class WorkerLink:
             logger.exception("%d requests for %s cannot be sent", len(submits), self.worker_id)
             self._refuse_all(submits, Code.INTERNAL, "the request could not be sent")
             return
+        owner.on_answered(self, rooms)
         for refusal in reply.refused:
             owner.on_refused(self, refusal)
 

@@ -228,6 +228,12 @@ class FakeWorker:
         for queue in self._streams.values():
             queue.put_nowait(batch)
 
+    def tell(self, *legs: wire.LegRecord) -> None:
+        """How legs went, to every stream."""
+        batch = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, legs=legs)
+        for queue in self._streams.values():
+            queue.put_nowait(batch)
+
     def sign_of_life(self) -> None:
         """An empty batch to every stream, as idle workers send every half second."""
         for queue in self._streams.values():

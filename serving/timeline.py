@@ -1,0 +1,226 @@
+"""What happened to the latest requests, and when: kept small, written at rare moments only.
+
+Nothing here is touched for a token. All times are monotonic seconds of this process; what workers
+tell of themselves are offsets from their receipt of a submit (wire.LegRecord), which are read as if
+it were received when it was sent.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serving.protocol import Request
+from serving.router import Burden, Pair
+from transfer import wire
+from transfer.clock import Clock
+from transfer.errors import BadMessage
+
+_CHUNK_BYTES = 5 * 8  # of wire.LegRecord.chunks
+MAX_ATTEMPTS = 32  # kept of one choice: the first, and the latest others
+
+
+class Writes(Protocol):
+    """Where events of a streamed answer go."""
+
+    num_writes: int
+
+
+@dataclass(slots=True)
+class Leg:
+    """One worker's part of an attempt. None: not yet, or never."""
+
+    worker_id: str
+    sent_s: float | None = None  # the call that has the submit begins
+    answered_s: float | None = None
+    record: wire.LegRecord | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One room: both legs at one pair of workers."""
+
+    room: int
+    began_s: float
+    considered: dict[wire.Role, dict[str, Burden]]
+    num_uncached: int  # tokens that prefill was thought to compute
+    legs: dict[wire.Role, Leg]
+    left_s: float | None = None
+    reason: str = ""  # why it was left for another: a code, or preempted
+    message: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceTimeline:
+    """One generation."""
+
+    request: "RequestTimeline"
+    index: int
+    request_id: str
+    num_prompt_tokens: int
+    attempts: list[Attempt] = field(default_factory=list)
+    num_attempts: int = 0
+    first_token_s: float | None = None  # at this process
+    num_tokens: int = 0  # known once it ended
+    ended_s: float | None = None
+    ending: str = ""  # finish reason, or error
+    error: tuple[str, str] | None = None  # code, message
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimeline:
+    """One HTTP request, all of its choices."""
+
+    request_id: str
+    arrival_unix_s: float
+    arrival_s: float
+    streamed: bool
+    choices: list[ChoiceTimeline] = field(default_factory=list)
+    admitted_s: float | None = None
+    writes: Writes | None = None  # while they go on
+    first_write_s: float | None = None
+    num_writes: int = 0
+    ended_s: float | None = None
+    error: tuple[str, str] | None = None  # it was not admitted: code, message
+    kept: bool = True
+
+    def admitted(self, now_s: float) -> None:
+        """Its generations have their places."""
+        self.admitted_s = now_s
+
+    def written(self, now_s: Callable[[], float]) -> None:
+        """The first event leaves."""
+        self.first_write_s = now_s()
+
+    def refused(self, code: str, message: str) -> None:
+        """No generation of it was started."""
+        self.error = (code, message)
+
+    def ended(self, now_s: float) -> None:
+        """Its answer is out, or nobody waits for it."""
+        self.ended_s = now_s
+        if self.writes is not None:
+            self.num_writes = self.writes.num_writes
+            self.writes = None
+
+    @property
+    def all_writes(self) -> int:
+        """Writes to the client so far."""
+        return self.num_writes if self.writes is None else self.writes.num_writes
+
+
+class Timelines:
+    """The latest requests of this process, each choice counting as one. Used on the event loop."""
+
+    def __init__(self, most: int, policies: dict[wire.Role, str], clock: Clock) -> None:
+        """policies: by which each role's worker is picked."""
+        self.policies = policies
+        self._most = most
+        self._clock = clock
+        self._requests: OrderedDict[RequestTimeline, None] = OrderedDict()  # by age
+        self._by_id: dict[str, RequestTimeline] = {}  # the latest of that id
+        self._rooms: dict[int, Attempt] = {}  # of all requests kept
+        self._num_choices = 0
+
+    def open(self, asked: Request, arrival_s: float) -> RequestTimeline | None:
+        """A request came in, arrival_s in unix seconds. None when nothing is to be recorded."""
+        if not self._most:
+            return None
+        passed_s = self._clock.now_s() - arrival_s
+        request = RequestTimeline(
+            asked.request_id, arrival_s, self._clock.monotonic_s() - passed_s, asked.stream
+        )
+        request.choices = [
+            ChoiceTimeline(request, ask.index, ask.request_id, len(ask.prompt.ids))
+            for ask in asked.choices
+        ]
+        self._requests[request] = None
+        self._num_choices += len(request.choices)
+        for name in _names(request):
+            self._by_id[name] = request
+        while self._num_choices > self._most and len(self._requests) > 1:
+            self._drop_oldest()
+        return request
+
+    def find(self, request_id: str) -> RequestTimeline | None:
+        """The latest request of that id, or of a batch that has it."""
+        return self._by_id.get(request_id)
+
+    def now_s(self) -> float:
+        return self._clock.monotonic_s()
+
+    # --- attempts -------------------------------------------------------------------------------
+
+    def began(self, choice: ChoiceTimeline | None, room: int, pair: Pair) -> None:
+        """It has a room."""
+        if choice is None or not choice.request.kept:
+            return
+        legs: dict[wire.Role, Leg] = {
+            "prefill": Leg(pair.prefill.info.worker_id),
+            "decode": Leg(pair.decode.info.worker_id),
+        }
+        now_s = self._clock.monotonic_s()
+        attempt = Attempt(room, now_s, pair.considered, pair.num_uncached, legs)
+        choice.num_attempts += 1
+        if len(choice.attempts) == MAX_ATTEMPTS:
+            del self._rooms[choice.attempts.pop(1).room]
+        choice.attempts.append(attempt)
+        self._rooms[room] = attempt
+
+    def left(self, choice: ChoiceTimeline | None, reason: str, message: str = "") -> None:
+        """Its room is given up, it goes on in another or ends."""
+        if choice is not None and choice.attempts:
+            attempt = choice.attempts[-1]
+            attempt.left_s = self._clock.monotonic_s()
+            attempt.reason, attempt.message = reason, message
+
+    def sent(self, role: wire.Role, rooms: Iterable[int]) -> None:
+        """The call with these submits begins."""
+        now_s = self._clock.monotonic_s()
+        for room in rooms:
+            if (attempt := self._rooms.get(room)) is not None:
+                attempt.legs[role].sent_s = now_s
+
+    def answered(self, role: wire.Role, rooms: Iterable[int]) -> None:
+        """That call was answered."""
+        now_s = self._clock.monotonic_s()
+        for room in rooms:
+            if (attempt := self._rooms.get(room)) is not None:
+                attempt.legs[role].answered_s = now_s
+
+    def over(self, role: wire.Role, records: Iterable[wire.LegRecord]) -> None:
+        """Legs are over at their worker. Raises BadMessage for what cannot be told again."""
+        for record in records:
+            if len(record.chunks) % _CHUNK_BYTES:
+                raise BadMessage(f"{len(record.chunks)} bytes of chunks of {_CHUNK_BYTES} each")
+            if (attempt := self._rooms.get(record.room)) is not None:
+                attempt.legs[role].record = record
+
+    def ended(
+        self,
+        choice: ChoiceTimeline | None,
+        ending: str,
+        num_tokens: int,
+        error: tuple[str, str] | None,
+    ) -> None:
+        """The generation is over. error: code and message, when it failed."""
+        if choice is not None:
+            choice.ended_s = self._clock.monotonic_s()
+            choice.ending = ending
+            choice.num_tokens = num_tokens
+            choice.error = error
+
+    def _drop_oldest(self) -> None:
+        request, _ = self._requests.popitem(last=False)
+        request.kept = False
+        self._num_choices -= len(request.choices)
+        for name in _names(request):
+            if self._by_id.get(name) is request:
+                del self._by_id[name]
+        for choice in request.choices:
+            for attempt in choice.attempts:
+                del self._rooms[attempt.room]
+
+
+def _names(request: RequestTimeline) -> set[str]:
+    return {request.request_id, *(choice.request_id for choice in request.choices)}

@@ -1,0 +1,202 @@
+"""A timeline as JSON: milliseconds since the request arrived, `null` for what has not happened.
+
+A worker's offsets count from when the submit was sent to it: what it did was truly later, by at
+most the time in which the submit was answered.
+"""
+
+from typing import Any
+
+import orjson
+
+from serving.router import Burden
+from serving.timeline import Attempt, ChoiceTimeline, RequestTimeline
+from transfer import wire
+from transfer.room import State
+
+Policies = dict[wire.Role, str]
+
+_BURDENS = {"prefill": ("queued_tokens", "requests"), "decode": ("used_share", "requests")}
+
+
+def spell(request: RequestTimeline, policies: Policies) -> bytes:
+    """The answer of /requests/ID/timeline."""
+    return orjson.dumps(timeline_of(request, policies))
+
+
+def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
+    """The same, not yet spelled. policies: by which each role's worker is picked."""
+    since = _Since(request.arrival_s)
+    return {
+        "request_id": request.request_id,
+        "arrival_unix_s": request.arrival_unix_s,
+        "state": _state(request),
+        "stream": request.streamed,
+        "admitted_ms": since(request.admitted_s),  # the wait in the limiter's queue is before it
+        "first_write_ms": since(request.first_write_s),
+        "writes": request.all_writes,
+        "ended_ms": since(request.ended_s),
+        "error": _error(request.error),
+        "choices": [_choice(choice, policies, since) for choice in request.choices],
+    }
+
+
+class _Since:
+    """Monotonic seconds -> milliseconds since a moment."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+
+    def __call__(self, time_s: float | None) -> float | None:
+        return None if time_s is None else round((time_s - self._start_s) * 1e3, 3)
+
+
+class _Offsets:
+    """A worker's offsets -> milliseconds since a moment; its submit was sent at sent_s."""
+
+    def __init__(self, sent_s: float, since: _Since) -> None:
+        self._sent_s = sent_s
+        self._since = since
+
+    def __call__(self, offset_us: int) -> float | None:
+        return None if offset_us < 0 else self._since(self._sent_s + offset_us * 1e-6)
+
+
+def _state(request: RequestTimeline) -> str:
+    if request.ended_s is not None:
+        return "ended"
+    return "waiting" if request.admitted_s is None else "running"
+
+
+def _error(error: tuple[str, str] | None) -> dict[str, str] | None:
+    return None if error is None else {"code": error[0], "message": error[1]}
+
+
+def _choice(choice: ChoiceTimeline, policies: Policies, since: _Since) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "request_id": choice.request_id,
+        "prompt_tokens": choice.num_prompt_tokens,
+        "first_token_ms": since(choice.first_token_s),
+        "ended_ms": since(choice.ended_s),
+        "ending": choice.ending or None,
+        "output_tokens": choice.num_tokens if choice.ended_s is not None else None,
+        "error": _error(choice.error),
+        "num_attempts": choice.num_attempts,
+        "attempts": [_attempt(attempt, policies, since) for attempt in choice.attempts],
+    }
+
+
+def _attempt(attempt: Attempt, policies: Policies, since: _Since) -> dict[str, Any]:
+    left = None
+    if attempt.left_s is not None:
+        left = {
+            "ms": since(attempt.left_s),
+            "reason": attempt.reason,
+            "message": attempt.message,
+        }
+    return {
+        "room": attempt.room,
+        "routed_ms": since(attempt.began_s),
+        "routing": {
+            role: {"policy": policies[role], "considered": _burdens(role, burdens)}
+            for role, burdens in attempt.considered.items()
+        }
+        | {"uncached_tokens": attempt.num_uncached},
+        "prefill": _leg(attempt, "prefill", since),
+        "decode": _leg(attempt, "decode", since),
+        "moved": left,
+    }
+
+
+def _burdens(role: str, burdens: dict[str, Burden]) -> dict[str, dict[str, float]]:
+    return {
+        worker_id: {
+            name: round(value, 4) for name, value in zip(_BURDENS[role], burden, strict=True)
+        }
+        for worker_id, burden in burdens.items()
+    }
+
+
+def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any]:
+    leg = attempt.legs[role]
+    told: dict[str, Any] = {
+        "worker": leg.worker_id,
+        "submit_sent_ms": since(leg.sent_s),
+        "submit_answered_ms": since(leg.answered_s),
+        "reported": leg.record is not None,
+    }
+    if leg.record is not None:
+        offset = _Offsets(attempt.began_s if leg.sent_s is None else leg.sent_s, since)
+        told |= _prefill(leg.record, offset) if role == "prefill" else _decode(leg.record, offset)
+    return told
+
+
+def _prefill(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
+    stages = _Stages(record, offset)
+    queued_us, granted_us = (record.stages.get(s.value, -1) for s in (State.QUEUED, State.GRANTED))
+    return {
+        "queued_ms": stages(State.QUEUED),
+        "granted_ms": stages(State.GRANTED),
+        "grant_wait_ms": round((granted_us - queued_us) / 1e3, 3) if granted_us >= 0 else None,
+        "cached_tokens": record.cached_tokens,
+        "chunks": _chunks(record, offset),
+        "first_token_ms": stages(State.SENDING),
+        "transfer": _shipment(record.shipment, offset),
+        **_over(record, stages),
+    }
+
+
+def _decode(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
+    stages = _Stages(record, offset)
+    return {
+        "queued_ms": stages(State.QUEUED),
+        "reserved_ms": stages(State.RESERVED),
+        "first_pages_ms": stages(State.RECEIVING),
+        "pages_complete_ms": stages(State.READY),
+        "started_ms": stages(State.DECODING),
+        "first_step_ms": offset(record.first_step_us),
+        "steps": record.num_steps,
+        **_over(record, stages),
+    }
+
+
+class _Stages:
+    """When a leg entered a state."""
+
+    def __init__(self, record: wire.LegRecord, offset: _Offsets) -> None:
+        self._stages = record.stages
+        self._offset = offset
+
+    def __call__(self, state: State) -> float | None:
+        return self._offset(self._stages.get(state.value, -1))
+
+
+def _over(record: wire.LegRecord, stages: _Stages) -> dict[str, Any]:
+    over_ms = stages(State.DONE)
+    return {
+        "ended_ms": stages(State.FAILED) if over_ms is None else over_ms,
+        "ending": record.ending or "done",
+    }
+
+
+def _chunks(record: wire.LegRecord, offset: _Offsets) -> list[dict[str, Any]]:
+    names = ("start_ms", "end_ms", "handed_over_ms", "sent_ms")
+    return [
+        {"tokens": tokens, **dict(zip(names, map(offset, times), strict=True))}
+        for tokens, *times in wire.unpack_i64(record.chunks).reshape(-1, 5).tolist()
+    ]
+
+
+def _shipment(shipment: wire.Shipment | None, offset: _Offsets) -> dict[str, Any] | None:
+    if shipment is None:
+        return None
+    acked = shipment.acked_us >= 0
+    return {
+        "backend": shipment.way,
+        "bytes": shipment.num_bytes,
+        "frames": shipment.num_frames,
+        "first_byte_ms": offset(shipment.first_us),
+        "last_byte_ms": offset(shipment.last_us),
+        "acked_ms": offset(shipment.acked_us),
+        "seconds": (shipment.acked_us - shipment.first_us) / 1e6 if acked else None,
+    }
