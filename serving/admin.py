@@ -26,6 +26,7 @@ from serving.protocol import (
 )
 from serving.siblings import Siblings
 from transfer import wire
+from transfer.errors import RpcError
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -60,9 +61,16 @@ class AbortFields(msgspec.Struct):
     abort_all: bool | None = None
 
 
+class DrainFields(msgspec.Struct):
+    """POST /drain."""
+
+    worker_id: str
+
+
 _tokenizes = msgspec.json.Decoder(TokenizeFields)
 _detokenizes = msgspec.json.Decoder(DetokenizeFields)
 _aborts = msgspec.json.Decoder(AbortFields)
+_drains = msgspec.json.Decoder(DrainFields)
 
 
 class Admin:
@@ -212,6 +220,7 @@ class Admin:
             {
                 "worker_id": member.info.worker_id,
                 "role": member.info.role,
+                "draining": member.draining,
                 **msgspec.structs.asdict(member.load),
             }
             for member in self._dispatcher.members()
@@ -242,6 +251,28 @@ class Admin:
                 message = "this server keeps no timelines: --timeline-requests is 0"
             raise ApiError(404, message, "request_id", "request_not_found")
         return Response(body, media_type="application/json")
+
+    async def drain(self, request: HttpRequest) -> Response:
+        """{"worker_id": id}: it takes nothing new, finishes what has begun, and leaves for good."""
+        worker_id = read_json(_drains, await self._body(request)).worker_id
+        try:
+            reply = await self._dispatcher.drain(worker_id)
+        except KeyError:
+            known = ", ".join(self._dispatcher.worker_ids()) or "none"
+            message = f"worker_id: there is no worker {worker_id!r}; there are: {known}"
+            raise ApiError(404, message, "worker_id", "worker_not_found") from None
+        except RpcError as error:
+            message = f"{worker_id} did not answer: {error}"
+            raise ApiError(503, message, "worker_id", "worker_unavailable") from error
+        return _json(
+            {
+                "worker_id": worker_id,
+                "draining": True,
+                "began": reply.began,
+                "rooms": reply.rooms,
+                "drain_timeout_s": reply.timeout_s,
+            }
+        )
 
     async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request.scope, request.receive, self._front.config) or b""

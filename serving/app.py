@@ -76,6 +76,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         Route("/get_load", admin.load),
         Route("/flush_cache", admin.flush_cache, methods=["GET", "POST"]),
         Route("/abort_request", admin.abort_request, methods=["POST"]),
+        Route("/drain", admin.drain, methods=["POST"]),
         Route("/requests/{request_id:path}/timeline", admin.timeline),
     ]
     if config.enable_metrics:

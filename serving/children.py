@@ -42,13 +42,16 @@ class ChildFailed(KvferryError):
 class ChildSpec:
     """How to start one process: `python -m argv`.
 
-    environment: variables beside the parent's own. fds: open files that it inherits.
+    environment: variables beside the parent's own. fds: open files that it inherits. drains:
+    SIGTERM makes it finish its work first, so the end of all is SIGINT; and when it ends with
+    code 0 it was told to leave, and is not started again.
     """
 
     name: str
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     fds: tuple[int, ...] = ()
+    drains: bool = False
 
 
 class Child:
@@ -60,6 +63,12 @@ class Child:
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
         self.last_line = ""
         self.output = asyncio.create_task(self._relay())
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        """What ends it soonest: before it is ready, SIGINT would be Python's own."""
+        is_ready = self.ready.done()
+        return signal.SIGINT if self.spec.drains and is_ready else signal.SIGTERM
 
     async def wait_ready(self) -> dict[str, Any]:
         """What the child says when it is ready. Raises ChildFailed when it ends instead."""
@@ -142,6 +151,9 @@ class Supervisor:
                 return
             name = child.spec.name
             self._children.remove(child)
+            if child.spec.drains and code == 0:
+                log.info("%s has left, as it was told: it is not started again", name)
+                return
             lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
             restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
             if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
@@ -171,7 +183,7 @@ class Supervisor:
         for child in reversed(self._children):
             if child.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGTERM)
+                    child.process.send_signal(child.stop_signal)
         waits = [asyncio.create_task(child.process.wait()) for child in self._children]
         if waits:
             await asyncio.wait(waits, timeout=self._stop_timeout_s)

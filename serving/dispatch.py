@@ -189,7 +189,8 @@ class Dispatcher:
         workers = [
             {"worker_id": link.worker_id, "error": str(answer)}
             if isinstance(answer, RpcError)
-            else msgspec.structs.asdict(answer) | {"load": msgspec.structs.asdict(answer.load)}
+            else msgspec.structs.asdict(answer)
+            | {"load": msgspec.structs.asdict(answer.load), "draining": link.member.draining}
             for link, answer in answers
         ]
         return {
@@ -216,6 +217,20 @@ class Dispatcher:
                 self._router.flushed(link.key)
                 messages.append(f"{link.worker_id}: {answer.message}")
         return flushed, "; ".join(messages) or "no worker is there"
+
+    async def drain(self, worker_id: str) -> wire.DrainReply:
+        """Tell a worker to leave once what it holds has ended.
+
+        Raises KeyError when there is none of that name, RpcError when it does not answer.
+        """
+        for link in self._membership.open_links():
+            if link.worker_id == worker_id:
+                return await link.drain()
+        raise KeyError(worker_id)
+
+    def worker_ids(self) -> list[str]:
+        """Of the workers whose streams are open."""
+        return [link.worker_id for link in self._membership.open_links()]
 
     def num_running(self) -> int:
         """Generations in the workers' hands."""
@@ -275,17 +290,18 @@ class Dispatcher:
         self.metrics.dropped(1)
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
-        self._placement.worker_lost(link.key, message)
+        self._placement.worker_lost(link.key, message, link.drained)
         self._lag.forget(link.key)
         self._membership.broken(link)
 
     def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:
+        code = _code(refusal.code)
+        if code is Code.DRAINING:
+            link.mark_draining()
         generation = self._placement.at(refusal.room, link.key)
         if generation is not None:
             # The leg may have got there after all when its answer was lost, so it is aborted too.
-            self._placement.move(
-                generation, _code(refusal.code), refusal.message, None, link.worker_id
-            )
+            self._placement.move(generation, code, refusal.message, None, link.worker_id)
 
     def _view_changed(self) -> None:
         self.metrics.set_members(self._membership.members)
@@ -366,6 +382,10 @@ class Dispatcher:
 
     def _interrupted(self, link: WorkerLink, event: wire.RoomEvent) -> None:
         """The room is over at that worker, the generation is not."""
+        code = _code(event.code)
+        if event.kind == "drained" or code is Code.DRAINING:
+            link.mark_draining()
+            link.drained = link.drained or event.kind == "drained"
         generation = self._placement.at(event.room, link.key)
         if generation is None:
             return  # its other leg failed first, or the client left
@@ -373,7 +393,6 @@ class Dispatcher:
             self.metrics.preempted()
             self._placement.move_preempted(generation, link.key)
             return
-        code = _code(event.code)
         avoid = link.worker_id
         pair = generation.pair
         if code is Code.PEER_LOST and pair is not None:

@@ -6,7 +6,7 @@
     queue_full                 429    rate_limit_error, with Retry-After
     deadline                   504    timeout_error
     peer_lost, shutting_down,
-    stale                      503    service_unavailable_error, with Retry-After
+    draining, stale                      503    service_unavailable_error, with Retry-After
     internal                   500    server_error
 
 Once the first byte of a stream is out no status can be sent, so the same body leaves as the
@@ -32,6 +32,7 @@ _STATUS = {
     Code.DEADLINE: 504,
     Code.PEER_LOST: 503,
     Code.SHUTTING_DOWN: 503,
+    Code.DRAINING: 503,
     Code.STALE: 503,
     Code.INTERNAL: 500,
 }

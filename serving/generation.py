@@ -138,6 +138,11 @@ class Generation:
         """Whether decode's first token was told in the current attempt: prefill's leg is over."""
         return len(self.token_ids) > self.attempt_start + 1
 
+    @property
+    def computed(self) -> bool:
+        """Whether prefill's token was told in the current attempt. Its pages may still travel."""
+        return len(self.token_ids) > self.attempt_start
+
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""
         return self._decode_key == key or self._prefill_key == key

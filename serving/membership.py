@@ -112,7 +112,7 @@ class Membership:
         for member in view.members:
             link = self._links.get(key_of(member))
             if link is not None:
-                link.member = member
+                link.update(member)
             else:
                 self._open(member)
         newest = {member.info.worker_id: member.epoch for member in view.members}

@@ -154,23 +154,30 @@ class Placement:
             self._owner.end(generation, "abort")
         elif not code.retryable:
             self._owner.fail(generation, RequestError(code, message))
+        elif code is Code.DRAINING:
+            # That worker is known to drain now, so this cannot be its place again.
+            self._owner.retried(code.value)
+            self.place(generation)
         elif code is Code.QUEUE_FULL:
             self._back_off(generation, message, avoid)
         else:
             self._retry(generation, code, message, avoid)
 
-    def worker_lost(self, key: Key, message: str) -> None:
+    def worker_lost(self, key: Key, message: str, drained: bool = False) -> None:
         """Move what that incarnation still had to do.
 
         Prefill is not missed once decode has drawn a token: all pages are there then. The first
-        token alone does not tell, since it overtakes the pages.
+        token alone does not tell, since it overtakes the pages; unless the worker drained, and so
+        saw its pages arrive. What such a one was sent and never took moves at no cost.
         """
+        code = Code.DRAINING if drained else Code.PEER_LOST
         for generation in list(self._rooms.values()):
             pair = generation.pair
             if pair is None:  # moved or ended meanwhile
                 continue
-            if pair.decode_key == key or (pair.prefill_key == key and not generation.decoding):
-                self.move(generation, Code.PEER_LOST, message, key, key[0])
+            done = generation.computed if drained else generation.decoding
+            if pair.decode_key == key or (pair.prefill_key == key and not done):
+                self.move(generation, code, message, key, key[0])
         self._router.forget(key)
 
     def _leave(

@@ -143,7 +143,7 @@ def _worker(
     args: argparse.Namespace,
 ) -> ChildSpec:
     value = _worker_config(config, args, role, registry)
-    return ChildSpec(f"{role}-{number}", (role, *flags.argv_of(value)))
+    return ChildSpec(f"{role}-{number}", (role, *flags.argv_of(value)), drains=True)
 
 
 def _front(registry: str, args: argparse.Namespace) -> ChildSpec:

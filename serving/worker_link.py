@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
+import msgspec
+
 from serving.router import Key, key_of
 from serving.timers import Timers, pause
 from transfer import wire
@@ -81,6 +83,7 @@ class WorkerLink:
         self.member = member
         self.key: Key = key_of(member)
         self.open = False
+        self.drained = False  # it said that nothing of ours is left there
         self.api_id = ""
         self._context = context
         self._client = RpcClient(member.info.address, context.security)
@@ -99,6 +102,15 @@ class WorkerLink:
     @property
     def role(self) -> wire.Role:
         return self.member.info.role
+
+    def update(self, member: wire.Member) -> None:
+        """What the registry says of it now; an incarnation that drains does so to its end."""
+        draining = member.draining or self.member.draining
+        self.member = msgspec.structs.replace(member, draining=draining)
+
+    def mark_draining(self) -> None:
+        """It said so itself, which may be sooner than the registry."""
+        self.member = msgspec.structs.replace(self.member, draining=True)
 
     def start(self) -> None:
         self._reader = asyncio.create_task(self._keep_reading())
@@ -140,6 +152,11 @@ class WorkerLink:
 
     async def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.FlushReply:
         return await self._client.call("Flush", wire.Empty(), wire.FlushReply, timeout_s)
+
+    async def drain(self, timeout_s: float = CALL_TIMEOUT_S) -> wire.DrainReply:
+        reply = await self._client.call("Drain", wire.Empty(), wire.DrainReply, timeout_s)
+        self.mark_draining()
+        return reply
 
     # --- the reply stream ---
 

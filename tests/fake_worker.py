@@ -152,6 +152,7 @@ class FakeWorker:
         server.unary("Abort", wire.AbortBatch, self._abort)
         server.unary("Info", wire.Empty, self._info)
         server.unary("Flush", wire.Empty, self._flush)
+        server.unary("Drain", wire.Empty, self._drain)
         server.stream("Subscribe", wire.Subscribe, self._subscribe)
         self.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         self._server = server
@@ -212,6 +213,16 @@ class FakeWorker:
         self._event(
             self.rooms.pop(room), wire.RoomEvent(room, "failed", code=code.value, message=message)
         )
+
+    async def leave(self) -> None:
+        """Go in order, with nothing left."""
+        farewell = wire.RoomEvent(0, "drained")
+        for queue in self._streams.values():
+            queue.put_nowait(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, events=(farewell,)))
+            queue.put_nowait(None)
+        await until(lambda: not self._streams)
+        self.rooms.clear()
+        await self.kill(unlist=True)
 
     def send_rows(self, room: int, token_idx: int, token_id: int, *, epoch: int = 0) -> None:
         """One row out of nowhere, to every stream; epoch 0 = the worker's own."""
@@ -343,6 +354,12 @@ class FakeWorker:
     async def _flush(self, _: wire.Empty) -> wire.FlushReply:
         self._prefixes.clear()
         return wire.FlushReply(True, "flushed")
+
+    async def _drain(self, _: wire.Empty) -> wire.DrainReply:
+        """Say so at once, to the registry too; a test makes it leave."""
+        began, self.draining = not self.draining, True
+        self.announce()
+        return wire.DrainReply(len(self.rooms), 30.0, began)
 
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         queue: asyncio.Queue[wire.StepBatch | None] = asyncio.Queue()

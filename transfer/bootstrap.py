@@ -201,6 +201,7 @@ class RegistryClient:
         self._clock = clock
         self._lease: tuple[str, int] | None = None
         self._complaint = ""
+        self._hurry = asyncio.Event()
         self.registered = asyncio.Event()
 
     async def run_worker(
@@ -230,10 +231,19 @@ class RegistryClient:
                 )
                 known = reply.known
                 self._complaint = ""
-                await asyncio.sleep(interval_s if known else 0)
+                await self._pause(interval_s if known else 0)
             except Unavailable as error:
                 self._complain(error)
                 await asyncio.sleep(RETRY_S)
+
+    def hurry(self) -> None:
+        """Send the next heartbeat now: it has news."""
+        self._hurry.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), seconds)
+        self._hurry.clear()
 
     async def deregister(self) -> None:
         """Say goodbye, if registered. Raises RpcError when the registry does not answer."""

@@ -29,13 +29,20 @@ class Code(enum.StrEnum):
     ABORTED = "aborted"
     PEER_LOST = "peer_lost"
     SHUTTING_DOWN = "shutting_down"
+    DRAINING = "draining"  # handed on by a worker that leaves: nobody's fault
     STALE = "stale"
     INTERNAL = "internal"
 
     @property
     def retryable(self) -> bool:
         """Whether another pair of workers may succeed where this one failed."""
-        return self in (Code.QUEUE_FULL, Code.PEER_LOST, Code.SHUTTING_DOWN, Code.STALE)
+        return self in (
+            Code.QUEUE_FULL,
+            Code.PEER_LOST,
+            Code.SHUTTING_DOWN,
+            Code.DRAINING,
+            Code.STALE,
+        )
 
 
 class KvferryError(Exception):

@@ -385,6 +385,8 @@ WORKER_HELP = {
     "disaggregation_transfer_backend": "how pages travel; auto: shared memory within a host, tcp "
     "between hosts; shm: shared memory or not at all",
     "max_frame_bytes": "largest piece in which pages are sent",
+    "drain_timeout_s": "seconds that a worker told to leave (SIGTERM, POST /drain) may take to "
+    "finish what has begun",
     "stall_timeout_s": "seconds without progress after which a data connection is lost",
     "chunked_prefill_size": "tokens computed at once; 0: 512 on CPU, else 8192",
     "max_seqs_per_chunk": "prompts packed into one chunk at most",

@@ -25,6 +25,7 @@ class Replies:
         self._num_rows = 0
         self._num_events = 0
         self._ended = False
+        self._finishing = False
         self._changed = asyncio.Event()
 
     def offer(self, batch: wire.StepBatch) -> bool:
@@ -44,12 +45,17 @@ class Replies:
         self._ended = True
         self._changed.set()
 
+    def finish(self) -> None:
+        """Nothing more comes; what waits still leaves."""
+        self._finishing = True
+        self._changed.set()
+
     async def take(self, timeout_s: float) -> wire.StepBatch | None:
         """What waits, as one message; None once ended. Raises TimeoutError when nothing came."""
-        if not (self._waiting or self._ended):
+        if not (self._waiting or self._ended or self._finishing):
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), timeout_s)
-        if self._ended:
+        if self._ended or not self._waiting:
             return None
         taken: list[wire.StepBatch] = []
         num_rows = 0

@@ -16,12 +16,14 @@ from transfer.errors import Code
 from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import Security, host_port
 from transfer.shm import host_identity
-from transfer.worker import Aborted, ApiGone, Submitted, Worker
+from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
 API_GONE = "api_gone"  # why a room ended of which nobody is left to hear
+# A room in one of these has cost nothing yet but its place in a queue.
+_NOT_BEGUN = (State.QUEUED, State.GRANTED)
 
 
 def micros(seconds: float) -> int:
@@ -46,6 +48,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def __init__(self, config: C, security: Security, clock: Clock) -> None:
         super().__init__(security, clock, config.host, config.port)
         self.config = config
+        self.drain_timeout_s = config.drain_timeout_s
         self.counters: Counter[str] = Counter()
         self._held: dict[int, H] = {}
         self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
@@ -91,6 +94,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                 gone = [r for r, held in self._held.items() if held.submit.api_id == api_id]
                 for room in gone:
                     self.drop(room, API_GONE)
+            case Drain():
+                self._hand_on()
             case _:
                 self.handle_own(event)
 
@@ -139,6 +144,12 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         for room in self._rooms.expired(self.clock.now_s()):
             self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
 
+    def _hand_on(self) -> None:
+        """Give back what has not begun, to go to another worker; what has begun is finished."""
+        self.handing_on = True
+        for room in [r for r, held in self._held.items() if held.room.state in _NOT_BEGUN]:
+            self.fail(room, Code.DRAINING, f"{self.worker_id()} drains")
+
     def _close(self, room: int, state: State, ending: str = "") -> None:
         held = self._held.pop(room)
         held.room.advance(state, self.clock.monotonic_s())
@@ -162,6 +173,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def load(self) -> wire.Load:
         return self._load
+
+    def num_held(self) -> int:
+        return len(self._held)
 
     def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
         """Replace what the flags left open by what it came to, and say so."""

@@ -144,10 +144,13 @@ class PromptLogprobs(Message):
 
 
 class RoomEvent(Message):
-    """Something rarer than a token that happened to a room."""
+    """Something rarer than a token that happened to a room.
+
+    `drained` is of no room (0): the worker leaves, and everything it held came to its end.
+    """
 
     room: int
-    kind: Literal["prefilled", "preempted", "failed"]
+    kind: Literal["prefilled", "preempted", "failed", "drained"]
     code: str = ""  # transfer.errors.Code, when failed
     message: str = ""
     cached_tokens: int = 0  # prefilled
@@ -333,6 +336,14 @@ class WorkerState(Message):
     compiles_after_ready: int
     counters: dict[str, float]
     config: dict[str, str]
+
+
+class DrainReply(Message):
+    """Answer to `Drain`: the worker takes nothing new, and leaves when its rooms have ended."""
+
+    rooms: int  # held now
+    timeout_s: float  # after which those that are left move
+    began: bool  # False: it was draining already
 
 
 class FlushReply(Message):

@@ -25,11 +25,13 @@ from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.errors import Code, KvferryError, Unavailable
+from transfer.leaving import Leaving
 from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
 
 log = logging.getLogger(__name__)
 
+FAREWELL_S = 2.0  # for readers to take the last of it
 HEARTBEAT_S = 0.5  # idle streams carry a sign of life this often
 
 
@@ -76,6 +78,11 @@ class ApiGone:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """Hand on what has not begun; nothing comes after it."""
+
+
+@dataclass(frozen=True)
 class Ask:
     """Run a function on the engine thread and hand its result to the loop."""
 
@@ -88,6 +95,7 @@ class Worker(ABC):
     """What prefill and decode fill in. `build` .. `load` run on the thread each one names."""
 
     role: wire.Role
+    drain_timeout_s = 30.0
 
     def __init__(self, security: Security, clock: Clock, host: str, port: int) -> None:
         self.security = security
@@ -99,6 +107,9 @@ class Worker(ABC):
         self.progress = 0  # grows with every turn of the engine loop
         self._streams: dict[str, Replies] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.leaving = Leaving()
+        self.handing_on = False  # Drain was handled (engine thread)
+        self._registry: RegistryClient | None = None
         self._stopping = threading.Event()
         self._ready = False
         self._engine_error: BaseException | None = None
@@ -122,6 +133,10 @@ class Worker(ABC):
         """What there is to do (loop thread; reads plain counters only)."""
 
     @abstractmethod
+    def num_held(self) -> int:
+        """Rooms held (any thread)."""
+
+    @abstractmethod
     def state(self) -> wire.WorkerState:
         """The answer to Info (engine thread)."""
 
@@ -139,15 +154,19 @@ class Worker(ABC):
     # --- running -----------------------------------------------------------------------------
 
     async def run(self, registry_address: str, on_ready: Callable[[str], None]) -> None:
-        """Serve until SIGINT or SIGTERM. Raises what the build or the engine raised."""
+        """Serve until told to leave. Raises what the build or the engine raised.
+
+        SIGTERM drains; SIGINT, or SIGTERM again, or before ready, ends at once.
+        """
         self._loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, stop.set)
+        stop = self.leaving.over
+        self._loop.add_signal_handler(signal.SIGINT, stop.set)
+        self._loop.add_signal_handler(signal.SIGTERM, self._terminated)
         server = self._make_server()
         self.port = await server.start(self.host, self.port)
         stopped = asyncio.create_task(stop.wait())
         registry = RegistryClient(registry_address, self.security, self.clock)
+        self._registry = registry
         tasks: list[asyncio.Task[Any]] = []
         try:
             built = asyncio.wrap_future(_in_daemon_thread(self.build))
@@ -161,7 +180,9 @@ class Worker(ABC):
             self._ready = True
             engine.start()
             lease = asyncio.create_task(
-                registry.run_worker(info, self.epoch, lambda: (self.load(), False), HEARTBEAT_S)
+                registry.run_worker(
+                    info, self.epoch, lambda: (self.load(), self.leaving.draining), HEARTBEAT_S
+                )
             )
             tasks = [lease, asyncio.create_task(self._announce(registry, info, on_ready))]
             await asyncio.wait({stopped, lease}, return_when=asyncio.FIRST_COMPLETED)
@@ -174,12 +195,21 @@ class Worker(ABC):
                 task.cancel()
             with contextlib.suppress(KvferryError):
                 await registry.deregister()
-            for replies in self._streams.values():
-                replies.end()
-            await server.stop(0.2)
+            self._end_streams()
+            await server.stop(FAREWELL_S if self.leaving.drained else 0.2)
             self.close()
         if self._engine_error is not None:
             raise self._engine_error
+
+    def drain(self) -> wire.DrainReply:
+        """Begin to leave (loop thread): tell everybody, take nothing new, finish what has begun."""
+        began = not self.leaving.draining
+        if began:
+            self.leaving.drain(self.drain_timeout_s, self.num_held)
+            self.inbox.post(Drain())
+            if self._registry is not None:
+                self._registry.hurry()
+        return wire.DrainReply(self.num_held(), self.drain_timeout_s, began)
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
         """Send each API process its batch: one wake-up of the loop (engine thread)."""
@@ -193,6 +223,29 @@ class Worker(ABC):
 
     # --- loop thread -------------------------------------------------------------------------
 
+    def _terminated(self) -> None:
+        if self._ready and not self.leaving.draining:
+            self.drain()
+        else:
+            self.leaving.over.set()
+
+    def _end_streams(self) -> None:
+        """Drained, each reader learns with its last message that it has lost nothing here."""
+        if self.leaving.drained:
+            farewell = wire.StepBatch(
+                self.worker_id(),
+                self.epoch,
+                0,
+                self.clock.monotonic_s(),
+                events=(wire.RoomEvent(0, "drained"),),
+            )
+            self._deliver(dict.fromkeys(self._streams, farewell))
+        for replies in self._streams.values():
+            if self.leaving.drained:
+                replies.finish()
+            else:
+                replies.end()
+
     async def _announce(
         self, registry: RegistryClient, info: wire.WorkerInfo, on_ready: Callable[[str], None]
     ) -> None:
@@ -205,6 +258,7 @@ class Worker(ABC):
         server.unary("Abort", wire.AbortBatch, self._abort)
         server.unary("Info", wire.Empty, lambda _: self._ask(self.state))
         server.unary("Flush", wire.Empty, lambda _: self._ask(self.flush))
+        server.unary("Drain", wire.Empty, self._drain)
         server.stream("Subscribe", wire.Subscribe, self._subscribe)
         self.register_methods(server)
         return server
@@ -230,6 +284,8 @@ class Worker(ABC):
             return _refuse(submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}")
         if submit.api_id not in self._streams:
             return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
+        if self.leaving.draining:
+            return _refuse(submit, Code.DRAINING, f"{self.worker_id()} drains")
         malformed = _malformed(submit)
         if malformed:
             return _refuse(submit, Code.BAD_REQUEST, malformed)
@@ -242,6 +298,10 @@ class Worker(ABC):
     async def _abort(self, batch: wire.AbortBatch) -> wire.Empty:
         self.inbox.post(Aborted(batch.rooms, batch.reason))
         return wire.Empty()
+
+    async def _drain(self, _: wire.Empty) -> wire.DrainReply:
+        self.require_ready()
+        return self.drain()
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         self.require_ready()
@@ -306,6 +366,11 @@ class Worker(ABC):
                     self._dispatch(event)
                 busy = self.turn()
                 self.progress += 1
+                if self.handing_on and not self.num_held():
+                    self.handing_on = False
+                    left = self.state()
+                    log.info("emptied: %d rooms, %d pages held", left.rooms, left.pages_held)
+                    self.on_loop(self.leaving.emptied)
         except BaseException as error:
             log.exception("the engine of this %s worker failed", self.role)
             self._engine_error = error

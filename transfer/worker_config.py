@@ -30,6 +30,7 @@ class WorkerConfig:
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     max_frame_bytes: int = 16 << 20
+    drain_timeout_s: float = 30.0  # longest wait for what has begun when told to leave
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class WorkerConfig:
             )
         if self.stall_timeout_s <= 0:
             raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
+        if self.drain_timeout_s < 0:
+            raise ConfigError(f"--drain-timeout must not be negative, got {self.drain_timeout_s}")
         if not 0.0 <= self.mem_fraction_static <= 1.0:
             raise ConfigError(
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"

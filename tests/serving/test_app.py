@@ -241,6 +241,36 @@ async def test_a_request_past_its_deadline_is_a_504() -> None:
         await until(lambda: live.rooms == 0)
 
 
+# --- drain ---
+
+
+async def test_a_worker_told_to_drain_says_what_it_does_and_takes_nothing_more() -> None:
+    async with live_server() as live:
+        for began in (True, False):
+            response = await live.post("/drain", {"worker_id": "decode-0"})
+            assert response.status_code == 200
+            assert response.json() == {
+                "worker_id": "decode-0",
+                "draining": True,
+                "began": began,
+                "rooms": 0,
+                "drain_timeout_s": 30.0,
+            }
+        assert (await live.http.get("/health")).status_code == 503
+        info = (await live.http.get("/get_server_info")).json()
+        draining = {worker["worker_id"] for worker in info["workers"] if worker["draining"]}
+        assert draining == {"decode-0"}
+
+
+async def test_a_drain_of_nobody_is_refused_with_what_there_is() -> None:
+    async with live_server() as live:
+        response = await live.post("/drain", {"worker_id": "decode-7"})
+        assert response.status_code == 404
+        assert error_of(response)["param"] == "worker_id"
+        assert "there are: decode-0, prefill-0" in error_of(response)["message"]
+        assert (await live.post("/drain", {})).status_code == 400
+
+
 # --- abort_request ---
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -90,3 +91,24 @@ async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Super
     await running.wait_ready()
     await supervisor.stop()
     assert running.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_drains_and_left_well_is_not_started_again(
+    supervisor: children.Supervisor,
+) -> None:
+    leaver = replace(child("pass"), drains=True)
+    await asyncio.wait_for(supervisor.watch(await supervisor.start(leaver)), 20)
+    assert supervisor._children == []
+
+
+async def test_a_child_that_drains_is_stopped_at_once_whether_ready_or_not(
+    supervisor: children.Supervisor,
+) -> None:
+    supervisor._stop_timeout_s = 20.0
+    tell = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(7)); "
+    ready = await supervisor.start(replace(child(tell + TELL_READY + WAIT), drains=True))
+    await ready.wait_ready()
+    starting = await supervisor.start(replace(child(WAIT), drains=True))
+    await supervisor.stop()
+    assert ready.process.returncode == 7
+    assert starting.process.returncode == -signal.SIGTERM

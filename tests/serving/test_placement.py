@@ -328,3 +328,71 @@ async def test_under_any_misfortune_every_request_ends_once_with_its_own_tokens(
             assert sink.token_ids == cluster.expected(spec), f"seed {seed}"
         assert counted(dispatcher, "num_running_reqs") == 0
         await until(lambda: not any(worker.rooms for worker in cluster.workers))
+
+
+# --- workers that leave ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_room_handed_on_moves_at_once_and_spends_no_retry(role):
+    async with FakeCluster(auto_step=False, prefills=2, decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher(max_retries=0)
+        spec, sink = cluster.spec(), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        (room,) = await cluster.submitted(1)
+        leaver = holder(cluster.prefill if role == "prefill" else cluster.decode)
+        leaver.fail(room, Code.DRAINING)
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+        assert generation.retries == 0
+        assert counted(dispatcher, 'retries_total{reason="draining"}') == 1
+        for n in range(4):  # the registry has said nothing, and yet it is not chosen any more
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec([n, 1]), sink)
+            await played(cluster, sink)
+        assert leaver.submit_calls == [1]
+
+
+async def test_a_draining_worker_that_refuses_is_not_asked_again_though_it_is_alone():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher(max_retries=0)
+        leaver = cluster.decode[0]
+        leaver.refusals.append(Code.DRAINING)
+        spec, sink = cluster.spec(), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        await until(lambda: not dispatcher.cluster_ready())
+        assert (generation.room, leaver.submit_calls) == (0, [1])
+        await leaver.kill()
+        await leaver.start()
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+        assert generation.retries == 0
+
+
+async def test_a_prefill_worker_that_left_in_order_is_not_missed_after_the_first_token():
+    async with FakeCluster(auto_step=False, prefills=2) as cluster:
+        dispatcher = await cluster.dispatcher(max_retries=0)
+        spec, sink = cluster.spec(), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        (room,) = await cluster.submitted(1)
+        leaver = holder(cluster.prefill)
+        leaver.step()
+        await sink.received(1)
+        await leaver.leave()
+        await until(lambda: leaver.worker_id not in dispatcher.worker_ids())
+        assert generation.room == room
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_a_worker_that_left_in_order_never_took_moves_without_a_retry(role):
+    async with FakeCluster(auto_step=False, prefills=2, decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher(max_retries=0)
+        spec, sink = cluster.spec(), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        await cluster.submitted(1)
+        await holder(cluster.prefill if role == "prefill" else cluster.decode).leave()
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+        assert generation.retries == 0

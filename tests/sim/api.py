@@ -63,6 +63,8 @@ class Line:
         self.worker = worker
         self.api_id = api_id
         self.open = False
+        self.draining = False
+        self.drained = False  # nothing of ours is left there
         self.duplicate = 0.0
         self._lost_reply = lost_reply
         self._net = api.net
@@ -85,6 +87,13 @@ class Line:
         """The worker publishes."""
         data = wire.encode(batch)
         self._to_api.send(lambda: self.api.on_batch(self, wire.decode(data, wire.StepBatch)))
+
+    def farewell(self) -> None:
+        """The worker ends its stream in order: all that it said arrives before."""
+        worker = self.worker
+        event = wire.RoomEvent(0, "drained")
+        self.steps(wire.StepBatch(worker.worker_id(), worker.epoch, 0, 0.0, events=(event,)))
+        self._to_api.send(self.break_)
 
     def break_(self) -> None:
         """Nothing more arrives; both ends notice in their time."""
@@ -163,9 +172,11 @@ class Api:
         line.open = False
         self.lines.remove(line)
         for request in list(self._rooms.values()):
+            # Decode said something: then it has all of prefill's pages. So it has when prefill
+            # left in order after the first token.
+            enough = request.attempt_start + (0 if line.drained else 1)
             if request.pair[1] is line or (
-                # Decode said something: then it has all of prefill's pages.
-                request.pair[0] is line and len(request.tokens) <= request.attempt_start + 1
+                request.pair[0] is line and len(request.tokens) <= enough
             ):
                 self._leave(request, line)
         for room, (prefill, decode) in list(self._ended_by_first.items()):
@@ -179,7 +190,10 @@ class Api:
         code = Code(refusal.code)
         assert code.retryable, refusal
         self.net.stats[f"refused_{code.value}"] += 1
-        request.not_before = self.net.tick + self.net.rng.randrange(20)
+        if code is Code.DRAINING:
+            line.draining = True
+        else:
+            request.not_before = self.net.tick + self.net.rng.randrange(20)
         self._leave(request, None)
 
     def on_batch(self, line: Line, batch: wire.StepBatch) -> None:
@@ -237,6 +251,9 @@ class Api:
             self._close(request, "finished", tell_workers=False)
 
     def _interrupted(self, line: Line, event: wire.RoomEvent) -> None:
+        if event.kind == "drained" or event.code == Code.DRAINING.value:
+            line.draining = True
+            line.drained = line.drained or event.kind == "drained"
         request = self._rooms.get(event.room)
         if request is None or line not in request.pair:
             pair = self._ended_by_first.pop(event.room, None)
@@ -265,7 +282,11 @@ class Api:
     def _place(self, request: Request) -> None:
         pair = []
         for role in ("prefill", "decode"):
-            takers = [line for line in self.lines if line.open and line.worker.role == role]
+            takers = [
+                line
+                for line in self.lines
+                if line.open and not line.draining and line.worker.role == role
+            ]
             if not takers:
                 return
             pair.append(self.net.rng.choice(takers))

@@ -38,6 +38,7 @@ class Plan:
     worker_death: float
     death_between: float  # chance that a death comes between events and turn
     api_death: float
+    drain: float
     control_break: float
     data_break: float
     corrupt: float  # a frame
@@ -93,6 +94,7 @@ def draw_plan(rng: Random) -> Plan:
         worker_death=0.004 * trouble,
         death_between=0.5,
         api_death=0.002 * trouble,
+        drain=rng.choice((0.0, 0.004, 0.01)),
         control_break=0.004 * trouble,
         data_break=0.006 * trouble,
         corrupt=0.004 * trouble,

@@ -16,11 +16,13 @@ from tests.sim.transport import Fabric, Net
 from tests.sim.workers import SimDecode, SimPrefill, run_now
 from transfer import wire
 from transfer.clock import ManualClock
+from transfer.leaving import LINGER_S
 from transfer.room import State
-from transfer.worker import Worker
+from transfer.worker import Drain, Worker
 
 TICK_S = 0.01
 PATIENCE_S = 100_000.0  # of a request that is not hasty: no deadline helps a stuck one
+LINGER_TICKS = round(LINGER_S / TICK_S)
 TROUBLE_TICKS = 200  # after the last arrival: then peace, lest the next accident free the stuck
 PEACE_TICKS = 4_000  # enough for all that is left
 SETTLE_TICKS = 1_500  # beyond prefill's patience with early grants
@@ -48,6 +50,7 @@ class Simulation:
         self._owners: dict[int, Request] = {}
         self._lines: dict[tuple[Worker, str], Line] = {}
         self._num_lines = 0
+        self._linger_until: dict[Worker, int] = {}
         self._prefixes = [self._tokens(self.plan.limit_tokens) for _ in range(2)]
 
     def run(self) -> Counter[str]:
@@ -109,6 +112,8 @@ class Simulation:
         worker.check(self.stats)
         if dies:
             self._kill(worker)
+        elif worker.handing_on and not worker.num_held() and self._lingered(worker):
+            self._leave(worker)
 
     def _worth(self, worker: SimPrefill | SimDecode) -> float:
         """Deaths are dearest where rooms rarely are, so that is where they come most."""
@@ -117,6 +122,8 @@ class Simulation:
 
     def _misbehave(self) -> None:
         plan = self.plan
+        if self.workers and self._chance(plan.drain):
+            self._drain(self.rng.choice(list(self.workers.values())))
         if self._chance(plan.data_break):
             self.fabric.break_one()
         if self._lines and self._chance(plan.control_break):
@@ -165,6 +172,36 @@ class Simulation:
             if owner is worker:
                 line.break_()
                 del self._lines[worker, line.api_id]
+        self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
+
+    def _drain(self, worker: SimPrefill | SimDecode) -> None:
+        """Told to leave; its API processes hear of it from itself alone, which is the latest."""
+        if worker.leaving.draining:
+            return
+        for held in worker._held.values():
+            self.stats[f"{worker.role}_drains_{held.room.state.value}"] += 1
+        worker.leaving.draining = True
+        worker.inbox.post(Drain())
+        self._linger_until[worker] = self.net.tick + LINGER_TICKS
+
+    def _lingered(self, worker: Worker) -> bool:
+        return self.net.tick >= self._linger_until[worker]
+
+    def _leave(self, worker: SimPrefill | SimDecode) -> None:
+        """Drained: all that it still says arrives, then it is gone, and another comes later."""
+        self.stats[f"{worker.role}_drained"] += 1
+        worker.check_drained()
+        worker_id = worker.worker_id()
+        del self.workers[worker_id]
+        for (owner, api_id), line in list(self._lines.items()):
+            if owner is worker:
+                del self._lines[worker, api_id]
+                line.farewell()
+        # Whoever has frames of it has all: what breaks now is of rooms that ended.
+        if isinstance(worker, SimPrefill):
+            worker.sender.close()
+        else:
+            worker.receiver.close()
         self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
 
     def _open_line(self, api: Api, worker: SimPrefill | SimDecode) -> None:

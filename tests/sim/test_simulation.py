@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from prefill.prefix_cache import PrefixCache
 from prefill.worker import PrefillWorker
-from tests.sim.simulation import SimulationFailed, play
+from tests.sim.plan import draw_plan
+from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer.inbound import Inbound
 from transfer.worker import Aborted, ApiGone
 
@@ -58,6 +60,18 @@ HAPPENS = [
     "decode_died_receiving",
     "decode_died_decoding",
     "api_deaths",
+    # workers that are told to leave
+    "prefill_drained",
+    "decode_drained",
+    "prefill_drains_queued",
+    "prefill_drains_granted",
+    "prefill_drains_computing",
+    "prefill_drains_sending",
+    "decode_drains_queued",
+    "decode_drains_reserved",
+    "decode_drains_decoding",
+    "refused_draining",
+    "failed_draining",
     # what connections do
     "control_breaks",
     "data_links_broken",
@@ -104,6 +118,19 @@ def test_over_the_seeds_it_happens_that(played: Counter[str], name: str) -> None
 
 def test_a_seed_plays_the_same_twice() -> None:
     assert play(11) == play(11)
+
+
+def test_workers_that_leave_in_peace_cost_nobody_an_attempt() -> None:
+    total: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        plan = draw_plan(Random(seed))
+        if plan.worker_death == 0.0:
+            total += Simulation(seed, replace(plan, drain=0.02)).run()
+    assert total["prefill_drained"] > 10
+    assert total["decode_drained"] > 10
+    assert total["failed_draining"] > 10
+    assert not total["failed_peer_lost"]
+    assert not total["refused_peer_lost"]
 
 
 # --- faults ------------------------------------------------------------------------------------

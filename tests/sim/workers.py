@@ -133,6 +133,11 @@ class SimPrefill(PrefillWorker):
         assert not self.sender.open_rooms
         assert not self.sender.in_flight_bytes
 
+    def check_drained(self) -> None:
+        """It leaves, and holds nothing but what the cache keeps."""
+        assert self._pool.num_held == len(self._cache) == self._cache.num_evictable()
+        assert not self.sender.open_rooms
+
     def _left(self) -> dict[int, str]:
         return {room: held.room.state.value for room, held in self._held.items()}
 
@@ -212,6 +217,11 @@ class SimDecode(DecodeWorker):
         assert self._pool.num_held == 0
         assert self._admission.num_free_slots == self._admission.num_slots
         assert not self.receiver.expected
+
+    def check_drained(self) -> None:
+        """It leaves, and holds nothing."""
+        assert self._pool.num_held == 0
+        assert self._admission.num_free_slots == self._admission.num_slots
 
 
 def open_stream(worker: Worker, api_id: str) -> None:

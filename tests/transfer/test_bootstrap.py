@@ -341,3 +341,22 @@ async def test_a_heartbeat_from_before_a_restart_is_answered_with_unknown() -> N
         reply = await rpc.call("Heartbeat", a_beat(), wire.HeartbeatReply, PATIENCE_S)
         assert not reply.known
         await rpc.close()
+
+
+async def test_a_heartbeat_with_news_does_not_wait_for_its_turn() -> None:
+    async with a_registry() as registry:
+        client = registry.client()
+        news = [False]
+        beating = client.run_worker(
+            a_worker(), 1, lambda: (wire.Load(), news[0]), interval_s=3600.0
+        )
+        task = asyncio.create_task(beating)
+        views = registry.watch()
+        while not (await asyncio.wait_for(views.get(), 10.0)).members:
+            pass
+        news[0] = True
+        client.hurry()
+        while not (await asyncio.wait_for(views.get(), 10.0)).members[0].draining:
+            pass
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

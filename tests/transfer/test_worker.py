@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+import transfer.leaving
 import transfer.replies
 from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import Unavailable
 from transfer.rpc import Security
-from transfer.worker import ApiGone, Inbox, Submitted, Worker
+from transfer.worker import ApiGone, Drain, Inbox, Submitted, Worker
 
 
 class PlainWorker(Worker):
@@ -24,6 +25,7 @@ class PlainWorker(Worker):
         super().__init__(Security(token="test"), ManualClock(100.0), "host", 9)
         self.events: list[Any] = []
         self.turned = threading.Event()
+        self.held = 0
         self._ready = True
 
     def build(self) -> wire.WorkerInfo:
@@ -48,6 +50,9 @@ class PlainWorker(Worker):
         return wire.FlushReply(True, threading.current_thread().name)
 
     def close(self) -> None: ...
+
+    def num_held(self) -> int:
+        return self.held
 
     def worker_id(self) -> str:
         return "plain"
@@ -234,3 +239,75 @@ async def test_a_failing_engine_stops_the_process_with_its_error(
     thread.join()
     assert isinstance(worker._engine_error, ValueError)
     assert "the engine of this decode worker failed" in caplog.text
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_says_so_refuses_and_hands_on_once() -> None:
+    worker = PlainWorker()
+    stream = subscribe(worker)
+    await anext(stream)
+    worker.held = 3
+    assert await worker._drain(wire.Empty()) == wire.DrainReply(3, 30.0, began=True)
+    assert await worker._drain(wire.Empty()) == wire.DrainReply(3, 30.0, began=False)
+    reply = await worker._submit(wire.SubmitBatch((submit(),)))
+    assert [refusal.code for refusal in reply.refused] == ["draining"]
+    assert worker.inbox.drain(0.0) == [Drain()]
+    assert not worker.leaving.over.is_set()
+    await stream.aclose()
+
+
+async def test_a_drained_worker_leaves_when_nothing_is_held_and_its_last_words_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer.leaving, "LINGER_S", 0.0)
+    worker = PlainWorker()
+    worker.held = 1
+    stream = subscribe(worker)
+    await anext(stream)
+    thread, stop = await run_engine(worker)
+    worker.drain()
+    worker.handing_on = True
+    worker.turned.clear()
+    await asyncio.to_thread(worker.turned.wait)
+    assert not worker.leaving.over.is_set()
+    worker._deliver({"api": batch(1)})
+    worker.held = 0
+    await asyncio.wait_for(worker.leaving.over.wait(), 10.0)
+    assert worker.leaving.drained
+    worker._end_streams()
+    (last,) = [batch async for batch in stream]
+    assert wire.unpack_i64(last.rooms).tolist() == [1]
+    assert [event.kind for event in last.events] == ["drained"]
+    worker._stopping.set()
+    await asyncio.wait_for(stop.wait(), 10.0)
+    thread.join()
+
+
+async def test_a_drain_ends_in_time_with_what_is_left() -> None:
+    worker = PlainWorker()
+    worker.held = 1
+    worker.drain_timeout_s = 0.0
+    stream = subscribe(worker)
+    await anext(stream)
+    worker.drain()
+    await asyncio.wait_for(worker.leaving.over.wait(), 10.0)
+    assert not worker.leaving.drained
+    worker._end_streams()
+    assert [batch async for batch in stream] == []
+
+
+async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
+    worker = PlainWorker()
+    worker.held = 1
+    worker._terminated()
+    assert worker.leaving.draining
+    assert not worker.leaving.over.is_set()
+    worker._terminated()
+    assert worker.leaving.over.is_set()
+    starting = PlainWorker()
+    starting._ready = False
+    starting._terminated()
+    assert starting.leaving.over.is_set()
+    assert not starting.leaving.draining

@@ -1,0 +1,89 @@
+"""Workers of a real system that are told to leave under load: nobody loses anything."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster import Cluster, up, wait_until
+
+SIZES = (
+    "--context-length=512",
+    "--page-size=16",
+    "--chunked-prefill-size=32",
+    "--prefill-max-seqs-per-chunk=1",
+    "--decode-max-running-requests=4",
+)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with up("--prefill=2", "--decode=2", "--max-retries=0", *SIZES) as system:
+        yield system
+
+
+def jobs() -> list[list[int]]:
+    """More than the slots of both decode workers, of different lengths."""
+    return [[n + 5] * (20 * n + 9) for n in range(12)]
+
+
+def generate(cluster: Cluster, ids: list[int]) -> list[int]:
+    answer = cluster.generate(ids, max_new_tokens=60, temperature=0, ignore_eos=True)
+    tokens: list[int] = answer["output_ids"]
+    return tokens
+
+
+def process_of(cluster: Cluster, role: str, number: int) -> psutil.Process:
+    """The n-th child of that role, in order of their start."""
+    family = psutil.Process(cluster.process.pid).children()
+    found = [child for child in family if role in child.cmdline()]
+    return sorted(found, key=lambda child: child.create_time())[number]
+
+
+def left(cluster: Cluster, name: str) -> bool:
+    return f"{name} has left, as it was told" in cluster.log.read_text()
+
+
+def drained(cluster: Cluster, worker_id: str) -> dict[str, Any]:
+    reply: dict[str, Any] = cluster.post("/drain", {"worker_id": worker_id})
+    return reply
+
+
+def test_two_of_four_workers_leave_under_load_and_no_request_notices(cluster: Cluster) -> None:
+    want = [generate(cluster, ids) for ids in jobs()]
+    stop = threading.Event()
+
+    def keep_asking(job: int) -> int:
+        rounds = 0
+        while not stop.is_set() or rounds == 0:
+            assert generate(cluster, jobs()[job]) == want[job]
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(len(want)) as pool:
+        asked = [pool.submit(keep_asking, job) for job in range(len(want))]
+        try:
+            busy = next(w for w in cluster.workers() if w["role"] == "decode")
+            wait_until(lambda: _rooms(cluster, busy["worker_id"]) > 0)
+            reply = drained(cluster, busy["worker_id"])
+            assert (reply["draining"], reply["began"]) == (True, True)
+            assert not drained(cluster, busy["worker_id"])["began"]
+            process_of(cluster, "prefill", 0).terminate()
+            wait_until(lambda: left(cluster, "prefill-0"))
+            wait_until(lambda: left(cluster, "decode-0") or left(cluster, "decode-1"))
+        finally:
+            stop.set()
+        assert sum(future.result() for future in asked) >= len(want)
+    assert cluster.log.read_text().count("emptied: 0 rooms, 0 pages held") == 2
+    assert sorted(worker["role"] for worker in cluster.settled()) == ["decode", "prefill"]
+    assert 'kvferry_retries_total{reason="peer_lost"}' not in cluster.http.get("/metrics").text
+    # Those that are left serve on.
+    assert generate(cluster, jobs()[3]) == want[3]
+
+
+def _rooms(cluster: Cluster, worker_id: str) -> int:
+    rooms: int = next(w["rooms"] for w in cluster.workers() if w["worker_id"] == worker_id)
+    return rooms
