@@ -27,6 +27,7 @@ class Trace:
     output_tokens: int = 0
     prompt_tokens: int = 0
     finish_reason: str = ""
+    request_id: str = ""
     status: int = 0
     error: str = ""
 
@@ -144,6 +145,7 @@ def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
     if "error" in event:
         trace.error = f"error event: {json.dumps(event['error'])[:200]}"
         return False
+    trace.request_id = str(event.get("id", ""))
     usage = event.get("usage")
     if usage:
         trace.output_tokens = int(usage["completion_tokens"])

@@ -32,6 +32,7 @@ UNITS: dict[str, Direction] = {
     "CPU s/GB": "lower",
     "error": "lower",
     "failed": "lower",
+    "% TTFT": "lower",
     "GB": "neither",
     "MB": "neither",
     "GFLOP": "neither",

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
+from bench.timelines import read_timelines, report_timelines
 from bench.timing import percentile
 from bench.workload import PlannedRequest, WorkloadConfig, plan_requests
 
@@ -189,6 +190,8 @@ def load(
         asyncio.run(run_workload(server, model, planned[:warm_up], config, timeout_s))
     traces, taken_s = asyncio.run(run_workload(server, model, planned, config, timeout_s))
     report_traces(report, case, traces, taken_s, slo, config)
+    found = asyncio.run(read_timelines(server, [trace.request_id for trace in traces if trace.ok]))
+    report_timelines(report, case, found, asdict(config))
     for error in sorted({trace.error for trace in traces if trace.error})[:5]:
         print(f"failed: {error}", file=sys.stderr)
     return traces

@@ -12,6 +12,7 @@ from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
 from bench.serve import Slo, parse_url, report_traces, run_workload
 from bench.surroundings import Surroundings
+from bench.timelines import read_timelines, report_timelines
 from bench.timing import percentile, seconds_per_call
 from bench.workload import WorkloadConfig, plan_requests
 
@@ -150,3 +151,41 @@ def test_only_plain_http_addresses_are_taken():
     assert parse_url("http://localhost:8000", "k") == Server("localhost", 8000, "k")
     with pytest.raises(ValueError, match="http://host:port"):
         parse_url("localhost:8000", "")
+
+
+def a_timeline(**prefill: object) -> dict[str, object]:
+    """Two chunks; 100 ms to the first byte out."""
+    known = {
+        "reported": True,
+        "grant_wait_ms": 5.0,
+        "chunks": [
+            {"start_ms": 10.0, "end_ms": 40.0, "handed_over_ms": 41.0},
+            {"start_ms": 20.0, "end_ms": 90.0, "handed_over_ms": 92.0},
+        ],
+        "transfer": {"first_byte_ms": 50.0, "acked_ms": 100.0},
+    }
+    attempt = {"prefill": known | prefill}
+    return {"first_write_ms": 100.0, "choices": [{"attempts": [attempt]}]}
+
+
+def test_timelines_say_what_grant_and_transfer_add_to_the_first_token():
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    others = [a_timeline(reported=False), a_timeline(transfer=None), a_timeline()]
+    others[2]["first_write_ms"] = None
+    report_timelines(report, "case", [a_timeline(), *others], {})
+    assert [(row.metric, row.value, row.unit) for row in report.rows] == [
+        ("chunks a prompt", 2.0, "count"),
+        ("grant wait", 5.0, "% TTFT"),
+        ("transfer", 3.0, "% TTFT"),
+        ("transfer behind computing", 0.8, "share"),
+        ("transfer after last chunk", 10.0, "ms"),
+    ]
+    report_timelines(report, "case", [], {})
+    assert len(report.rows) == 5
+
+
+async def test_a_server_without_timelines_gives_no_rows():
+    async with server_of([b'{"detail": "no such path"}'], 404) as server:
+        assert await read_timelines(server, ["a", "", "b"]) == []
+    async with server_of([b'{"request_id": "a"}']) as server:
+        assert await read_timelines(server, ["a", ""]) == [{"request_id": "a"}]

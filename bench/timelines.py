@@ -1,0 +1,78 @@
+"""What the server's own timelines add to a load's rows: where the time to the first token went."""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from bench.client import Server, get_json
+from bench.report import Report
+
+_AT_ONCE = 8
+_TIMEOUT_S = 10.0
+
+
+async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Timelines of these requests, as far as the server still has, or ever had, them."""
+    limit = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(request_id: str) -> dict[str, Any] | None:
+        async with limit:
+            path = f"/requests/{quote(request_id, safe='')}/timeline"
+            try:
+                status, body = await get_json(server, path, _TIMEOUT_S)
+            except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+                return None
+        return body if status == 200 else None
+
+    found = await asyncio.gather(*(one(request_id) for request_id in request_ids if request_id))
+    return [body for body in found if body is not None]
+
+
+def report_timelines(
+    report: Report, case: str, timelines: Sequence[dict[str, Any]], shapes: dict[str, Any]
+) -> None:
+    """Rows of the requests whose one attempt is told of in full; none when there are none.
+
+    Medians over requests: of the server's time to the first token, the share in which prefill
+    waited for decode's pages, and the share in which it handed computed pages to the data plane,
+    as if nothing had been computed meanwhile: no more than that can the transfer have added. Then
+    how much of the transfer's time was before the last chunk was computed, and what was after it,
+    which the second token waits for.
+    """
+    told = [parts for timeline in timelines if (parts := _parts(timeline)) is not None]
+    if not told:
+        return
+    metrics = (
+        ("chunks a prompt", "count"),
+        ("grant wait", "% TTFT"),
+        ("transfer", "% TTFT"),
+        ("transfer behind computing", "share"),
+        ("transfer after last chunk", "ms"),
+    )
+    for (metric, unit), values in zip(metrics, zip(*told, strict=True), strict=True):
+        report.add(case, metric, statistics.median(values), unit, shapes=shapes)
+
+
+def _parts(timeline: dict[str, Any]) -> tuple[float, ...] | None:
+    """(chunks, grant wait %, handing over %, share overlapped, ms left) of one request."""
+    ttft_ms = timeline["first_write_ms"]
+    attempts = timeline["choices"][0]["attempts"]
+    if len(attempts) != 1 or not attempts[0]["prefill"]["reported"] or not ttft_ms:
+        return None
+    prefill = attempts[0]["prefill"]
+    moved, chunks = prefill["transfer"], prefill["chunks"]
+    if moved is None or moved["acked_ms"] is None or prefill["grant_wait_ms"] is None:
+        return None
+    handing_ms = sum(chunk["handed_over_ms"] - chunk["end_ms"] for chunk in chunks)
+    computed_ms = chunks[-1]["end_ms"]
+    whole_ms = moved["acked_ms"] - moved["first_byte_ms"]
+    before_ms = max(computed_ms - moved["first_byte_ms"], 0.0)
+    return (
+        float(len(chunks)),
+        100 * prefill["grant_wait_ms"] / ttft_ms,
+        100 * handing_ms / ttft_ms,
+        before_ms / whole_ms if whole_ms else 0.0,
+        moved["acked_ms"] - computed_ms,
+    )
