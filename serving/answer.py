@@ -164,7 +164,7 @@ class Runner:
             for sink in answer.sinks:
                 sink.generation = None  # which has the sink: a cycle
             if timeline is not None:
-                timeline.ended(now_s())
+                self._dispatcher.timelines.close(timeline)
             answer.close()
 
     def abort(self, request_id: str | None) -> int:

@@ -6,7 +6,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
@@ -16,10 +16,14 @@ from serving import api_parent
 from serving.app import app_of, create_front
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
+from serving.front import Front
 from serving.listening import BACKLOG, address_of, claimed, refuse_two_addresses
 from serving.metrics import Metrics
+from serving.otlp import OtlpSender, TraceExporter, check_endpoint
 from serving.seat import Seat
 from serving.siblings import Siblings
+from serving.timeline import RequestTimeline
+from serving.timeline_answer import timeline_of
 from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags
 from transfer.clock import SYSTEM_CLOCK
@@ -28,6 +32,7 @@ from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
+_TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
 _COLLECT_AFTER = 20_000  # objects made and not yet freed since the last look; Python has 700
 
 HELP = {
@@ -55,6 +60,8 @@ HELP = {
     "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
     "enable_metrics": "serve /metrics",
+    "otlp_traces_endpoint": "URL that takes the spans of ended requests by OTLP over HTTP, for "
+    "example http://HOST:4318/v1/traces; needs the extra otel; '': none",
     "timeline_requests": "latest requests, each choice counts, of which each process can tell "
     "/requests/ID/timeline; 0: none",
     "max_request_bytes": "largest request body",
@@ -70,6 +77,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     refuse_two_addresses(argv)
     config = flags.config_from(ServeConfig, args)
     security = flags.security_from(args)
+    check_endpoint(config.otlp_traces_endpoint)
     seat = Seat.from_environment()
     if config.api_workers > 1 and seat is None:
         api_parent.run(config, security)
@@ -109,6 +117,11 @@ async def serve(
     dispatcher = Dispatcher(own, security, SYSTEM_CLOCK, metrics)
     front = create_front(dispatcher, tokenizer, config, model_config)
     siblings = Siblings(front, seat, security)
+    exporter = None
+    if config.otlp_traces_endpoint:
+        sender = OtlpSender(config.otlp_traces_endpoint, "kvferry")
+        exporter = TraceExporter(sender, metrics.traces_dropped)
+        dispatcher.timelines.on_over = trace_later(exporter, front)
     server = _Server(
         uvicorn.Config(
             app_of(front, siblings),
@@ -141,6 +154,20 @@ async def serve(
         await serving
         await siblings.stop()
         stopped.cancel()
+        if exporter is not None:
+            await asyncio.to_thread(exporter.close)
+
+
+def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:
+    """What is to be done with an ended request: trace it once its workers have told their part."""
+    policies = front.dispatcher.timelines.policies
+
+    def trace(request: RequestTimeline) -> None:
+        front.timers.call_later(
+            _TRACE_AFTER_S, lambda: exporter.offer(timeline_of(request, policies))
+        )
+
+    return trace
 
 
 def _calm_collector() -> None:

@@ -39,6 +39,7 @@ class ServeConfig:
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
     sampling_defaults: Literal["model", "openai"] = "model"
     enable_metrics: bool = True
+    otlp_traces_endpoint: str = ""  # URL that takes OTLP over HTTP; "" = no traces
     timeline_requests: int = 512  # of which /requests/ID/timeline tells; each choice counts
     max_request_bytes: int = 32 << 20
 
@@ -66,6 +67,8 @@ class ServeConfig:
         for name in ("queue_timeout_s", "request_timeout_s", "slow_client_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+        if self.otlp_traces_endpoint and not self.timeline_requests:
+            raise ConfigError("--otlp-traces-endpoint needs --timeline-requests above 0, got 0")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
         if not 1 <= self.api_workers <= self.max_inflight_requests:

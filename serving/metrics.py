@@ -169,6 +169,9 @@ class Metrics:
         self._silent = _counter(
             registry, "sibling_silent", "Questions that another API process did not answer"
         )
+        self._untraced = _counter(
+            registry, "traces_dropped", "Requests whose spans did not get to the OTLP endpoint"
+        )
         self._gauges = _Gauges()
         registry.register(self._gauges)
         self._cluster = _ClusterCollector()
@@ -193,6 +196,10 @@ class Metrics:
         """finish_reason: stop, length, abort, or error."""
         self._requests.labels(finish_reason).inc()
         self._e2e.observe(e2e_s)
+
+    def traces_dropped(self, num_requests: int) -> None:
+        """From any thread."""
+        self._untraced.inc(num_requests)
 
     def rejected(self) -> None:
         self._rejected.inc()

@@ -117,6 +117,7 @@ class Timelines:
         self.policies = policies
         self._most = most
         self._clock = clock
+        self.on_over: Callable[[RequestTimeline], None] | None = None
         self._requests: OrderedDict[RequestTimeline, None] = OrderedDict()  # by age
         self._by_id: dict[str, RequestTimeline] = {}  # the latest of that id
         self._rooms: dict[int, Attempt] = {}  # of all requests kept
@@ -145,6 +146,12 @@ class Timelines:
     def find(self, request_id: str) -> RequestTimeline | None:
         """The latest request of that id, or of a batch that has it."""
         return self._by_id.get(request_id)
+
+    def close(self, request: RequestTimeline) -> None:
+        """Its answer is out, or nobody waits for it."""
+        request.ended(self._clock.monotonic_s())
+        if self.on_over is not None:
+            self.on_over(request)
 
     def now_s(self) -> float:
         return self._clock.monotonic_s()

@@ -1,0 +1,125 @@
+"""Ended requests as OpenTelemetry spans: a thread of its own sends them, and nobody waits for it.
+
+The packages are the extra `otel`; they are imported only where an endpoint is given.
+"""
+
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from serving.spans import Spans
+from transfer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 1024  # requests; what comes while so many wait is dropped
+_MAX_BATCH = 64  # requests in one call
+_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 2.0
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+class SpanSender(Protocol):
+    """What this file needs of an OTLP exporter."""
+
+    def send(self, timelines: Sequence[dict[str, Any]]) -> bool:
+        """Whether the spans of these requests got there. Blocks."""
+        ...
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError when spans cannot be sent there; "" is nowhere."""
+    if not endpoint:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-traces-endpoint must be a URL like http://HOST:4318/v1/traces, got {endpoint}"
+        )
+    if not all(map(_is_there, _PACKAGES)):
+        raise ConfigError(
+            "--otlp-traces-endpoint needs packages that are not installed: the extra otel of "
+            "kvferry (opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http)"
+        )
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even what it lies in
+        return False
+
+
+class TraceExporter:
+    """A bounded queue of ended requests, and the thread that empties it."""
+
+    def __init__(self, sender: SpanSender, on_dropped: Callable[[int], None]) -> None:
+        """on_dropped: told how many requests nobody will hear of, from any thread."""
+        self._sender = sender
+        self._on_dropped = on_dropped
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+        self._thread.start()
+
+    def offer(self, timeline: dict[str, Any]) -> None:
+        """Send the spans of an ended request some time; never waits."""
+        try:
+            self._queue.put_nowait(timeline)
+        except queue.Full:
+            self._on_dropped(1)
+
+    def close(self) -> None:
+        """Send what waits, for as long as that takes at most."""
+        self._closing = True
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            pass  # it is awake then
+        self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("%d requests were not traced: no time is left", self._queue.qsize())
+
+    def _run(self) -> None:
+        while True:
+            batch = self._take()
+            timelines = [timeline for timeline in batch if timeline is not None]
+            if timelines and not self._sent(timelines):
+                self._on_dropped(len(timelines))
+            if self._closing and self._queue.empty():
+                return
+
+    def _take(self) -> list[dict[str, Any] | None]:
+        batch = [self._queue.get()]
+        while len(batch) < _MAX_BATCH:
+            try:
+                batch.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return batch
+
+    def _sent(self, timelines: Sequence[dict[str, Any]]) -> bool:
+        try:
+            return self._sender.send(timelines)
+        except Exception as error:  # one bad batch must not end the thread
+            log.warning("traces of %d requests are lost: %s", len(timelines), error)
+            return False
+
+
+class OtlpSender:
+    """Spans over HTTP, in protobuf."""
+
+    def __init__(self, endpoint: str, service_name: str) -> None:
+        """endpoint: as check_endpoint takes it."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._spans = Spans(service_name)
+        self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
+
+    def send(self, timelines: Sequence[dict[str, Any]]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        spans = [span for timeline in timelines for span in self._spans.of(timeline)]
+        return self._exporter.export(spans) is SpanExportResult.SUCCESS
