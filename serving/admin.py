@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from serving.answer import WholeAnswer
 from serving.conversation import messages_of, render
-from serving.errors import ApiError, bad_field
+from serving.errors import RETRY_AFTER_S, ApiError, bad_field
 from serving.front import Front, read_body
 from serving.metrics import CONTENT_TYPE
 from serving.protocol import (
@@ -87,8 +87,13 @@ class Admin:
     # --- health ---
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 once a prefill and a decode worker take work."""
+        """200 once a prefill and a decode worker take work, and while one of each gets on."""
         self._front.require_ready()
+        stuck = self._dispatcher.roles_without_progress()
+        if stuck:
+            message = f"no {' and no '.join(stuck)} worker makes progress"
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            raise ApiError(503, message, code="no_progress", headers=headers)
         return Response()
 
     async def health_generate(self, request: HttpRequest) -> Response:

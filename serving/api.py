@@ -54,6 +54,9 @@ HELP = {
     "policy": "how a pair of workers is picked",
     "prefill_policy": "how the prefill worker is picked; same: as --policy says",
     "decode_policy": "how the decode worker is picked; same: as --policy says",
+    "breaker_failures": "failures of a worker in a row after which others are picked for a while",
+    "progress_timeout_s": "seconds that a worker's loop may stand still before others are picked "
+    "and /health fails; longer than a chunk or a step takes",
     "stream_interval": "tokens per streamed chunk after the first; auto: 1 unless it falls behind",
     "batch_notify_size": "streams served before the loop may turn to others; 0: a whole step",
     "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",

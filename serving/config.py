@@ -33,6 +33,8 @@ class ServeConfig:
     policy: Policy = "least_load"
     prefill_policy: RolePolicy = "same"
     decode_policy: RolePolicy = "same"
+    breaker_failures: int = 5  # of a worker, in a row, before it is passed over for a while
+    progress_timeout_s: float = 10.0  # a worker whose loop stands still for so long is, too
     stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
     slow_client_timeout_s: float = 30.0
@@ -46,6 +48,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_inflight_requests",
+            "breaker_failures",
             "max_request_bytes",
             "slow_client_buffer_bytes",
         ):
@@ -64,7 +67,12 @@ class ServeConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
-        for name in ("queue_timeout_s", "request_timeout_s", "slow_client_timeout_s"):
+        for name in (
+            "queue_timeout_s",
+            "request_timeout_s",
+            "progress_timeout_s",
+            "slow_client_timeout_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
         if self.otlp_traces_endpoint and not self.timeline_requests:

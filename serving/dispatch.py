@@ -15,7 +15,7 @@ from serving.limits import Limiter, Ticket
 from serving.membership import Membership, WatchViews
 from serving.metrics import Metrics
 from serving.placement import Placement
-from serving.router import Key, Router
+from serving.router import Key, router_of
 from serving.step_rows import Runs, runs_of, unpack_rows
 from serving.timeline import ChoiceTimeline, Timelines
 from serving.timers import LoopTimers, Timers
@@ -64,11 +64,7 @@ class Dispatcher:
         self.api_id = f"api-{secrets.token_hex(6)}"
         context = Context(self.api_id, security, clock, self._timers, self)
         self._membership = Membership(config, context, self._view_changed, watch)
-        self._router = Router(
-            config.policy,
-            prefill_policy=config.prefill_policy,
-            decode_policy=config.decode_policy,
-        )
+        self._router = router_of(config)
         self.timelines = Timelines(config.timeline_requests, self._router.policies, clock)
         self._placement = Placement(
             config,
@@ -83,6 +79,7 @@ class Dispatcher:
         self.interval = AutoInterval() if asked == "auto" else Interval(asked)
         self._lag = Lag()
         self._lag_s = 0.0  # of the last step
+        self.metrics.watch_health(self._placement.health)
         self._stopped = False
         self._strays: dict[tuple[str, int], int] = {}
         self.metrics.gauge(
@@ -166,6 +163,10 @@ class Dispatcher:
         """Whether a prefill and a decode worker take work."""
         return self._membership.ready()
 
+    def roles_without_progress(self) -> list[wire.Role]:
+        """Whose workers all say that they live, and do nothing more."""
+        return self._membership.roles_without_progress()
+
     def context_length(self) -> int:
         """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
         return self._membership.context_length()
@@ -190,7 +191,8 @@ class Dispatcher:
             {"worker_id": link.worker_id, "error": str(answer)}
             if isinstance(answer, RpcError)
             else msgspec.structs.asdict(answer)
-            | {"load": msgspec.structs.asdict(answer.load), "draining": link.member.draining}
+            | {"load": msgspec.structs.asdict(answer.load)}
+            | self._placement.health_of(link)._asdict()
             for link, answer in answers
         ]
         return {
@@ -304,6 +306,7 @@ class Dispatcher:
             self._placement.move(generation, code, refusal.message, None, link.worker_id)
 
     def _view_changed(self) -> None:
+        self._router.breakers.keep(self._membership.keys())
         self.metrics.set_members(self._membership.members)
         self._placement.place_waiting()
 
@@ -357,8 +360,8 @@ class Dispatcher:
             if count > 1:
                 gaps_s += [0.0] * (count - 1)  # they came together
             generation.last_token_s = now_s
-            if len(generation.token_ids) - count == generation.attempt_start:
-                self._placement.first_token(generation)
+            if len(generation.token_ids) - count - generation.attempt_start < 2:
+                self._placement.progressed(generation)
             if generation.finish:
                 self._finish(generation)
         self.metrics.step(num_tokens, gaps_s)

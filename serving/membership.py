@@ -85,6 +85,26 @@ class Membership:
             for role in ("prefill", "decode")
         )
 
+    def stalled(self) -> list[Key]:
+        """Workers that say they live, while their loops stand still."""
+        timeout_s = self._config.progress_timeout_s
+        return [link.key for link in self._links.values() if link.stalled_s > timeout_s]
+
+    def roles_without_progress(self) -> list[wire.Role]:
+        """Roles whose workers that take work are all stalled; not those that have none."""
+        stalled = self.stalled()
+        roles: tuple[wire.Role, ...] = ("prefill", "decode")
+        takers = {role: [m for m in self.takers(role) if not m.draining] for role in roles}
+        return [
+            role
+            for role, members in takers.items()
+            if members and all(key_of(member) in stalled for member in members)
+        ]
+
+    def keys(self) -> frozenset[Key]:
+        """Of every incarnation that there still is."""
+        return frozenset(self._links)
+
     def link(self, key: Key) -> WorkerLink | None:
         return self._links.get(key)
 

@@ -13,6 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from serving.health import WorkerHealth
 from transfer import wire
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -111,6 +112,26 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(name, documentation, value=read())
 
 
+class _Health(Collector):
+    """Why this process passes workers over, read when somebody looks."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], Mapping[str, WorkerHealth]] = dict
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(
+            "kvferry_worker_passed_over",
+            "1 while a worker is passed over, by reason; a breaker half open shows 0.5",
+            labels=["worker", "reason"],
+        )
+        open_share = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
+        for worker, health in sorted(self.read().items()):
+            family.add_metric([worker, "draining"], health.draining)
+            family.add_metric([worker, "failures"], open_share[health.breaker])
+            family.add_metric([worker, "stalled"], health.stalled)
+        yield family
+
+
 class _Processes(Collector):
     """The own metrics of several API processes, told apart by a label.
 
@@ -174,11 +195,17 @@ class Metrics:
         )
         self._gauges = _Gauges()
         registry.register(self._gauges)
+        self._health = _Health()
+        registry.register(self._health)
         self._cluster = _ClusterCollector()
 
     def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         """Show kvferry_<name> as what `read` returns when somebody looks."""
         self._gauges.gauges[f"kvferry_{name}"] = (documentation, read)
+
+    def watch_health(self, read: Callable[[], Mapping[str, WorkerHealth]]) -> None:
+        """Show what `read` returns, by worker, when somebody looks."""
+        self._health.read = read
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)

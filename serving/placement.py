@@ -7,10 +7,12 @@ from typing import Literal, Protocol
 
 from serving.config import ServeConfig
 from serving.generation import Generation
+from serving.health import WorkerHealth
 from serving.membership import Membership
-from serving.router import Key, Router
+from serving.router import Key, Pair, Router
 from serving.timeline import Timelines
 from serving.timers import Timers
+from serving.worker_link import WorkerLink
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LONGEST_S = 1.0
+# A full queue, a late request and one that no worker could serve say nothing of the worker.
+_WORKERS_FAULT = frozenset({Code.PEER_LOST, Code.STALE, Code.INTERNAL})
 _GOLDEN = 0.6180339887498949
 
 
@@ -75,6 +79,16 @@ class Placement:
             return None
         return generation
 
+    def health_of(self, link: WorkerLink) -> WorkerHealth:
+        """Whether it is picked, as far as this process knows."""
+        breaker = self._router.breakers.state(link.key, self._clock.monotonic_s())
+        stalled = link.key in self._membership.stalled()
+        return WorkerHealth(link.member.draining, breaker.value, stalled)
+
+    def health(self) -> dict[str, WorkerHealth]:
+        """The same of every worker whose stream is open, by id."""
+        return {link.worker_id: self.health_of(link) for link in self._membership.open_links()}
+
     def place(self, generation: Generation) -> None:
         """Give it a room at the best pair now, or at the first there is."""
         self._live[generation] = None
@@ -87,6 +101,7 @@ class Placement:
             generation.avoid,
             generation.spec.prompt_ids,
             generation.spec.cache_salt,
+            self._membership.stalled(),
         )
         if pair is None:
             self._waiting[generation] = None
@@ -118,10 +133,14 @@ class Placement:
         asks = generation.spec.sampling.prompt_logprobs_start >= 0
         self._router.found_cached(generation.pair, None if asks else cached_tokens)
 
-    def first_token(self, generation: Generation) -> None:
-        """The attempt got through: prefill is done with it."""
-        if generation.pair is not None:
-            self._router.prefilled(generation.pair)
+    def progressed(self, generation: Generation) -> None:
+        """The attempt's first token, or its second, was told: prefill, or decode, does its part."""
+        pair = generation.pair
+        if pair is not None:
+            self._router.prefilled(pair)
+            self._router.breakers.succeeded(pair.prefill_key, pair.picked_s)
+            if generation.decoding:
+                self._router.breakers.succeeded(pair.decode_key, pair.picked_s)
         generation.refusals = 0
         generation.refused_since_s = None
         generation.avoid = frozenset()
@@ -148,6 +167,8 @@ class Placement:
         over_at: the worker that is known to have dropped the room. avoid: id of the worker that
         the failure speaks against.
         """
+        if code in _WORKERS_FAULT:
+            self._count_failure(generation.pair, avoid)
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, code.value, message)
         if code is Code.ABORTED:
@@ -162,6 +183,14 @@ class Placement:
             self._back_off(generation, message, avoid)
         else:
             self._retry(generation, code, message, avoid)
+
+    def _count_failure(self, pair: Pair | None, worker_id: str) -> None:
+        if pair is None:
+            return
+        for key in (pair.prefill_key, pair.decode_key):
+            if key[0] == worker_id:
+                now_s = self._clock.monotonic_s()
+                self._router.breakers.failed(key, pair.picked_s, now_s)
 
     def worker_lost(self, key: Key, message: str, drained: bool = False) -> None:
         """Move what that incarnation still had to do.

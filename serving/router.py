@@ -2,10 +2,11 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from serving.config import Policy, RolePolicy
+from serving.breaker import Breakers
+from serving.config import Policy, RolePolicy, ServeConfig
 from serving.prefix_index import PrefixIndex, Use, prefix_chain
 from transfer import wire
 
@@ -66,7 +67,9 @@ class Router:
         seed: int = 0,
         prefill_policy: RolePolicy = "same",
         decode_policy: RolePolicy = "same",
+        breaker_failures: int = 5,
     ) -> None:
+        self.breakers = Breakers[Key](breaker_failures)
         self._charges: dict[Key, _Charge] = {}
         self._unacknowledged: deque[Pair] = deque()
         self._picks = 0
@@ -96,14 +99,18 @@ class Router:
         avoid: frozenset[str] = frozenset(),
         prompt_ids: Sequence[int] = (),
         salt: str = "",
+        stalled: Collection[Key] = (),
     ) -> Pair | None:
         """A pair, charged with the request; None when a role has no worker that takes work.
 
-        avoid: ids of workers to take only when there is no other. now_s: monotonic. prompt_ids,
-        salt: by which caches find it; the prompt may have fewer tokens than num_tokens.
+        stalled: those that make no progress, taken only when there is no other; so is, among the
+        rest, avoid: ids. now_s: monotonic. prompt_ids, salt: by which caches find it; the prompt
+        may have fewer tokens than num_tokens.
         """
         self._acknowledge(now_s)
-        prefills, decodes = _takers(prefills, avoid), _takers(decodes, avoid)
+        prefills, decodes = (
+            self._takers(members, avoid, stalled, now_s) for members in (prefills, decodes)
+        )
         if not (prefills and decodes):
             return None
         prefill, use, num_uncached = self._pick_prefill(prefills, num_tokens, prompt_ids, salt)
@@ -119,8 +126,25 @@ class Router:
             charge.requests += 1
             charge.tokens += tokens
             charge.last_pick = self._picks
+            self.breakers.picked(key_of(member), pair, now_s)
         self._unacknowledged.append(pair)
         return pair
+
+    def _takers(
+        self,
+        members: Sequence[wire.Member],
+        avoid: frozenset[str],
+        stalled: Collection[Key],
+        now_s: float,
+    ) -> list[wire.Member]:
+        """Who may be picked, in order of their keys; those to pass over only if all are such."""
+        members = sorted((m for m in members if not m.draining), key=key_of)
+        members = [
+            member
+            for member in members
+            if not (key_of(member) in stalled or self.breakers.is_out(key_of(member), now_s))
+        ] or members
+        return [member for member in members if member.info.worker_id not in avoid] or members
 
     def _pick_prefill(
         self, members: Sequence[wire.Member], num_tokens: int, prompt_ids: Sequence[int], salt: str
@@ -165,6 +189,8 @@ class Router:
         """Neither worker has the request any more."""
         self.found_cached(pair, None)
         self._discharge_both(pair)
+        for key in (pair.prefill_key, pair.decode_key):
+            self.breakers.left(key, pair)
 
     def _discharge_both(self, pair: Pair) -> None:
         self.prefilled(pair)
@@ -244,8 +270,11 @@ class Router:
         return self._least_loaded(self._random.sample(members, 2))
 
 
-def _takers(members: Sequence[wire.Member], avoid: frozenset[str]) -> list[wire.Member]:
-    """Who may be picked, in order of their keys."""
-    members = [member for member in members if not member.draining]
-    members = [m for m in members if m.info.worker_id not in avoid] or members
-    return sorted(members, key=key_of)
+def router_of(config: ServeConfig) -> Router:
+    """As the flags say."""
+    return Router(
+        config.policy,
+        prefill_policy=config.prefill_policy,
+        decode_policy=config.decode_policy,
+        breaker_failures=config.breaker_failures,
+    )

@@ -88,6 +88,8 @@ class WorkerLink:
         self._context = context
         self._client = RpcClient(member.info.address, context.security)
         self.heard_s = 0.0  # monotonic, when the worker last said something
+        self._progress_s = 0.0  # and when it was something new
+        self._last_step = -1
         self._retired = False
         self._attempt: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -111,6 +113,14 @@ class WorkerLink:
     def mark_draining(self) -> None:
         """It said so itself, which may be sooner than the registry."""
         self.member = msgspec.structs.replace(self.member, draining=True)
+
+    @property
+    def stalled_s(self) -> float:
+        """How long it had said nothing but that it lives, when it last said that.
+
+        The loop that steps counts its turns, idle ones too; the one that says so is another.
+        """
+        return self.heard_s - self._progress_s if self.open else 0.0
 
     def start(self) -> None:
         self._reader = asyncio.create_task(self._keep_reading())
@@ -188,6 +198,9 @@ class WorkerLink:
                     self._reject(batch)
                     continue
                 self.heard_s = context.clock.monotonic_s()
+                if batch.step != self._last_step or batch.rooms or not self.open:
+                    self._last_step = batch.step
+                    self._progress_s = self.heard_s
                 if not self.open:
                     self.open = True
                     logger.info("worker %s is open", self.worker_id)

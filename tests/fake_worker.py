@@ -121,6 +121,8 @@ class FakeWorker:
         self.gate = asyncio.Event()  # while cleared, calls to Submit do not get through
         self.gate.set()
         self.draining = False
+        self.stuck = False  # its loop stands still, and yet it says that it lives
+        self._turns = 0
         self.silent = False  # hung: connected, but says nothing any more
         self.load = wire.Load(pages_total=256, pages_free=256, slots_total=64, slots_free=64)
         self.counters: dict[str, float] = {}
@@ -248,11 +250,15 @@ class FakeWorker:
     def sign_of_life(self) -> None:
         """An empty batch to every stream, as idle workers send every half second."""
         for queue in self._streams.values():
-            queue.put_nowait(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0))
+            queue.put_nowait(self._alive())
+
+    def _alive(self) -> wire.StepBatch:
+        self._turns += not self.stuck
+        return wire.StepBatch(self.worker_id, self.epoch, self._turns, 0.0)
 
     def step(self) -> int:
         """One step: a token for each room that can have one. Returns how many."""
-        if self.silent or not self.alive:
+        if self.silent or self.stuck or not self.alive:
             return 0
         ready = [room for room in self.rooms.values() if self._can_step(room)]
         rows: dict[str, list[tuple[FakeRoom, int, int, int]]] = {}
@@ -364,15 +370,14 @@ class FakeWorker:
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         queue: asyncio.Queue[wire.StepBatch | None] = asyncio.Queue()
         self._streams[request.api_id] = queue
-        alive = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0)
         try:
             if not self.silent:
-                yield alive
+                yield self._alive()
             while True:
                 try:
                     batch = await asyncio.wait_for(queue.get(), _HEARTBEAT_S)
                 except TimeoutError:
-                    batch = alive
+                    batch = self._alive()
                 if batch is None:
                     return
                 if not self.silent:

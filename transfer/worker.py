@@ -341,7 +341,8 @@ class Worker(ABC):
 
     def _sign_of_life(self) -> wire.StepBatch:
         worker_id = self.worker_id()
-        return wire.StepBatch(worker_id, self.epoch, 0, self.clock.monotonic_s())
+        # Its own turns, so that a standing engine shows while the loop still says this.
+        return wire.StepBatch(worker_id, self.epoch, self.progress, self.clock.monotonic_s())
 
     @abstractmethod
     def worker_id(self) -> str:

@@ -396,3 +396,84 @@ async def test_what_a_worker_that_left_in_order_never_took_moves_without_a_retry
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
         assert generation.retries == 0
+
+
+# --- workers that fail or stand still -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [Code.INTERNAL, Code.STALE])
+async def test_a_worker_that_fails_in_a_row_is_passed_over_then_tried_by_one(code):
+    clock = ManualClock(1000.0)
+    async with FakeCluster(auto_step=False, decodes=2, clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher(breaker_failures=2, policy="round_robin")
+        bad, good = cluster.decode
+
+        async def ask() -> None:
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec(), sink)
+            await played(cluster, sink)
+            await cluster.pass_time(0.1)
+
+        bad.refusals.extend([code] * 2)
+        for _ in range(4):
+            await ask()
+        assert len(bad.submit_calls) == 2
+        before = len(good.submit_calls)
+        for _ in range(3):
+            await ask()
+        assert (len(bad.submit_calls), len(good.submit_calls)) == (2, before + 3)
+        (shown,) = [
+            worker["breaker"]
+            for worker in (await dispatcher.server_info())["workers"]
+            if worker["worker_id"] == bad.worker_id
+        ]
+        assert shown == "open"
+        assert (
+            counted(
+                dispatcher,
+                f'worker_passed_over{{reason="failures",worker="{bad.worker_id}"}}',
+            )
+            == 1
+        )
+        await cluster.pass_time(1.0)
+        for _ in range(4):
+            await ask()
+        assert len(bad.submit_calls) == 4  # the trial closed it: its turn as ever
+
+
+async def test_a_full_queue_and_a_bad_request_do_not_speak_against_a_worker():
+    async with FakeCluster(decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher(breaker_failures=1, policy="round_robin")
+        for code in (Code.QUEUE_FULL, Code.TOO_LONG, Code.DRAINING):
+            cluster.decode[0].refusals.append(code)
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec(), sink)
+            await sink.done.wait()
+        breakers = {health.breaker for health in dispatcher._placement.health().values()}
+        assert breakers == {"closed"}
+
+
+async def test_a_worker_that_lives_but_stands_still_is_passed_over_until_it_gets_on():
+    clock = ManualClock(1000.0)
+    async with FakeCluster(auto_step=False, prefills=2, clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher(progress_timeout_s=2.0)
+        stuck = cluster.prefill[0]
+        stuck.stuck = True
+        await cluster.pass_time(3.0)
+        assert dispatcher.cluster_ready()
+        assert dispatcher.roles_without_progress() == []
+        for n in range(4):
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec([n, 1]), sink)
+            await played(cluster, sink)
+        assert stuck.submit_calls == []
+        cluster.prefill[1].stuck = True
+        await cluster.pass_time(3.0)
+        assert dispatcher.roles_without_progress() == ["prefill"]
+        stuck.stuck = False
+        await cluster.pass_time(0.5)
+        assert dispatcher.roles_without_progress() == []
+        sink = RecordingSink()
+        dispatcher.submit(cluster.spec(), sink)
+        await played(cluster, sink)
+        assert len(stuck.submit_calls) == 1

@@ -166,6 +166,14 @@ async def test_a_stream_says_hello_then_brings_its_own_steps_in_order() -> None:
     await others.aclose()
 
 
+async def test_a_sign_of_life_tells_whether_the_engine_turns() -> None:
+    worker = PlainWorker()
+    worker.progress = 7
+    stream = subscribe(worker)
+    assert (await anext(stream)).step == 7
+    await stream.aclose()
+
+
 async def test_steps_reach_the_loop_from_the_engine_thread() -> None:
     worker = PlainWorker()
     worker._loop = asyncio.get_running_loop()

@@ -1,0 +1,97 @@
+"""Which workers have failed so often in a row that others are taken for a while.
+
+    CLOSED     taken as ever; so many failures in a row open it
+    OPEN       passed over for a back-off time, which doubles up to a bound
+    HALF_OPEN  that is over: one attempt may try; it closes, or opens for twice as long
+
+A failure speaks only of attempts picked after the one before it: a hundred rooms that one accident
+ends are one failure. Whoever picks may ignore all of it when there is nobody else: a poor worker
+is better than none, and what succeeds there closes it.
+"""
+
+import enum
+import math
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+FIRST_S = 1.0
+LONGEST_S = 60.0
+
+
+class State(enum.Enum):
+    """Whether a worker may be picked."""
+
+    CLOSED = "closed"
+    HALF_OPEN = "half_open"
+    OPEN = "open"
+
+
+@dataclass(slots=True)
+class _Breaker:
+    failures: int = 0  # in a row, while closed
+    opened: int = 0  # times in a row; 0 = closed
+    until_s: float = 0.0  # open until then
+    counted_s: float = -math.inf  # when the last failure was counted
+    trial: object = None  # the attempt that tries it, while half open
+
+
+class Breakers[K: Hashable]:
+    """One for each worker that ever failed. Times are monotonic seconds, given by the caller.
+
+    attempt: any object, compared by identity. picked_s: when that attempt was picked.
+    """
+
+    def __init__(self, most_failures: int) -> None:
+        assert most_failures > 0
+        self._most_failures = most_failures
+        self._breakers: dict[K, _Breaker] = {}
+
+    def state(self, worker: K, now_s: float) -> State:
+        breaker = self._breakers.get(worker)
+        if breaker is None or not breaker.opened:
+            return State.CLOSED
+        return State.OPEN if now_s < breaker.until_s else State.HALF_OPEN
+
+    def is_out(self, worker: K, now_s: float) -> bool:
+        """Whether it is to be passed over."""
+        state = self.state(worker, now_s)
+        if state is State.HALF_OPEN:
+            return self._breakers[worker].trial is not None
+        return state is State.OPEN
+
+    def picked(self, worker: K, attempt: object, now_s: float) -> None:
+        """An attempt goes there; half open, it is the one that tries."""
+        if self.state(worker, now_s) is State.HALF_OPEN and not self.is_out(worker, now_s):
+            self._breakers[worker].trial = attempt
+
+    def left(self, worker: K, attempt: object) -> None:
+        """That attempt is over, and says no more of the worker than it has: another may try."""
+        breaker = self._breakers.get(worker)
+        if breaker is not None and breaker.trial is attempt:
+            breaker.trial = None
+
+    def succeeded(self, worker: K, picked_s: float) -> None:
+        """It did what it was picked for."""
+        breaker = self._breakers.get(worker)
+        # Opened since, what began before is no news.
+        if breaker is not None and (not breaker.opened or picked_s > breaker.counted_s):
+            del self._breakers[worker]
+
+    def failed(self, worker: K, picked_s: float, now_s: float) -> None:
+        """It did not, and the fault is its own."""
+        breaker = self._breakers.setdefault(worker, _Breaker())
+        state = self.state(worker, now_s)
+        if state is State.OPEN or picked_s <= breaker.counted_s:
+            return
+        breaker.counted_s = now_s
+        breaker.failures += 1
+        if state is State.HALF_OPEN or breaker.failures >= self._most_failures:
+            pause_s = min(FIRST_S * 2.0 ** min(breaker.opened, 10), LONGEST_S)
+            breaker.opened += 1
+            breaker.until_s = now_s + pause_s
+            breaker.trial = None
+
+    def keep(self, workers: Collection[K]) -> None:
+        """Forget all others: those incarnations are gone."""
+        for worker in [worker for worker in self._breakers if worker not in workers]:
+            del self._breakers[worker]
