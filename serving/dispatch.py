@@ -10,13 +10,12 @@ import msgspec
 
 from serving.config import ServeConfig
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink
-from serving.interval import AutoInterval, Interval, Lag
 from serving.limits import Limiter, Ticket
 from serving.membership import Membership, WatchViews
 from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.router import Key, router_of
-from serving.step_rows import Runs, runs_of, unpack_rows
+from serving.steps import Steps
 from serving.timeline import ChoiceTimeline, Timelines
 from serving.timers import LoopTimers, Timers
 from serving.worker_link import Context, WorkerLink
@@ -27,8 +26,6 @@ from transfer.rpc import Security
 
 logger = logging.getLogger(__name__)
 
-_STRAYS_TOLERATED = 3  # rows of an unknown room before its worker is told to drop it
-_STRAYS_REMEMBERED = 4096
 _INFO_TIMEOUT_S = 2.0
 
 
@@ -75,13 +72,10 @@ class Dispatcher:
             self,
             self.timelines,
         )
-        asked = config.stream_interval
-        self.interval = AutoInterval() if asked == "auto" else Interval(asked)
-        self._lag = Lag()
-        self._lag_s = 0.0  # of the last step
+        self._steps = Steps(config, self._placement, self.metrics, clock, self)
+        self.interval = self._steps.interval
         self.metrics.watch_health(self._placement.health)
         self._stopped = False
-        self._strays: dict[tuple[str, int], int] = {}
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
@@ -90,7 +84,7 @@ class Dispatcher:
             "stream_interval", "Tokens of a streamed chunk now", lambda: self.interval.tokens
         )
         self.metrics.gauge(
-            "step_lag_seconds", "What the last step waited to be handled", lambda: self._lag_s
+            "step_lag_seconds", "What the last step waited to be handled", lambda: self._steps.lag_s
         )
 
     async def start(self) -> None:
@@ -272,10 +266,9 @@ class Dispatcher:
     async def on_batch(self, link: WorkerLink, batch: wire.StepBatch) -> None:
         for event in batch.events:
             if event.kind == "prefilled":
-                self._prefilled(link, event)
+                self._steps.prefilled(link, event)
         if batch.rooms:
-            self._keep_pace(link, batch)
-            await self._rows(link, batch)
+            await self._steps.take(link, batch)
         for event in batch.events:
             if event.kind != "prefilled":
                 self._interrupted(link, event)
@@ -293,7 +286,7 @@ class Dispatcher:
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
         self._placement.worker_lost(link.key, message, link.drained)
-        self._lag.forget(link.key)
+        self._steps.forget(link.key)
         self._membership.broken(link)
 
     def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:
@@ -309,79 +302,6 @@ class Dispatcher:
         self._router.breakers.keep(self._membership.keys())
         self.metrics.set_members(self._membership.members)
         self._placement.place_waiting()
-
-    def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
-        now_s = self._clock.monotonic_s()
-        self._lag_s = self._lag.measure(link.key, batch.emitted_s, now_s)
-        if isinstance(self.interval, AutoInterval):
-            self.interval.observe(self._lag_s, now_s, self._clock.thread_cpu_s())
-
-    async def _rows(self, link: WorkerLink, batch: wire.StepBatch) -> None:
-        """All tokens of a batch in one go, or in groups of batch_notify_size streams."""
-        runs = runs_of(unpack_rows(batch))
-        group = self._config.batch_notify_size or len(runs)
-        for start in range(0, len(runs), group):
-            if start:
-                await asyncio.sleep(0)
-            self._tell_runs(link, runs, range(start, min(start + group, len(runs))))
-
-    def _tell_runs(self, link: WorkerLink, runs: Runs, group: range) -> None:
-        key = link.key
-        at = self._placement.at
-        rooms, first_idx, ids, finish, detail = (
-            runs.rooms, runs.first_idx, runs.ids, runs.finish, runs.detail
-        )  # fmt: skip
-        now_s = self._clock.monotonic_s()
-        gaps_s: list[float] = []
-        num_tokens = 0
-        for i in group:
-            generation = at(rooms[i], key)
-            if generation is None:
-                self._stray(link, rooms[i])
-                continue
-            try:
-                tokens = generation.accept(
-                    first_idx[i], ids[i], finish[i], None if detail is None else detail[i]
-                )
-                if tokens is None:
-                    continue
-                generation.sink.on_tokens(tokens)
-            except Exception as error:  # one stream's fault must not reach the others
-                self._stream_failed(generation, error)
-                continue
-            count = len(tokens.ids)
-            num_tokens += count
-            if generation.last_token_s:
-                gaps_s.append(now_s - generation.last_token_s)
-            else:
-                self.metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
-                if generation.timeline is not None:
-                    generation.timeline.first_token_s = now_s
-            if count > 1:
-                gaps_s += [0.0] * (count - 1)  # they came together
-            generation.last_token_s = now_s
-            if len(generation.token_ids) - count - generation.attempt_start < 2:
-                self._placement.progressed(generation)
-            if generation.finish:
-                self._finish(generation)
-        self.metrics.step(num_tokens, gaps_s)
-
-    def _prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:
-        generation = self._placement.at(event.room, link.key)
-        if generation is None:
-            self._stray(link, event.room)
-            return
-        self._placement.found_cached(generation, event.cached_tokens)
-        if generation.prefilled:
-            return
-        generation.prefilled = True
-        num_prompt = len(generation.spec.prompt_ids)
-        cached = min(event.cached_tokens, num_prompt)
-        self.metrics.prefilled(num_prompt, cached)
-        try:
-            generation.sink.on_prefilled(cached, event.prompt_logprobs)
-        except Exception as error:  # one stream's fault must not reach the others
-            self._stream_failed(generation, error)
 
     def _interrupted(self, link: WorkerLink, event: wire.RoomEvent) -> None:
         """The room is over at that worker, the generation is not."""
@@ -404,19 +324,6 @@ class Dispatcher:
             avoid = peer.info.worker_id
         self._placement.move(generation, code, event.message, link.key, avoid)
 
-    def _stray(self, link: WorkerLink, room: int) -> None:
-        """Some rows of a room that just ended are on their way always; more are a leak there."""
-        self.metrics.dropped(1)
-        key = (link.worker_id, room)
-        count = self._strays.get(key, 0) + 1
-        if count > _STRAYS_TOLERATED:
-            self._strays.pop(key, None)
-            link.abort(room)
-            return
-        if len(self._strays) >= _STRAYS_REMEMBERED:
-            self._strays.clear()
-        self._strays[key] = count
-
     # --- ends ---
 
     def end(self, generation: Generation, reason: FinishReason) -> None:
@@ -435,7 +342,7 @@ class Dispatcher:
     def retried(self, reason: str) -> None:
         self.metrics.retried(reason)
 
-    def _finish(self, generation: Generation) -> None:
+    def finish(self, generation: Generation) -> None:
         """Its last token was told just now. Decode knows, unless the token was prefill's: the
         pages may still travel then, and nobody needs them."""
         if self._close(generation, tell_workers=not generation.decoding):
@@ -466,7 +373,7 @@ class Dispatcher:
             RequestError(Code.DEADLINE, f"not done within {waited_s:.3g} s, still {where}"),
         )
 
-    def _stream_failed(self, generation: Generation, error: Exception) -> None:
+    def stream_failed(self, generation: Generation, error: Exception) -> None:
         logger.error("the stream of %s failed", generation.spec.request_id, exc_info=error)
         self.fail(generation, RequestError(Code.INTERNAL, "its stream failed"))
 

@@ -1,0 +1,151 @@
+"""Steps of the workers told to the streams: each token in order, once, all of a step in one go."""
+
+import asyncio
+from typing import Protocol
+
+from serving.config import ServeConfig
+from serving.generation import Generation
+from serving.interval import AutoInterval, Interval, Lag
+from serving.metrics import Metrics
+from serving.placement import Placement
+from serving.router import Key
+from serving.step_rows import Runs, runs_of, unpack_rows
+from serving.worker_link import WorkerLink
+from transfer import wire
+from transfer.clock import Clock
+
+_STRAYS_TOLERATED = 3  # rows of an unknown room before its worker is told to drop it
+_STRAYS_REMEMBERED = 4096
+
+
+class StepsOwner(Protocol):
+    """Who ends generations."""
+
+    def finish(self, generation: Generation) -> None:
+        """Its last token was told just now."""
+        ...
+
+    def stream_failed(self, generation: Generation, error: Exception) -> None:
+        """Its sink raised."""
+        ...
+
+
+class Steps:
+    """Finds whose each row is, tells it, and keeps the pace.
+
+    interval: of streams that did not ask for one; lag_s: what the last step waited to be handled.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        placement: Placement,
+        metrics: Metrics,
+        clock: Clock,
+        owner: StepsOwner,
+    ) -> None:
+        asked = config.stream_interval
+        self.interval = AutoInterval() if asked == "auto" else Interval(asked)
+        self.lag_s = 0.0
+        self._group_size = config.batch_notify_size  # 0: a whole step
+        self._placement = placement
+        self._metrics = metrics
+        self._clock = clock
+        self._owner = owner
+        self._lag = Lag()
+        self._strays: dict[tuple[str, int], int] = {}
+
+    async def take(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        """Tell all rows of a batch at once, or in groups of batch_notify_size streams.
+
+        Raises BadMessage when its arrays disagree.
+        """
+        self._keep_pace(link, batch)
+        runs = runs_of(unpack_rows(batch))
+        group = self._group_size or len(runs)
+        for start in range(0, len(runs), group):
+            if start:
+                await asyncio.sleep(0)
+            self._tell_runs(link, runs, range(start, min(start + group, len(runs))))
+
+    def forget(self, worker: Key) -> None:
+        """That incarnation is gone."""
+        self._lag.forget(worker)
+
+    def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        now_s = self._clock.monotonic_s()
+        self.lag_s = self._lag.measure(link.key, batch.emitted_s, now_s)
+        if isinstance(self.interval, AutoInterval):
+            self.interval.observe(self.lag_s, now_s, self._clock.thread_cpu_s())
+
+    def _tell_runs(self, link: WorkerLink, runs: Runs, group: range) -> None:
+        key = link.key
+        at = self._placement.at
+        rooms, first_idx, ids, finish, detail = (
+            runs.rooms, runs.first_idx, runs.ids, runs.finish, runs.detail
+        )  # fmt: skip
+        now_s = self._clock.monotonic_s()
+        gaps_s: list[float] = []
+        num_tokens = 0
+        for i in group:
+            generation = at(rooms[i], key)
+            if generation is None:
+                self._stray(link, rooms[i])
+                continue
+            try:
+                tokens = generation.accept(
+                    first_idx[i], ids[i], finish[i], None if detail is None else detail[i]
+                )
+                if tokens is None:
+                    continue
+                generation.sink.on_tokens(tokens)
+            except Exception as error:  # one stream's fault must not reach the others
+                self._owner.stream_failed(generation, error)
+                continue
+            count = len(tokens.ids)
+            num_tokens += count
+            if generation.last_token_s:
+                gaps_s.append(now_s - generation.last_token_s)
+            else:
+                self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+                if generation.timeline is not None:
+                    generation.timeline.first_token_s = now_s
+            if count > 1:
+                gaps_s += [0.0] * (count - 1)  # they came together
+            generation.last_token_s = now_s
+            if len(generation.token_ids) - count - generation.attempt_start < 2:
+                self._placement.progressed(generation)
+            if generation.finish:
+                self._owner.finish(generation)
+        self._metrics.step(num_tokens, gaps_s)
+
+    def prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:
+        """The prompt of a room is computed."""
+        generation = self._placement.at(event.room, link.key)
+        if generation is None:
+            self._stray(link, event.room)
+            return
+        self._placement.found_cached(generation, event.cached_tokens)
+        if generation.prefilled:
+            return
+        generation.prefilled = True
+        num_prompt = len(generation.spec.prompt_ids)
+        cached = min(event.cached_tokens, num_prompt)
+        self._metrics.prefilled(num_prompt, cached)
+        try:
+            generation.sink.on_prefilled(cached, event.prompt_logprobs)
+        except Exception as error:  # one stream's fault must not reach the others
+            self._owner.stream_failed(generation, error)
+
+    def _stray(self, link: WorkerLink, room: int) -> None:
+        """Some rows of a room that just ended are on their way always; more are a leak there."""
+        self._metrics.dropped(1)
+        key = (link.worker_id, room)
+        count = self._strays.get(key, 0) + 1
+        if count > _STRAYS_TOLERATED:
+            self._strays.pop(key, None)
+            link.abort(room)
+            return
+        if len(self._strays) >= _STRAYS_REMEMBERED:
+            self._strays.clear()
+        self._strays[key] = count
