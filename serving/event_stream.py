@@ -169,6 +169,7 @@ class EventStream:
         """Nobody reads any more. What is queued is dropped."""
         self._close(None)
         self._disarm()
+        self._queue.clear()
         if self._sender is not None:
             self._sender.cancel()
 

@@ -1,13 +1,16 @@
 """Clients that do not read, over real sockets and on both event loops."""
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import uvloop
 
+from serving.event_stream import EventStream
 from tests.recording import until
 from tests.serving.live import Live, letters, live_server
 
@@ -15,7 +18,7 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 NUM_TOKENS = 1500  # events of 200 bytes each: more than server and system hold
 
 
-async def ask(live: Live, num_tokens: int) -> socket.socket:
+async def ask(live: Live, num_tokens: int, **more: Any) -> socket.socket:
     """A streamed request over a socket that nobody reads yet."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -24,27 +27,48 @@ async def ask(live: Live, num_tokens: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, (host, int(port)))
     fields = {"prompt": "Hi!", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    fields |= more
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     await loop.sock_sendall(sock, head.encode() + body)
     return sock
 
 
-async def read_text(sock: socket.socket) -> str:
-    """The text of all events, up to [DONE]."""
+async def read_until(sock: socket.socket, end: bytes, data: bytes = b"") -> bytes:
+    """What was read, and more up to these bytes."""
     loop = asyncio.get_running_loop()
-    data = b""
-    while b"[DONE]" not in data:
+    while end not in data:
         part = await loop.sock_recv(sock, 1 << 20)
         assert part, "the server closed the connection before the end"
         data += part
-    chunks = data.partition(b"\r\n\r\n")[2]
-    body = b""
-    while chunks:
-        size, _, chunks = chunks.partition(b"\r\n")
-        body, chunks = body + chunks[: int(size, 16)], chunks[int(size, 16) + 2 :]
-    events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n")]
+    return data
+
+
+def writes_of(data: bytes) -> list[bytes]:
+    """The server's writes of a whole answer: each is a chunk of HTTP's."""
+    rest = data.partition(b"\r\n\r\n")[2]
+    writes = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        writes.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    return writes
+
+
+def text_of(writes: list[bytes]) -> str:
+    """The text of all events."""
+    events = [part.removeprefix(b"data: ") for part in b"".join(writes).split(b"\n\n")]
     return "".join(json.loads(e)["choices"][0]["text"] for e in events if e.startswith(b"{"))
+
+
+def is_end_token(token_idx: int) -> bool:
+    """Every 27th token is it; it is ignored and has no text."""
+    return token_idx % 27 == 26
+
+
+def text_after(num_tokens: int) -> str:
+    rounds, rest = divmod(num_tokens, 27)
+    return letters(26) * rounds + letters(rest)
 
 
 @pytest.mark.parametrize("loop_factory", LOOPS)
@@ -57,10 +81,8 @@ def test_a_client_that_reads_late_misses_nothing(
             metric = b'kvferry_num_requests_total{finish_reason="length"} 1.0'
             await until(lambda: metric in live.dispatcher.metrics.render())
             with sock:
-                text = await read_text(sock)
-            # Every 27th token is the end token, which is ignored and has no text.
-            rounds, rest = divmod(NUM_TOKENS, 27)
-            assert text == letters(26) * rounds + letters(rest)
+                data = await read_until(sock, b"[DONE]")
+            assert text_of(writes_of(data)) == text_after(NUM_TOKENS)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())
@@ -78,11 +100,59 @@ def test_a_client_that_never_reads_is_closed_and_its_generation_aborted(
             slow_client_timeout_s=0.05,
         ) as live:
             sock = await ask(live, 500_000)
+            gc.collect()
+            gc.disable()
             with sock:
                 metric = b'kvferry_num_requests_total{finish_reason="abort"} 1.0'
                 await until(lambda: metric in live.dispatcher.metrics.render())
                 await until(lambda: live.rooms == 0)
+            # What is unread goes at once: the collector of a server comes by rarely.
+            await until(lambda: not any(isinstance(o, EventStream) for o in gc.get_objects()))
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(play())
+    finally:
+        gc.enable()
+    assert "unread" in caplog.text
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_what_a_slow_client_waits_for_merges_while_others_get_each_piece_at_its_step(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    num_tokens = 1200
+
+    async def play() -> None:
+        async with live_server(
+            auto_step=False, context_length=1 << 20, send_buffer_bytes=4096
+        ) as live:
+            slow = await ask(live, num_tokens, stream_interval=1)
+            fast = await ask(live, num_tokens, stream_interval=1)
+            await live.cluster.submitted(2)
+            told = b""
+            with slow, fast:
+                for token_idx in range(1, num_tokens):
+                    live.cluster.step()
+                    # No step is made before its piece of the last one has come.
+                    if not is_end_token(token_idx):
+                        told = await read_more(fast, told)
+                told = await read_until(fast, b"[DONE]", told)
+                each = writes_of(told)
+                merged = writes_of(await read_until(slow, b"[DONE]"))
+            assert text_of(each) == text_of(merged) == text_after(num_tokens)
+            assert len(each) > num_tokens * 25 / 27
+            assert len(merged) < len(each) / 2
+            assert max(map(len, merged)) > 100 * max(map(len, each))
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())
-    assert "unread" in caplog.text
+
+
+async def read_more(sock: socket.socket, data: bytes) -> bytes:
+    """What was read, and at least one event more."""
+    num_events = data.count(b"data: ")
+    loop = asyncio.get_running_loop()
+    while data.count(b"data: ") == num_events:
+        data += await loop.sock_recv(sock, 1 << 20)
+    return data
