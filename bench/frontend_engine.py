@@ -10,7 +10,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -99,6 +99,8 @@ class Worker:
         self.worker_id = f"synthetic-{role}"
         self.epoch = 1
         self.emitter = StepEmitter(self.worker_id, self.epoch)
+        # Begun by Submit, over by its last token or Abort.
+        self.rooms: dict[int, wire.Submit] = {}
         self._workers = workers
         # Bounded by the steps of a round, and by _MOST_WAITING for who asks for room.
         self._streams: dict[str, Replies] = {}
@@ -131,28 +133,39 @@ class Worker:
             stored_kv_heads=4,
         )
 
+    async def stop(self) -> None:
+        """Serve nobody any more, at once."""
+        await self._server.stop(0.0)
+
     def send(self) -> None:
         """Everything the emitter has, to the streams it is for."""
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
             self._newest_step = batch.step
             assert self._streams[api_id].offer(batch), "a round is within what may wait"
 
-    async def room(self) -> None:
-        """Until few steps wait for the pipe, which takes one when gRPC's flow control lets it."""
-        while self._newest_step - self._taken_step >= _MOST_WAITING:
+    def over(self, rooms: Iterable[int]) -> None:
+        """These had their last token here."""
+        for room in rooms:
+            self.rooms.pop(room, None)
+
+    async def room(self, most_waiting: int = _MOST_WAITING) -> None:
+        """Until fewer steps wait for the pipe, which takes one when gRPC's flow control lets it."""
+        while self._newest_step - self._taken_step >= most_waiting:
             self._taken.clear()
             await self._taken.wait()
 
     async def _submit(self, batch: wire.SubmitBatch) -> wire.SubmitReply:
+        self.rooms.update({submit.room: submit for submit in batch.submits})
         self._workers.submitted(self.role, batch.submits)
         return wire.SubmitReply()
 
     async def _abort(self, batch: wire.AbortBatch) -> wire.Empty:
+        self.over(batch.rooms)
         return wire.Empty()
 
     async def _info(self, _: wire.Empty) -> wire.WorkerState:
         return wire.WorkerState(
-            self.worker_id, self.role, self.epoch, _LOAD, 0, 0, 0, 0, counters={}, config={}
+            self.worker_id, self.role, self.epoch, _LOAD, 0, 0, len(self.rooms), 0, {}, {}
         )
 
     async def _flush(self, _: wire.Empty) -> wire.FlushReply:
@@ -217,6 +230,7 @@ class Workers:
         for room in rooms:
             self._prefill.emitter.event(api_id, wire.RoomEvent(room, "prefilled"))
         self._prefill.emitter.rows(api_id, self._rows(np.array(streams), np.array(rooms), 0))
+        self._prefill.over(rooms)
         current.begin(streams, SYSTEM_CLOCK.monotonic_s())
         self._prefill.send()
 
@@ -225,6 +239,8 @@ class Workers:
         rows = self._rows(self._streams, self._round.rooms, token_idx)
         self._decode.emitter.rows(self._api_id, rows)
         self._decode.send()
+        if token_idx == self._round.cell.output_tokens - 1:
+            self._decode.over(rows.rooms.tolist())
 
     async def room(self) -> None:
         await self._decode.room()

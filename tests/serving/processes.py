@@ -69,11 +69,18 @@ async def info_of(http: httpx.AsyncClient) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def serving(cluster: FakeCluster, folder: Path, *flags: str) -> AsyncIterator[Server]:
     """`kvferry serve` with these flags; every process sees both workers. Stopped in the end."""
+    async with serving_at(cluster.registry.address, folder, *flags) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def serving_at(registry: str, folder: Path, *flags: str) -> AsyncIterator[Server]:
+    """The same in a cluster whose registry has this address, and whose token is SECURITY's."""
     command = start(
         folder,
         "serve",
         f"--model-path={MODEL}",
-        f"--registry-address={cluster.registry.address}",
+        f"--registry-address={registry}",
         *(() if any(flag.startswith(("--port", "--uds")) for flag in flags) else ("--port=0",)),
         *flags,
         KVFERRY_CLUSTER_TOKEN=SECURITY.token,
