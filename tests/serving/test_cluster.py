@@ -5,6 +5,7 @@ that a handful of them preempt each other.
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -140,7 +141,7 @@ async def test_pages_and_slots_return_after_any_mix_of_endings(
     rng = random.Random(11)
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60, limits=limits) as http:
-        await asyncio.gather(*(_some_ending(http, rng, tokenizer, i) for i in range(40)))
+        await asyncio.gather(*(_some_ending(http, rng, tokenizer, i) for i in range(48)))
     wait_until(lambda: all(worker["rooms"] == 0 for worker in cluster.workers()))
     cluster.http.post("/flush_cache")
     after = [(w["load"]["pages_free"], w["load"]["slots_free"]) for w in cluster.workers()]
@@ -155,19 +156,20 @@ async def _some_ending(
     text = TEXTS[number % len(TEXTS)]
     ending = rng.choice(["end", "leave", "abort"])
     leave_after = rng.randrange(0, 12)
+    asked = rng.randrange(1, 40)
     body = {
         "input_ids": tokenizer.encode(text),
         "rid": f"mix-{number}",
         "stream": True,
         "sampling_params": {
-            "max_new_tokens": rng.randrange(1, 40),
+            "max_new_tokens": asked,
             "temperature": 0.9,
             "ignore_eos": True,
         },
     }
     async with http.stream("POST", "/generate", json=body) as reply:
         assert reply.status_code == 200
-        seen = 0
+        seen, last = 0, ""
         async for line in reply.aiter_lines():
             if not line.startswith("data:"):
                 continue
@@ -178,6 +180,12 @@ async def _some_ending(
                 answer = await http.post("/abort_request", json={"rid": f"mix-{number}"})
                 assert answer.status_code == 200
                 ending = "aborted"
+            if line != "data: [DONE]":
+                last = line.removeprefix("data: ")
+    meta = json.loads(last)["meta_info"]
+    if ending != "aborted":
+        assert meta["finish_reason"] == {"type": "length", "length": asked}
+        assert meta["completion_tokens"] == asked
 
 
 def test_a_killed_worker_is_a_pause_not_another_text(
