@@ -1,0 +1,1 @@
+"""A seeded campaign of faults against a whole system of real processes."""

@@ -1,0 +1,53 @@
+"""`python -m tests.faults --faults 1000 --seed 1`: a soak; the same words play a failure again."""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.faults.campaign import Broken
+from tests.faults.notices import Strike
+from tests.faults.play import Played, play
+
+
+def main() -> int:
+    """Play one campaign and say what was seen. 1 when a promise was not kept."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--backend", choices=("tcp", "shm", "auto"), default="tcp")
+    parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
+    parser.add_argument("--clients", type=int, default=6, help="requests in flight")
+    parser.add_argument("--settle-every", type=int, default=25, help="faults")
+    parser.add_argument("--json", type=Path, help="write what was seen of each fault here")
+    args = parser.parse_args()
+    begun_s = time.monotonic()
+
+    def tell(strike: Strike) -> None:
+        at_s = time.monotonic() - begun_s
+        print(f"{at_s:7.1f} s  {strike.fault} -> {strike.target}, hit {strike.hit}", flush=True)
+
+    words: dict[str, Any] = {k: v for k, v in vars(args).items() if k != "json"}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            played = asyncio.run(play(Path(folder), tell=tell, **words))
+        except Broken as error:
+            print(error, file=sys.stderr)
+            return 1
+    _say(played)
+    if args.json is not None:
+        args.json.write_text(json.dumps({**words, **played.as_dict()}, indent=1) + "\n")
+    return 0
+
+
+def _say(played: Played) -> None:
+    for name, value in played.summary().items():
+        print(f"{name:36} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What clients ask of the system under fault: a catalogue, each entry with its one right answer."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal
+
+Route = Literal["completions", "chat", "generate", "whole"]
+
+ROUTES: tuple[Route, ...] = ("completions", "chat", "generate", "whole")
+WORDS = (
+    *("ferry", "harbour", "page", "dawn", "crossing", "pilot", "light", "shore", "night", "cache"),
+    *("water", "bell", "rope", "tide", "anchor", "north", "wind", "letter", "deck", "lamp"),
+)
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.3},
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: same numbers in, same tokens out, wherever and however often it runs."""
+
+    number: int
+    route: Route
+    prompt: str
+    sampling: dict[str, Any]
+    max_tokens: int
+
+    def body(self, salt: str) -> dict[str, Any]:
+        """For its route. salt: keeps cached prefixes apart without changing a token."""
+        if self.route == "generate":
+            values = {k: v for k, v in self.sampling.items() if k != "seed"}
+            if "seed" in self.sampling:
+                values["sampling_seed"] = self.sampling["seed"]
+            values |= {"max_new_tokens": self.max_tokens, "ignore_eos": True}
+            return {
+                "text": self.prompt,
+                "sampling_params": values,
+                "stream": True,
+                "cache_salt": salt,
+            }
+        body = {**self.sampling, "max_tokens": self.max_tokens}
+        more = {"ignore_eos": True, "cache_salt": salt}
+        if self.route == "chat":
+            return body | {
+                "messages": [{"role": "user", "content": self.prompt}],
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "extra_body": more,
+            }
+        body |= {"prompt": self.prompt, **more}
+        if self.route == "completions":
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a client was told: it must be the same every time. ids: () where none are told."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    finish: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def begins(self, whole: "Answer") -> bool:
+        """Whether this, cut short, is the beginning of the whole one."""
+        return whole.text.startswith(self.text) and whole.ids[: len(self.ids)] == self.ids
+
+
+def draw_asks(rng: Random, count: int, context: int) -> list[Ask]:
+    """A mix of routes, samplings, short prompts and some of several chunks."""
+    asks = []
+    for number in range(count):
+        is_long = rng.random() < 0.5
+        words = rng.randrange(context // 8, context // 4) if is_long else rng.randrange(2, 12)
+        prompt = " ".join(rng.choice(WORDS) for _ in range(words))
+        asks.append(
+            Ask(
+                number,
+                ROUTES[number % len(ROUTES)],
+                prompt,
+                SAMPLINGS[(number // len(ROUTES) + number) % len(SAMPLINGS)],
+                rng.randrange(16, context // 4),
+            )
+        )
+    return asks

@@ -1,0 +1,306 @@
+"""One campaign: aims and does one fault after another, and now and then lets all come to rest."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.member import Line, Member
+from tests.faults.network import Namespaces
+from tests.faults.notices import Notices, Strike
+from tests.faults.plan import FRAME_PHASES, Fault, Means, draw_fault
+from tests.faults.proxy import Harm, Pair, Trap
+from tests.faults.system import System, until
+from tests.faults.traffic import CLIENT_TIMEOUT_S, Flight, Traffic
+
+AIM_TIMEOUT_S = 4.0
+REST_TIMEOUT_S = 30.0
+_LAG_TICK_S = 0.05
+
+
+class Broken(AssertionError):
+    """A promise was not kept; the message has all that helps to see why."""
+
+
+@dataclass
+class Counts:
+    """What a worker holds at rest."""
+
+    pages_free: int
+    slots_free: int
+
+
+class Campaign:
+    """Faults of one seed on one system, which is started."""
+
+    def __init__(
+        self, system: System, seed: int, means: Means, num_clients: int, settle_every: int
+    ) -> None:
+        self.system = system
+        self.seed = seed
+        self.findings: list[str] = []
+        self.traffic = Traffic(system, seed, self.findings.append, num_clients)
+        self.notices = Notices(system, self.traffic)
+        self.settled_s: list[float] = []
+        self._means = means
+        self._settle_every = settle_every
+        self._start_counts: dict[str, Counts] = {}
+        self._later: set[asyncio.Task[None]] = set()
+        self._number = 0
+        self._lag_s = 0.0  # the latest that this process woke up, of late
+        self._lags: asyncio.Task[None] | None = None
+
+    def hear(self, line: Line) -> None:
+        self.notices.hear(line)
+
+    async def run(self, count: int, tell: Callable[[Strike], None] = lambda strike: None) -> None:
+        """Do so many faults. Raises Broken at the first promise that is not kept."""
+        self._lags = asyncio.create_task(self._measure_lag())
+        try:
+            await self.traffic.start()
+            await self._rest()
+            for self._number in range(1, count + 1):
+                self.traffic.go()
+                fault = draw_fault(self.seed, self._number, self._means)
+                tell(await self._do(fault))
+                await asyncio.sleep(fault.pause_s)
+                if self._number % self._settle_every == 0 or self._number == count:
+                    await self._rest()
+                self._raise_findings()
+        except AssertionError as error:
+            raise Broken(self._report(str(error))) from error
+        finally:
+            self._lags.cancel()
+            for task in self._later:
+                task.cancel()
+            await self.traffic.close()
+
+    # --- a fault ----------------------------------------------------------------------------------
+
+    async def _do(self, fault: Fault) -> Strike:
+        """Aim it, do it, and have somebody look whether it was noticed."""
+        await until(lambda: self._target(fault) is not None, 60.0, self.system.describe)
+        if fault.phase in FRAME_PHASES and self.system.proxies:
+            strike = await self._at_frame(fault)
+        else:
+            strike = await self._at_request(fault)
+        self._soon(self._see_noticed(strike))
+        return strike
+
+    async def _at_frame(self, fault: Fault) -> Strike:
+        """At a frame that passes a proxy, of whatever request."""
+        strikes: list[Strike] = []
+
+        def spring(pair: Pair) -> Harm:
+            strikes.append(self._strike(fault, fault.phase, pair))
+            return _harm_of(fault, pair, strikes[0].target)
+
+        trap = Trap(fault.phase, _harm(fault), fault.at, lasts_s=fault.lasts_s, spring=spring)
+        for proxy in self.system.proxies.values():
+            proxy.trap = trap
+        self.traffic.launch_long()
+        try:
+            async with asyncio.timeout(AIM_TIMEOUT_S):
+                await trap.sprung.wait()
+        except TimeoutError:
+            pass
+        finally:
+            for proxy in self.system.proxies.values():
+                proxy.trap = None
+        return strikes[0] if strikes else self._strike(fault, "missed", None)
+
+    async def _at_request(self, fault: Fault) -> Strike:
+        """At a phase of a request that is sent for it."""
+        flight = self.traffic.launch_long()
+        hit = await self._reached(fault, flight) if flight is not None else False
+        return self._strike(fault, fault.phase if hit else "missed", self._last_pair())
+
+    async def _reached(self, fault: Fault, flight: Flight) -> bool:
+        """Wait for the phase; False when the request was past it."""
+        told = flight.told
+        first_token_s = sorted(self.traffic.first_token_s)[len(self.traffic.first_token_s) // 2]
+        if fault.phase in ("first_token", "mid_decode"):
+            frames = 1 if fault.phase == "first_token" else 2 + int(fault.at * 12)
+            try:
+                async with asyncio.timeout(AIM_TIMEOUT_S):
+                    while told.frames < frames and not told.ended_s:
+                        told.changed.clear()
+                        await told.changed.wait()
+            except TimeoutError:
+                return False
+            return not told.ended_s
+        shares = {"queued": (0.0, 0.1), "granted": (0.1, 0.3), "mid_chunk": (0.3, 0.9)}
+        low, high = shares.get(fault.phase, (0.3, 1.5))
+        await asyncio.sleep((low + (high - low) * fault.at) * first_token_s)
+        return not told.frames
+
+    def _strike(self, fault: Fault, hit: str, pair: Pair | None) -> Strike:
+        """Do it, now."""
+        if fault.role == "link":
+            if pair is None or hit == "missed":
+                return self.notices.struck(fault, next(iter(self.system.proxies)), "missed", "")
+            sender = pair.sender if fault.kind in ("cut", "stall") else ""
+            return self.notices.struck(fault, pair.decode, hit, sender)
+        target = self._target(fault, pair)
+        if target is None:
+            raise AssertionError(f"nobody is left for {fault}: {self.system.describe()}")
+        strike = self.notices.struck(fault, target.name, hit)
+        self._hurt(fault, target)
+        return strike
+
+    def _hurt(self, fault: Fault, target: Member) -> None:
+        match fault.kind:
+            case "kill":
+                target.kill()
+            case "term":
+                target.terminate()
+            case "hang" | "hang_kill":
+                target.freeze()
+                self._soon(self._end_hang(fault, target))
+            case "part" | "lossy":
+                self._soon(self._disconnect(fault, target.name))
+
+    async def _end_hang(self, fault: Fault, target: Member) -> None:
+        await asyncio.sleep(fault.lasts_s)
+        if fault.kind == "hang":
+            target.thaw()
+        else:
+            target.kill()
+
+    async def _disconnect(self, fault: Fault, worker: str) -> None:
+        network = self.system.network
+        assert isinstance(network, Namespaces), f"{fault} on one host"
+        if fault.kind == "part":
+            network.unplug(worker)
+        else:
+            network.loses(worker, 5 + 20 * fault.at, 40 * fault.at)
+        try:
+            await asyncio.sleep(fault.lasts_s)
+        finally:
+            if fault.kind == "part":
+                network.plug(worker)
+            else:
+                network.loses(worker, 0, 0)
+
+    def _target(self, fault: Fault, pair: Pair | None = None) -> Member | None:
+        """Who is hurt: of the pair if it is known and well, else of the role, else anybody."""
+        system = self.system
+        if pair is not None and fault.role in ("prefill", "decode"):
+            named = system.members[pair.sender if fault.role == "prefill" else pair.decode]
+            if named.up:
+                return named
+        of_role = [m for m in system.named(fault.role) if m.up]
+        anybody = of_role or [m for m in system.members.values() if m.up]
+        return anybody[fault.index % len(anybody)] if anybody else None
+
+    def _last_pair(self) -> Pair | None:
+        pairs = [p.last_finish for p in self.system.proxies.values() if p.last_finish is not None]
+        return max(pairs, key=lambda pair: pair.at_s, default=None)
+
+    async def _see_noticed(self, strike: Strike) -> None:
+        """Once it must have been noticed, look whether it was."""
+        if strike.bound_s == math.inf or strike.hit == "missed":
+            return
+        await asyncio.sleep(strike.bound_s + 1.0)
+        self.findings += self.notices.overdue(strike, self._lag_s)
+
+    def _soon(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    # --- rest -------------------------------------------------------------------------------------
+
+    async def _rest(self) -> None:
+        """Let every request end, everybody be well again, and look what is left."""
+        begun_s = time.monotonic()
+        self.traffic.hold()
+        if self._later:
+            await asyncio.wait(self._later)
+        await self.system.whole()
+        flights = self.traffic.flights
+        await until(lambda: not flights, CLIENT_TIMEOUT_S, lambda: f"in flight: {list(flights)}")
+        for api in self.system.named("api"):
+            await self._nothing_held(api.name)
+        await self._counts_are_back()
+        self.settled_s.append(time.monotonic() - begun_s)
+
+    async def _nothing_held(self, api: str) -> None:
+        left: list[str] = []
+        until_s = time.monotonic() + REST_TIMEOUT_S
+        while time.monotonic() < until_s:
+            left = _left(await self.system.info(api), api)
+            if not left:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"{REST_TIMEOUT_S:g} s after the last request: {left}")
+
+    async def _counts_are_back(self) -> None:
+        """Each worker has all pages and slots that it had at first, and compiled nothing."""
+        api = self.system.named("api")[0].name
+        await self.system.flush(api)
+        for worker in (await self.system.info(api))["workers"]:
+            name, load = worker["worker_id"], worker["load"]
+            now = Counts(load["pages_free"], load["slots_free"])
+            first = self._start_counts.setdefault(name, now)
+            assert now == first, f"{name} has {now}, at first {first}"
+            assert worker["compiles_after_ready"] == 0, f"{name} compiled after ready"
+
+    # --- findings ---------------------------------------------------------------------------------
+
+    def _raise_findings(self) -> None:
+        found = self.findings + self.system.unexpected
+        for proxy in self.system.proxies.values():
+            found += [f"proxy of {proxy.decode}: {fault!r}" for fault in proxy.faults]
+        assert not found, "\n".join(found)
+
+    def _report(self, message: str) -> str:
+        done = "\n".join(
+            f"  {s.fault} -> {s.target}, hit {s.hit}" for s in self.notices.strikes[-6:]
+        )
+        return (
+            f"seed {self.seed}, fault {self._number}: {message}\nfindings: {self.findings}\n"
+            f"replay: python -m tests.faults --seed {self.seed} --faults {self._number}\n"
+            f"last faults:\n{done}\n{self.system.logs()}"
+        )
+
+    async def _measure_lag(self) -> None:
+        """How late this process wakes up tells how busy the machine is."""
+        while True:
+            asked_s = time.monotonic()
+            await asyncio.sleep(_LAG_TICK_S)
+            late_s = time.monotonic() - asked_s - _LAG_TICK_S
+            self._lag_s = max(late_s, self._lag_s * 0.98)
+
+
+def _harm(fault: Fault) -> Harm:
+    """What a proxy does to the frame itself."""
+    if fault.kind in ("flip", "cut", "delay", "stall"):
+        return fault.kind
+    return "none"
+
+
+def _harm_of(fault: Fault, pair: Pair, target: str) -> Harm:
+    """What becomes of the rest of a frame: a sender that is gone sends no more."""
+    if target == pair.sender and fault.role != "link":
+        return "cut" if fault.kind in ("kill", "term") else "stall"
+    return _harm(fault)
+
+
+def _left(info: dict[str, Any], api: str) -> list[str]:
+    """What an API process and the workers still hold."""
+    left = [f"{api}: {name} {info[name]}" for name in ("running", "queued") if info[name]]
+    if not info["ready"] or len(info["workers"]) < 4:
+        left.append(f"{api}: sees {len(info['workers'])} workers")
+    for worker in info["workers"]:
+        if "error" in worker:
+            left.append(f"{worker['worker_id']}: {worker['error']}")
+            continue
+        left += [
+            f"{worker['worker_id']}: {name} {worker[name]}"
+            for name in ("rooms", "pages_held")
+            if worker[name]
+        ]
+    return left

@@ -1,0 +1,170 @@
+"""One process of the system under fault: started, hurt, started again, and heard line by line."""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from tests.cluster import environment
+
+KEPT_LINES = 400
+TOKEN = "a-token-for-the-faults"
+READY = {
+    "registry": "registry is ready on",
+    "prefill": "is ready",
+    "decode": "is ready",
+    "api": "HTTP server listens on",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a process said, and when it was heard (monotonic seconds)."""
+
+    member: str
+    life: int  # 1 for its first start
+    at_s: float
+    text: str
+
+
+@dataclass
+class Trouble:
+    """A time in which a process was not there, or not itself. Monotonic seconds."""
+
+    kind: Literal["kill", "term", "freeze"]
+    start_s: float
+    end_s: float = math.inf
+
+    def touches(self, start_s: float, end_s: float) -> bool:
+        return self.start_s <= end_s and start_s <= self.end_s
+
+
+class Member:
+    """A `kvferry` command that may be started any number of times.
+
+    hear: called for each line, from a thread of the member's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        command: Sequence[str],
+        hear: Callable[[Line], None],
+        inside: Sequence[str] = (),
+    ) -> None:
+        """command: after `python -m`. inside: what runs it, as `ip netns exec NAME`."""
+        self.name = name
+        self.role = role
+        self.life = 0
+        self.lines: deque[Line] = deque(maxlen=KEPT_LINES)
+        self.ready = False
+        self.frozen = False
+        self.troubles: list[Trouble] = []
+        self._argv = (*inside, sys.executable, "-m", *command)
+        self._hear = hear
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def up(self) -> bool:
+        """Whether it does its work now."""
+        return self.alive and self.ready and not self.frozen
+
+    def start(self) -> None:
+        assert not self.alive, f"{self.name} runs already"
+        self.life += 1
+        self.ready = self.frozen = False
+        self._process = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**environment(), "KVFERRY_CLUSTER_TOKEN": TOKEN},
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout, self.life), daemon=True
+        )
+        self._reader.start()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._begin("kill")
+        self._signal(signal.SIGKILL)
+        self.ready = self.frozen = False
+        if self._process is not None:
+            self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM; it ends when it is done."""
+        self._begin("term")
+        self._signal(signal.SIGTERM)
+        self.ready = False
+
+    def freeze(self) -> None:
+        self._begin("freeze")
+        self._signal(signal.SIGSTOP)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+        self.frozen = False
+        if self.troubles and self.troubles[-1].kind == "freeze":
+            self.troubles[-1].end_s = time.monotonic()
+
+    def hurt(self, start_s: float, end_s: float = math.inf) -> list[Trouble]:
+        """What was done to it between these times."""
+        return [trouble for trouble in self.troubles if trouble.touches(start_s, end_s)]
+
+    def odd_end(self) -> list[str]:
+        """What is wrong with how it ended; told to end, it must do so with code 0."""
+        last = self.troubles[-1] if self.troubles else None
+        told = last.kind if last is not None and last.end_s == math.inf else ""
+        code = self.exit_code()
+        if code is None or told == "kill" or (told == "term" and code == 0):
+            return []
+        said = self.lines[-1].text if self.lines else ""
+        return [f"{self.name} ended with {code}, told to: {told or 'nothing'}; at last: {said}"]
+
+    def exit_code(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def close(self) -> None:
+        """End it and its reader."""
+        self.kill()
+        if self._reader is not None:
+            self._reader.join(5.0)
+
+    def _begin(self, kind: Literal["kill", "term", "freeze"]) -> None:
+        self.troubles.append(Trouble(kind, time.monotonic()))
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def _read(self, stream: IO[bytes], life: int) -> None:
+        with stream:
+            for data in stream:
+                text = data.decode(errors="replace").rstrip("\n")
+                line = Line(self.name, life, time.monotonic(), text)
+                self.lines.append(line)
+                if life == self.life and READY[self.role] in text:
+                    self.ready = True
+                    for trouble in self.troubles:
+                        trouble.end_s = min(trouble.end_s, line.at_s)
+                self._hear(line)

@@ -1,0 +1,109 @@
+"""When the others noticed a fault, and which requests moved: read off what the processes say."""
+
+import math
+import re
+import time
+from dataclasses import dataclass, field
+
+from tests.faults.member import Line
+from tests.faults.plan import Fault
+from tests.faults.system import System
+from tests.faults.traffic import Traffic
+
+KILL_NOTICED_S = 1.0
+# A stream is silent for 3 s, looked at every 0.5 s, the last word up to 0.5 s before the fault;
+# a data connection is lost within its stall timeout of 3 s, counted from its next sign of life.
+SILENCE_NOTICED_S = 4.5
+_BROKE = re.compile(r"worker (\S+) broke off")
+_MOVES = re.compile(r"(\S+) moves: ")
+_PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
+
+
+@dataclass
+class Strike:
+    """A fault that was done, and what was seen of it. Times are monotonic seconds."""
+
+    fault: Fault
+    target: str
+    hit: str  # the phase that was met; "missed" when the request was past it
+    at_s: float
+    life: int
+    seen_by: dict[str, int] = field(default_factory=dict)  # API processes to notice -> life
+    frames: dict[str, int] = field(default_factory=dict)  # request -> token frames until then
+    noticed: dict[str, float] = field(default_factory=dict)  # who -> seconds after
+    moved: dict[str, float] = field(default_factory=dict)  # request -> seconds after
+
+    @property
+    def bound_s(self) -> float:
+        """Until when it must have been noticed; inf where it need not be."""
+        fault = self.fault
+        if fault.kind in ("kill", "term"):
+            return KILL_NOTICED_S
+        if fault.kind == "hang_kill":
+            return fault.lasts_s + KILL_NOTICED_S
+        if fault.kind == "cut":
+            return KILL_NOTICED_S
+        if fault.kind in ("hang", "stall", "part") and fault.lasts_s > SILENCE_NOTICED_S:
+            return SILENCE_NOTICED_S
+        return math.inf
+
+
+class Notices:
+    """Listens to all processes for what they say of the last strikes."""
+
+    def __init__(self, system: System, traffic: Traffic) -> None:
+        self.strikes: list[Strike] = []
+        self._system = system
+        self._traffic = traffic
+
+    def struck(self, fault: Fault, target: str, hit: str, sender: str = "") -> Strike:
+        """Call in the moment of the fault. sender: prefill's end of a data connection."""
+        system = self._system
+        member = system.members[target]
+        strike = Strike(fault, target, hit, time.monotonic(), member.life)
+        strike.frames = {rid: f.told.frames for rid, f in self._traffic.flights.items()}
+        if sender:
+            strike.seen_by = {sender: system.members[sender].life}
+        elif member.role in ("prefill", "decode"):
+            strike.seen_by = {
+                api.name: api.life
+                for api in system.named("api")
+                if api.up and target in system.open[api.name]
+            }
+        self.strikes.append(strike)
+        return strike
+
+    def hear(self, line: Line) -> None:
+        for strike in self.strikes[-12:]:
+            if strike.seen_by.get(line.member) != line.life or line.at_s < strike.at_s:
+                continue
+            found = _BROKE.search(line.text)
+            of_pages = strike.fault.role == "link" and _PAGES_LOST.search(line.text)
+            if of_pages or (found and found[1] == strike.target):
+                strike.noticed.setdefault(line.member, line.at_s - strike.at_s)
+        if found := _MOVES.search(line.text):
+            self._moved(found[1], line.at_s)
+
+    def _moved(self, request_id: str, at_s: float) -> None:
+        """Of the latest strike that can be the reason."""
+        for strike in reversed(self.strikes):
+            if strike.fault.role not in ("api", "registry") and strike.at_s <= at_s:
+                if request_id in strike.frames:
+                    strike.moved.setdefault(request_id, at_s - strike.at_s)
+                return
+
+    def overdue(self, strike: Strike, lag_s: float) -> list[str]:
+        """Who should have noticed and did not. lag_s: by how much this machine was late."""
+        wrong = []
+        for name, life in strike.seen_by.items():
+            witness = self._system.members[name]
+            if witness.hurt(strike.at_s) or witness.life != life:
+                continue
+            took_s = strike.noticed.get(name, math.inf)
+            if took_s > strike.bound_s + lag_s:
+                when = "never" if took_s == math.inf else f"after {took_s:.2f} s"
+                wrong.append(
+                    f"{strike.fault} of {strike.target}: {name} noticed {when}, "
+                    f"expected within {strike.bound_s:g} s"
+                )
+        return wrong

@@ -1,0 +1,233 @@
+"""The system under fault: its processes, what they say of each other, and who is started again."""
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from serving.demo import demo_model_path
+from tests.faults.member import Line, Member
+from tests.faults.network import Loopback, Network
+from tests.faults.proxy import Proxy
+
+CONTEXT = 512
+START_TIMEOUT_S = 240.0
+# Small pools and chunks: prompts of several chunks, and requests that push each other out.
+SIZES = {
+    "prefill": ("--chunked-prefill-size=64", "--max-seqs-per-chunk=4"),
+    "decode": ("--max-running-requests=8", "--max-total-tokens=640"),
+}
+REQUEST_TIMEOUT_S = 120.0
+_OPEN = re.compile(r"worker (\S+) is open")
+_BROKE = re.compile(r"worker (\S+) broke off")
+
+
+class System:
+    """Registry, workers and API processes, each a process that may end at any time.
+
+    Whoever ends is started again, as an operator's supervisor would do.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        backend: str = "tcp",
+        network: Network | None = None,
+        workers: int = 2,
+        apis: int = 2,
+        on_line: Callable[[Line], None] = lambda line: None,
+    ) -> None:
+        """on_line: called on the event loop."""
+        self.folder = folder
+        self.members: dict[str, Member] = {}
+        self.proxies: dict[str, Proxy] = {}
+        self.network = network or Loopback()
+        self.open: dict[str, set[str]] = {}  # api -> workers whose streams it has open
+        self.unexpected: list[str] = []  # processes that ended untold
+        self._on_line = on_line
+        self._loop = asyncio.get_running_loop()
+        self._keeper: asyncio.Task[None] | None = None
+        self._proxy_ports: dict[str, int] = {}
+        self._registry = f"{self.network.host_of('registry')}:{free_port()}"
+        self._backend = backend
+        port = self._registry.rpartition(":")[2]
+        self._add("registry", "registry", ["registry", f"--disaggregation-bootstrap-port={port}"])
+        for number in range(workers):
+            self._add_worker("prefill", number)
+            self._add_worker("decode", number)
+        for number in range(apis):
+            self._add_api(number)
+
+    def named(self, role: str) -> list[Member]:
+        return [member for member in self.members.values() if member.role == role]
+
+    def uds(self, api: str) -> Path:
+        return self.folder / f"{api}.sock"
+
+    async def start(self) -> None:
+        """Until every API process sees every worker."""
+        await self.network.open([member.name for member in self.members.values()])
+        for proxy in self.proxies.values():
+            await proxy.start(self._proxy_ports[proxy.decode])
+        for member in self.members.values():
+            member.start()
+        self._keeper = asyncio.create_task(self._keep())
+        await self.whole()
+
+    async def whole(self) -> None:
+        """Wait until nobody is missing, and everybody sees everybody."""
+        workers = {m.name for m in self.members.values() if m.role in ("prefill", "decode")}
+
+        def is_whole() -> bool:
+            return all(m.up for m in self.members.values()) and all(
+                self.open[api.name] == workers for api in self.named("api")
+            )
+
+        await until(is_whole, START_TIMEOUT_S, lambda: f"not whole: {self.describe()}")
+
+    def describe(self) -> str:
+        """Who is in what state, in a line."""
+        states = []
+        for name, member in self.members.items():
+            state = "frozen" if member.frozen else "up" if member.up else "starting"
+            sees = f" sees {sorted(self.open[name])}" if member.role == "api" else ""
+            states.append(f"{name} {state if member.alive else 'dead'}{sees}")
+        return "; ".join(states)
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        for member in self.members.values():
+            await asyncio.to_thread(member.close)
+        for proxy in self.proxies.values():
+            await proxy.close()
+        await self.network.close()
+
+    # --- its state --------------------------------------------------------------------------------
+
+    async def info(self, api: str) -> dict[str, Any]:
+        """What /get_server_info of that process says."""
+        transport = httpx.AsyncHTTPTransport(uds=str(self.uds(api)))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=30
+        ) as http:
+            reply = await http.get("/get_server_info")
+            reply.raise_for_status()
+            info: dict[str, Any] = reply.json()
+            return info
+
+    async def flush(self, api: str) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=str(self.uds(api)))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=30
+        ) as http:
+            (await http.post("/flush_cache")).raise_for_status()
+
+    def logs(self, lines: int = 30) -> str:
+        """The last lines of each process."""
+        parts = []
+        for name, member in self.members.items():
+            parts.append(f"--- {name}, life {member.life}, exit code {member.exit_code()}")
+            parts += [line.text for line in list(member.lines)[-lines:]]
+        return "\n".join(parts)
+
+    # --- processes --------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Start again whoever ended."""
+        while True:
+            for member in self.members.values():
+                if member.alive:
+                    continue
+                self.unexpected += member.odd_end()
+                if member.role == "api":
+                    self.open[member.name] = set()
+                member.start()
+            await asyncio.sleep(0.05)
+
+    def _add(self, name: str, role: str, words: list[str], inside: tuple[str, ...] = ()) -> None:
+        host = self.network.host_of(name)
+        words = [*words, *([] if role == "api" else [f"--host={host}"])]
+        inside = self.network.inside(name)
+        command = ["serving.launch", *words]
+        if name in self.proxies:
+            command = ["tests.faults.behind_proxy", self._proxy_address(name), *words]
+        self.members[name] = Member(name, role, command, self._hear, inside)
+
+    def _add_worker(self, role: str, number: int) -> None:
+        name = f"{role}-{number}"
+        words = [
+            role,
+            f"--model-path={demo_model_path()}",
+            f"--registry-address={self._registry}",
+            f"--worker-id={name}",
+            f"--port={free_port()}",
+            f"--context-length={CONTEXT}",
+            "--page-size=16",
+            "--max-frame-bytes=65536",
+            f"--disaggregation-transfer-backend={self._backend}",
+            *SIZES[role],
+        ]
+        if role == "decode":
+            port = free_port()
+            words.append(f"--data-port={port}")
+            if self._backend == "tcp" and isinstance(self.network, Loopback):
+                self.proxies[name] = Proxy(name, port)
+        self._add(name, role, words)
+
+    def _add_api(self, number: int) -> None:
+        name = f"api-{number}"
+        self.open[name] = set()
+        words = [
+            "serve",
+            f"--model-path={demo_model_path()}",
+            f"--registry-address={self._registry}",
+            f"--uds={self.uds(name)}",
+            f"--request-timeout={REQUEST_TIMEOUT_S}",
+            "--served-model-name=demo_model",
+        ]
+        self._add(name, "api", words)
+
+    def _proxy_address(self, name: str) -> str:
+        port = self._proxy_ports.setdefault(name, free_port())
+        return f"tcp://127.0.0.1:{port}"
+
+    # --- what they say ----------------------------------------------------------------------------
+
+    def _hear(self, line: Line) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._heard, line)
+
+    def _heard(self, line: Line) -> None:
+        member = self.members[line.member]
+        if member.role == "api" and line.life == member.life:
+            if found := _OPEN.search(line.text):
+                self.open[line.member].add(found[1])
+            elif found := _BROKE.search(line.text):
+                self.open[line.member].discard(found[1])
+        self._on_line(line)
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+async def until(true: Callable[[], bool], timeout_s: float, why: Callable[[], str]) -> None:
+    """Ask until the answer is yes; the state asked for is other processes'."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not true():  # noqa: ASYNC110  (other processes' state)
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"after {timeout_s:g} s: {why()}") from None
