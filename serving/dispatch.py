@@ -76,6 +76,7 @@ class Dispatcher:
         self.interval = self._steps.interval
         self.metrics.watch_health(self._placement.health)
         self._stopped = False
+        self._was_ready = False
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
@@ -160,6 +161,10 @@ class Dispatcher:
     def roles_without_progress(self) -> list[wire.Role]:
         """Whose workers all say that they live, and do nothing more."""
         return self._membership.roles_without_progress()
+
+    def was_ready(self) -> bool:
+        """Whether they did at any time: those that are gone are waited for."""
+        return self._was_ready
 
     def context_length(self) -> int:
         """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
@@ -261,7 +266,7 @@ class Dispatcher:
     # --- what workers say (LinkOwner) ---
 
     def on_open(self, link: WorkerLink) -> None:
-        self._placement.place_waiting()
+        self._pair_may_be_there()
 
     async def on_batch(self, link: WorkerLink, batch: wire.StepBatch) -> None:
         for event in batch.events:
@@ -301,6 +306,10 @@ class Dispatcher:
     def _view_changed(self) -> None:
         self._router.breakers.keep(self._membership.keys())
         self.metrics.set_members(self._membership.members)
+        self._pair_may_be_there()
+
+    def _pair_may_be_there(self) -> None:
+        self._was_ready = self._was_ready or self.cluster_ready()
         self._placement.place_waiting()
 
     def _interrupted(self, link: WorkerLink, event: wire.RoomEvent) -> None:

@@ -91,7 +91,7 @@ class Generate:
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)
-        front.require_ready()
+        front.require_was_ready()
         request = await reader.finish(_header(scope, b"x-request-id"))
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)

@@ -37,12 +37,23 @@ class Front:
     def require_ready(self) -> None:
         """Raises ApiError (503) while no pair of workers is there."""
         if not self.dispatcher.cluster_ready():
-            message = "no prefill and decode worker is ready; try again"
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise ApiError(503, message, code="not_ready", headers=headers)
+            raise _not_ready("no prefill and decode worker is ready; try again")
+
+    def require_was_ready(self) -> None:
+        """Raises ApiError (503) before the first pair of workers was there.
+
+        Later, requests wait for one that restarts, as they wait for one that is full.
+        """
+        if not self.dispatcher.was_ready():
+            raise _not_ready("no prefill and decode worker was ready yet; try again")
 
     def choices(self, request: Request) -> list[Choice]:
         return [Choice(ask, self.model.tokenizer) for ask in request.choices]
+
+
+def _not_ready(message: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(503, message, code="not_ready", headers=headers)
 
 
 async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> bytes | None:

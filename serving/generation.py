@@ -100,6 +100,7 @@ class Generation:
         "spec",
         "timeline",
         "token_ids",
+        "unplaced_since_s",
     )
 
     def __init__(
@@ -122,6 +123,8 @@ class Generation:
         self.retries = 0
         self.refusals = 0  # in a row
         self.refused_since_s: float | None = None
+        # Unix seconds since which no pair was there for it; what it waited to be admitted counts.
+        self.unplaced_since_s: float | None = spec.arrival_s
         self.retry_timer: Timer | None = None
         self.deadline_timer: Timer | None = None
         self._num_top = spec.sampling.num_top_logprobs
@@ -154,6 +157,7 @@ class Generation:
         self._decode_key = pair.decode_key
         self._prefill_key = pair.prefill_key
         self.attempt_start = len(self.token_ids)
+        self.unplaced_since_s = None
         self._early = None
 
     def leave_attempt(self) -> None:

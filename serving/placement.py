@@ -104,7 +104,7 @@ class Placement:
             self._membership.stalled(),
         )
         if pair is None:
-            self._waiting[generation] = None
+            self._wait_for_pair(generation)
             return
         decode, prefill = (
             self._membership.link(key) for key in (pair.decode_key, pair.prefill_key)
@@ -123,6 +123,8 @@ class Placement:
         """Somebody may take work now."""
         waiting, self._waiting = self._waiting, {}
         for generation in waiting:
+            if generation.retry_timer is not None:
+                generation.retry_timer.cancel()
             self.place(generation)
 
     def found_cached(self, generation: Generation, cached_tokens: int) -> None:
@@ -255,6 +257,23 @@ class Placement:
         generation.avoid = frozenset({avoid})
         self._place_later(generation, generation.refusals)
         generation.refusals += 1
+
+    def _wait_for_pair(self, generation: Generation) -> None:
+        """Until somebody takes work. A client that has seen tokens waits until its deadline."""
+        self._waiting[generation] = None
+        now_s = self._clock.now_s()
+        if generation.unplaced_since_s is None:
+            generation.unplaced_since_s = now_s
+        if not generation.started:
+            left_s = generation.unplaced_since_s + self._config.queue_timeout_s - now_s
+            generation.retry_timer = self._timers.call_later(
+                left_s, lambda: self._nobody_came(generation)
+            )
+
+    def _nobody_came(self, generation: Generation) -> None:
+        waited_s = self._config.queue_timeout_s
+        message = f"waited {waited_s:g} s for a prefill and a decode worker"
+        self._owner.fail(generation, RequestError(Code.PEER_LOST, message))
 
     def _place_later(self, generation: Generation, exponent: int) -> None:
         """After a delay that doubles, spread by a quarter so that those refused together part."""

@@ -21,14 +21,13 @@ Harm = Literal["none", "flip", "cut", "delay", "stall"]
 class Trap:
     """What is to happen at a frame: waits for the first that fits, once.
 
-    harm: to the connection. at: where in the frame, 0 to 1. sender: whose frames; "" is anyone's.
+    harm: to the connection. at: where in the frame, 0 to 1.
     spring: called when the part before `at` is on its way; may name another harm for the rest.
     """
 
     phase: Phase
     harm: Harm = "none"
     at: float = 0.5
-    sender: str = ""
     lasts_s: float = 0.0  # of delay and stall
     spring: Callable[["Pair"], Harm] | None = None
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +78,7 @@ class Proxy:
     def caught(self, frame: Frame, sender: str) -> Trap | None:
         """The trap, if this frame of that sender springs it."""
         trap = self.trap
-        if trap is None or (trap.sender and trap.sender != sender):
+        if trap is None or trap.pair is not None:
             return None
         if frame.kind is not (Kind.FINISH if trap.phase == "last_frame" else Kind.PAGES):
             return None

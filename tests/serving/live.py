@@ -74,6 +74,7 @@ async def live_server(
     network: Callable[[Sequence[int]], int] = alphabet,
     *,
     auto_step: bool = True,
+    decodes: int = 1,
     context_length: int = 512,
     send_buffer_bytes: int = 0,
     **config: Any,
@@ -84,7 +85,7 @@ async def live_server(
     """
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     async with FakeCluster(
-        network=network, auto_step=auto_step, context_length=context_length
+        network=network, decodes=decodes, auto_step=auto_step, context_length=context_length
     ) as cluster:
         dispatcher = await cluster.dispatcher(**settings)
         tokenizer = tokenizer_of_tests()

@@ -104,7 +104,7 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
             await writer.wait_closed()
 
 
-async def test_health_and_generation_wait_for_both_roles() -> None:
+async def test_health_is_of_both_roles_and_requests_wait_for_the_one_that_is_gone() -> None:
     async with live_server() as live:
         assert (await live.http.get("/health")).status_code == 200
         assert (await live.http.get("/health_generate")).status_code == 200
@@ -114,11 +114,45 @@ async def test_health_and_generation_wait_for_both_roles() -> None:
             response = await live.http.get(path)
             assert response.status_code == 503
             assert response.headers["retry-after"]
-        response = await live.post("/v1/completions", ASK)
-        assert response.status_code == 503
-        error_of(response)
+        waiting = asyncio.create_task(live.post("/v1/completions", ASK))
+        await until(lambda: live.dispatcher.num_running() == 1)
         response = await live.post("/v1/completions", {**ASK, "top_p": 3})
-        assert response.status_code == 400, "what can never work is not told to try again"
+        assert response.status_code == 400, "what can never work does not wait"
+        await live.cluster.decode[0].start()
+        assert (await waiting).status_code == 200
+
+
+async def test_before_the_first_pair_of_workers_a_request_is_refused_at_once() -> None:
+    async with live_server(decodes=0) as live:
+        for ask in (ASK, {**ASK, "stream": True}):
+            response = await live.post("/v1/completions", ask)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert error_of(response)["code"] == "not_ready"
+
+
+async def test_a_worker_that_does_not_come_back_is_a_503_with_a_time_to_come_back() -> None:
+    async with live_server(queue_timeout_s=0.05) as live:
+        await live.cluster.prefill[0].kill(unlist=True)
+        await until(lambda: not live.dispatcher.cluster_ready())
+        for ask in (ASK, {**ASK, "stream": True}):
+            response = await live.post("/v1/completions", ask)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert error_of(response)["code"] == "peer_lost"
+
+
+async def test_those_who_wait_for_a_worker_count_and_the_next_ones_hear_429() -> None:
+    async with live_server(max_inflight_requests=1, max_queued_requests=1) as live:
+        await live.cluster.prefill[0].kill(unlist=True)
+        await until(lambda: not live.dispatcher.cluster_ready())
+        waiting = [asyncio.create_task(live.post("/v1/completions", ASK)) for _ in range(2)]
+        await until(lambda: live.dispatcher.num_queued() == 1)
+        response = await live.post("/v1/completions", ASK)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        await live.cluster.prefill[0].start()
+        assert [r.status_code for r in await asyncio.gather(*waiting)] == [200, 200]
 
 
 # --- load ---
