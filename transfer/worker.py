@@ -193,9 +193,10 @@ class Worker(ABC):
             self._stopping.set()
             for task in tasks:
                 task.cancel()
+            # First: a registry that hangs must not keep rooms from moving.
+            self._end_streams()
             with contextlib.suppress(KvferryError):
                 await registry.deregister()
-            self._end_streams()
             await server.stop(FAREWELL_S if self.leaving.drained else 0.2)
             self.close()
         if self._engine_error is not None:

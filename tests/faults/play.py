@@ -31,7 +31,7 @@ class Played:
             "faults": len(self.strikes),
             "seconds": round(self.seconds, 1),
             "requests": dict(self.ends),
-            "kinds": dict(Counter(f"{s.fault.kind} {s.fault.role}" for s in self.strikes)),
+            "kinds": dict(Counter(f"{s.fault.kind} {_what(s)}" for s in self.strikes)),
             "phases hit": dict(Counter(s.hit for s in self.strikes)),
             "requests moved": sum(len(s.moved) for s in self.strikes),
             "moved before / after first token": _moved(self.strikes),
@@ -97,6 +97,11 @@ async def play(
     )
 
 
+def _what(strike: Strike) -> str:
+    """What kind of thing was hurt; a stand-in where the one aimed at was gone already."""
+    return "link" if strike.fault.role == "link" else strike.target.rpartition("-")[0] or "registry"
+
+
 def _moved(strikes: Sequence[Strike]) -> str:
     frames = [s.frames[rid] for s in strikes for rid in s.moved]
     return f"{sum(1 for n in frames if not n)} / {sum(1 for n in frames if n)}"
@@ -107,7 +112,7 @@ def _noticed(strikes: Sequence[Strike]) -> dict[str, str]:
     by_kind: dict[str, list[float]] = {}
     for strike in strikes:
         if strike.bound_s < math.inf and strike.hit != "missed":
-            of_kind = by_kind.setdefault(f"{strike.fault.kind} {strike.fault.role}", [])
+            of_kind = by_kind.setdefault(f"{strike.fault.kind} {_what(strike)}", [])
             # From the kill on, of one that was frozen before.
             begun_s = strike.fault.lasts_s if strike.fault.kind == "hang_kill" else 0.0
             of_kind += [took_s - begun_s for took_s in strike.noticed.values()]

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import pytest
 
+import transfer.bootstrap
 import transfer.leaving
 import transfer.replies
+from tests.transfer.samples import a_worker
 from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import Unavailable
-from transfer.rpc import Security
+from transfer.rpc import RpcClient, RpcServer, Security
 from transfer.worker import ApiGone, Drain, Inbox, Submitted, Worker
 
 
@@ -29,7 +31,7 @@ class PlainWorker(Worker):
         self._ready = True
 
     def build(self) -> wire.WorkerInfo:
-        raise NotImplementedError
+        return a_worker(worker_id=self.worker_id())
 
     def handle(self, event: Any) -> None:
         if event == "fail":
@@ -319,3 +321,42 @@ async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
     starting._terminated()
     assert starting.leaving.over.is_set()
     assert not starting.leaving.draining
+
+
+async def test_a_worker_that_stops_ends_its_streams_even_while_the_registry_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfer.bootstrap, "CALL_TIMEOUT_S", 60.0)
+    asked, answered, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def register(_: wire.Register) -> wire.Registered:
+        return wire.Registered(3.0)
+
+    async def heartbeat(_: wire.Heartbeat) -> wire.HeartbeatReply:
+        return wire.HeartbeatReply(True)
+
+    async def hang(_: wire.Deregister) -> wire.Empty:
+        asked.set()
+        await answered.wait()
+        return wire.Empty()
+
+    worker = PlainWorker()
+    registry = RpcServer(worker.security)
+    registry.unary("Register", wire.Register, register)
+    registry.unary("Heartbeat", wire.Heartbeat, heartbeat)
+    registry.unary("Deregister", wire.Deregister, hang)
+    worker.host, worker.port = "127.0.0.1", 0
+    address = f"127.0.0.1:{await registry.start('127.0.0.1', 0)}"
+    running = asyncio.create_task(worker.run(address, lambda _: ready.set()))
+    async with asyncio.timeout(20):
+        await ready.wait()
+        client = RpcClient(f"127.0.0.1:{worker.port}", worker.security)
+        stream = client.stream("Subscribe", wire.Subscribe("api"), wire.StepBatch)
+        await anext(stream)
+        worker.leaving.over.set()
+        await asked.wait()
+        assert [batch async for batch in stream] == []
+        answered.set()
+        await running
+        await client.close()
+        await registry.stop(0.1)
