@@ -9,7 +9,7 @@
     │   └── BadMessage           malformed, foreign or of another version
     ├── TransferError            pages did not arrive
     │   ├── PeerLost             the connection died
-    │   └── FrameRefused         digest, epoch, room or range was wrong
+    │   └── FrameRefused         epoch, room, range or order was wrong
     └── RequestError             this one request cannot be served; carries a `Code`
 
 A `RequestError` crosses the wire as its code and message inside a `RoomEvent`;
@@ -82,7 +82,7 @@ class PeerLost(TransferError):
 
 
 class FrameRefused(TransferError):
-    """A frame whose digest, epoch, room or range is wrong."""
+    """A frame whose epoch, room, range or order is wrong."""
 
 
 class RequestError(KvferryError):

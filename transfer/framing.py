@@ -172,17 +172,16 @@ class Connection:
         incoming.digest.update(payload)
         return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
-    def skip_payload(self, incoming: Incoming) -> None:
-        """Read payload and digest and throw them away."""
-        self.skip(incoming.frame.payload_len + DIGEST_BYTES)
-
-    def skip(self, left: int) -> None:
-        """Read so many bytes and throw them away."""
+    def skip_payload(self, incoming: Incoming) -> bool:
+        """Read the payload, which nobody wants, and the digest: whether it is right."""
+        left = incoming.frame.payload_len
         scratch = memoryview(bytearray(min(left, _CHUNK_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]
             self._read_into(part)
+            incoming.digest.update(part)
             left -= len(part)
+        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
     @contextlib.contextmanager
     def all_within(self, timeout_s: float) -> Iterator[None]:

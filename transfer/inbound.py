@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -262,12 +262,15 @@ class Receiver(ABC):
     def take(
         self, feeder: Feeder, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool
     ) -> None:
-        """Deliver a frame. payload: u8[payload_len]; intact: whether its digest was right."""
+        """Deliver a frame. payload: u8[payload_len]; intact: whether its digest was right.
+
+        Raises BadMessage when it was not.
+        """
+        if not intact:
+            self.damaged()
         arrived: Arrived | None = None
         first: FirstToken | None = None
         try:
-            if not intact:
-                raise FrameRefused("digest: what came is not what was sent")
             if frame.kind is Kind.FINISH:
                 first = wire.decode(meta, FirstToken)
             with self._lock:
@@ -291,6 +294,15 @@ class Receiver(ABC):
             self._on_finish(frame.room, first)
         elif frame.kind is Kind.CANCEL:
             self._on_lost((frame.room,), "cancelled by the sender")
+
+    def damaged(self) -> NoReturn:
+        """A frame's digest is wrong: raises BadMessage, which ends the connection.
+
+        Its room may be what was damaged, and the one that it was for would wait for it for ever;
+        so every room of the connection is over.
+        """
+        self.count("refused_digest")
+        raise BadMessage("digest: what came is not what was sent")
 
     def busy(self, feeder: Feeder) -> bool:
         """Whether this connection owes frames."""

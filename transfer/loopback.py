@@ -167,7 +167,7 @@ class _Link(Lane):
                 if not intact:
                     raise BadMessage(f"{frame.kind.name} with a wrong digest")
                 self._sender.heard(self, frame, meta)
-            elif self._receiver is not None and self._receiver.admits(self, frame):
+            elif self._receiver is not None and (self._receiver.admits(self, frame) or not intact):
                 self._receiver.take(self, frame, meta, payload, intact)
         except BadMessage as error:
             if packet.to_receiver and self._receiver is not None:

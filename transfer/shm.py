@@ -17,7 +17,7 @@ from pathlib import Path
 
 from model.config import KVSpec
 from transfer import wire
-from transfer.backend import DIGEST_BYTES, Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
 from transfer.framing import Connection, Incoming
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, Offer
@@ -269,7 +269,8 @@ class _ShmFeeder(TcpFeeder):
         assert self._slots is not None
         payload = self._slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
         if not self.receiver.admits(self, frame):
-            connection.skip(DIGEST_BYTES)
+            if not connection.receive_elsewhere(incoming, memoryview(payload)):
+                self.receiver.damaged()
             return
         intact = connection.receive_elsewhere(incoming, memoryview(payload))
         self.receiver.take(self, frame, incoming.meta, payload, intact)

@@ -388,7 +388,8 @@ class TcpFeeder:
         if not self.in_use:
             self._begin()
         if not self.receiver.admits(self, incoming.frame):
-            connection.skip_payload(incoming)
+            if not connection.skip_payload(incoming):
+                self.receiver.damaged()
             return
         payload = self.receiver.buffers.take(incoming.frame.payload_len)
         intact = connection.receive_payload(incoming, memoryview(payload))

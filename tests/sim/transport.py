@@ -16,6 +16,7 @@ import numpy as np
 
 from model.config import KVSpec
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.errors import BadMessage
 from transfer.inbound import Receiver
 from transfer.outbound import Job, Lane, Sender, segments
 
@@ -143,8 +144,12 @@ class Link(Lane):
 
     def _arrive(self, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool) -> None:
         receiver = self.receiver
-        if receiver is not None and receiver.admits(self, frame):
+        if receiver is None or not (receiver.admits(self, frame) or not intact):
+            return
+        try:
             receiver.take(self, frame, meta, payload, intact)
+        except BadMessage as error:
+            self.break_(str(error))
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
         """See transfer.inbound.Feeder."""

@@ -34,15 +34,17 @@ def test_nothing_moves_without_a_pump(ends: LoopbackEnds) -> None:
     assert ends.sender.in_flight_bytes == 0
 
 
-@pytest.mark.parametrize("at", [-9, HEADER_BYTES, -1], ids=["last byte", "first byte", "digest"])
-def test_changed_pages_are_refused_and_never_delivered(ends: LoopbackEnds, at: int) -> None:
+@pytest.mark.parametrize(
+    "at", [-9, HEADER_BYTES, -1, 8], ids=["last byte", "first byte", "digest", "room"]
+)
+def test_changed_pages_end_the_connection_undelivered(ends: LoopbackEnds, at: int) -> None:
     ends.network.fault = lambda frame: flip(at) if frame.kind is Kind.PAGES else NO_FAULT
     ends.receiver.expect(1, 1, 2)
     ends.send_room(1, logical_pages(2))
     ends.settle()
-    assert ends.diary.kinds() == [("nacked", 1)]
+    assert ends.diary.kinds() == [("lost", 1)]
     assert ends.receiver.counters["refused_digest"] == 1
-    assert ends.diary.order == ["nacked"]
+    assert ends.diary.pages == []
 
 
 def test_a_changed_reply_ends_the_connection(ends: LoopbackEnds) -> None:

@@ -69,6 +69,12 @@ def nack_of(connection: Connection) -> Refused:
     return decode(meta, Refused)
 
 
+def until_lost(connection: Connection) -> None:
+    """The receiver ends the connection, whatever it says before."""
+    with pytest.raises(PeerLost, match=r"closed by the peer|receiving failed"):
+        [connection.receive_small() for _ in range(10)]
+
+
 def still_serves(ends: TcpEnds, room: int = 77) -> None:
     """A good room goes through."""
     pages = logical_pages(2)
@@ -82,17 +88,38 @@ def still_serves(ends: TcpEnds, room: int = 77) -> None:
 
 
 @pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, -9, -1])
-def test_a_changed_byte_of_a_payload_is_refused_and_never_delivered(ends: TcpEnds, at: int) -> None:
+def test_a_changed_byte_ends_the_connection_and_is_never_delivered(ends: TcpEnds, at: int) -> None:
     ends.receiver.expect(1, 1, 2)
     data = pages_frame()
     data[at] ^= 1
     with raw_peer(ends.address) as (sock, connection):
         sock.sendall(data)
-        assert nack_of(connection).message.startswith("digest")
-        sock.sendall(whole_frame(Frame(Kind.PING)))  # the connection goes on
-        assert connection.receive_small()[0].kind is Kind.PONG
+        with pytest.raises(PeerLost):
+            connection.receive_small()
     assert ends.diary.pages == []
     assert ends.receiver.counters["refused_digest"] == 1
+    still_serves(ends)
+
+
+ROOM_AT, EPOCH_AT, KIND_AT = 8, 16, 6
+
+
+@pytest.mark.parametrize("kind", [Kind.PAGES, Kind.FINISH])
+@pytest.mark.parametrize(("at", "bit"), [(ROOM_AT, 2), (EPOCH_AT, 1), (KIND_AT, 2)])
+def test_a_frame_whose_header_was_changed_leaves_no_room_waiting(
+    ends: TcpEnds, kind: Kind, at: int, bit: int
+) -> None:
+    """Refused for what its header says now, it would be missed by the room that it was for."""
+    ends.receiver.expect(1, 1, 2)
+    good, data = pages_frame(), pages_frame()
+    if kind is Kind.FINISH:
+        data = whole_frame(Frame(Kind.FINISH, 1, 1), encode(FirstToken(5, 0, 2, 0)))
+    data[at] ^= bit
+    with raw_peer(ends.address) as (sock, connection):
+        sock.sendall(data if kind is Kind.PAGES else good + data)
+        until_lost(connection)
+    assert ends.diary.finished == []
+    still_serves(ends)
 
 
 def test_a_refused_payload_is_read_over_and_the_next_frame_understood(ends: TcpEnds) -> None:
