@@ -1,18 +1,21 @@
 """One campaign: aims and does one fault after another, and now and then lets all come to rest."""
 
 import asyncio
+import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from serving.config import ServeConfig
 from tests.faults.member import Line, Member
 from tests.faults.network import Namespaces
 from tests.faults.notices import Notices, Strike
-from tests.faults.plan import FRAME_PHASES, Fault, Means, draw_fault
+from tests.faults.plan import FRAME_PHASES, LONG_HANG_S, Fault, Means, draw_fault
 from tests.faults.proxy import Harm, Pair, Trap
-from tests.faults.system import System, until
+from tests.faults.system import START_TIMEOUT_S, System, until
 from tests.faults.traffic import CLIENT_TIMEOUT_S, Flight, Traffic
 
 AIM_TIMEOUT_S = 4.0
@@ -100,15 +103,15 @@ class Campaign:
         trap = Trap(fault.phase, _harm(fault), fault.at, lasts_s=fault.lasts_s, spring=spring)
         for proxy in self.system.proxies.values():
             proxy.trap = trap
-        self.traffic.launch_long()
-        try:
-            async with asyncio.timeout(AIM_TIMEOUT_S):
-                await trap.sprung.wait()
-        except TimeoutError:
-            pass
-        finally:
-            for proxy in self.system.proxies.values():
-                proxy.trap = None
+        # Links are harmed at a frame or not at all; while nobody is there to send one, it waits.
+        until_s = time.monotonic() + (START_TIMEOUT_S if fault.role == "link" else AIM_TIMEOUT_S)
+        while not trap.sprung.is_set() and time.monotonic() < until_s:
+            self.traffic.launch_long()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AIM_TIMEOUT_S):
+                    await trap.sprung.wait()
+        for proxy in self.system.proxies.values():
+            proxy.trap = None
         return strikes[0] if strikes else self._strike(fault, "missed", None)
 
     async def _at_request(self, fault: Fault) -> Strike:
@@ -139,8 +142,7 @@ class Campaign:
     def _strike(self, fault: Fault, hit: str, pair: Pair | None) -> Strike:
         """Do it, now."""
         if fault.role == "link":
-            if pair is None or hit == "missed":
-                return self.notices.struck(fault, next(iter(self.system.proxies)), "missed", "")
+            assert pair is not None, f"no frame passed for {fault}: {self.system.describe()}"
             sender = pair.sender if fault.kind in ("cut", "stall") else ""
             return self.notices.struck(fault, pair.decode, hit, sender)
         target = self._target(fault, pair)
@@ -156,6 +158,8 @@ class Campaign:
                 target.kill()
             case "term":
                 target.terminate()
+            case "int":
+                target.terminate(signal.SIGINT)
             case "hang" | "hang_kill":
                 target.freeze()
                 self._soon(self._end_hang(fault, target))
@@ -251,10 +255,24 @@ class Campaign:
     # --- findings ---------------------------------------------------------------------------------
 
     def _raise_findings(self) -> None:
-        found = self.findings + self.system.unexpected
+        found = self.findings + self.system.unexpected + self._given_up_too_soon()
         for proxy in self.system.proxies.values():
             found += [f"proxy of {proxy.decode}: {fault!r}" for fault in proxy.faults]
         assert not found, "\n".join(found)
+
+    def _given_up_too_soon(self) -> list[str]:
+        """Whoever was given up met a fault for each of its attempts."""
+        wrong = []
+        for flight in self.traffic.given_up:
+            told = flight.told
+            met = [
+                strike.fault.number
+                for strike in self.notices.strikes
+                if told.sent_s - LONG_HANG_S[1] < strike.at_s < told.ended_s
+            ]
+            if len(met) <= ServeConfig.max_retries:
+                wrong.append(f"{flight.request_id} was given up, it met faults {met}: {told}")
+        return wrong
 
     def _report(self, message: str) -> str:
         done = "\n".join(
@@ -285,7 +303,9 @@ def _harm(fault: Fault) -> Harm:
 def _harm_of(fault: Fault, pair: Pair, target: str) -> Harm:
     """What becomes of the rest of a frame: a sender that is gone sends no more."""
     if target == pair.sender and fault.role != "link":
-        return "cut" if fault.kind in ("kill", "term") else "stall"
+        return (
+            "cut" if fault.kind in ("kill", "int") else "none" if fault.kind == "term" else "stall"
+        )
     return _harm(fault)
 
 

@@ -109,10 +109,10 @@ class Member:
         if self._process is not None:
             self._process.wait()
 
-    def terminate(self) -> None:
-        """SIGTERM; it ends when it is done."""
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Tell it to end, which it does when it is done."""
         self._begin("term")
-        self._signal(signal.SIGTERM)
+        self._signal(number)
         self.ready = False
 
     def freeze(self) -> None:

@@ -37,7 +37,7 @@ class Strike:
     def bound_s(self) -> float:
         """Until when it must have been noticed; inf where it need not be."""
         fault = self.fault
-        if fault.kind in ("kill", "term"):
+        if fault.kind in ("kill", "int"):
             return KILL_NOTICED_S
         if fault.kind == "hang_kill":
             return fault.lasts_s + KILL_NOTICED_S
@@ -79,7 +79,9 @@ class Notices:
                 continue
             found = _BROKE.search(line.text)
             of_pages = strike.fault.role == "link" and _PAGES_LOST.search(line.text)
-            if of_pages or (found and found[1] == strike.target):
+            if not (of_pages or (found and found[1] == strike.target)):
+                continue
+            if not self._system.members[line.member].hurt(strike.at_s):
                 strike.noticed.setdefault(line.member, line.at_s - strike.at_s)
         if found := _MOVES.search(line.text):
             self._moved(found[1], line.at_s)

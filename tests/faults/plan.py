@@ -6,7 +6,8 @@ from typing import Literal
 
 Kind = Literal[
     "kill",  # SIGKILL
-    "term",  # SIGTERM
+    "term",  # SIGTERM: a worker drains
+    "int",  # SIGINT: it ends at once
     "hang",  # SIGSTOP for a while, then SIGCONT
     "hang_kill",  # SIGSTOP for a while, then SIGKILL
     "flip",  # one bit of a frame of pages
@@ -21,7 +22,7 @@ Phase = Literal[
 ]
 Role = Literal["prefill", "decode", "api", "registry", "link"]
 
-ON_PROCESS: tuple[Kind, ...] = ("kill", "term", "hang", "hang_kill")
+ON_PROCESS: tuple[Kind, ...] = ("kill", "term", "int", "hang", "hang_kill")
 ON_FRAMES: tuple[Kind, ...] = ("flip", "cut", "delay", "stall")
 PHASES: tuple[Phase, ...] = (
     "queued",
@@ -69,7 +70,7 @@ class Means:
 def draw_fault(seed: int, number: int, means: Means) -> Fault:
     """The fault of that number in that seed's campaign."""
     rng = Random(f"{seed}:{number}")
-    kinds: list[Kind] = ["kill", "kill", "kill", "hang", "hang", "hang", "hang_kill", "term"]
+    kinds: list[Kind] = ["kill", "kill", "kill", "hang", "hang", "hang", "hang_kill", "term", "int"]
     if means.frames:
         kinds += ["flip", "flip", "cut", "delay", "stall"]
     if means.namespaces:
@@ -101,7 +102,7 @@ def draw_fault(seed: int, number: int, means: Means) -> Fault:
 def _lasting(rng: Random, kind: Kind, long_share: float) -> float:
     is_long = rng.random() < long_share
     short_s, long_s = rng.uniform(*SHORT_HANG_S), rng.uniform(*LONG_HANG_S)
-    if kind in ("kill", "term", "flip", "cut"):
+    if kind in ("kill", "term", "int", "flip", "cut"):
         return 0.0
     if kind in ("delay", "hang_kill"):
         return short_s

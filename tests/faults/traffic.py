@@ -39,6 +39,7 @@ class Traffic:
         self.expected: dict[int, Answer] = {}
         self.flights: dict[str, Flight] = {}  # by request id, while they last
         self.ends: Counter[str] = Counter()
+        self.given_up: list[Flight] = []
         self.first_token_s: list[float] = []  # undisturbed
         self._system = system
         self._rng = Random(f"traffic {seed}")
@@ -149,6 +150,7 @@ class Traffic:
         if told.end in ("failed", "refused"):
             self.ends[told.code] += 1
             if GIVEN_UP in told.message:
+                self.given_up.append(flight)
                 return ""
             if told.code == "shutting_down":
                 return "" if "term" in kinds else "an error of an API process nobody ended"
