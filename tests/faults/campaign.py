@@ -110,8 +110,7 @@ class Campaign:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AIM_TIMEOUT_S):
                     await trap.sprung.wait()
-        for proxy in self.system.proxies.values():
-            proxy.trap = None
+        trap.over = True
         return strikes[0] if strikes else self._strike(fault, "missed", None)
 
     async def _at_request(self, fault: Fault) -> Strike:

@@ -30,6 +30,7 @@ class Trap:
     at: float = 0.5
     lasts_s: float = 0.0  # of delay and stall
     spring: Callable[["Pair"], Harm] | None = None
+    over: bool = False  # nobody waits for it any more
     sprung: asyncio.Event = field(default_factory=asyncio.Event)
     pair: "Pair | None" = None
 
@@ -78,11 +79,10 @@ class Proxy:
     def caught(self, frame: Frame, sender: str) -> Trap | None:
         """The trap, if this frame of that sender springs it."""
         trap = self.trap
-        if trap is None or trap.pair is not None:
+        if trap is None or trap.pair is not None or trap.over:
             return None
         if frame.kind is not (Kind.FINISH if trap.phase == "last_frame" else Kind.PAGES):
             return None
-        self.trap = None
         trap.pair = Pair(sender, self.decode, time.monotonic())
         return trap
 
@@ -159,7 +159,11 @@ class _Passage:
             data, middle = bytearray(), 0
         if trap.harm == "flip":
             data[middle] ^= 1 << (middle % 8)
-        await self._send(data[:middle])
+        try:
+            await self._send(data[:middle])
+        except (OSError, asyncio.CancelledError):
+            trap.pair = None  # this connection was over already: wait for another
+            raise
         if trap.spring is not None:
             assert trap.pair is not None
             trap.harm = trap.spring(trap.pair)
