@@ -1,7 +1,6 @@
 """Moves: whatever fails under a generation, its client reads the same text, or one error."""
 
 import asyncio
-import dataclasses
 import random
 
 import pytest
@@ -142,35 +141,6 @@ async def test_the_only_decode_worker_is_waited_for_until_it_is_back():
         await cluster.decode[0].start()
         await played(cluster, *sinks)
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
-
-
-async def test_nobody_waits_longer_for_a_worker_than_in_a_queue_but_who_has_seen_tokens():
-    clock = ManualClock()
-    async with FakeCluster(auto_step=False, clock=clock) as cluster:
-        dispatcher = await cluster.dispatcher(queue_timeout_s=30)
-        seen, unseen, late = sinks = [RecordingSink() for _ in range(3)]
-        dispatcher.submit(cluster.spec([1], max_new_tokens=10), seen)
-        await running(cluster, seen, 3)
-        dispatcher.submit(cluster.spec([2]), unseen)
-        await cluster.submitted(1)
-        await cluster.pass_time(20)  # that it had a place so long does not count
-        await cluster.decode[0].kill()
-        await until(lambda: not dispatcher.cluster_ready())
-        queued = dataclasses.replace(cluster.spec([3]), arrival_s=clock.now_s() - 20)
-        dispatcher.submit(queued, late)
-        await cluster.pass_time(9.5)
-        assert not late.done.is_set()
-        await cluster.pass_time(1)
-        assert late.error is not None
-        assert late.error.code is Code.PEER_LOST
-        await cluster.pass_time(19)
-        assert not unseen.done.is_set()
-        await cluster.pass_time(1)
-        assert unseen.error is not None
-        await cluster.pass_time(100)
-        await cluster.decode[0].start()
-        await played(cluster, seen)
-        assert [len(sink.token_ids) for sink in sinks] == [10, 0, 0]
 
 
 async def test_a_prefill_worker_that_dies_while_its_pages_travel_is_replaced():
