@@ -51,6 +51,7 @@ class Campaign:
         self._settle_every = settle_every
         self._start_counts: dict[str, Counts] = {}
         self._later: set[asyncio.Task[None]] = set()
+        self._cut_off: set[str] = set()  # workers whose cable is harmed
         self._number = 0
         self._lag_s = 0.0  # the latest that this process woke up, of late
         self._lags: asyncio.Task[None] | None = None
@@ -175,6 +176,7 @@ class Campaign:
     async def _disconnect(self, fault: Fault, worker: str) -> None:
         network = self.system.network
         assert isinstance(network, Namespaces), f"{fault} on one host"
+        self._cut_off.add(worker)
         if fault.kind == "part":
             network.unplug(worker)
         else:
@@ -182,6 +184,7 @@ class Campaign:
         try:
             await asyncio.sleep(fault.lasts_s)
         finally:
+            self._cut_off.discard(worker)
             if fault.kind == "part":
                 network.plug(worker)
             else:
@@ -194,6 +197,11 @@ class Campaign:
             named = system.members[pair.sender if fault.role == "prefill" else pair.decode]
             if named.up:
                 return named
+        if fault.kind in ("part", "lossy"):  # of one that is reached: the end of a cut is one's own
+            reached = [m for m in system.named("prefill") + system.named("decode") if m.up]
+            reached = [m for m in reached if m.name not in self._cut_off]
+            reached = [m for m in reached if m.role == fault.role] or reached
+            return reached[fault.index % len(reached)] if reached else None
         of_role = [m for m in system.named(fault.role) if m.up]
         anybody = of_role or [m for m in system.members.values() if m.up]
         return anybody[fault.index % len(anybody)] if anybody else None
