@@ -191,20 +191,20 @@ class Campaign:
                 network.loses(worker, 0, 0)
 
     def _target(self, fault: Fault, pair: Pair | None = None) -> Member | None:
-        """Who is hurt: of the pair if it is known and well, else of the role, else anybody."""
-        system = self.system
+        """Who is hurt: of the pair if it is known and well, else of the role, else anybody.
+
+        Nobody who is cut off: the end of a cut is its own, and who else ends there is not seen.
+        """
+        members = self.system.members
+        well = [m for m in members.values() if m.up and m.name not in self._cut_off]
+        if fault.kind in ("part", "lossy"):
+            well = [m for m in well if m.role in ("prefill", "decode")]
         if pair is not None and fault.role in ("prefill", "decode"):
-            named = system.members[pair.sender if fault.role == "prefill" else pair.decode]
-            if named.up:
+            named = members[pair.sender if fault.role == "prefill" else pair.decode]
+            if named in well:
                 return named
-        if fault.kind in ("part", "lossy"):  # of one that is reached: the end of a cut is one's own
-            reached = [m for m in system.named("prefill") + system.named("decode") if m.up]
-            reached = [m for m in reached if m.name not in self._cut_off]
-            reached = [m for m in reached if m.role == fault.role] or reached
-            return reached[fault.index % len(reached)] if reached else None
-        of_role = [m for m in system.named(fault.role) if m.up]
-        anybody = of_role or [m for m in system.members.values() if m.up]
-        return anybody[fault.index % len(anybody)] if anybody else None
+        chosen = [m for m in well if m.role == fault.role] or well
+        return chosen[fault.index % len(chosen)] if chosen else None
 
     def _last_pair(self) -> Pair | None:
         pairs = [p.last_finish for p in self.system.proxies.values() if p.last_finish is not None]
