@@ -55,7 +55,7 @@ def _prefill(model: Model, num_pages: int, pages: str = "") -> Any:
 
 def _write(model: Model, num_pages: int, pages: str = "") -> Any:
     run = jax.jit(write_pages, donate_argnums=0)
-    return run.lower(_array(model, num_pages, pages), _array(model, 8), _i32(8)).compile()
+    return run.lower(_array(model, num_pages, pages), _array(model, 8, pages), _i32(8)).compile()
 
 
 def _gather(model: Model, num_pages: int, pages: str = "") -> Any:
