@@ -7,6 +7,7 @@ client. With FLOOR_FD the steps go to bench/frontend_floor instead.
 """
 
 import asyncio
+import itertools
 import socket
 import sys
 import time
@@ -173,14 +174,14 @@ class Worker:
 
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         self._streams[request.api_id] = replies = Replies()
-        alive = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0)
         try:
-            yield alive
-            while True:
+            # A worker whose signs of life never change counts as one that stands still.
+            for turn in itertools.count():
                 try:
-                    batch = await replies.take(_SIGN_OF_LIFE_S)
+                    batch = await replies.take(_SIGN_OF_LIFE_S if turn else 0.0)
                 except TimeoutError:
-                    batch = alive
+                    yield wire.StepBatch(self.worker_id, self.epoch, turn, 0.0)
+                    continue
                 assert batch is not None, "nobody ends this stream"
                 self._taken_step = max(self._taken_step, batch.step)
                 self._taken.set()
