@@ -232,7 +232,8 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
     cases: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
         assert math.isfinite(row["value"])
-        assert row["shapes"]["piece_bytes"] > 100
+        # 0: a server in haste sent all in so few events that none tells the size.
+        assert row["shapes"]["piece_bytes"] == 0 or row["shapes"]["piece_bytes"] > 100
         cases[row["case"]][row["metric"]] = row
     paces = ("saturated", "paced 2 ms", "paced 0.1 ms", "backlog")
     named = (*designs, "all, interval 5")
