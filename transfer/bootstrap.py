@@ -34,6 +34,7 @@ class _Lease:
     load: wire.Load
     draining: bool
     until_s: float
+    ranks: tuple[wire.Load, ...] = ()
 
 
 class Leases:
@@ -67,7 +68,11 @@ class Leases:
         if lease.draining != beat.draining:
             self.revision += 1
         self._leases[beat.worker_id] = replace(
-            lease, load=beat.load, draining=beat.draining, until_s=now_s + self.ttl_s
+            lease,
+            load=beat.load,
+            ranks=beat.ranks,
+            draining=beat.draining,
+            until_s=now_s + self.ttl_s,
         )
         return True
 
@@ -89,7 +94,7 @@ class Leases:
     def view(self) -> wire.ClusterView:
         """All live workers, by name."""
         members = tuple(
-            wire.Member(lease.info, lease.epoch, lease.load, lease.draining)
+            wire.Member(lease.info, lease.epoch, lease.load, lease.draining, lease.ranks)
             for _, lease in sorted(self._leases.items())
         )
         return wire.ClusterView(self.revision, members)
@@ -210,11 +215,12 @@ class RegistryClient:
         epoch: int,
         load: Callable[[], tuple[wire.Load, bool]],
         interval_s: float = 0.5,
+        ranks: Callable[[], tuple[wire.Load, ...]] = tuple,
     ) -> None:
         """Register and send heartbeats until cancelled.
 
-        load(): current load, and whether the worker is draining. An unreachable registry is
-        tried again for ever. Raises Incompatible, Unauthenticated or BadMessage at once.
+        load(): current load, and whether the worker is draining. ranks(): as in wire.Heartbeat.
+        An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or BadMessage at once.
         """
         known = False
         while True:
@@ -225,7 +231,7 @@ class RegistryClient:
                     self._lease = (info.worker_id, epoch)
                     self.registered.set()
                 figures, draining = load()
-                beat = wire.Heartbeat(info.worker_id, epoch, figures, draining)
+                beat = wire.Heartbeat(info.worker_id, epoch, figures, draining, ranks())
                 reply = await self._client.call(
                     "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
                 )

@@ -110,6 +110,12 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        rank = self.dictated_rank(submit)
+        if not -1 <= rank < self.config.dp_size:
+            message = (
+                f"data-parallel rank {rank}, {self.worker_id()} has dp size {self.config.dp_size}"
+            )
+            return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         num_tokens = self.request_tokens(submit)
         limit = self._facts.request_limit(self._num_pages)
         if num_tokens > limit:
@@ -119,6 +125,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"
             return wire.Refusal(submit.room, Code.QUEUE_FULL.value, message)
         return None
+
+    def dictated_rank(self, submit: wire.Submit) -> int:
+        """The data-parallel rank of this worker that the submit asks for; -1: any."""
+        return submit.routed_dp_rank if self.role == "decode" else submit.disagg_prefill_dp_rank
 
     # --- endings --------------------------------------------------------------------------------
 

@@ -78,6 +78,9 @@ class Submit(Message):
     prefill: WorkerRef
     decode: WorkerRef
     cache_salt: str = ""  # requests share cached prefixes only within one salt
+    # Data-parallel ranks of the two workers, dictated from outside; -1: the worker's own choice.
+    routed_dp_rank: int = -1  # of decode
+    disagg_prefill_dp_rank: int = -1
 
     @property
     def num_generated(self) -> int:
@@ -289,8 +292,9 @@ class Registered(Message):
 class Heartbeat(Message):
     worker_id: str
     epoch: int
-    load: Load
+    load: Load  # over all ranks
     draining: bool = False
+    ranks: tuple[Load, ...] = ()  # each data-parallel rank's part; () = there is one
 
 
 class HeartbeatReply(Message):
@@ -307,6 +311,7 @@ class Member(Message):
     epoch: int
     load: Load
     draining: bool = False
+    ranks: tuple[Load, ...] = ()  # as in Heartbeat
 
 
 class ClusterView(Message):

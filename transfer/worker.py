@@ -132,6 +132,10 @@ class Worker(ABC):
     def load(self) -> wire.Load:
         """What there is to do (loop thread; reads plain counters only)."""
 
+    def rank_loads(self) -> tuple[wire.Load, ...]:
+        """Each data-parallel rank's part of `load`, () when there is one (loop thread)."""
+        return ()
+
     @abstractmethod
     def num_held(self) -> int:
         """Rooms held (any thread)."""
@@ -181,7 +185,11 @@ class Worker(ABC):
             engine.start()
             lease = asyncio.create_task(
                 registry.run_worker(
-                    info, self.epoch, lambda: (self.load(), self.leaving.draining), HEARTBEAT_S
+                    info,
+                    self.epoch,
+                    lambda: (self.load(), self.leaving.draining),
+                    HEARTBEAT_S,
+                    self.rank_loads,
                 )
             )
             tasks = [lease, asyncio.create_task(self._announce(registry, info, on_ready))]

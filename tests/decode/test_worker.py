@@ -163,6 +163,15 @@ def test_a_full_queue_is_refused_at_the_door() -> None:
     assert refused.code == "queue_full"
 
 
+def test_a_rank_that_there_is_not_is_refused_at_the_door() -> None:
+    alone, worker = decode()
+    assert worker.refusal(alone.leg(1, routed_dp_rank=0, disagg_prefill_dp_rank=9)) is None
+    refused = worker.refusal(alone.leg(1, routed_dp_rank=1))
+    assert refused is not None
+    assert refused.code == "bad_request"
+    assert refused.message == "data-parallel rank 1, decode has dp size 1"
+
+
 def test_a_leg_tells_when_each_stage_was_and_how_many_steps_it_took() -> None:
     alone, worker = decode()
     alone.submit(1, max_new=4)

@@ -147,6 +147,8 @@ def test_a_deadline_ends_a_room_that_waits() -> None:
         ({"sampling": wire.SamplingParams(1, stop_token_ids=(1,) * 17)}, "stop_token_ids"),
         ({"sampling": wire.SamplingParams(1, logit_bias=((1, 1.0),) * 301)}, "logit_bias"),
         ({"sampling": wire.SamplingParams(1, num_top_logprobs=21)}, "num_top_logprobs"),
+        ({"disagg_prefill_dp_rank": 1}, "rank 1, prefill has dp size 1"),
+        ({"disagg_prefill_dp_rank": -2}, "rank -2, prefill has dp size 1"),
     ],
 )
 def test_a_leg_that_would_end_the_engine_is_refused(fields: dict[str, Any], named: str) -> None:

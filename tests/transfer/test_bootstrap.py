@@ -133,6 +133,15 @@ def test_the_revision_grows_with_membership_and_not_with_load() -> None:
     assert grew()
 
 
+def test_a_view_has_the_load_of_each_rank_as_the_worker_last_told_it() -> None:
+    leases = Leases(TTL_S)
+    leases.register(a_worker(), 1, now_s=10.0)
+    ranks = (wire.Load(pages_free=3), wire.Load(pages_free=1))
+    leases.heartbeat(wire.Heartbeat("decode-0", 1, wire.Load(pages_free=4), ranks=ranks), 10.0)
+    (member,) = leases.view().members
+    assert (member.load.pages_free, member.ranks) == (4, ranks)
+
+
 # --- over sockets ---------------------------------------------------------------------------------
 
 

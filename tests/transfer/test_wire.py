@@ -54,7 +54,7 @@ MESSAGES = [
     ),
     wire.Register(a_worker(), 3),
     wire.Heartbeat("decode-0", 3, wire.Load(queued_requests=1)),
-    wire.ClusterView(4, (wire.Member(a_worker(), 3, wire.Load()),)),
+    wire.ClusterView(4, (wire.Member(a_worker(), 3, wire.Load(), ranks=(wire.Load(),) * 2),)),
 ]
 
 
