@@ -220,7 +220,8 @@ class RegistryClient:
         """Register and send heartbeats until cancelled.
 
         load(): current load, and whether the worker is draining. ranks(): as in wire.Heartbeat.
-        An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or BadMessage at once.
+        An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or
+        BadMessage at once.
         """
         known = False
         while True:
