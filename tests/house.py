@@ -29,6 +29,7 @@ PURE_NAMES = frozenset(
         "prefix_cache",
         "prefix_index",
         "breaker",
+        "balancer",
     ]
 )
 IMPURE_ROOTS = frozenset(
