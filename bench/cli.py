@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from bench.report import BadRows, Report, compare, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
@@ -14,6 +15,11 @@ from bench.surroundings import describe
 from serving.demo import demo_model_path
 
 TRANSFER_BACKENDS = ("shm", "tcp")
+ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
+    "skewed",
+    "constant",
+    "shared",
+)
 
 
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +29,17 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     transfer = commands.add_parser("transfer", help="pages between two processes")
     serve = commands.add_parser("serve", help="load over HTTP: TTFT, TPOT, ITL, goodput")
     frontend = commands.add_parser("frontend", help="streams over HTTP, without a model")
+    routing = commands.add_parser("routing", help="how a prompt comes to its rank, simulated")
     comparing = commands.add_parser("compare", help="say what got better or worse")
     plotting = commands.add_parser("plot", help="draw rows as a picture")
-    for command in (kernels, transfer, serve, frontend):
+    for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
         command.add_argument("--seed", type=int, default=0)
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
     _add_frontend(frontend)
+    _add_routing(routing)
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--tolerance", type=float, default=0.05, help="share that is noise")
@@ -88,6 +96,12 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a round not paced, about")
 
 
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help="repeatable")
+    parser.add_argument("--num-requests", type=int, default=1000, help="of a run")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each, from --seed on")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run what the arguments of `add_subcommands` chose; returns the exit status."""
     try:
@@ -120,6 +134,11 @@ def run(args: argparse.Namespace) -> int:
             from bench import frontend
 
             return frontend.run(args, report)
+        if args.bench_command == "routing":
+            from bench import routing
+
+            routing.run(report, args.only or ROUTING_PARTS, args.num_requests, args.seeds)
+            return 0
         from bench import serve
 
         return serve.run(args, report)

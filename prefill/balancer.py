@@ -22,7 +22,7 @@ class RankLoad:
     """Work bound to a rank and not yet computed, and its pages that a prompt could take."""
 
     queued_requests: int
-    queued_tokens: int
+    queued_tokens: int  # to compute: without those of prompts not begun that its cache has
     pages_free: int  # cached pages that nobody holds count as free
 
 
@@ -56,7 +56,9 @@ class Balancer:
         """The rank for a prompt of num_tokens >= 1; it counts as picked.
 
         loads, cached_tokens: one a rank, the latter what its cache has of this prompt. Whoever
-        binds several prompts in one turn adds each to its rank's load before the next pick.
+        binds several prompts in one turn adds each to its rank's load before the next pick,
+        less what the cache has: a rank whose cached tokens counted as work would pass for busy
+        with chunks half empty.
         """
         assert len(loads) == len(cached_tokens) == self.dp_size, (len(loads), len(cached_tokens))
         if self.method == "follow_bootstrap_room":

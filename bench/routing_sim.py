@@ -1,0 +1,272 @@
+"""Prefill in simulated time: the system's own schedulers, balancers and router."""
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from bench.routing_cost import (
+    BUCKETS,
+    CHUNK_TOKENS,
+    CONTEXT,
+    OUTPUT_TOKENS,
+    PAGE_SIZE,
+    RANKS,
+    Arrival,
+    ChunkCost,
+    pairs_of,
+)
+from prefill.balancer import Balancer, Method, RankLoad
+from prefill.prefix_cache import PrefixCache
+from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from serving.config import Policy
+from serving.router import Pair, Router
+from transfer import wire
+from transfer.pages import PagePool
+
+Layout = Literal["group", "groups"]  # one group of four ranks; four groups of one
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+POOL_PAGES = 4096  # of a rank
+HEARTBEAT_S = 0.5
+PAGES_REFRESH_S = 0.2  # counting evictable pages walks the cache
+PASSED_ON_S = 0.25  # at most, from the registry to the router
+DECODE_STEP_S = 0.02
+
+
+class Rank:
+    """One rank of prefill: its scheduler, pages and cache."""
+
+    def __init__(self, cached: bool) -> None:
+        self.pool = PagePool(POOL_PAGES)
+        self.cache = PrefixCache(self.pool, PAGE_SIZE, cached)
+        self.scheduler = PrefillScheduler(
+            self.pool, self.cache, PAGE_SIZE, BUCKETS.tokens[-1], BUCKETS.seqs, BUCKETS.pages
+        )
+        self._cached = cached
+        self._pages_free = POOL_PAGES
+        self._pages_due_s = 0.0
+        # Prompts that wait to begin, and what of each the cache had when it was bound.
+        self._waiting: dict[int, tuple[Prompt, int]] = {}
+
+    def load(self, now_s: float) -> RankLoad:
+        """What it has to compute: of prompts not begun, without what its cache has.
+
+        With it, chunks would be planned short of their budget as soon as prefixes are shared.
+        """
+        if now_s >= self._pages_due_s:
+            self._pages_due_s = now_s + PAGES_REFRESH_S
+            self._pages_free = self.pool.num_free + self.cache.num_evictable()
+        self._waiting = {
+            room: waits for room, waits in self._waiting.items() if not waits[0].num_planned
+        }
+        cached = sum(tokens for _, tokens in self._waiting.values())
+        requests, tokens = self.scheduler.queued()
+        return RankLoad(requests, tokens - cached, self._pages_free)
+
+    def bind(self, prompt: Prompt, cached: int = 0) -> None:
+        """From now on it is this rank's; decode grants at once."""
+        self.scheduler.add(prompt)
+        self.scheduler.grant(prompt.room)
+        self._waiting[prompt.room] = prompt, cached
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """What its cache has of this prompt."""
+        if not self._cached:
+            return 0
+        pages = self.cache.match(prompt.token_ids, prompt.salt, prompt.num_tokens - 1)
+        self.pool.release(pages)
+        return len(pages) * PAGE_SIZE
+
+
+class Group:
+    """Ranks that compute in lock step, and the prompts that have no rank yet."""
+
+    def __init__(self, ranks: Sequence[Rank], balancer: Balancer | None) -> None:
+        self.ranks = ranks
+        self.busy = False
+        self._balancer = balancer
+        self._unbound: deque[Prompt] = deque()
+
+    def add(self, prompt: Prompt) -> None:
+        """Bound at once where the room says it all, or else when a rank has room for more."""
+        if self._balancer is not None and self._balancer.method == "follow_bootstrap_room":
+            nothing = [RankLoad(0, 0, POOL_PAGES)] * len(self.ranks)
+            rank = self._balancer.pick(prompt.room, prompt.num_tokens, nothing, [0] * len(nothing))
+            self.ranks[rank].bind(prompt)
+        else:
+            self._unbound.append(prompt)
+
+    def plan(self, now_s: float) -> list[tuple[Piece, ...]]:
+        """The next chunk of each rank."""
+        if self._unbound:
+            self._bind_late([rank.load(now_s) for rank in self.ranks])
+        return [rank.scheduler.plan() for rank in self.ranks]
+
+    def _bind_late(self, loads: list[RankLoad]) -> None:
+        """In order of arrival, while some rank's next chunk is not full."""
+        assert self._balancer is not None
+        while self._unbound and min(load.queued_tokens for load in loads) < CHUNK_TOKENS:
+            prompt = self._unbound.popleft()
+            cached = [rank.cached_tokens(prompt) for rank in self.ranks]
+            at = self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached)
+            old = loads[at]
+            tokens = old.queued_tokens + prompt.num_tokens - cached[at]
+            loads[at] = RankLoad(old.queued_requests + 1, tokens, old.pages_free)
+            self.ranks[at].bind(prompt, cached[at])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a prompt comes to its rank: a method of the worker's balancer, or the router's policy.
+
+    random_rooms: rooms are drawn, as where every client makes its own; otherwise they count up.
+    """
+
+    layout: Layout
+    method: Method | None = None
+    policy: Policy | None = None
+    random_rooms: bool = False
+
+
+@dataclass
+class Simulation:
+    """One run; `ttft_s` has each prompt's, in order of arrival."""
+
+    way: Way
+    arrivals: Sequence[Arrival]
+    cost: ChunkCost
+    seed: int
+    now_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cached = any(arrival.prefix_tokens for arrival in self.arrivals)
+        self._ranks = [Rank(cached) for _ in range(RANKS)]
+        method = self.way.method
+        balancer = None if method is None else Balancer(method, RANKS)
+        together = self.way.layout == "group"
+        split = [self._ranks] if together else [[rank] for rank in self._ranks]
+        self._groups = [Group(ranks, balancer) for ranks in split]
+        self._home = {id(rank): group for group in self._groups for rank in group.ranks}
+        self._router = None if self.way.policy is None else Router(self.way.policy, self.seed)
+        self._seen = [wire.Load(pages_total=POOL_PAGES, pages_free=POOL_PAGES)] * RANKS
+        self._pairs: dict[int, Pair] = {}
+        self._prompts: dict[int, int] = {}  # room -> number of its arrival
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._left = len(self.arrivals)
+        self._random = random.Random(self.seed)
+
+    def run(self) -> list[float]:
+        """TTFT of each prompt: arrival to the end of the chunk with its last token, seconds."""
+        self.ttft_s = [0.0] * len(self.arrivals)
+        for number, arrival in enumerate(self.arrivals):
+            self._at(arrival.at_s, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        if self._router is not None:
+            for rank in range(RANKS):
+                self._at(HEARTBEAT_S * rank / RANKS, lambda rank=rank: self._beat(rank))  # type: ignore[misc]
+        while self._left:
+            self.now_s, _, act = heapq.heappop(self._events)
+            act()
+        return self.ttft_s
+
+    def _at(self, at_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), act))
+
+    def _arrive(self, number: int) -> None:
+        room = self._random.getrandbits(62) if self.way.random_rooms else number + 1
+        self._prompts[room] = number
+        prompt = Prompt(room, self.arrivals[number].token_ids, self.now_s)
+        if self._router is None:
+            group = self._groups[0]
+            group.add(prompt)
+        else:
+            rank = self._ranks[self._route(prompt, self._router)]
+            rank.bind(prompt)
+            group = self._home[id(rank)]
+        self._begin_chunk(group)
+
+    def _route(self, prompt: Prompt, router: Router) -> int:
+        prefills = [_member("prefill", at, load) for at, load in enumerate(self._seen)]
+        decode = _member("decode", 0, wire.Load(slots_total=4096, slots_free=4096))
+        ids = prompt.token_ids.tolist() if router.policies["prefill"] == "cache_aware" else ()
+        pair = router.pick(prefills, [decode], prompt.num_tokens, self.now_s, prompt_ids=ids)
+        assert pair is not None
+        self._pairs[prompt.room] = pair
+        return int(pair.prefill.info.worker_id)
+
+    def _beat(self, at: int) -> None:
+        """A heartbeat of that rank leaves; the router has it a little later."""
+        rank = self._ranks[at]
+        requests, tokens = rank.scheduler.queued()
+        load = wire.Load(
+            requests, tokens, len(rank.scheduler) - requests, POOL_PAGES, rank.pool.num_free
+        )
+
+        def seen() -> None:
+            self._seen[at] = load
+
+        self._at(self.now_s + PASSED_ON_S * self._random.random(), seen)
+        self._at(self.now_s + HEARTBEAT_S, lambda: self._beat(at))
+
+    def _begin_chunk(self, group: Group) -> None:
+        if group.busy:
+            return
+        chunks = group.plan(self.now_s)
+        if not any(chunks):
+            return
+        group.busy = True
+        took_s = self.cost.of([_size(pieces) for pieces in chunks])
+        self._at(self.now_s + took_s, lambda: self._end_chunk(group, chunks))
+
+    def _end_chunk(self, group: Group, chunks: list[tuple[Piece, ...]]) -> None:
+        """First tokens leave; decode has had all pages but the last, so prefill is done."""
+        group.busy = False
+        for rank, pieces in zip(group.ranks, chunks, strict=True):
+            for piece in pieces:
+                if piece.is_last:
+                    rank.scheduler.release(piece.prompt.room)
+                    self._prefilled(piece.prompt)
+        self._begin_chunk(group)
+
+    def _prefilled(self, prompt: Prompt) -> None:
+        number = self._prompts.pop(prompt.room)
+        self.ttft_s[number] = self.now_s - self.arrivals[number].at_s
+        self._left -= 1
+        router, pair = self._router, self._pairs.pop(prompt.room, None)
+        if router is not None and pair is not None:
+            router.found_cached(pair, prompt.num_cached)
+            router.prefilled(pair)
+            decoded_s = self.now_s + OUTPUT_TOKENS * DECODE_STEP_S
+            self._at(decoded_s, lambda: router.ended(pair))
+
+
+def _size(pieces: tuple[Piece, ...]) -> tuple[int, int]:
+    """Tokens and pairs of one rank's chunk."""
+    tokens = sum(piece.num_tokens for piece in pieces)
+    return tokens, sum(pairs_of(piece.start, piece.num_tokens) for piece in pieces)
+
+
+def _member(role: wire.Role, at: int, load: wire.Load) -> wire.Member:
+    """A rank as the router sees it; its id is its number."""
+    kv_spec = wire.KVSpecMessage(48, 4, 128, PAGE_SIZE, "bfloat16")
+    address = f"{role}:{at + 1}"
+    info = wire.WorkerInfo(
+        worker_id=str(at) if role == "prefill" else address,
+        role=role,
+        address=address,
+        data_address="",
+        model_name="simulated",
+        model_digest="simulated",
+        kv_spec=kv_spec,
+        tp_size=1,
+        dp_size=1,
+        context_length=CONTEXT,
+        max_request_tokens=CONTEXT,
+        stored_kv_heads=4,
+    )
+    return wire.Member(info, 1, load)
