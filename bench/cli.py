@@ -98,7 +98,7 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help="repeatable")
-    parser.add_argument("--num-requests", type=int, default=1000, help="of a run")
+    parser.add_argument("--num-requests", type=int, default=2000, help="of a run")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each, from --seed on")
 
 
