@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from serving.detokenizer import IncrementalDetokenizer
 from serving.generation import FinishReason, Tokens, Top
 from serving.protocol import ChoiceAsk
 from serving.tokenizer import StopStrings, Tokenizer
@@ -113,6 +114,17 @@ class Choice:
             self._texts = self._detokenizer.whole_texts
             return text
         return "".join([self._take_one(tokens, place) for place in range(len(ids))])
+
+    @property
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """Whoever pushes into it in place of `take` says so with `took`."""
+        return self._detokenizer
+
+    def took(self, num_tokens: int, last_id: int) -> None:
+        """So many tokens were pushed in all, and that was the last."""
+        self.num_tokens = num_tokens
+        self.last_id = last_id
+        self._texts = self._detokenizer.whole_texts
 
     def finish(self, reason: FinishReason) -> str:
         """No more tokens come: the rest of the text."""

@@ -8,7 +8,9 @@ library's decoder over a window of the last few tokens.
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from serving.json_bytes import dumps
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -20,11 +22,16 @@ WINDOW_HELD_TOKENS = 8
 class TokenTable:
     """What each id of a byte-level vocabulary adds to the text; ids past the end add nothing.
 
-    texts[id] is None when the bytes are not whole characters.
+    texts[id] is None when the bytes are not whole characters. json[id] is that text inside of a
+    JSON string; None until somebody put it there, as for half a character.
     """
 
     texts: list[str | None]
     raw: list[bytes]
+    json: list[bytes | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "json", [None] * len(self.raw))
 
     @classmethod
     def of(cls, raw: list[bytes]) -> "TokenTable":
@@ -52,15 +59,16 @@ class IncrementalDetokenizer:
     Make one with `Tokenizer.stream`.
     """
 
-    __slots__ = ("_pending", "_raw", "_size", "_texts", "_window")
+    __slots__ = ("_json", "_pending", "_raw", "_size", "_texts", "_window")
 
     def __init__(self, source: TokenTable | WindowDecoder) -> None:
         self._pending = b""  # start of a character
         self._window: _Window | None = None
         self._texts: list[str | None] = []
         self._raw: list[bytes] = []
+        self._json: list[bytes | None] = []
         if isinstance(source, TokenTable):
-            self._texts, self._raw = source.texts, source.raw
+            self._texts, self._raw, self._json = source.texts, source.raw, source.json
         else:
             self._window = _Window(source)
         self._size = len(self._texts)
@@ -72,6 +80,27 @@ class IncrementalDetokenizer:
         None, for the list or an id, where only `push` can tell.
         """
         return self._texts if not self._pending and self._window is None else None
+
+    @property
+    def whole_json(self) -> list[bytes | None] | None:
+        """The same inside of JSON strings, as far as `push_json` has put it there."""
+        return self._json if not self._pending and self._window is None else None
+
+    def push_json(self, ids: Sequence[int]) -> bytes:
+        """As `push`, inside of a JSON string."""
+        whole = self.whole_json
+        if whole is None or any(token_id >= self._size for token_id in ids):
+            return dumps(self.push(ids))[1:-1]
+        known: list[bytes] = []
+        for token_id in ids:
+            text = self._texts[token_id]
+            if text is None:
+                return dumps(self.push(ids))[1:-1]
+            data = whole[token_id]
+            if data is None:
+                data = whole[token_id] = dumps(text)[1:-1]
+            known.append(data)
+        return b"".join(known)
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids, each >= 0; return the text that can be shown now."""

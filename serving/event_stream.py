@@ -65,7 +65,6 @@ class EventStream:
         "_open",
         "_outbox",
         "_queue",
-        "_send_body",
         "_send_start",
         "_sender",
         "_slow_client_timeout_s",
@@ -76,6 +75,7 @@ class EventStream:
         "closed",
         "num_writes",
         "on_begin",
+        "send_body",
         "started",
     )
 
@@ -97,7 +97,7 @@ class EventStream:
         self._open = True  # as `closed` says, but nearer
         self._begun = False  # status and headers left
         self._send_start = send_start
-        self._send_body = cast(DrivenSend, send_body)
+        self.send_body = cast(DrivenSend, send_body)
         self._headers = headers
         self._outbox = outbox
         self._timers = timers
@@ -135,7 +135,7 @@ class EventStream:
         last = self._last
         self.num_writes += 1
         if self._begun:
-            coroutine = self._send_body(
+            coroutine = self.send_body(
                 {"type": "http.response.body", "body": data, "more_body": not last}
             )
         else:
@@ -148,15 +148,33 @@ class EventStream:
         except StopIteration:
             if last:
                 self._close(None)
-        except OSError:  # the connection is gone
-            self._close(None)
-        except Exception as error:  # it reaches the request's own task
-            self._close(error)
+        except Exception as error:
+            self.broke(error)
         else:
-            self._unread_bytes = len(data)
-            sending = self._send_rest(_resumed(coroutine, awaited), last)
-            self._sender = asyncio.ensure_future(sending)
-            self._watch_slowness()
+            self.stalled(coroutine, awaited, len(data))
+
+    @property
+    def idle(self) -> bool:
+        """Begun, and with nothing to send: whoever borrows `send_body` may use it."""
+        return (
+            self._begun
+            and self._open
+            and not self._last
+            and not self._written
+            and self._sender is None
+        )
+
+    def stalled(self, sending: Coroutine[Any, Any, None], awaited: Any, num_bytes: int) -> None:
+        """The client reads too slowly for this send, which waits for `awaited`, to end at once."""
+        self._unread_bytes = num_bytes
+        rest = self._send_rest(_resumed(sending, awaited), self._last)
+        self._sender = asyncio.ensure_future(rest)
+        self._watch_slowness()
+
+    def broke(self, error: Exception) -> None:
+        """A send raised."""
+        # Any but a lost connection's reaches the request's own task.
+        self._close(None if isinstance(error, OSError) else error)
 
     def fail(self, error: ApiError) -> None:
         """End with an error: as a status before the first byte, as the last event after it."""
@@ -177,7 +195,7 @@ class EventStream:
         await self._send_start(
             {"type": "http.response.start", "status": 200, "headers": self._headers}
         )
-        await self._send_body({"type": "http.response.body", "body": data, "more_body": not last})
+        await self.send_body({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def _send_rest(self, sending: Awaitable[None], last: bool) -> None:
         """Finish a send that waits for the client, then send what queued up meanwhile."""
@@ -193,7 +211,7 @@ class EventStream:
                 self._unread_bytes = len(data)
                 self._watch_slowness()
                 self.num_writes += 1
-                await self._send_body(
+                await self.send_body(
                     {"type": "http.response.body", "body": data, "more_body": not last}
                 )
         except OSError:  # the connection is gone

@@ -56,6 +56,14 @@ class Sink(Protocol):
         ...
 
 
+class Borrower(Protocol):
+    """Who takes a generation's tokens and tells them itself, with what its stream has lent."""
+
+    def give_back(self, generation: "Generation") -> None:
+        """From now on it takes and tells its own; nothing was missed."""
+        ...
+
+
 @dataclass(frozen=True)
 class GenerationSpec:
     """What a client asks. Times are unix seconds; sampling is resolved and in range."""
@@ -89,6 +97,7 @@ class Generation:
         "ended",
         "finish",
         "last_token_s",
+        "lent_to",
         "pair",
         "prefilled",
         "refusals",
@@ -97,6 +106,7 @@ class Generation:
         "retry_timer",
         "room",
         "sink",
+        "slot",
         "spec",
         "timeline",
         "token_ids",
@@ -119,6 +129,8 @@ class Generation:
         self.finish = wire.RUNNING
         self.ended = False
         self.last_token_s = 0.0  # monotonic
+        self.lent_to: Borrower | None = None  # who tells its tokens in its place
+        self.slot = -1  # there
         self.avoid: frozenset[str] = frozenset()  # workers that failed it lately
         self.retries = 0
         self.refusals = 0  # in a row
@@ -160,8 +172,19 @@ class Generation:
         self.unplaced_since_s = None
         self._early = None
 
+    @property
+    def in_order(self) -> bool:
+        """Whether every token that came was told, and none of them was the last."""
+        return self._early is None and not self.finish
+
+    def reclaim(self) -> None:
+        """What was lent comes back."""
+        if self.lent_to is not None:
+            self.lent_to.give_back(self)
+
     def leave_attempt(self) -> None:
         """Forget the room and what came early in it: the next attempt makes it again."""
+        self.reclaim()
         self.room = 0
         self.pair = self._decode_key = self._prefill_key = None
         self._early = None
@@ -187,6 +210,11 @@ class Generation:
             decode=_ref(self.pair.decode),
             cache_salt=spec.cache_salt,
         )
+
+    @property
+    def decode_key(self) -> Key | None:
+        """The only worker whose tokens count once decode began."""
+        return self._decode_key
 
     def accept(
         self, first_idx: int, ids: list[int], finish: int, detail: Run | None

@@ -39,9 +39,9 @@ class BulkHistogram(Collector):
         self._counts = np.zeros(len(bounds_s) + 1, dtype=np.int64)  # the last: above all bounds
         self._sum_s = 0.0
 
-    def observe(self, values_s: Sequence[float]) -> None:
+    def observe(self, values_s: Sequence[float] | np.ndarray) -> None:
         """Count each value in the first bucket whose bound is >= the value."""
-        if not values_s:
+        if not len(values_s):
             return
         values = np.asarray(values_s, dtype=np.float64)
         buckets = np.searchsorted(self._bounds, values, side="left")
@@ -214,7 +214,7 @@ class Metrics:
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
 
-    def step(self, num_tokens: int, gaps_s: Sequence[float]) -> None:
+    def step(self, num_tokens: int, gaps_s: Sequence[float] | np.ndarray) -> None:
         """Tokens told to streams in one step, and the gaps since each stream's last."""
         self._generation_tokens.inc(num_tokens)
         self._itl.observe(gaps_s)

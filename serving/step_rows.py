@@ -12,12 +12,12 @@ Top = list[tuple[int, float]]  # (token id, logprob), best first
 
 @dataclass(slots=True)
 class StepRows:
-    """The arrays as lists, one entry a row."""
+    """The arrays, one entry a row."""
 
-    rooms: list[int]
-    token_ids: list[int]
-    token_idx: list[int]
-    finish: list[int]
+    rooms: np.ndarray  # i64
+    token_ids: np.ndarray  # i32
+    token_idx: np.ndarray  # i32
+    finish: np.ndarray  # u8
     logprobs: list[float] | None
     top: dict[int, Top]  # by row
 
@@ -28,10 +28,10 @@ class StepRows:
 def unpack_rows(batch: wire.StepBatch) -> StepRows:
     """The rows of a batch. Raises BadMessage when its arrays disagree in length."""
     rows = StepRows(
-        wire.unpack_i64(batch.rooms).tolist(),
-        wire.unpack_i32(batch.token_ids).tolist(),
-        wire.unpack_i32(batch.token_idx).tolist(),
-        wire.unpack_u8(batch.finish).tolist(),
+        wire.unpack_i64(batch.rooms),
+        wire.unpack_i32(batch.token_ids),
+        wire.unpack_i32(batch.token_idx),
+        wire.unpack_u8(batch.finish),
         wire.unpack_f32(batch.logprobs).tolist() if batch.logprobs else None,
         {},
     )
@@ -73,50 +73,85 @@ class Run:
 
 @dataclass(slots=True)
 class Runs:
-    """Consecutive tokens of one room each. Lists have one entry a run."""
+    """Consecutive tokens of one room each. Arrays have one entry a run."""
 
-    rooms: list[int]
-    first_idx: list[int]
-    ids: list[list[int]]
-    finish: list[int]  # of the last token; RUNNING for those before
+    rooms: np.ndarray  # i64
+    first_idx: np.ndarray  # i32
+    finish: np.ndarray  # u8, of the last token; RUNNING for those before
+    counts: np.ndarray  # i64, tokens
+    starts: np.ndarray  # i64, of its tokens in token_ids
+    token_ids: np.ndarray  # i32, one entry a token
     detail: list[Run] | None  # None: no row has logprobs
 
     def __len__(self) -> int:
         return len(self.rooms)
 
+    def ids_of(self, which: np.ndarray) -> list[list[int]]:
+        """The tokens of some runs. which: of them, i64[n]."""
+        ids = self.token_ids.tolist()
+        starts = self.starts[which]
+        ends = starts + self.counts[which]
+        return [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def detail_of(self, which: np.ndarray) -> list[Run] | list[None]:
+        """Beside the tokens of some runs."""
+        if self.detail is None:
+            return [None] * len(which)
+        return [self.detail[run] for run in which.tolist()]
+
+    def part(self, start: int, end: int) -> "Runs":
+        """Runs start .. end - 1."""
+        if start == 0 and end >= len(self):
+            return self
+        part = slice(start, end)
+        return Runs(
+            self.rooms[part],
+            self.first_idx[part],
+            self.finish[part],
+            self.counts[part],
+            self.starts[part],
+            self.token_ids,
+            None if self.detail is None else self.detail[part],
+        )
+
 
 def runs_of(rows: StepRows) -> Runs:
     """All rows, each in one run: a step has one row a room, and several steps may have merged."""
-    if len(set(rows.rooms)) == len(rows):
-        return _single_runs(rows, range(len(rows)))
-    rooms, token_idx, finish = map(np.asarray, (rows.rooms, rows.token_idx, rows.finish))
-    order = np.argsort(rooms, kind="stable")
-    rooms, token_idx, finish = rooms[order], token_idx[order], finish[order]
-    follows = (rooms[1:] == rooms[:-1]) & (token_idx[1:] == token_idx[:-1] + 1) & (finish[:-1] == 0)
+    order = np.argsort(rows.rooms, kind="stable")
+    rooms = rows.rooms[order]
+    again = rooms[1:] == rooms[:-1]
+    if not again.any():
+        return _single_runs(rows)
+    token_idx, finish = rows.token_idx[order], rows.finish[order]
+    follows = again & (token_idx[1:] == token_idx[:-1] + 1) & (finish[:-1] == wire.RUNNING)
     starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     ends = np.append(starts[1:], len(rooms))
-    ids = np.asarray(rows.token_ids)[order].tolist()
-    bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
     detail = None
     if rows.logprobs is not None:
         old = order.tolist()
+        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
         detail = [_detail(rows, old[start:end]) for start, end in bounds]
     return Runs(
-        rooms[starts].tolist(),
-        token_idx[starts].tolist(),
-        [ids[start:end] for start, end in bounds],
-        finish[ends - 1].tolist(),
+        rooms[starts],
+        token_idx[starts],
+        finish[ends - 1],
+        ends - starts,
+        starts,
+        rows.token_ids[order],
         detail,
     )
 
 
-def _single_runs(rows: StepRows, every_row: range) -> Runs:
+def _single_runs(rows: StepRows) -> Runs:
+    n = len(rows)
     return Runs(
         rows.rooms,
         rows.token_idx,
-        [[token_id] for token_id in rows.token_ids],
         rows.finish,
-        None if rows.logprobs is None else [_detail(rows, [row]) for row in every_row],
+        np.ones(n, np.int64),
+        np.arange(n),
+        rows.token_ids,
+        None if rows.logprobs is None else [_detail(rows, [row]) for row in range(n)],
     )
 
 

@@ -3,11 +3,14 @@
 import asyncio
 from typing import Protocol
 
+import numpy as np
+
 from serving.config import ServeConfig
 from serving.generation import Generation
 from serving.interval import AutoInterval, Interval, Lag
 from serving.metrics import Metrics
 from serving.placement import Placement
+from serving.plain_streams import PlainStreams
 from serving.router import Key
 from serving.step_rows import Runs, runs_of, unpack_rows
 from serving.worker_link import WorkerLink
@@ -53,6 +56,7 @@ class Steps:
         self._clock = clock
         self._owner = owner
         self._lag = Lag()
+        self._plain = PlainStreams(self.interval)
         self._strays: dict[tuple[str, int], int] = {}
 
     async def take(self, link: WorkerLink, batch: wire.StepBatch) -> None:
@@ -62,11 +66,17 @@ class Steps:
         """
         self._keep_pace(link, batch)
         runs = runs_of(unpack_rows(batch))
+        self._plain.seat_invited(len(runs))
         group = self._group_size or len(runs)
         for start in range(0, len(runs), group):
             if start:
                 await asyncio.sleep(0)
-            self._tell_runs(link, runs, range(start, min(start + group, len(runs))))
+            part = runs.part(start, start + group)
+            now_s = self._clock.monotonic_s()
+            rest, gaps_s = self._plain.tell(link.key, part, now_s)
+            self._metrics.step(len(gaps_s), gaps_s)
+            if len(rest):
+                self._tell_runs(link, part, rest, now_s)
 
     def forget(self, worker: Key) -> None:
         """That incarnation is gone."""
@@ -78,24 +88,23 @@ class Steps:
         if isinstance(self.interval, AutoInterval):
             self.interval.observe(self.lag_s, now_s, self._clock.thread_cpu_s())
 
-    def _tell_runs(self, link: WorkerLink, runs: Runs, group: range) -> None:
+    def _tell_runs(self, link: WorkerLink, runs: Runs, which: np.ndarray, now_s: float) -> None:
+        """Tell each stream its own."""
         key = link.key
         at = self._placement.at
-        rooms, first_idx, ids, finish, detail = (
-            runs.rooms, runs.first_idx, runs.ids, runs.finish, runs.detail
-        )  # fmt: skip
-        now_s = self._clock.monotonic_s()
+        rooms, first_idx, finish = (
+            column[which].tolist() for column in (runs.rooms, runs.first_idx, runs.finish)
+        )
         gaps_s: list[float] = []
         num_tokens = 0
-        for i in group:
-            generation = at(rooms[i], key)
+        rows = zip(rooms, first_idx, runs.ids_of(which), finish, runs.detail_of(which), strict=True)
+        for room, *run in rows:
+            generation = at(room, key)
             if generation is None:
-                self._stray(link, rooms[i])
+                self._stray(link, room)
                 continue
             try:
-                tokens = generation.accept(
-                    first_idx[i], ids[i], finish[i], None if detail is None else detail[i]
-                )
+                tokens = generation.accept(*run)
                 if tokens is None:
                     continue
                 generation.sink.on_tokens(tokens)
@@ -117,6 +126,8 @@ class Steps:
                 self._placement.progressed(generation)
             if generation.finish:
                 self._owner.finish(generation)
+            elif generation.decoding:
+                self._plain.invite(generation)
         self._metrics.step(num_tokens, gaps_s)
 
     def prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:

@@ -7,9 +7,11 @@ request's `EventStream`.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from serving.choice import Choice, Piece
+from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import from_request_error
 from serving.event_stream import EventStream
 from serving.generation import FinishReason, Generation, Tokens
@@ -44,6 +46,23 @@ class Events(Protocol):
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """What goes after all choices."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """What it takes to write a stream's events in its place.
+
+    before, after: what an event has around its text. held: tokens, the latest ones, that were not
+    detokenized yet. waiting: tokens since the last event.
+    """
+
+    stream: EventStream
+    before: bytes
+    after: bytes
+    detokenizer: IncrementalDetokenizer
+    interval: Interval
+    held: int
+    waiting: int
 
 
 class StreamedAnswer:
@@ -145,6 +164,41 @@ class StreamedChoice:
             self._text = ""
         self._waiting = waiting
         self._show(text)
+
+    @property
+    def lends(self) -> bool:
+        """Whether text is all that it shows, and its answer has no other choice."""
+        return (
+            self._choice.text_only and self._before is not None and len(self._answer.choices) == 1
+        )
+
+    def lend(self) -> Loan | None:
+        """What it takes to write its events; None while it has something to write itself.
+
+        Nobody tells it tokens until `take_back`. Asked only where it lends.
+        """
+        if not (self._begun and self._stream.idle):
+            return None
+        assert self._before is not None, "it lends"
+        detokenizer = self._choice.detokenizer
+        held = len(self._held_ids)
+        self._held_ids = []
+        return Loan(
+            self._stream,
+            self._before,
+            self._after,
+            detokenizer,
+            self._interval,
+            held,
+            self._waiting,
+        )
+
+    def take_back(self, token_ids: Sequence[int], held: int, waiting: int) -> None:
+        """token_ids: all there are; of these the last `held` are not detokenized."""
+        shown = len(token_ids) - held
+        self._held_ids = list(token_ids[shown:])
+        self._waiting = waiting
+        self._choice.took(shown, token_ids[shown - 1])
 
     def _show(self, text: str) -> None:
         # Before the piece: offsets of tokens count from what was shown first.

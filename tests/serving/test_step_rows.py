@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.step_rows import Run, StepRows, runs_of, unpack_rows
+from serving.step_rows import Run, Runs, StepRows, runs_of, unpack_rows
 from transfer import wire
 from transfer.errors import BadMessage
 
@@ -31,8 +32,9 @@ def test_rows_are_unpacked_with_top_logprobs_at_the_rows_that_have_them():
             top_logprobs=wire.pack_f32(top_logprobs),
         )
     )
-    assert (rows.rooms, rows.token_ids, rows.token_idx) == ([5, 6], [50, 60], [0, 4])
-    assert (rows.finish, rows.logprobs) == ([0, 2], [-1.0, -2.0])
+    columns = (rows.rooms, rows.token_ids, rows.token_idx, rows.finish)
+    assert [column.tolist() for column in columns] == [[5, 6], [50, 60], [0, 4], [0, 2]]
+    assert rows.logprobs == [-1.0, -2.0]
     assert rows.top == {1: list(zip(top_ids, top_logprobs, strict=True))}
 
 
@@ -57,16 +59,21 @@ def test_rows_whose_arrays_disagree_are_refused(arrays):
 
 
 def rows_of(rows: list[tuple[int, int, int, int]], logprobs: bool = False) -> StepRows:
-    rooms, idx, ids, finish = (list(column) for column in zip(*rows, strict=True))
+    rooms, idx, ids, finish = (np.array(column) for column in zip(*rows, strict=True))
     values = [-float(row) for row in range(len(rows))] if logprobs else None
     top = {row: [(row, -1.0)] for row in range(0, len(rows), 2)} if logprobs else {}
     return StepRows(rooms, ids, idx, finish, values, top)
 
 
+def columns_of(runs: Runs) -> tuple[list[int], list[int], list[list[int]], list[int]]:
+    """Rooms, first indices, ids and finishes."""
+    ids = runs.ids_of(np.arange(len(runs)))
+    return runs.rooms.tolist(), runs.first_idx.tolist(), ids, runs.finish.tolist()
+
+
 def test_each_row_of_one_step_is_a_run_in_its_order():
     runs = runs_of(rows_of([(7, 3, 30, 0), (5, 1, 10, 2)], logprobs=True))
-    assert (runs.rooms, runs.first_idx, runs.ids) == ([7, 5], [3, 1], [[30], [10]])
-    assert runs.finish == [0, 2]
+    assert columns_of(runs) == ([7, 5], [3, 1], [[30], [10]], [0, 2])
     assert runs.detail == [Run([-0.0], [[(0, -1.0)]]), Run([-1.0], [None])]
 
 
@@ -80,9 +87,9 @@ def test_rows_of_one_room_are_one_run_unless_they_do_not_follow_each_other():
         (7, 7, 70, 1),
     ]
     runs = runs_of(rows_of(rows, logprobs=True))
-    assert runs.rooms == [5, 7, 7]
-    assert runs.ids == [[10, 20], [30, 40], [60, 70]]
-    assert (runs.first_idx, runs.finish) == ([1, 3, 6], [2, 0, 1])
+    ids = [[10, 20], [30, 40], [60, 70]]
+    assert columns_of(runs) == ([5, 7, 7], [1, 3, 6], ids, [2, 0, 1])
+    assert columns_of(runs.part(1, 3)) == ([7, 7], [3, 6], ids[1:], [0, 1])
     assert runs.detail is not None
     assert runs.detail[0] == Run([-1.0, -3.0], [None, None])
     assert runs.detail[2] == Run([-4.0, -5.0], [[(4, -1.0)], None])
@@ -94,9 +101,7 @@ def test_runs_have_every_row_once_and_end_where_a_row_says_so(plan: list[tuple[i
     runs = runs_of(rows_of(rows))
     found = [
         (room, first + place, token_id, finish if place == len(ids) - 1 else 0)
-        for room, first, ids, finish in zip(
-            runs.rooms, runs.first_idx, runs.ids, runs.finish, strict=True
-        )
+        for room, first, ids, finish in zip(*columns_of(runs), strict=True)
         for place, token_id in enumerate(ids)
     ]
     assert sorted(found) == sorted(rows)

@@ -204,8 +204,10 @@ class Api:
             if event.kind == "prefilled":
                 self._prefilled(line, event)
         rows = unpack_rows(batch)
-        for at, room in enumerate(rows.rooms):
-            self._row(line, room, rows.token_idx[at], rows.token_ids[at], rows.finish[at])
+        columns = (rows.rooms, rows.token_idx, rows.token_ids, rows.finish)
+        for at, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            self._row(line, *row)
+            room = row[0]
             if rows.logprobs is not None and self._owners[room].sampling.num_top_logprobs >= 0:
                 assert rows.logprobs[at] == -rows.token_ids[at] / 8
         for at, top in rows.top.items():

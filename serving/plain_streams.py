@@ -1,0 +1,266 @@
+"""Streams that show nothing but text, as columns: a step reaches all of them in array operations.
+
+A stream's own objects (generation, choice, sink, event stream) lie on some two dozen cache lines,
+which the streams before it have pushed out when its next token comes. Once a stream has settled it
+lends what it takes to write its events, and its tokens touch little else: order, pace and gaps are
+arrays over all streams. It gets everything back at once when a row is anything but the next tokens,
+when its client is slow, and at whatever ends or moves it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from serving.event_stream import DrivenSend
+from serving.generation import Generation
+from serving.interval import Interval
+from serving.router import Key
+from serving.step_rows import Runs
+from serving.stream import Loan, StreamedChoice
+from transfer import wire
+
+LEAST_RUNS = 16  # below, the fixed cost of the arrays is more than they save
+_FIRST_CAPACITY = 256
+
+
+class PlainStreams:
+    """Borrows settled streams and tells them their tokens."""
+
+    def __init__(self, interval: Interval) -> None:
+        """interval: of streams that did not ask for one."""
+        self._interval = interval
+        self._invited: list[Generation] = []
+        self._workers: dict[Key, int] = {}
+        self._free: list[int] = []
+        self._sorted: tuple[np.ndarray, np.ndarray] | None = None  # rooms, and their slots
+        # One entry a slot.
+        self._room = np.zeros(0, np.int64)  # 0: nobody has the slot
+        self._worker = np.zeros(0, np.int32)
+        self._next_idx = np.zeros(0, np.int32)
+        self._last_s = np.zeros(0, np.float64)
+        self._own_interval = np.zeros(0, np.int32)  # 0: the shared one
+        self._waiting = np.zeros(0, np.int64)  # tokens since the last event
+        self._held = np.zeros(0, np.int64)  # of these, not detokenized
+        self._num_writes = np.zeros(0, np.int64)
+        self._seats: list[tuple[Generation, Loan] | None] = []
+        # Of the seats, what every token needs, side by side.
+        self._token_ids: list[Any] = []
+        self._json: list[list[bytes | None] | None] = []  # None: only its detokenizer can tell
+        self._before: list[bytes] = []
+        self._after: list[bytes] = []
+        self._send: list[DrivenSend] = []
+
+    def invite(self, generation: Generation) -> None:
+        """Decode's latest tokens were told to it. It may lend from the next step on."""
+        sink = generation.sink
+        if isinstance(sink, StreamedChoice) and sink.lends:
+            self._invited.append(generation)
+
+    def seat_invited(self, num_runs: int) -> None:
+        """Before a step of so many runs is told."""
+        invited, self._invited = self._invited, []
+        if num_runs < LEAST_RUNS:
+            return
+        for generation in invited:
+            if generation.lent_to is None and generation.room and generation.in_order:
+                self._seat(generation)
+
+    def give_back(self, generation: Generation) -> None:
+        """It takes and tells its own tokens again."""
+        slot = generation.slot
+        seat = self._seats[slot]
+        assert seat is not None, f"room {generation.room} has no seat"
+        loan = seat[1]
+        generation.lent_to = None
+        generation.slot = -1
+        generation.last_token_s = float(self._last_s[slot])
+        loan.stream.num_writes += int(self._num_writes[slot])
+        assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
+        generation.sink.take_back(
+            generation.token_ids, int(self._held[slot]), int(self._waiting[slot])
+        )
+        self._vacate(slot)
+
+    def tell(self, worker: Key, runs: Runs, now_s: float) -> tuple[np.ndarray, np.ndarray]:
+        """Tell the runs that are the next tokens of seated streams; now_s is monotonic.
+
+        Returns which runs are left, i64[n], whose streams have no seat any more, and of the
+        tokens told the seconds since the one before, f64[m].
+        """
+        slots = self._slots_of(runs.rooms)
+        mine = slots >= 0
+        if not mine.any():
+            return np.arange(len(runs)), np.zeros(0)
+        mine &= self._worker[slots] == self._workers.get(worker, -1)
+        fit = mine & (self._next_idx[slots] == runs.first_idx) & (runs.finish == wire.RUNNING)
+        again = runs.rooms[1:] == runs.rooms[:-1]  # sorted wherever a room comes twice
+        fit[1:] &= ~again
+        fit[:-1] &= ~again
+        for slot in set(slots[mine & ~fit].tolist()):
+            self._give_back_slot(slot)
+        told = np.flatnonzero(fit)
+        return np.flatnonzero(~fit), self._tell(runs, told, slots[told], now_s)
+
+    def _tell(self, runs: Runs, told: np.ndarray, slots: np.ndarray, now_s: float) -> np.ndarray:
+        counts = runs.counts[told]
+        self._next_idx[slots] += counts
+        gaps_s = np.zeros(int(counts.sum()))  # tokens that come together have none
+        gaps_s[: len(told)] = now_s - self._last_s[slots]
+        self._last_s[slots] = now_s
+        waiting = self._waiting[slots] + counts
+        held = self._held[slots] + counts
+        own = self._own_interval[slots]
+        due = waiting >= np.where(own > 0, own, self._interval.tokens)
+        self._waiting[slots] = np.where(due, 0, waiting)
+        self._held[slots] = np.where(due, 0, held)
+        self._keep(runs, told, slots)
+        slots = slots[due]
+        self._num_writes[slots] += 1
+        silent = self._write(slots.tolist(), self._texts(runs, told[due], slots, held[due]))
+        if silent:  # still unsent: text that comes next is overdue
+            slots = slots[silent]
+            self._waiting[slots] = waiting[due][silent]
+            self._num_writes[slots] -= 1
+        return gaps_s
+
+    def _keep(self, runs: Runs, told: np.ndarray, slots: np.ndarray) -> None:
+        """Put the tokens where each generation has its own."""
+        token_ids = self._token_ids
+        if len(runs.token_ids) == len(runs):
+            ids = runs.token_ids[runs.starts[told]].tolist()
+            for slot, token_id in zip(slots.tolist(), ids, strict=True):
+                token_ids[slot].append(token_id)
+            return
+        for slot, some in zip(slots.tolist(), runs.ids_of(told), strict=True):
+            token_ids[slot].extend(some)
+
+    def _texts(
+        self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
+    ) -> list[bytes]:
+        """What each has to show, inside of a JSON string. held: tokens that are not shown yet."""
+        json = self._json
+        texts: list[bytes] = []
+        if (held == 1).all():
+            ids = runs.token_ids[runs.starts[which]].tolist()
+            for slot, token_id in zip(slots.tolist(), ids, strict=True):
+                table = json[slot]
+                text = table[token_id] if table is not None else None
+                texts.append(self._pushed(slot, [token_id]) if text is None else text)
+            return texts
+        for slot, num_held in zip(slots.tolist(), held.tolist(), strict=True):
+            texts.append(self._pushed(slot, self._token_ids[slot][-num_held:].tolist()))
+        return texts
+
+    def _pushed(self, slot: int, ids: list[int]) -> bytes:
+        seat = self._seats[slot]
+        assert seat is not None, "only seated streams are told"
+        detokenizer = seat[1].detokenizer
+        try:
+            text = detokenizer.push_json(ids)
+        except Exception as error:  # one stream's fault must not reach the others
+            self._give_back_slot(slot).stream.broke(error)
+            return b""
+        self._json[slot] = detokenizer.whole_json
+        return text
+
+    def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
+        """Send each its event. Returns the places of those that have no text to show."""
+        silent: list[int] = []
+        before, after, send = self._before, self._after, self._send
+        for place, (slot, text) in enumerate(zip(slots, texts, strict=True)):
+            if not text:
+                silent.append(place)
+                continue
+            data = before[slot] + text + after[slot]
+            try:
+                sending = send[slot](
+                    {"type": "http.response.body", "body": data, "more_body": True}
+                )
+                awaited = sending.send(None)
+            except StopIteration:
+                continue
+            except Exception as error:  # likewise
+                self._give_back_slot(slot).stream.broke(error)
+            else:
+                self._give_back_slot(slot).stream.stalled(sending, awaited, len(data))
+        return silent
+
+    def _slots_of(self, rooms: np.ndarray) -> np.ndarray:
+        """i64[n], of rooms i64[n]; -1 where nobody sits."""
+        if self._sorted is None:
+            taken = np.flatnonzero(self._room)
+            taken = taken[np.argsort(self._room[taken])]
+            self._sorted = self._room[taken], taken
+        known, slots = self._sorted
+        if not len(known):
+            return np.full(len(rooms), -1)
+        at = np.searchsorted(known, rooms)
+        at[at == len(known)] = 0
+        return np.where(known[at] == rooms, slots[at], -1)
+
+    def _seat(self, generation: Generation) -> None:
+        sink = generation.sink
+        assert isinstance(sink, StreamedChoice), "only those are invited"
+        key = generation.decode_key
+        assert key is not None, "a room has a pair"
+        loan = sink.lend()
+        if loan is None:
+            return
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        generation.lent_to = self
+        generation.slot = slot
+        self._room[slot] = generation.room
+        self._worker[slot] = self._workers.setdefault(key, len(self._workers))
+        self._next_idx[slot] = len(generation.token_ids)
+        self._last_s[slot] = generation.last_token_s
+        shared = loan.interval is self._interval
+        self._own_interval[slot] = 0 if shared else loan.interval.tokens
+        self._waiting[slot] = loan.waiting
+        self._held[slot] = loan.held
+        self._num_writes[slot] = 0
+        self._seats[slot] = generation, loan
+        self._token_ids[slot] = generation.token_ids
+        self._json[slot] = loan.detokenizer.whole_json
+        self._before[slot] = loan.before + b'"'
+        self._after[slot] = b'"' + loan.after
+        self._send[slot] = loan.stream.send_body
+        self._sorted = None
+
+    def _give_back_slot(self, slot: int) -> Loan:
+        seat = self._seats[slot]
+        assert seat is not None, f"nobody sits at {slot}"
+        generation, loan = seat
+        self.give_back(generation)
+        return loan
+
+    def _vacate(self, slot: int) -> None:
+        self._room[slot] = 0
+        self._seats[slot] = self._token_ids[slot] = self._json[slot] = None
+        self._before[slot] = self._after[slot] = b""
+        self._send[slot] = _nobody
+        self._free.append(slot)
+        self._sorted = None
+
+    def _grow(self) -> None:
+        """Double the slots."""
+        old = len(self._room)
+        new = max(_FIRST_CAPACITY, old)
+        for name in (
+            "_room", "_worker", "_next_idx", "_last_s", "_own_interval", "_waiting", "_held",
+            "_num_writes",
+        ):  # fmt: skip
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(new, column.dtype))))
+        self._seats += [None] * new
+        self._token_ids += [None] * new
+        self._json += [None] * new
+        self._before += [b""] * new
+        self._after += [b""] * new
+        self._send += [_nobody] * new
+        self._free += range(old + new - 1, old - 1, -1)
+
+
+async def _nobody(message: Any) -> None:
+    raise AssertionError(f"nobody sits here: {message}")
