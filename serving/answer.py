@@ -183,6 +183,9 @@ class Runner:
 
     async def _admit(self, request: Request, gone: asyncio.Task[None]) -> Ticket | None:
         """Wait for a place; None when the client left meanwhile."""
+        ticket = self._dispatcher.admit_now(len(request.choices))
+        if ticket is not None:  # mostly: no task for it
+            return ticket
         admitting = asyncio.ensure_future(self._dispatcher.admit(len(request.choices)))
         self._queued[admitting] = frozenset(ask.request_id for ask in request.choices)
         try:

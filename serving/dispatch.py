@@ -101,6 +101,10 @@ class Dispatcher:
 
     # --- requests ---
 
+    def admit_now(self, n: int = 1) -> Ticket | None:
+        """Room for n generations, if nobody must wait for it."""
+        return None if self._stopped else self._limiter.admit_now(n)
+
     async def admit(self, n: int = 1) -> Ticket:
         """Room for n generations; waits its turn. Raises RequestError, mostly QUEUE_FULL."""
         if self._stopped:

@@ -62,21 +62,27 @@ class Limiter:
         self.inflight = 0
         self.queued = 0
 
+    def admit_now(self, count: int = 1) -> Ticket | None:
+        """Room for `count` generations, if there is any and nobody waits for it."""
+        assert count > 0, f"a ticket is for at least one generation, got {count}"
+        if self._waiters or self.inflight + count > self._max_inflight:
+            return None
+        self.inflight += count
+        return Ticket(self, count)
+
     async def admit(self, count: int = 1) -> Ticket:
         """Room for `count` generations, at once or after those who came before.
 
         Raises RequestError: BAD_REQUEST when it can never fit, QUEUE_FULL when the queue is full
         or the wait took longer than queue_timeout_s. A cancelled waiter leaves without a trace.
         """
-        assert count > 0, f"a ticket is for at least one generation, got {count}"
         if count > self._max_inflight:
             raise RequestError(
                 Code.BAD_REQUEST,
                 f"{count} generations in one request, at most {self._max_inflight} are served",
             )
-        if not self._waiters and self.inflight + count <= self._max_inflight:
-            self.inflight += count
-            return Ticket(self, count)
+        if (ticket := self.admit_now(count)) is not None:
+            return ticket
         if self.queued + count > self._max_queued:
             raise RequestError(
                 Code.QUEUE_FULL,

@@ -21,6 +21,7 @@ from transfer import wire
 
 LEAST_RUNS = 16  # below, the fixed cost of the arrays is more than they save
 _FIRST_CAPACITY = 256
+_UNKNOWN: list[bytes | None] = []
 
 
 class PlainStreams:
@@ -45,7 +46,7 @@ class PlainStreams:
         self._seats: list[tuple[Generation, Loan] | None] = []
         # Of the seats, what every token needs, side by side.
         self._token_ids: list[Any] = []
-        self._json: list[list[bytes | None] | None] = []  # None: only its detokenizer can tell
+        self._json: list[list[bytes | None]] = []  # empty while only its detokenizer can tell
         self._before: list[bytes] = []
         self._after: list[bytes] = []
         self._send: list[DrivenSend] = []
@@ -143,8 +144,10 @@ class PlainStreams:
         if (held == 1).all():
             ids = runs.token_ids[runs.starts[which]].tolist()
             for slot, token_id in zip(slots.tolist(), ids, strict=True):
-                table = json[slot]
-                text = table[token_id] if table is not None else None
+                try:
+                    text = json[slot][token_id]
+                except IndexError:  # half of a character is before it, or nothing is its text
+                    text = None
                 texts.append(self._pushed(slot, [token_id]) if text is None else text)
             return texts
         for slot, num_held in zip(slots.tolist(), held.tolist(), strict=True):
@@ -160,7 +163,7 @@ class PlainStreams:
         except Exception as error:  # one stream's fault must not reach the others
             self._give_back_slot(slot).stream.broke(error)
             return b""
-        self._json[slot] = detokenizer.whole_json
+        self._json[slot] = detokenizer.whole_json or _UNKNOWN
         return text
 
     def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
@@ -222,7 +225,7 @@ class PlainStreams:
         self._num_writes[slot] = 0
         self._seats[slot] = generation, loan
         self._token_ids[slot] = generation.token_ids
-        self._json[slot] = loan.detokenizer.whole_json
+        self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
         self._before[slot] = loan.before + b'"'
         self._after[slot] = b'"' + loan.after
         self._send[slot] = loan.stream.send_body
@@ -237,7 +240,8 @@ class PlainStreams:
 
     def _vacate(self, slot: int) -> None:
         self._room[slot] = 0
-        self._seats[slot] = self._token_ids[slot] = self._json[slot] = None
+        self._seats[slot] = self._token_ids[slot] = None
+        self._json[slot] = _UNKNOWN
         self._before[slot] = self._after[slot] = b""
         self._send[slot] = _nobody
         self._free.append(slot)
@@ -255,7 +259,7 @@ class PlainStreams:
             setattr(self, name, np.concatenate((column, np.zeros(new, column.dtype))))
         self._seats += [None] * new
         self._token_ids += [None] * new
-        self._json += [None] * new
+        self._json += [_UNKNOWN] * new
         self._before += [b""] * new
         self._after += [b""] * new
         self._send += [_nobody] * new

@@ -131,6 +131,8 @@ class Siblings:
         return self._own_state()
 
     def _own_timeline(self, request_id: str) -> bytes:
+        for generation in self._front.dispatcher.find(request_id):
+            generation.reclaim()  # whoever borrows its stream counts the writes
         timelines = self._front.dispatcher.timelines
         request = timelines.find(request_id)
         return b"" if request is None else spell(request, timelines.policies)

@@ -85,7 +85,7 @@ class Streaming:
         asks: Sequence[ChoiceAsk],
         *,
         tokenizer: Tokenizer = TOKENIZER,
-        interval: int = 1,
+        interval: int | Interval = 1,
         is_chat: bool = True,
         model_name: str = 'model "m"\u00e9',
         request_id: str = "id",
@@ -93,9 +93,8 @@ class Streaming:
         **request: Any,
     ) -> None:
         self.bench = Bench(max_unread_bytes=1 << 20)
-        self.request = Request(
-            request_id, list(asks), stream=True, stream_interval=interval, **request
-        )
+        shared = Interval(interval) if isinstance(interval, int) else interval
+        self.request = Request(request_id, list(asks), stream=True, **request)
         spell = chat_answer if is_chat else completion_answer
         self.spelling = spell(self.request, tokenizer, model_name, 1234)
         self.choices = [Choice(ask, tokenizer) for ask in asks]
@@ -104,7 +103,7 @@ class Streaming:
             self.choices,
             self.bench.stream,
             self.spelling,
-            Interval(interval),
+            shared,
             lambda generation, reason: self.aborted.append((generation, reason)),
         )
         for sink, ask in zip(self.answer.sinks, asks, strict=True):

@@ -1,0 +1,321 @@
+"""Streams that lent what they have to the columns write what they would have written themselves."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving import plain_streams
+from serving.config import ServeConfig
+from serving.generation import Generation
+from serving.metrics import Metrics
+from serving.placement import Placement
+from serving.protocol import ChoiceAsk
+from serving.router import Key, Pair
+from serving.steps import Steps
+from serving.worker_link import WorkerLink
+from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, MODEL_PATH, SECOND_BYTE
+from tests.serving.streaming import Streaming, asked
+from transfer import wire
+from transfer.clock import ManualClock
+
+PREFILL: Key = ("p", 1)
+DECODE: Key = ("d", 1)
+OTHER: Key = ("d", 2)
+FIRST_ROOM = 1 << 40
+TOKENS = [LETTER_A, LETTER_A + 1, FIRST_BYTE, SECOND_BYTE, EOS, 1 << 20]
+
+
+@dataclass
+class Link:
+    key: Key
+    aborted: list[int] = field(default_factory=list)
+
+    @property
+    def worker_id(self) -> str:
+        return self.key[0]
+
+    def abort(self, room: int) -> None:
+        self.aborted.append(room)
+
+
+class Cluster:
+    """Where generations are, and who ends them: what Steps needs of a placement and an owner."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, Generation] = {}
+        self.failed: list[Generation] = []
+
+    def at(self, room: int, key: Key) -> Generation | None:
+        generation = self.rooms.get(room)
+        return generation if generation is not None and generation.involves(key) else None
+
+    def progressed(self, generation: Generation) -> None:
+        assert generation.computed
+
+    def finish(self, generation: Generation) -> None:
+        self.leave(generation)
+        generation.sink.on_end("stop" if generation.finish == wire.STOP else "length")
+
+    def stream_failed(self, generation: Generation, error: Exception) -> None:
+        raise error
+
+    def leave(self, generation: Generation) -> None:
+        del self.rooms[generation.room]
+        generation.leave_attempt()
+
+
+def _ask() -> ChoiceAsk:
+    """Whose stop token shows nothing, so that text is all there is to show."""
+    sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS,))
+    return dataclasses.replace(asked(), sampling=sampling)
+
+
+class Crowd:
+    """Streams that are told by Steps, with or without columns."""
+
+    def __init__(
+        self, num_streams: int, interval: int, own: Sequence[int | None], group_size: int = 0
+    ) -> None:
+        """own: of each stream, the interval it asked for."""
+        self.cluster = Cluster()
+        self.clock = ManualClock()
+        self.metrics = Metrics()
+        config = ServeConfig(
+            MODEL_PATH, "registry:1", stream_interval=interval, batch_notify_size=group_size
+        )
+        placement = cast(Placement, self.cluster)
+        self.steps = Steps(config, placement, self.metrics, self.clock, self.cluster)
+        self.links = {key: Link(key) for key in (PREFILL, DECODE, OTHER)}
+        self.streams = [
+            Streaming([_ask()], interval=self.steps.interval if one is None else one)
+            for one in own[:num_streams]
+        ]
+        self.generations: list[Generation] = []
+        for place, stream in enumerate(self.streams):
+            generation = stream.answer.sinks[0].generation
+            assert generation is not None
+            self.generations.append(generation)
+            self.attempt(generation, FIRST_ROOM + place)
+
+    def attempt(self, generation: Generation, room: int) -> None:
+        pair = cast(Any, _Pair())
+        generation.begin_attempt(room, cast(Pair, pair))
+        self.cluster.rooms[room] = generation
+
+    async def tell(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
+        """rows: (room, token index, id, finish). All that is written leaves."""
+        rooms, idx, ids, finish = zip(*rows, strict=True)
+        batch = wire.StepBatch(
+            key[0],
+            key[1],
+            1,
+            self.clock.monotonic_s(),
+            rooms=wire.pack_i64(rooms),
+            token_ids=wire.pack_i32(ids),
+            token_idx=wire.pack_i32(idx),
+            finish=wire.pack_u8(finish),
+        )
+        await self.steps.take(cast(WorkerLink, self.links[key]), batch)
+        self.flush()
+
+    def flush(self) -> None:
+        for stream in self.streams:
+            stream.bench.outbox.send()
+
+    @property
+    def num_lent(self) -> int:
+        return sum(generation.lent_to is not None for generation in self.generations)
+
+    def bodies(self) -> list[list[bytes]]:
+        return [stream.bench.wire.bodies for stream in self.streams]
+
+
+class _Pair:
+    decode_key = DECODE
+    prefill_key = PREFILL
+
+
+@pytest.fixture(autouse=True)
+def _any_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
+
+
+async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
+    """All of them have their first three tokens, and have lent."""
+    own = asks.pop("own", [None] * num_streams)
+    crowd = Crowd(num_streams, interval, own, **asks)
+    for idx in range(4):
+        rows = [(g.room, idx, LETTER_A + idx, 0) for g in crowd.generations]
+        await crowd.tell(DECODE if idx else PREFILL, rows)
+    return crowd
+
+
+async def test_settled_streams_lend_and_get_back_what_they_need_to_end() -> None:
+    crowd = await begun()
+    assert crowd.num_lent == 3
+    rows = [(g.room, 4, LETTER_A + 4, wire.STOP if at == 1 else 0) for at, g in
+            enumerate(crowd.generations)]  # fmt: skip
+    await crowd.tell(DECODE, rows)
+    assert crowd.num_lent == 2
+    assert crowd.streams[1].texts() == list("abcde")
+    assert crowd.streams[1].choices[0].num_tokens == 5
+    assert crowd.streams[1].events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert crowd.streams[1].bench.stream.num_writes == 5
+
+
+async def test_a_row_of_another_worker_or_one_that_is_known_changes_nothing() -> None:
+    crowd = await begun()
+    before = crowd.bodies()
+    await crowd.tell(OTHER, [(g.room, 4, LETTER_A, 0) for g in crowd.generations])
+    assert crowd.num_lent == 3
+    await crowd.tell(DECODE, [(g.room, 2, LETTER_A, 0) for g in crowd.generations])
+    assert crowd.bodies() == before
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in crowd.generations])
+    assert [stream.texts() for stream in crowd.streams] == [list("abcde")] * 3
+
+
+async def test_a_slow_client_takes_its_stream_back_and_delays_nobody() -> None:
+    crowd = await begun()
+    slow = crowd.streams[0]
+    slow.bench.wire.free.clear()
+    for idx in range(4, 8):
+        rows = [(g.room, idx, LETTER_A + idx, 0) for g in crowd.generations]
+        await crowd.tell(DECODE, rows)
+    assert crowd.num_lent == 2
+    assert crowd.streams[1].texts() == list("abcdefgh")
+    slow.bench.wire.free.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert slow.texts() == list("abcdefgh")
+    # What came meanwhile left in one write, and after the next step it lends again.
+    assert b"".join(slow.bench.wire.bodies[-1:]).count(b"data: ") == 3
+    for idx in (8, 9):
+        await crowd.tell(DECODE, [(g.room, idx, LETTER_A + idx, 0) for g in crowd.generations])
+    assert crowd.num_lent == 3
+    assert slow.texts() == list("abcdefghij")
+
+
+async def test_a_broken_send_ends_its_stream_only() -> None:
+    crowd = await begun()
+    crowd.streams[0].bench.wire.error = OSError("gone")
+    crowd.streams[1].bench.wire.error = RuntimeError("a fault of the server")
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in crowd.generations])
+    assert crowd.streams[0].answer.closed.result() is None
+    with pytest.raises(RuntimeError, match="a fault of the server"):
+        crowd.streams[1].answer.closed.result()
+    assert crowd.streams[2].texts() == list("abcde")
+    assert crowd.num_lent == 1
+
+
+async def test_a_generation_that_moves_takes_all_its_tokens_along() -> None:
+    crowd = await begun(interval=3)
+    generation = crowd.generations[0]
+    assert generation.lent_to is not None
+    crowd.cluster.leave(generation)
+    assert list(generation.token_ids) == [LETTER_A + idx for idx in range(4)]
+    crowd.attempt(generation, FIRST_ROOM + 99)
+    for idx in range(4, 9):
+        key = PREFILL if idx == 4 else DECODE
+        await crowd.tell(key, [(generation.room, idx, LETTER_A + idx, 0)])
+    assert generation.lent_to is not None
+    assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
+
+
+async def test_tokens_are_counted_and_their_gaps_measured() -> None:
+    crowd = await begun()
+    crowd.clock.advance(0.5)
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A, 0) for g in crowd.generations])
+    text = crowd.metrics.render().decode()
+    assert "kvferry_generation_tokens_total 15.0" in text
+    assert "kvferry_inter_token_latency_seconds_sum 1.5" in text
+
+
+SETTLING = [("step", [1, 1, 1])] * 3
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "double", "gap", "stall", "free", "interval"]),
+        st.lists(st.integers(0, 3), min_size=3, max_size=3),  # tokens of each stream
+    ),
+    min_size=5,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.randoms(use_true_random=False),
+    actions,
+    st.sampled_from([1, 2, 3]),
+    st.lists(st.sampled_from([None, 1, 4]), min_size=3, max_size=3),
+    st.sampled_from([0, 1, 2]),
+)
+def test_columns_write_the_bytes_that_each_stream_alone_would_write(
+    random: Random,
+    plan: list[tuple[str, list[int]]],
+    interval: int,
+    own: list[int | None],
+    group_size: int,
+) -> None:
+    ids = [random.choices(TOKENS, k=90) for _ in range(3)]
+
+    async def written(least_runs: int) -> tuple[list[list[bytes]], int]:
+        plain_streams.LEAST_RUNS = least_runs
+        crowd = Crowd(3, interval, own, group_size)
+        lent = await _play(crowd, ids, plan)
+        return crowd.bodies(), lent
+
+    alone, _ = asyncio.run(written(1 << 30))
+    lent, num_lent = asyncio.run(written(1))
+    assert lent == alone
+    assert num_lent
+
+
+async def _play(crowd: Crowd, ids: list[list[int]], plan: list[tuple[str, list[int]]]) -> int:
+    """How often a stream was seen to have lent."""
+    told = [0, 0, 0]
+    held: list[tuple[int, int, int, int]] = []
+    num_lent = 0
+    await crowd.tell(
+        PREFILL, [(g.room, 0, ids[at][0], 0) for at, g in enumerate(crowd.generations)]
+    )
+    told = [1, 1, 1]
+    for action, counts in [*SETTLING, *plan]:
+        rows = []
+        for at, generation in enumerate(crowd.generations):
+            for _ in range(counts[at]):
+                rows.append((generation.room, told[at], ids[at][told[at]], 0))
+                told[at] += 1
+        if action == "double" and rows:
+            rows += rows[:1]
+        if action == "gap" and rows:
+            held.append(rows.pop(0))
+        elif held:
+            rows += held
+            held = []
+        if action == "stall":
+            crowd.streams[0].bench.wire.free.clear()
+        elif action == "free":
+            crowd.streams[0].bench.wire.free.set()
+        elif action == "interval":
+            crowd.steps.interval.tokens = 1 + sum(counts)
+        if rows:
+            await crowd.tell(DECODE, rows)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        num_lent += crowd.num_lent
+    crowd.streams[0].bench.wire.free.set()
+    rows = [*held, *((g.room, told[at], LETTER_A, wire.STOP) for at, g in
+                     enumerate(crowd.generations))]  # fmt: skip
+    await crowd.tell(DECODE, rows)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    crowd.flush()
+    assert crowd.num_lent == 0
+    return num_lent
