@@ -1,4 +1,4 @@
-"""`kvferry registry`: the process that knows who serves what, where."""
+"""`kvferry registry`: the process that knows who serves what, where, and which rank has a room."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from transfer import flags
 from transfer.bootstrap import RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
+from transfer.routes import MAX_ROOMS, TTL_S, RouteTable
 from transfer.rpc import Security, host_port
 
 log = logging.getLogger(__name__)
@@ -24,10 +25,16 @@ class RegistryConfig:
     host: str = "127.0.0.1"
     disaggregation_bootstrap_port: int = DEFAULT_PORT
     lease_ttl_s: float = 3.0
+    route_ttl_s: float = TTL_S
+    max_routes: int = MAX_ROOMS
 
     def __post_init__(self) -> None:
         if self.lease_ttl_s <= 0:
             raise ConfigError(f"--lease-ttl must be above 0, got {self.lease_ttl_s}")
+        if self.route_ttl_s <= 0:
+            raise ConfigError(f"--route-ttl must be above 0, got {self.route_ttl_s}")
+        if self.max_routes < 1:
+            raise ConfigError(f"--max-routes must be at least 1, got {self.max_routes}")
         if not 0 <= self.disaggregation_bootstrap_port <= 65535:
             raise ConfigError(
                 "--disaggregation-bootstrap-port must be 0 to 65535, got "
@@ -39,6 +46,8 @@ HELP = {
     "host": "address to listen on",
     "disaggregation_bootstrap_port": "port to listen on; 0 picks one",
     "lease_ttl_s": "seconds after its last heartbeat for which a worker counts as alive",
+    "route_ttl_s": "seconds for which the data-parallel rank of a room is kept that nobody ends",
+    "max_routes": "rooms whose data-parallel ranks are kept at most; the oldest go first",
 }
 
 
@@ -57,7 +66,8 @@ async def serve(config: RegistryConfig, security: Security) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s)
+    routes = RouteTable(config.max_routes, config.route_ttl_s)
+    server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s, routes)
     port = await server.start(config.host, config.disaggregation_bootstrap_port)
     address = host_port(config.host, port)
     log.info("registry is ready on %s", address)

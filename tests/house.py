@@ -30,6 +30,7 @@ PURE_NAMES = frozenset(
         "prefix_index",
         "breaker",
         "balancer",
+        "routes",
     ]
 )
 IMPURE_ROOTS = frozenset(

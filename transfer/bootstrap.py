@@ -17,6 +17,8 @@ from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import ConfigError, Incompatible, RpcError, Unavailable
 from transfer.layout import check_pair
+from transfer.route_feeds import RouteFeeds
+from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, RpcServer, Security
 
 log = logging.getLogger(__name__)
@@ -76,12 +78,19 @@ class Leases:
         )
         return True
 
-    def deregister(self, worker_id: str, epoch: int) -> None:
-        """A worker says goodbye; a later incarnation is left alone."""
+    def deregister(self, worker_id: str, epoch: int) -> bool:
+        """A worker says goodbye; False when it had none: a later incarnation is left alone."""
         lease = self._leases.get(worker_id)
-        if lease is not None and lease.epoch <= epoch:
-            del self._leases[worker_id]
-            self.revision += 1
+        if lease is None or lease.epoch > epoch:
+            return False
+        del self._leases[worker_id]
+        self.revision += 1
+        return True
+
+    def has(self, worker_id: str, epoch: int) -> bool:
+        """Whether this incarnation has a lease."""
+        lease = self._leases.get(worker_id)
+        return lease is not None and lease.epoch == epoch
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Drop workers whose lease has ended; returns their names."""
@@ -114,10 +123,18 @@ def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
 
 
 class RegistryServer:
-    """`Leases` behind RPC, with views pushed to watchers."""
+    """`Leases` and routes behind RPC, with views and news pushed to watchers."""
 
-    def __init__(self, security: Security, clock: Clock, ttl_s: float = 3.0) -> None:
+    def __init__(
+        self,
+        security: Security,
+        clock: Clock,
+        ttl_s: float = 3.0,
+        routes: RouteTable | None = None,
+    ) -> None:
         self.leases = Leases(ttl_s)
+        self.routes = RouteTable() if routes is None else routes
+        self._feeds = RouteFeeds(self.routes)
         self._clock = clock
         self._watchers: set[asyncio.Event] = set()
         self._sweeper: asyncio.Task[None] | None = None
@@ -126,6 +143,8 @@ class RegistryServer:
         self._server.unary("Heartbeat", wire.Heartbeat, self._heartbeat)
         self._server.unary("Deregister", wire.Deregister, self._deregister)
         self._server.stream("Watch", wire.Watch, self._watch)
+        self._server.unary("PutRoutes", wire.Routes, self._put_routes)
+        self._server.stream("WatchRoutes", wire.WatchRoutes, lambda _: self._feeds.follow())
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError when it is taken."""
@@ -143,6 +162,7 @@ class RegistryServer:
     async def _register(self, message: wire.Register) -> wire.Registered:
         with self._pushing():
             self.leases.register(message.info, message.epoch, self._clock.monotonic_s())
+        self.routes.drop_others(message.info.worker_id, message.epoch)
         log.info("%s registered (epoch %d)", message.info.worker_id, message.epoch)
         return wire.Registered(self.leases.ttl_s)
 
@@ -153,9 +173,16 @@ class RegistryServer:
 
     async def _deregister(self, message: wire.Deregister) -> wire.Empty:
         with self._pushing():
-            self.leases.deregister(message.worker_id, message.epoch)
+            if self.leases.deregister(message.worker_id, message.epoch):
+                self.routes.drop(message.worker_id)
         log.info("%s left", message.worker_id)
         return wire.Empty()
+
+    async def _put_routes(self, message: wire.Routes) -> wire.RoutesReply:
+        known = self.leases.has(message.worker_id, message.epoch)
+        if known and self.routes.apply(message, self._clock.monotonic_s()):
+            self._feeds.tell(message)
+        return wire.RoutesReply(known)
 
     async def _watch(self, message: wire.Watch) -> AsyncIterator[wire.ClusterView]:
         changed = asyncio.Event()
@@ -179,10 +206,16 @@ class RegistryServer:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.leases.ttl_s / 10)
-            with self._pushing():
-                gone = self.leases.expire(self._clock.monotonic_s())
-            for name in gone:
-                log.warning("%s: lease ended", name)
+            self.expire()
+
+    def expire(self) -> None:
+        """Forget the workers and routes whose time is over."""
+        with self._pushing():
+            gone = self.leases.expire(self._clock.monotonic_s())
+        for name in gone:
+            self.routes.drop(name)
+            log.warning("%s: lease ended", name)
+        self.routes.expire(self._clock.monotonic_s())
 
     @contextlib.contextmanager
     def _pushing(self) -> Iterator[None]:
@@ -208,6 +241,7 @@ class RegistryClient:
         self._complaint = ""
         self._hurry = asyncio.Event()
         self.registered = asyncio.Event()
+        self.on_registered: Callable[[], None] = lambda: None  # each time
 
     async def run_worker(
         self,
@@ -231,6 +265,7 @@ class RegistryClient:
                     await self._client.call("Register", register, wire.Registered, CALL_TIMEOUT_S)
                     self._lease = (info.worker_id, epoch)
                     self.registered.set()
+                    self.on_registered()
                 figures, draining = load()
                 beat = wire.Heartbeat(info.worker_id, epoch, figures, draining, ranks())
                 reply = await self._client.call(
@@ -273,6 +308,38 @@ class RegistryClient:
                 ):
                     self._complaint = ""
                     on_view(view)
+            except RpcError as error:
+                self._complain(error)
+            await asyncio.sleep(RETRY_S)
+
+    async def put_routes(self, routes: wire.Routes) -> wire.RoutesReply:
+        """Tell what is new of a worker's routes. Raises RpcError."""
+        return await self._client.call("PutRoutes", routes, wire.RoutesReply, CALL_TIMEOUT_S)
+
+    async def watch_routes(
+        self,
+        table: RouteTable,
+        watcher_id: str = "watcher",
+        on_news: Callable[[wire.Routes], None] = lambda _: None,
+    ) -> None:
+        """Keep a table like the registry's until cancelled; reconnects for ever.
+
+        on_news: called with what the table has just taken in.
+        """
+        while True:
+            first = True
+            try:
+                async for routes in self._client.stream(
+                    "WatchRoutes", wire.WatchRoutes(watcher_id), wire.Routes
+                ):
+                    self._complaint = ""
+                    if first:
+                        table.clear()  # what follows is all that is known
+                    first = False
+                    now_s = self._clock.monotonic_s()
+                    table.expire(now_s)
+                    table.apply(routes, now_s)
+                    on_news(routes)
             except RpcError as error:
                 self._complain(error)
             await asyncio.sleep(RETRY_S)

@@ -9,6 +9,8 @@ Who sends what:
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
     API, decode -> registry  Watch -> ClusterView (pushed on change)
+    prefill -> registry      Routes (rank of each room that it bound or ended; one a turn)
+    decode -> registry       WatchRoutes -> Routes (pushed as they come)
     API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,
                              FindTimeline -> FoundTimeline
 """
@@ -325,6 +327,33 @@ class Watch(Message):
     watcher_id: str
 
 
+class Routes(Message):
+    """Which data-parallel rank of one prefill worker has which room: what is new of it.
+
+    rooms i64[n], ranks i32[n]; ended i64[m]: their routes are no use any more. whole: these are all
+    that the worker has, whatever was told before. number grows with each of a worker's life, so
+    that one which comes late is known.
+    """
+
+    worker_id: str
+    epoch: int
+    number: int
+    rooms: bytes = b""
+    ranks: bytes = b""
+    ended: bytes = b""
+    whole: bool = False
+    version: int = WIRE_VERSION
+
+
+class RoutesReply(Message):
+    known: bool  # False: no such worker has a lease here; once it has, everything must be told
+
+
+class WatchRoutes(Message):
+    watcher_id: str
+    version: int = WIRE_VERSION
+
+
 # --- worker introspection ----------------------------------------------------------------------
 
 
@@ -450,7 +479,7 @@ def decode[M: msgspec.Struct](data: bytes | memoryview, kind: type[M]) -> M:
     """Parse and validate. Raises BadMessage on anything malformed or of another version."""
     try:
         message = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadMessage(f"not a {kind.__name__}: {error}") from error
     version = getattr(message, "version", WIRE_VERSION)
     if version != WIRE_VERSION:

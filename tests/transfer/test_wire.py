@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.transfer.samples import a_grant, a_worker
@@ -54,6 +54,7 @@ MESSAGES = [
     ),
     wire.Register(a_worker(), 3),
     wire.Heartbeat("decode-0", 3, wire.Load(queued_requests=1)),
+    wire.Routes("prefill-0", 3, 1, wire.pack_i64([7]), wire.pack_i32([2]), wire.pack_i64([5])),
     wire.ClusterView(4, (wire.Member(a_worker(), 3, wire.Load(), ranks=(wire.Load(),) * 2),)),
 ]
 
@@ -72,9 +73,10 @@ def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
 
 
 @given(st.binary(max_size=64))
+@example(b"\x93\xa2\x00\x80")  # a text of no such encoding
 @settings(deadline=None)
 def test_foreign_bytes_never_raise_anything_but_bad_message(data: bytes) -> None:
-    for kind in (wire.SubmitBatch, wire.StepBatch, wire.Register, wire.Heartbeat):
+    for kind in (wire.SubmitBatch, wire.StepBatch, wire.Register, wire.Heartbeat, wire.Routes):
         try:
             wire.decode(data, kind)
         except BadMessage as error:

@@ -1,0 +1,292 @@
+"""Routes over real sockets: told once, told again after every loss, and never without leave."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
+from transfer import wire
+from transfer.bootstrap import RegistryClient, RegistryServer
+from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
+from transfer.errors import Unauthenticated
+from transfer.route_feeds import MAX_WAITING, RouteFeeds, RoutePublisher
+from transfer.routes import RouteTable
+from transfer.rpc import RpcClient, Security
+
+WORKER = "prefill-0"
+TTL_S = 3.0
+
+
+class Cluster:
+    """A registry that can die and come back on its port, prefill workers and copies of routes."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.port = 0
+        self.server: RegistryServer | None = None
+        self.leases: dict[str, asyncio.Task[None]] = {}
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+        self._clients: list[RegistryClient] = []
+
+    async def start(self, max_rooms: int = 1000, ttl_s: float = 600.0) -> None:
+        table = RouteTable(max_rooms, ttl_s)
+        self.server = RegistryServer(SECURITY, self._clock, TTL_S, table)
+        self.port = await self.server.start("127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None
+
+    @property
+    def table(self) -> RouteTable:
+        assert self.server is not None
+        return self.server.routes
+
+    async def prefill(self, epoch: int = 1, worker_id: str = WORKER) -> RoutePublisher:
+        """A registered worker that publishes."""
+        client = self._client()
+        publisher = RoutePublisher(worker_id, epoch, client.put_routes)
+        client.on_registered = publisher.registered
+        info = a_worker("prefill", worker_id)
+        lease = client.run_worker(info, epoch, lambda: (wire.Load(), False), interval_s=0.01)
+        self.leases[worker_id] = asyncio.create_task(lease)
+        self._tasks += [self.leases[worker_id], asyncio.create_task(publisher.run())]
+        await asyncio.wait_for(client.registered.wait(), PATIENCE_S)
+        return publisher
+
+    def decode(self, name: str = "decode-0") -> "Copy":
+        """Who follows the routes."""
+        copy = Copy()
+        watching = self._client().watch_routes(copy.table, name, copy.heard)
+        self._tasks.append(asyncio.create_task(watching))
+        return copy
+
+    def rpc(self, security: Security = SECURITY) -> RpcClient:
+        return RpcClient(f"127.0.0.1:{self.port}", security)
+
+    def _client(self) -> RegistryClient:
+        self._clients.append(RegistryClient(f"127.0.0.1:{self.port}", SECURITY, SYSTEM_CLOCK))
+        return self._clients[-1]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+        await self.stop()
+
+
+class Copy:
+    """A decode worker's copy of the routes."""
+
+    def __init__(self) -> None:
+        self.table = RouteTable()
+        self._changed = asyncio.Event()
+
+    def heard(self, _: wire.Routes) -> None:
+        self._changed.set()
+
+    async def until(self, fits: Callable[[RouteTable], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not fits(self.table):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def a_cluster(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Cluster]:
+    cluster = Cluster(clock)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def has(room: int, rank: int | None, epoch: int = 1) -> Callable[[RouteTable], bool]:
+    return lambda table: table.get(WORKER, epoch, room) == rank
+
+
+async def test_a_bound_room_reaches_every_decode_worker_and_its_end_too() -> None:
+    async with a_cluster() as cluster:
+        early = cluster.decode()
+        prefill = await cluster.prefill()
+        prefill.feed([(7, 2), (8, 0)], [])
+        await early.until(has(7, 2))
+        late = cluster.decode("decode-1")
+        await late.until(has(8, 0))
+        prefill.feed([(9, 1)], [7])
+        for copy in (early, late):
+            await copy.until(has(9, 1))
+            assert len(copy.table) == 2
+        assert len(cluster.table) == 2
+
+
+async def test_a_restarted_registry_is_told_all_that_is_live() -> None:
+    async with a_cluster() as cluster:
+        copy = cluster.decode()
+        prefill = await cluster.prefill()
+        prefill.feed([(7, 2), (8, 0)], [])
+        await copy.until(has(8, 0))
+        await cluster.stop()
+        prefill.feed([(9, 1)], [8])
+        await cluster.start()
+        await copy.until(lambda table: has(9, 1)(table) and has(8, None)(table))
+        assert has(7, 2)(copy.table)
+        assert len(cluster.table) == 2
+
+
+async def test_a_worker_whose_lease_ended_takes_its_routes_along_and_brings_them_back() -> None:
+    clock = ManualClock()
+    async with a_cluster(clock) as cluster:
+        prefill = await cluster.prefill()
+        copy = cluster.decode()
+        prefill.feed([(7, 2)], [])
+        await copy.until(has(7, 2))
+        server = cluster.server
+        assert server is not None
+        clock.advance(TTL_S + 1)
+        server.expire()
+        assert len(cluster.table) == 0
+        again = cluster.decode()  # is told what the registry has: nothing, until it has it again
+        await again.until(has(7, 2))
+        assert len(cluster.table) == 1
+
+
+async def test_a_later_life_replaces_the_routes_of_the_earlier_one() -> None:
+    async with a_cluster() as cluster:
+        copy = cluster.decode()
+        older = await cluster.prefill(epoch=1)
+        older.feed([(7, 2)], [])
+        await copy.until(has(7, 2))
+        newer = await cluster.prefill(epoch=2)
+        newer.feed([(8, 1)], [])
+        await copy.until(has(8, 1, epoch=2))
+        older.feed([(9, 3)], [])
+        newer.feed([(10, 0)], [])
+        await copy.until(has(10, 0, epoch=2))
+        assert cluster.table.get(WORKER, 1, 9) is None
+        assert len(cluster.table) == 2
+
+
+async def test_a_worker_that_says_goodbye_leaves_no_route() -> None:
+    async with a_cluster() as cluster:
+        copy = cluster.decode()
+        prefill = await cluster.prefill()
+        prefill.feed([(7, 2)], [])
+        await copy.until(has(7, 2))
+        cluster.leases[WORKER].cancel()
+        rpc = cluster.rpc()
+        await rpc.call("Deregister", wire.Deregister(WORKER, 1), wire.Empty, PATIENCE_S)
+        await rpc.close()
+        assert len(cluster.table) == 0
+
+
+async def test_nobody_without_a_lease_has_routes() -> None:
+    async with a_cluster() as cluster:
+        await cluster.prefill(epoch=5)
+        rpc = cluster.rpc()
+        for worker_id, epoch in (("prefill-9", 5), (WORKER, 4), (WORKER, 6)):
+            routes = wire.Routes(worker_id, epoch, 1, wire.pack_i64([7]), wire.pack_i32([0]))
+            reply = await rpc.call("PutRoutes", routes, wire.RoutesReply, PATIENCE_S)
+            assert not reply.known
+        assert len(cluster.table) == 0
+        await rpc.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "reply"),
+    [
+        ("PutRoutes", wire.Routes(WORKER, 1, 1), wire.RoutesReply),
+        ("Register", wire.Register(a_worker("prefill"), 1), wire.Registered),
+        ("Heartbeat", wire.Heartbeat(WORKER, 1, wire.Load()), wire.HeartbeatReply),
+        ("Deregister", wire.Deregister(WORKER, 1), wire.Empty),
+    ],
+)
+async def test_nothing_is_written_without_the_cluster_token(
+    name: str, message: wire.Message, reply: type[wire.Message]
+) -> None:
+    async with a_cluster() as cluster:
+        rpc = cluster.rpc(Security("another-token-of-the-tests"))
+        with pytest.raises(Unauthenticated):
+            await rpc.call(name, message, reply, PATIENCE_S)
+        await rpc.close()
+
+
+async def test_nothing_is_read_without_the_cluster_token() -> None:
+    async with a_cluster() as cluster:
+        rpc = cluster.rpc(Security("another-token-of-the-tests"))
+        told = rpc.stream("WatchRoutes", wire.WatchRoutes("x"), wire.Routes)
+        with pytest.raises(Unauthenticated):
+            await asyncio.wait_for(anext(told), PATIENCE_S)
+        await rpc.close()
+
+
+async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
+    """Twenty times the bound, and nobody ends any."""
+    async with a_cluster() as cluster:
+        copy = cluster.decode()
+        prefill = await cluster.prefill()
+        last = 20_000
+        for room in range(0, last, 200):
+            prefill.feed([(at, at % 4) for at in range(room, room + 200)], [])
+            await copy.until(has(room + 199, (room + 199) % 4))
+            assert len(cluster.table) <= 1000
+        assert len(cluster.table) == 1000
+        prefill.feed([], range(last))
+        prefill.feed([(last, 0)], [])
+        await copy.until(has(last, 0))
+        assert len(cluster.table) == len(copy.table) == 1
+
+
+# --- without sockets ------------------------------------------------------------------------------
+
+
+async def test_a_reader_that_fell_far_behind_is_told_everything_anew() -> None:
+    table = RouteTable(max_rooms=100)
+    feeds = RouteFeeds(table)
+    following = feeds.follow()
+    first = wire.Routes(WORKER, 1, 1, wire.pack_i64([0]), wire.pack_i32([0]), whole=True)
+    table.apply(first, 0.0)
+    assert await anext(following) == first
+    last = 2 * MAX_WAITING
+    for number in range(2, last + 1):
+        routes = wire.Routes(WORKER, 1, number, wire.pack_i64([number]), wire.pack_i32([1]))
+        table.apply(routes, 0.0)
+        feeds.tell(routes)
+    copy, heard = RouteTable(max_rooms=100), 0
+    while copy.snapshot() != table.snapshot():
+        copy.apply(await anext(following), 0.0)
+        heard += 1
+    assert heard <= MAX_WAITING
+    await following.aclose()
+    assert len(feeds) == 0
+
+
+async def test_what_comes_during_a_call_leaves_with_the_next() -> None:
+    calls: list[wire.Routes] = []
+    answer, called = asyncio.Event(), asyncio.Event()
+
+    async def put(routes: wire.Routes) -> wire.RoutesReply:
+        calls.append(routes)
+        called.set()
+        await answer.wait()
+        return wire.RoutesReply(True)
+
+    publisher = RoutePublisher(WORKER, 1, put)
+    running = asyncio.create_task(publisher.run())
+    publisher.feed([(1, 0)], [])
+    await asyncio.wait_for(called.wait(), PATIENCE_S)
+    called.clear()
+    for room in range(2, 50):
+        publisher.feed([(room, 0)], [room - 1])
+    answer.set()
+    await asyncio.wait_for(called.wait(), PATIENCE_S)
+    running.cancel()
+    assert [len(call.rooms) // 8 for call in calls] == [1, 1]
+    assert calls[1].rooms == wire.pack_i64([49])
+    assert calls[1].ended == wire.pack_i64([1])

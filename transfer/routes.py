@@ -1,0 +1,189 @@
+"""Which data-parallel rank of which prefill worker has which room: the table, and news for it.
+
+Pure. The registry keeps one table, and each decode worker a copy. Nothing waits for a route: a
+grant goes to the prefill worker, which knows the rank itself. So a table may forget: it has at most
+max_rooms rooms, the oldest go first, and none outlives ttl_s.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from transfer import wire
+from transfer.errors import BadMessage
+
+MAX_ROOMS = 1 << 18
+TTL_S = 600.0
+
+
+@dataclass(slots=True)
+class _Owner:
+    """One incarnation of a worker, with its rooms in the order in which they end by age."""
+
+    epoch: int
+    number: int  # of the latest Routes
+    rooms: OrderedDict[int, tuple[int, float]] = field(default_factory=OrderedDict)  # rank, until
+
+
+class RouteTable:
+    """Rooms and ranks by worker. Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, max_rooms: int = MAX_ROOMS, ttl_s: float = TTL_S) -> None:
+        assert max_rooms > 0
+        assert ttl_s > 0
+        self.max_rooms = max_rooms
+        self.ttl_s = ttl_s
+        self._owners: dict[str, _Owner] = {}
+        self._num_rooms = 0
+
+    def __len__(self) -> int:
+        return self._num_rooms
+
+    def get(self, worker_id: str, epoch: int, room: int) -> int | None:
+        """The rank that this incarnation bound the room to, as far as is known."""
+        owner = self._owners.get(worker_id)
+        if owner is None or owner.epoch != epoch:
+            return None
+        route = owner.rooms.get(room)
+        return None if route is None else route[0]
+
+    def apply(self, routes: wire.Routes, now_s: float) -> bool:
+        """Take news in; False when it was stale: of an older life, or overtaken.
+
+        Raises BadMessage when rooms and ranks do not pair.
+        """
+        found = _pairs(routes)
+        ended = wire.unpack_i64(routes.ended).tolist()
+        owner = self._owners.get(routes.worker_id)
+        if owner is not None and _stale(routes, owner):
+            return False
+        if owner is None or routes.epoch != owner.epoch or routes.whole:
+            self.drop(routes.worker_id)
+            owner = self._owners[routes.worker_id] = _Owner(routes.epoch, routes.number)
+        owner.number = routes.number
+        self._forget(owner, found)
+        until_s = now_s + self.ttl_s
+        for room, rank in found.items():
+            owner.rooms[room] = rank, until_s
+        self._num_rooms += len(found)
+        self._forget(owner, ended)
+        while self._num_rooms > self.max_rooms:
+            self._forget_oldest()
+        return True
+
+    def drop(self, worker_id: str) -> None:
+        """That worker is gone, and its rooms with it."""
+        owner = self._owners.pop(worker_id, None)
+        if owner is not None:
+            self._num_rooms -= len(owner.rooms)
+
+    def drop_others(self, worker_id: str, epoch: int) -> None:
+        """Only this incarnation of that worker lives."""
+        owner = self._owners.get(worker_id)
+        if owner is not None and owner.epoch != epoch:
+            self.drop(worker_id)
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._owners.clear()
+        self._num_rooms = 0
+
+    def expire(self, now_s: float) -> int:
+        """Forget what is too old; returns how many rooms."""
+        before = self._num_rooms
+        for owner in self._owners.values():
+            while owner.rooms and next(iter(owner.rooms.values()))[1] <= now_s:
+                owner.rooms.popitem(last=False)
+                self._num_rooms -= 1
+        return before - self._num_rooms
+
+    def snapshot(self) -> list[wire.Routes]:
+        """All that is known, one message a worker."""
+        return [
+            wire.Routes(
+                worker_id,
+                owner.epoch,
+                owner.number,
+                wire.pack_i64(list(owner.rooms)),
+                wire.pack_i32([rank for rank, _ in owner.rooms.values()]),
+                whole=True,
+            )
+            for worker_id, owner in self._owners.items()
+        ]
+
+    def _forget(self, owner: _Owner, rooms: Iterable[int]) -> None:
+        for room in rooms:
+            if owner.rooms.pop(room, None) is not None:
+                self._num_rooms -= 1
+
+    def _forget_oldest(self) -> None:
+        oldest = min(
+            (owner for owner in self._owners.values() if owner.rooms),
+            key=lambda owner: next(iter(owner.rooms.values()))[1],
+        )
+        oldest.rooms.popitem(last=False)
+        self._num_rooms -= 1
+
+
+class RouteNews:
+    """What one worker has to tell of its routes, between two messages.
+
+    live: the routes of all rooms that it has; whoever tells keeps to the worker's own bound on
+    rooms. A room that ended before it was told of is never told of.
+    """
+
+    def __init__(self, worker_id: str, epoch: int) -> None:
+        self.live: dict[int, int] = {}
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._number = 0
+        self._bound: dict[int, int] = {}
+        self._ended: list[int] = []
+        self._whole = True
+
+    def add(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
+        """Rooms with their ranks, and rooms that are over, maybe among the former."""
+        for room, rank in bound:
+            self.live[room] = self._bound[room] = rank
+        for room in ended:
+            if self.live.pop(room, None) is not None and self._bound.pop(room, None) is None:
+                self._ended.append(room)
+
+    def tell_all(self) -> None:
+        """Whoever was told may have forgotten, or never heard."""
+        self._whole = True
+
+    def take(self) -> wire.Routes | None:
+        """The next message; None when there is nothing to tell."""
+        told = self.live if self._whole else self._bound
+        if not (self._whole or told or self._ended):
+            return None
+        self._number += 1
+        routes = wire.Routes(
+            self._worker_id,
+            self._epoch,
+            self._number,
+            wire.pack_i64(list(told)),
+            wire.pack_i32(list(told.values())),
+            b"" if self._whole else wire.pack_i64(self._ended),
+            self._whole,
+        )
+        self._bound, self._ended, self._whole = {}, [], False
+        return routes
+
+
+def _stale(routes: wire.Routes, owner: _Owner) -> bool:
+    if routes.epoch != owner.epoch:
+        return routes.epoch < owner.epoch
+    # A snapshot has the number of what it ends with, and may repeat what is known.
+    return routes.number < owner.number + (not routes.whole)
+
+
+def _pairs(routes: wire.Routes) -> dict[int, int]:
+    rooms = wire.unpack_i64(routes.rooms).tolist()
+    ranks = wire.unpack_i32(routes.ranks).tolist()
+    if len(rooms) != len(ranks):
+        raise BadMessage(f"routes of {len(rooms)} rooms to {len(ranks)} ranks")
+    if ranks and min(ranks) < 0:
+        raise BadMessage(f"a route to rank {min(ranks)}, at least 0")
+    return dict(zip(rooms, ranks, strict=True))
