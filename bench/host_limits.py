@@ -63,6 +63,16 @@ def memcpy_gb_s(threads: int, num_bytes: int, budget_s: float) -> float:
     return _threads_gb_s(threads, work)
 
 
+def memcpy_cpu_s_per_gb(num_bytes: int, budget_s: float) -> float:
+    """Processor seconds for each GB that one thread copies, whoever else wants the processor."""
+    source, target = np.full(num_bytes, 1, np.uint8), np.full(num_bytes, 2, np.uint8)
+    moved, start_s = 0, time.thread_time()
+    for _ in _rounds(budget_s):
+        np.copyto(target, source)
+        moved += num_bytes
+    return (time.thread_time() - start_s) / (moved / 1e9)
+
+
 def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
     """One process copies scattered pages of one pool into scattered slots of another."""
     rng = np.random.default_rng(0)

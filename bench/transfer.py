@@ -20,6 +20,7 @@ import numpy as np
 
 from bench.host_limits import (
     PageWork,
+    memcpy_cpu_s_per_gb,
     memcpy_gb_s,
     page_copy_gb_s,
     tcp_gb_s,
@@ -49,6 +50,9 @@ BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
 RUN_BYTES = 4 << 20
 WARM_UPS = 4
+CONNECTIONS = 2  # as by default
+# What a row's name says of what is not measured, since a device does it beside the processor.
+WAYS = (("", False, True), (", gathered", True, True), (", gathered, not placed", True, False))
 
 
 class TransferFailed(RuntimeError):
@@ -97,7 +101,10 @@ class Sender:
     def __init__(
         self, work: PageWork, address: str, outstanding: int, backend: str, gathered: bool = False
     ) -> None:
-        """gathered: pages were staged before, as by a device that does it beside the processor."""
+        """gathered: pages were staged before, as by a device that does it beside the processor.
+
+        As many connections as processors may send on, as long as each has a request.
+        """
         self._work = work
         self._address = address
         self.pool = new_pool(work, 1)
@@ -128,6 +135,7 @@ class Sender:
             "on_event": self._on_event,
             "max_frame_bytes": MAX_FRAME_BYTES,
             "stall_timeout_s": STALL_TIMEOUT_S,
+            "connections": min(outstanding, CONNECTIONS),
         }
         self._sender: TcpSender
         if backend == "shm":
@@ -224,28 +232,40 @@ def measure(
             report.add(case, f"{backend} p50", p50_us, "us", round_trip_us, shapes)
         return
     memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
+    copy_cpu = memcpy_cpu_s_per_gb(128 << 20, budget_s)
     loopback = tcp_gb_s(outstanding, work.request_bytes, budget_s)
     report.add(case, f"memcpy, {threads} threads", memcpy, "GB/s", shapes=shapes)
+    report.add(case, "memcpy CPU", copy_cpu, "CPU s/GB", shapes=shapes)
     if outstanding == 1:
         report.add(case, "page copy", page_copy_gb_s(work, budget_s), "GB/s", memcpy, shapes)
     report.add(case, "raw loopback", loopback, "GB/s", memcpy, shapes)
     for backend in backends:
         base = loopback if backend == "tcp" else memcpy
-        for name, gathered in ((backend, False), (f"{backend}, gathered", True)):
-            taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s, backend, gathered)
+        for what, gathered, placed in WAYS:
+            name = f"{backend}{what}"
+            taken_s, whole_s, cpu_s = transfer(
+                work, outstanding, budget_s, backend, gathered, placed
+            )
             gigabytes = len(taken_s) * work.request_bytes / 1e9
             rate = gigabytes / whole_s
             report.add(case, name, rate, "GB/s", base, shapes)
             report.add(case, f"{name} of memcpy", rate / memcpy, "share", shapes=shapes)
-            report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", shapes=shapes)
+            report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", copy_cpu, shapes)
 
 
 def transfer(
-    work: PageWork, outstanding: int, budget_s: float, backend: str, gathered: bool = False
+    work: PageWork,
+    outstanding: int,
+    budget_s: float,
+    backend: str,
+    gathered: bool = False,
+    placed: bool = True,
 ) -> tuple[list[float], float, float]:
     """Seconds of each request, of all, and of processor time of both sides.
 
-    Raises TransferFailed when pages were lost or arrived other than they were sent.
+    placed: the receiver scatters pages into its pool; else a request is done when they lie in its
+    memory, as they do where a device fetches them. Raises TransferFailed when pages were lost or
+    arrived other than they were sent.
     """
     with receiving_process(work, backend) as peer:
         sender = Sender(work, peer.address, outstanding, backend, gathered)
@@ -254,14 +274,21 @@ def transfer(
                 sender.send_one()
             sender.drain()
             sender.taken_s.clear()
+            peer.ask(f"place {int(placed)}")
             cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"]
             start_s = time.perf_counter()
-            room = sender.send_one()
+            sender.send_one()
             while time.perf_counter() - start_s < budget_s:
-                room = sender.send_one()
+                sender.send_one()
             sender.drain()
             whole_s = time.perf_counter() - start_s
             cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"] - cpu_s
+            taken_s = list(sender.taken_s)
+            # One more, alone: of requests beside each other the last to end is the one that is
+            # seen where their pages are the same.
+            peer.ask("place 1")
+            room = sender.send_one()
+            sender.drain()
             expected = digest(sender.pool, sender.ids)
             found = peer.ask(f"digest {room}")["digest"]
         finally:
@@ -271,4 +298,4 @@ def transfer(
         raise TransferFailed(f"pages arrived changed: digest {found}, expected {expected}")
     if told["lost"]:
         raise TransferFailed(f"{told['lost']} rooms lost: {told['counters']}")
-    return sender.taken_s, whole_s, cpu_s
+    return taken_s, whole_s, cpu_s

@@ -1,7 +1,8 @@
 """The decode side of the transfer benchmark: a process that puts pages in place and acknowledges.
 
-Started by bench/transfer, which speaks with it in lines: `digest ROOM` is answered with a digest of
-that room's pages, `quit` with what the process cost.
+Started by bench/transfer, which speaks with it in lines: `place 0` lets pages lie where they came
+to and `place 1` puts them in place again, `digest ROOM` is answered with a digest of that room's
+pages, `quit` with what the process cost.
 """
 
 import json
@@ -66,6 +67,7 @@ class Peer:
         self._pool = new_pool(work, 0)
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
         self._lost = 0
+        self.places = True
         self._lock = threading.Lock()
         kind = ShmReceiver if backend == "shm" else TcpReceiver
         self._receiver = kind(
@@ -99,6 +101,8 @@ class Peer:
         return {"cpu_s": times.user + times.system, "lost": self._lost, "counters": counters}
 
     def _on_pages(self, room: int, page_start: int, shards: Sequence[np.ndarray]) -> None:
+        if not self.places:
+            return
         pages = shards[0].view(np.uint16)
         ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
         self._pool[:, :, ids] = pages
@@ -127,6 +131,9 @@ def main() -> None:
         word, _, rest = line.strip().partition(" ")
         if word == "digest":
             print(json.dumps({"digest": peer.digest(int(rest))}), flush=True)
+        elif word == "place":
+            peer.places = bool(int(rest))
+            print(json.dumps({}), flush=True)
         elif word == "cpu":
             times = os.times()
             print(json.dumps({"cpu_s": times.user + times.system}), flush=True)

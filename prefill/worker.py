@@ -119,6 +119,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         sender = open_sender(
             config,
             self.security,
+            config.transfer_connections,
             sender_id=self.worker_id(),
             on_event=lambda event: self.inbox.post(SenderSaid(event)),
         )

@@ -10,11 +10,18 @@ from transfer.worker_config import WorkerConfig
 
 
 def open_sender(
-    config: WorkerConfig, security: Security, sender_id: str, on_event: OnEvent
+    config: WorkerConfig,
+    security: Security,
+    connections: int,
+    sender_id: str,
+    on_event: OnEvent,
 ) -> PageSender:
-    """Prefill's end. Raises ConfigError when TLS files cannot be used."""
+    """Prefill's end. connections: to each decode worker at most.
+
+    Raises ConfigError when TLS files cannot be used."""
     common: dict[str, Any] = {
         "security": security,
+        "connections": connections,
         "sender_id": sender_id,
         "on_event": on_event,
         "max_frame_bytes": config.max_frame_bytes,

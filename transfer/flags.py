@@ -390,11 +390,12 @@ WORKER_HELP = {
     "stall_timeout_s": "seconds without progress after which a data connection is lost",
     "chunked_prefill_size": "tokens computed at once; 0: 512 on CPU, else 8192",
     "max_seqs_per_chunk": "prompts packed into one chunk at most",
+    "transfer_connections": "data connections to each decode worker at most",
     "disable_radix_cache": "do not reuse the pages of common prefixes",
     "max_running_requests": "slots: requests decoded at once; 0: 16 on CPU, else 256",
     "headroom_pages": "pages kept free for growth when a request is let in",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",
-    "transfer_staging_bytes": "memory shared with each prefill worker of this host at most; "
+    "transfer_staging_bytes": "memory shared over each data connection of this host at most; "
     "0: 128 MiB, or four frames for each shard where that is more",
 }

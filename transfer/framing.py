@@ -123,7 +123,7 @@ class Connection:
         """Send one frame without its payload, which the peer finds as meta says."""
         header = frame.pack(len(meta), len(payload))
         digest = Digest(header, meta)
-        digest.update(payload)
+        digest.sample(payload)
         self._send_all([memoryview(b"".join((header, meta, digest.pack())))])
 
     def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
@@ -169,7 +169,7 @@ class Connection:
 
     def receive_elsewhere(self, incoming: Incoming, payload: memoryview) -> bool:
         """Read the digest of a frame whose payload is here already: whether it is right."""
-        incoming.digest.update(payload)
+        incoming.digest.sample(payload)
         return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
     def skip_payload(self, incoming: Incoming) -> bool:
@@ -266,6 +266,17 @@ class Connection:
             raise PeerLost(f"the peer took nothing for {self._timeout_s:g} s") from error
         except OSError as error:
             raise PeerLost(f"sending failed: {error}") from error
+
+
+@contextlib.contextmanager
+def connection_over(sock: socket.socket, timeout_s: float) -> Iterator[Connection]:
+    """A connection over a socket, for a block in which it begins; closed when that fails."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(sock.close)
+        connection = Connection(sock, timeout_s)
+        stack.callback(connection.close)
+        yield connection
+        stack.pop_all()
 
 
 def _set_timeout(sock: socket.socket, timeout_s: float, is_tls: bool) -> None:

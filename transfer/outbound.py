@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEv
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage
 from transfer.layout import HeadRun
+from transfer.pairs import Pairs
 
 _RUN_LENGTHS = geometric(1, MAX_RUN_PAGES, 4)  # as decode compiles them for most models
 _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
@@ -40,6 +41,7 @@ class Lane(ABC):
     """
 
     address: str
+    queued_bytes: int = 0  # handed over, and not yet sent
     cancels: deque[Job] = field(default_factory=deque)
     queues: dict[int, deque[Job]] = field(default_factory=dict)  # by room, none empty; next first
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
@@ -63,18 +65,23 @@ class Lane(ABC):
 class Sender(ABC):
     """Base of every transfer.backend.PageSender. A backend opens lanes and empties them.
 
-    Invariant: a room is open in at most one lane. It leaves by ACK, NACK, the lane's loss
-    (one event each) or cancel (none), and what is queued for it afterwards is dropped.
+    Invariant: a room is open in at most one lane, so its frames keep their order. It leaves by
+    ACK, NACK, the lane's loss (one event each) or cancel (none), and what is queued for it
+    afterwards is dropped.
     """
 
-    def __init__(self, on_event: OnEvent, max_frame_bytes: int) -> None:
+    def __init__(self, on_event: OnEvent, max_frame_bytes: int, connections: int = 1) -> None:
+        """connections: lanes to one receiver at most."""
         assert max_frame_bytes > 0
+        assert connections > 0
         self.clock: Clock = SYSTEM_CLOCK
         self._on_event = on_event
         self._max_frame_bytes = max_frame_bytes
         self.counters: Counter[str] = Counter()
+        self._pairs = Pairs()
+        self._connections = connections
         self._lock = threading.Lock()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, list[Lane]] = {}  # by address, none empty
         self._over: dict[int, None] = {}  # in order of their ends
         self._in_flight_bytes = 0
         self._closed = False
@@ -101,7 +108,7 @@ class Sender(ABC):
     def cancel(self, room: int) -> Shipped | None:
         with self._lock:
             self._remember(room)
-            lane = next((lane for lane in self._lanes.values() if room in lane.rooms), None)
+            lane = next((lane for lane in self._all_lanes() if room in lane.rooms), None)
             if lane is None:
                 return None
             epoch = lane.rooms.pop(room)
@@ -116,27 +123,48 @@ class Sender(ABC):
     def in_flight_bytes(self) -> int:
         return self._in_flight_bytes
 
+    @property
+    def transfers(self) -> tuple[wire.TransferPair, ...]:
+        with self._lock:
+            return self._pairs.told()
+
     def close(self) -> None:
         """Drop everything; no event follows."""
         with self._lock:
             self._closed = True
-            lanes = list(self._lanes.values())
+            lanes = list(self._all_lanes())
         for lane in lanes:
             lane.close()
+
+    def _all_lanes(self) -> Iterator[Lane]:
+        return (lane for lanes in self._lanes.values() for lane in lanes)
+
+    def _lane_of(self, grant: wire.Grant) -> Lane:
+        """The room's lane; for a new room the one with the least to send.
+
+        One more is opened only while every other has rooms: a pair that is seldom busy keeps to
+        one connection.
+        """
+        lanes = self._lanes.setdefault(grant.data_address, [])
+        for lane in lanes:
+            if grant.room in lane.rooms:
+                return lane
+        if len(lanes) < self._connections and all(lane.rooms for lane in lanes):
+            lanes.append(self._open_lane(grant.data_address))
+            return lanes[-1]
+        return min(lanes, key=lambda lane: (lane.queued_bytes, len(lane.rooms)))
 
     def _queue(self, grant: wire.Grant, cut: Callable[[int], list[Job]]) -> None:
         """cut(max_frame_bytes): what is to be sent."""
         with self._lock:
             if self._closed or grant.room in self._over:
                 return
-            lane = self._lanes.get(grant.data_address)
-            if lane is None:
-                lane = self._lanes[grant.data_address] = self._open_lane(grant.data_address)
+            lane = self._lane_of(grant)
             lane.rooms[grant.room] = grant.epoch
             lane.shipped.setdefault(grant.room, Shipped())
             jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
             lane.queues.setdefault(grant.room, deque()).extend(jobs)
-            self._in_flight_bytes += sum(job.num_bytes for job in jobs)
+            self._queued(lane, sum(job.num_bytes for job in jobs))
         lane.wake()
 
     # --- the lanes' calls ------------------------------------------------------------------------
@@ -158,12 +186,18 @@ class Sender(ABC):
                     return job
             return None
 
-    def sent(self, lane: Lane, job: Job) -> None:
-        """The job has left, or never will: then the lane is lost next."""
+    def sent(self, lane: Lane, job: Job, took_s: float = 0.0) -> None:
+        """The job has left, or never will: then the lane is lost next.
+
+        took_s: seconds that it took to write.
+        """
         with self._lock:
-            self._in_flight_bytes -= job.num_bytes
+            self._queued(lane, -job.num_bytes)
+            if job.payload is None:
+                return
+            self._pairs.add(lane.way, lane.address, job.num_bytes, took_s)
             shipped = lane.shipped.get(job.frame.room)
-            if shipped is None or job.payload is None:
+            if shipped is None:
                 return
             shipped.way = lane.way
             shipped.num_bytes += job.num_bytes
@@ -196,8 +230,11 @@ class Sender(ABC):
     def lost(self, lane: Lane, message: str) -> None:
         """The lane has ended, and its open rooms with it; the next call opens a new one."""
         with self._lock:
-            if self._lanes.get(lane.address) is lane:
-                del self._lanes[lane.address]
+            lanes = self._lanes.get(lane.address, [])
+            if lane in lanes:
+                lanes.remove(lane)
+                if not lanes:
+                    del self._lanes[lane.address]
             for room in list(lane.queues):
                 self._drop_jobs(lane, room)
             lane.cancels.clear()
@@ -216,7 +253,11 @@ class Sender(ABC):
             del self._over[next(iter(self._over))]
 
     def _drop_jobs(self, lane: Lane, room: int) -> None:
-        self._in_flight_bytes -= sum(job.num_bytes for job in lane.queues.pop(room, ()))
+        self._queued(lane, -sum(job.num_bytes for job in lane.queues.pop(room, ())))
+
+    def _queued(self, lane: Lane, more_bytes: int) -> None:
+        lane.queued_bytes += more_bytes
+        self._in_flight_bytes += more_bytes
 
 
 def cut_frames(

@@ -37,8 +37,8 @@ from transfer.tcp import CONNECT_TIMEOUT_S, TcpFeeder, TcpLane, TcpReceiver, Tcp
 log = logging.getLogger(__name__)
 
 # What both ends cut frames to, unless one page has more: small enough that the copy of one frame
-# overlaps the reading of the one before it, large enough that what a frame costs does not show.
-FRAME_BYTES = 2 << 20
+# overlaps the reading of the one before it, large enough that what a frame costs hardly shows.
+FRAME_BYTES = 4 << 20
 _NO_SHARING = "--disaggregation-transfer-backend shm: this platform cannot share memory"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -65,12 +65,15 @@ class ShmSender(TcpSender):
         stall_timeout_s: float = 3.0,
         is_demand: bool = False,
         host: str | None = None,
+        connections: int = 1,
     ) -> None:
         """is_demand: rather nothing than TCP. host: this host's identity.
 
         Raises ConfigError when shared memory is demanded where there is none.
         """
-        super().__init__(security, sender_id, on_event, max_frame_bytes, stall_timeout_s)
+        super().__init__(
+            security, sender_id, on_event, max_frame_bytes, stall_timeout_s, connections
+        )
         self.is_demand = is_demand
         self.host = host_identity() if host is None else host
         if is_demand and not self.host:
@@ -85,7 +88,7 @@ class ShmSender(TcpSender):
 
 
 class _ShmLane(TcpLane):
-    """One connection to one decode worker, by whichever way was chosen."""
+    """One connection to a decode worker, by whichever way was chosen."""
 
     sender: ShmSender
 

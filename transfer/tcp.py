@@ -1,4 +1,4 @@
-"""The `tcp` backend: one connection per pair of workers, one thread for each end of it.
+"""The `tcp` backend: a few connections per pair of workers, one thread for each end of each.
 
 Signs of life: while rooms are open, the sender asks for one three times in stall_timeout_s, so
 that each end hears from the other whatever prefill is doing. An end that hears nothing for
@@ -17,7 +17,7 @@ from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
-from transfer.framing import Connection, Incoming
+from transfer.framing import Connection, Incoming, connection_over
 from transfer.handshake import (
     Offer,
     client_context,
@@ -48,8 +48,9 @@ class TcpSender(Sender):
         on_event: OnEvent,
         max_frame_bytes: int = 16 << 20,
         stall_timeout_s: float = 3.0,
+        connections: int = 1,
     ) -> None:
-        super().__init__(on_event, max_frame_bytes)
+        super().__init__(on_event, max_frame_bytes, connections)
         self.security = security
         self.sender_id = sender_id
         self.stall_timeout_s = stall_timeout_s
@@ -62,7 +63,7 @@ class TcpSender(Sender):
 
 
 class TcpLane(Lane):
-    """One connection to one decode worker."""
+    """One connection to a decode worker."""
 
     def __init__(self, sender: TcpSender, address: str) -> None:
         super().__init__(address)
@@ -126,16 +127,8 @@ class TcpLane(Lane):
     def introduced(self, sock: socket.socket) -> tuple[Connection, Offer | None]:
         """Shake hands over a socket, which is closed when that fails."""
         sender = self.sender
-        try:
-            connection = Connection(sock, sender.stall_timeout_s)
-        except OSError:
-            sock.close()
-            raise
-        try:
+        with connection_over(sock, sender.stall_timeout_s) as connection:
             return connection, introduce(connection, sender.security, sender.sender_id)
-        except KvferryError:
-            connection.close()
-            raise
 
     def _turn(self, connection: Connection) -> None:
         """Send a job and read what came; with none, wait, and see that the peer lives."""
@@ -148,10 +141,11 @@ class TcpLane(Lane):
         try:
             self.send(connection, job)
         finally:
-            self.sender.sent(self, job)
+            took_s = SYSTEM_CLOCK.monotonic_s() - begun_s
+            self.sender.sent(self, job, took_s)
         if self._asked_s is not None:
             # Time in which the peer took bytes is no silence, and its answer waits behind them.
-            self._asked_s += SYSTEM_CLOCK.monotonic_s() - begun_s
+            self._asked_s += took_s
         if connection.wait(0.0):
             self._read(connection)
         self._ask(connection)
@@ -339,15 +333,11 @@ class TcpFeeder:
             if receiver.context is not None:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock = receiver.context.wrap_socket(sock, server_side=True)
-            connection = Connection(sock, receiver.stall_timeout_s)
         except OSError:
             sock.close()
             raise
-        try:
+        with connection_over(sock, receiver.stall_timeout_s) as connection:
             self.name = greet(connection, receiver.security, receiver.offer)
-        except KvferryError:
-            connection.close()
-            raise
         return connection
 
     def _turn(self, connection: Connection) -> None:

@@ -357,6 +357,16 @@ class WatchRoutes(Message):
 # --- worker introspection ----------------------------------------------------------------------
 
 
+class TransferPair(Message):
+    """What a prefill worker wrote to one decode worker: totals, and the rate of the last frames."""
+
+    backend: str  # tcp or shm
+    peer: str  # decode's data address
+    num_bytes: int
+    seconds: float  # of writing, connections added up; not of waiting for a turn or for memory
+    recent_bytes_per_s: float
+
+
 class WorkerState(Message):
     """Answer to `Info`: for /get_server_info and for tests that count pages."""
 
@@ -370,6 +380,9 @@ class WorkerState(Message):
     compiles_after_ready: int
     counters: dict[str, float]
     config: dict[str, str]
+    transfers: tuple[TransferPair, ...] = ()  # prefill's
+    in_flight_bytes: int = 0  # of pages that wait to be sent
+    grants_waiting: int = 0  # rooms for which pages are not reserved yet
 
 
 class DrainReply(Message):

@@ -4,7 +4,13 @@ import io
 
 import pytest
 
-from bench.host_limits import memcpy_gb_s, page_copy_gb_s, tcp_gb_s, tcp_round_trip_us
+from bench.host_limits import (
+    memcpy_cpu_s_per_gb,
+    memcpy_gb_s,
+    page_copy_gb_s,
+    tcp_gb_s,
+    tcp_round_trip_us,
+)
 from bench.report import Report
 from bench.surroundings import Surroundings
 from bench.transfer import BACKENDS, measure, run, transfer
@@ -23,15 +29,16 @@ def test_workloads_have_the_sizes_that_others_were_measured_with(name, pages, ki
 
 def test_limits_of_the_host_are_measured():
     assert memcpy_gb_s(2, 1 << 20, 0.01) > 0
+    assert memcpy_cpu_s_per_gb(1 << 20, 0.01) > 0
     assert page_copy_gb_s(SMALL, 0.01) > 0
     assert tcp_gb_s(2, 1 << 16, 0.02) > 0
     assert tcp_round_trip_us(64, 0.02) > 0
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("gathered", "placed"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_arrive_and_every_request_is_timed(backend, gathered):
-    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend, gathered)
+def test_pages_arrive_and_every_request_is_timed(backend, gathered, placed):
+    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend, gathered, placed)
     assert taken_s
     assert max(taken_s) <= whole_s
     assert cpu_s >= 0
@@ -43,6 +50,11 @@ def test_pages_that_differ_have_another_digest():
     before = digest(pool, ids)
     pool[0, 1, ids[0], 5, 0, 9] = 2
     assert digest(pool, ids) != before
+
+
+def test_requests_beside_each_other_that_share_pages_are_no_damage():
+    taken_s, _, _ = transfer(WORKLOADS["a"], 8, 0.05, "tcp", gathered=True)
+    assert len(taken_s) >= 8
 
 
 def test_a_measurement_stands_beside_its_baseline():

@@ -146,6 +146,7 @@ class TcpEnds(Ends):
         sender_security: Security = SECURITY,
         receiver_security: Security = SECURITY,
         stall_timeout_s: float = PATIENCE_S,
+        connections: int = 1,
     ) -> None:
         super().__init__()
         diary = self.diary
@@ -162,7 +163,12 @@ class TcpEnds(Ends):
         )
         self.address = self.receiver.start()
         self.sender = TcpSender(
-            sender_security, "prefill-0", diary.on_event, max_frame_bytes, stall_timeout_s
+            sender_security,
+            "prefill-0",
+            diary.on_event,
+            max_frame_bytes,
+            stall_timeout_s,
+            connections,
         )
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -205,6 +211,7 @@ class ShmEnds(TcpEnds):
         staging_bytes: int = 0,
         demands: tuple[bool, bool] = (False, False),
         hosts: tuple[str | None, str | None] = (None, None),
+        connections: int = 1,
     ) -> None:
         """demands, hosts: of the sender and of the receiver."""
         Ends.__init__(self)
@@ -232,6 +239,7 @@ class ShmEnds(TcpEnds):
             stall_timeout_s,
             demands[0],
             hosts[0],
+            connections,
         )
 
 

@@ -182,7 +182,7 @@ class SimSender(Sender):
     @property
     def open_rooms(self) -> list[int]:
         """Rooms that wait for their one event."""
-        return [room for lane in self._lanes.values() for room in lane.rooms]
+        return [room for lane in self._all_lanes() for room in lane.rooms]
 
 
 class SimReceiver(Receiver):

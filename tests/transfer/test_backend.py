@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from transfer.backend import (
     HEADER_BYTES,
     MAX_META_BYTES,
     MAX_PAYLOAD_BYTES,
+    Digest,
     Frame,
     Kind,
     whole_frame,
@@ -97,6 +99,33 @@ def test_lengths_past_the_bounds_are_refused_before_anything_is_read(frame: Fram
 def test_a_header_of_another_length_is_refused(length: int) -> None:
     with pytest.raises(BadMessage, match=str(length)):
         Frame.unpack(bytes(length))
+
+
+def sampled(payload: np.ndarray) -> bytes:
+    digest = Digest(b"header", b"meta")
+    digest.sample(memoryview(payload))
+    return digest.pack()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 64 << 10])
+def test_every_byte_of_a_small_payload_in_shared_memory_counts(num_bytes: int) -> None:
+    payload = np.zeros(num_bytes, np.uint8)
+    before = sampled(payload)
+    payload[num_bytes // 2] = 1
+    assert sampled(payload) != before
+
+
+@pytest.mark.parametrize("num_bytes", [(64 << 10) + 1, (1 << 20) - 8, 1 << 20])
+def test_any_4_kib_of_a_large_payload_that_are_not_the_right_ones_are_told(num_bytes: int) -> None:
+    """As where a frame before it lies in the slot still, or one behind it already."""
+    payload = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    before = sampled(payload)
+    for at in [*range(0, num_bytes, 4096), num_bytes - 64]:
+        kept = payload[at : at + 4096].copy()
+        payload[at : at + 4096] ^= 1
+        assert sampled(payload) != before
+        payload[at : at + 4096] = kept
+    assert sampled(payload) == before
 
 
 def test_every_byte_of_a_frame_counts_in_its_digest() -> None:

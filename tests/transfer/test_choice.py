@@ -21,7 +21,7 @@ def config(backend: str) -> WorkerConfig:
 
 @pytest.mark.parametrize(("backend", "is_demand"), [("auto", False), ("shm", True)])
 def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None:
-    sender = open_sender(config(backend), SECURITY, "prefill-0", print)
+    sender = open_sender(config(backend), SECURITY, 1, "prefill-0", print)
     receiver = open_receiver(
         config(backend),
         SECURITY,
@@ -44,7 +44,7 @@ def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None
 
 
 def test_tcp_offers_nothing() -> None:
-    sender = open_sender(config("tcp"), SECURITY, "prefill-0", print)
+    sender = open_sender(config("tcp"), SECURITY, 1, "prefill-0", print)
     receiver = open_receiver(
         config("tcp"),
         SECURITY,

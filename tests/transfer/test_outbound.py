@@ -88,9 +88,9 @@ class StillLane(Lane):
 
 
 class StillSender(Sender):
-    def __init__(self) -> None:
+    def __init__(self, connections: int = 1) -> None:
         self.events: list[SenderEvent] = []
-        super().__init__(self.events.append, PAGE_BYTES)
+        super().__init__(self.events.append, PAGE_BYTES, connections)
         self.clock: ManualClock = ManualClock(100.0)
         self.lane = StillLane("a")
 
