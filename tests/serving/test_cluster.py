@@ -98,7 +98,7 @@ def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> No
     for role in ("prefill", "decode"):
         worker = cluster.worker(role)
         assert worker["config"]["disaggregation_transfer_backend"] == "auto"
-        assert worker["counters"]["connections_shm"] == 1
+        assert worker["counters"]["connections_shm"] in (1, 2)  # one more for rooms at a time
         assert "connections_tcp" not in worker["counters"]
 
 
