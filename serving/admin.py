@@ -226,6 +226,8 @@ class Admin:
                 "worker_id": member.info.worker_id,
                 "role": member.info.role,
                 "draining": member.draining,
+                "dp_size": member.info.dp_size,
+                "ranks": [msgspec.structs.asdict(load) for load in member.ranks],
                 **msgspec.structs.asdict(member.load),
             }
             for member in self._dispatcher.members()

@@ -138,6 +138,7 @@ class Runner:
                     arrival_s,
                     arrival_s + self._request_timeout_s,
                     request.cache_salt,
+                    request.ranks,
                 )
                 told = None if timeline is None else timeline.choices[place]
                 sink.generation = self._dispatcher.submit(spec, sink, told)

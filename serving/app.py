@@ -51,7 +51,9 @@ def create_front(
     timers: Timers | None = None,
 ) -> Front:
     """What the routes work with."""
-    model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
+    model = ServedModel(
+        tokenizer, config, model_config, dispatcher.context_length, dispatcher.dp_size
+    )
     return Front(dispatcher, model, config, clock, timers or LoopTimers())
 
 

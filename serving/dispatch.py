@@ -174,6 +174,10 @@ class Dispatcher:
         """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
         return self._membership.context_length()
 
+    def dp_size(self, role: wire.Role) -> int:
+        """The most data-parallel ranks of a worker of that role; 0 when none is there."""
+        return self._membership.dp_size(role)
+
     @property
     def model_digest(self) -> str:
         """Of the workers' model; "" before any worker was seen."""

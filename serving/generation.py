@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from serving.router import Key, Pair
+from serving.router import ANY_RANKS, Key, Pair, Ranks
 from serving.step_rows import Run, Top
 from serving.timeline import ChoiceTimeline
 from serving.timers import Timer
@@ -74,6 +74,7 @@ class GenerationSpec:
     arrival_s: float
     deadline_s: float
     cache_salt: str = ""
+    ranks: Ranks = ANY_RANKS
 
 
 class Generation:
@@ -209,6 +210,8 @@ class Generation:
             prefill=_ref(self.pair.prefill),
             decode=_ref(self.pair.decode),
             cache_salt=spec.cache_salt,
+            routed_dp_rank=self.pair.decode_rank,
+            disagg_prefill_dp_rank=self.pair.prefill_rank,
         )
 
     @property

@@ -120,6 +120,11 @@ class Membership:
             return min(asked, self._context_length)
         return self._context_length or asked
 
+    def dp_size(self, role: wire.Role) -> int:
+        """The most data-parallel ranks of a worker of that role; 0 when none is there."""
+        sizes = (member.info.dp_size for member in self.members if member.info.role == role)
+        return max(sizes, default=0)
+
     # --- changes ---
 
     def on_view(self, view: wire.ClusterView) -> None:

@@ -25,6 +25,7 @@ from serving.protocol import (
     fit_tokens,
     interval_of,
     num_choices,
+    ranks_of,
     read_json,
     refuse,
     request_id_of,
@@ -32,6 +33,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
+from serving.router import Ranks
 from transfer import wire
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -60,6 +62,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     cache_salt: str | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
     best_of: int | None = None
     response_format: dict[str, Any] | None = None
     # Not served.
@@ -193,6 +197,7 @@ class CompletionReader:
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
+        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
 
     async def finish(self, request_id: str | None) -> Request:
         """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
@@ -215,6 +220,7 @@ class CompletionReader:
             self._shown,
             [self._fit(len(prompt.ids)) for prompt in prompts],
             self._interval,
+            self._ranks,
         )
 
     def _fit(self, num_prompt: int) -> int:
@@ -280,6 +286,7 @@ class ChatReader:
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
+        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
         _check_number(fields.messages or [], model.context_length())
         self._messages = messages_of(fields, model.takes_parts)
 
@@ -304,6 +311,7 @@ class ChatReader:
             self._shown,
             [max_new],
             self._interval,
+            self._ranks,
         )
 
 
@@ -365,6 +373,7 @@ def _request(
     shown: Shown,
     max_new_tokens: list[int],
     interval: int | None,
+    ranks: Ranks,
 ) -> Request:
     choices = []
     for prompt_idx, prompt in enumerate(prompts):
@@ -385,4 +394,5 @@ def _request(
         include_usage=bool(options.include_usage or options.continuous_usage_stats),
         continuous_usage=bool(options.continuous_usage_stats),
         cache_salt=fields.cache_salt or "",
+        ranks=ranks,
     )

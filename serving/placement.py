@@ -102,6 +102,7 @@ class Placement:
             generation.spec.prompt_ids,
             generation.spec.cache_salt,
             self._membership.stalled(),
+            generation.spec.ranks,
         )
         if pair is None:
             self._wait_for_pair(generation)

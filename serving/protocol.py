@@ -16,6 +16,7 @@ import msgspec
 from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, from_decode_error, not_served
+from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
 from transfer import wire
 from transfer.errors import ConfigError
@@ -82,6 +83,7 @@ class Request:
     include_usage: bool = False
     continuous_usage: bool = False
     cache_salt: str = ""
+    ranks: Ranks = ANY_RANKS
 
 
 # --- the model being served ---------------------------------------------------------------------
@@ -107,8 +109,9 @@ class ServedModel:
         config: ServeConfig,
         model_config: ModelConfig,
         workers_context_length: Callable[[], int],
+        workers_dp_size: Callable[[wire.Role], int] = lambda _: 0,
     ) -> None:
-        """workers_context_length: 0 while no worker was seen."""
+        """workers_context_length, workers_dp_size: 0 while no worker is seen."""
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
@@ -125,11 +128,23 @@ class ServedModel:
         self.takes_parts = _takes_parts(tokenizer)
         self._own_context_length = model_config.max_position_embeddings
         self._workers_context_length = workers_context_length
+        self._workers_dp_size = workers_dp_size
 
     def context_length(self) -> int:
         """Most tokens of one request, prompt and output."""
         length = self._workers_context_length() or self._own_context_length
         return min(length, self.config.context_length or length)
+
+    def rank_of(self, name: str, rank: int | None, role: wire.Role) -> int:
+        """A dictated data-parallel rank; -1 for none. Raises ApiError when no worker has it."""
+        if rank is None:
+            return -1
+        if rank < 0:
+            raise bad_field(name, f"must be at least 0, got {rank}")
+        size = self._workers_dp_size(role)
+        if size and rank >= size:
+            raise bad_field(name, f"{role} has data-parallel ranks 0 to {size - 1}, got {rank}")
+        return rank
 
     async def encode_prompt(self, name: str, text: str, add_special_tokens: bool) -> list[int]:
         """As `encode`, but for a text that cannot fit, which might take minutes.
@@ -334,6 +349,14 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
+
+
+def ranks_of(prefill: int | None, decode: int | None, model: ServedModel) -> Ranks:
+    """Of disagg_prefill_dp_rank and routed_dp_rank. Raises ApiError when no worker has them."""
+    return Ranks(
+        model.rank_of("disagg_prefill_dp_rank", prefill, "prefill"),
+        model.rank_of("routed_dp_rank", decode, "decode"),
+    )
 
 
 def seed_of(seed: int | None, choice: int) -> int:

@@ -1,9 +1,10 @@
-"""Picks the pair of workers for a request, from their reported loads and our own recent choices."""
+"""Picks workers and ranks for a request, from their reported loads and our own recent choices."""
 
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serving.breaker import Breakers
 from serving.config import Policy, RolePolicy, ServeConfig
@@ -13,7 +14,7 @@ from transfer import wire
 Key = tuple[str, int]  # worker id and epoch: one incarnation
 # Prefill: queued tokens, requests; decode: the larger share in use of slots or pages, requests.
 Burden = tuple[float, float]
-MAX_CONSIDERED = 8  # workers of a role whose burdens are kept with a choice
+MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
@@ -22,6 +23,46 @@ ACKNOWLEDGED_AFTER_S = 1.0
 
 def key_of(member: wire.Member) -> Key:
     return member.info.worker_id, member.epoch
+
+
+class Ranks(NamedTuple):
+    """Data-parallel ranks that a client dictates, from 0; -1: any."""
+
+    prefill: int = -1
+    decode: int = -1
+
+
+ANY_RANKS = Ranks()
+
+
+class Place(NamedTuple):
+    """Where a leg may go. rank -1: the worker chooses, or has but one."""
+
+    member: wire.Member
+    rank: int
+    load: wire.Load
+
+    @property
+    def name(self) -> str:
+        worker_id = self.member.info.worker_id
+        return worker_id if self.rank < 0 else f"{worker_id}/{self.rank}"
+
+
+def _places(members: Sequence[wire.Member], rank: int) -> list[Place]:
+    """Of decode every rank is one. Prefill binds late, by loads that are its own: one a worker."""
+    places = []
+    for member in members:
+        if rank >= 0 or (member.info.role == "decode" and member.info.dp_size > 1):
+            ranks = range(member.info.dp_size) if rank < 0 else (rank,)
+            places += [Place(member, at, _load_of(member, at)) for at in ranks]
+        else:
+            places.append(Place(member, -1, member.load))
+    return places
+
+
+def _load_of(member: wire.Member, rank: int) -> wire.Load:
+    """A rank's own, or the worker's when it has but one or has not told yet."""
+    return member.ranks[rank] if rank < len(member.ranks) else member.load
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +75,8 @@ class Pair:
     picked_s: float  # monotonic
     num_uncached: int = 0  # of these tokens, those that prefill is thought to compute
     use: Use | None = None  # of prefill's cache, until it is settled
+    prefill_rank: int = -1  # dictated; -1: prefill chooses
+    decode_rank: int = -1  # -1: there is but one
     prefill_charged: bool = True
     decode_charged: bool = True
     prefill_key: Key = field(init=False)
@@ -54,7 +97,7 @@ class _Charge:
 
 
 class Router:
-    """Picks each role's worker by its policy; never a draining one.
+    """Picks each role's worker by its policy, of decode the rank as well; never a draining one.
 
     cache_aware takes the prefill worker with the least to compute before this prompt is done:
     queued tokens and those of the prompt that it is not thought to have in its cache. Without any
@@ -70,11 +113,11 @@ class Router:
         breaker_failures: int = 5,
     ) -> None:
         self.breakers = Breakers[Key](breaker_failures)
-        self._charges: dict[Key, _Charge] = {}
+        self._charges: dict[Key, dict[int, _Charge]] = {}  # by rank; -1 as in Place
         self._unacknowledged: deque[Pair] = deque()
         self._picks = 0
         self._random = random.Random(seed)
-        choosers: dict[str, Callable[[Sequence[wire.Member]], wire.Member]] = {
+        choosers: dict[str, Callable[[Sequence[Place]], Place]] = {
             "least_load": self._least_loaded,
             "round_robin": self._next_in_turn,
             "random": self._random.choice,
@@ -100,33 +143,36 @@ class Router:
         prompt_ids: Sequence[int] = (),
         salt: str = "",
         stalled: Collection[Key] = (),
+        ranks: Ranks = ANY_RANKS,
     ) -> Pair | None:
         """A pair, charged with the request; None when a role has no worker that takes work.
 
         stalled: those that make no progress, taken only when there is no other; so is, among the
         rest, avoid: ids. now_s: monotonic. prompt_ids, salt: by which caches find it; the prompt
-        may have fewer tokens than num_tokens.
+        may have fewer tokens than num_tokens. ranks: only workers that have them take it.
         """
         self._acknowledge(now_s)
-        prefills, decodes = (
-            self._takers(members, avoid, stalled, now_s) for members in (prefills, decodes)
+        to_prefill, to_decode = (
+            _places(self._takers(members, avoid, stalled, now_s, rank), rank)
+            for members, rank in ((prefills, ranks.prefill), (decodes, ranks.decode))
         )
-        if not (prefills and decodes):
+        if not (to_prefill and to_decode):
             return None
-        prefill, use, num_uncached = self._pick_prefill(prefills, num_tokens, prompt_ids, salt)
-        decode = self._choose_decode(decodes)
-        pair = Pair(prefill, decode, num_tokens, now_s, num_uncached, use)
+        prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt_ids, salt)
+        decode = self._choose_decode(to_decode)
+        pair = Pair(prefill.member, decode.member, num_tokens, now_s, num_uncached, use)
+        pair.prefill_rank, pair.decode_rank = prefill.rank, decode.rank
         pair.considered = {
-            "prefill": self._burdens(prefill, prefills),
-            "decode": self._burdens(decode, decodes),
+            "prefill": self._burdens(prefill, to_prefill),
+            "decode": self._burdens(decode, to_decode),
         }
         self._picks += 1
-        for member, tokens in ((prefill, num_uncached), (decode, num_tokens)):
-            charge = self._charge(member)
+        for place, tokens in ((prefill, num_uncached), (decode, num_tokens)):
+            charge = self._charge(place)
             charge.requests += 1
             charge.tokens += tokens
             charge.last_pick = self._picks
-            self.breakers.picked(key_of(member), pair, now_s)
+            self.breakers.picked(key_of(place.member), pair, now_s)
         self._unacknowledged.append(pair)
         return pair
 
@@ -136,9 +182,11 @@ class Router:
         avoid: frozenset[str],
         stalled: Collection[Key],
         now_s: float,
+        rank: int,
     ) -> list[wire.Member]:
         """Who may be picked, in order of their keys; those to pass over only if all are such."""
-        members = sorted((m for m in members if not m.draining), key=key_of)
+        able = (m for m in members if not m.draining and rank < m.info.dp_size)
+        members = sorted(able, key=key_of)
         members = [
             member
             for member in members
@@ -147,34 +195,35 @@ class Router:
         return [member for member in members if member.info.worker_id not in avoid] or members
 
     def _pick_prefill(
-        self, members: Sequence[wire.Member], num_tokens: int, prompt_ids: Sequence[int], salt: str
-    ) -> tuple[wire.Member, Use | None, int]:
+        self, places: Sequence[Place], num_tokens: int, prompt_ids: Sequence[int], salt: str
+    ) -> tuple[Place, Use | None, int]:
         """The worker, what is foreseen of its cache, and the tokens it will have to compute."""
         index = self._index
         if index is None:
-            return self._choose_prefill(members), None, num_tokens
-        page_size = members[0].info.kv_spec.page_size  # the registry takes no other beside it
+            return self._choose_prefill(places), None, num_tokens
+        page_size = places[0].member.info.kv_spec.page_size  # the registry takes no other beside it
         chain = prefix_chain(prompt_ids, page_size, salt)
         # The last token is always computed: its logits are the answer.
         num_reusable = max(num_tokens - 1, 0) // page_size
-        best: tuple[tuple[float, float, int], wire.Member, int] | None = None
-        for member in members:
-            found = index.match(key_of(member), chain[:num_reusable])
+        best: tuple[tuple[float, float, int], Place, int] | None = None
+        for place in places:
+            found = index.match(key_of(place.member), chain[:num_reusable])
             num_uncached = num_tokens - page_size * found
-            queued, requests, last_pick = self._burden(member)
+            queued, requests, last_pick = self._burden(place)
             cost = queued + num_uncached, requests, last_pick
             if best is None or cost < best[0]:
-                best = cost, member, num_uncached
+                best = cost, place, num_uncached
         assert best is not None, "somebody takes work"
-        _, member, num_uncached = best
+        _, place, num_uncached = best
+        member = place.member
         use = index.use(key_of(member), chain, num_reusable, member.load.pages_total)
-        return member, use, num_uncached
+        return place, use, num_uncached
 
     def prefilled(self, pair: Pair) -> None:
         """Prefill is done with the request."""
         if pair.prefill_charged:
             pair.prefill_charged = False
-            self._discharge(pair.prefill, pair.num_uncached)
+            self._discharge(pair.prefill_key, pair.prefill_rank, pair.num_uncached)
 
     def found_cached(self, pair: Pair, cached_tokens: int | None) -> None:
         """What prefill says it had of the prompt; None when it may have had more than it used."""
@@ -196,7 +245,7 @@ class Router:
         self.prefilled(pair)
         if pair.decode_charged:
             pair.decode_charged = False
-            self._discharge(pair.decode, pair.num_tokens)
+            self._discharge(pair.decode_key, pair.decode_rank, pair.num_tokens)
 
     def forget(self, key: Key) -> None:
         """That incarnation of a worker is gone."""
@@ -210,8 +259,7 @@ class Router:
 
     def charged_requests(self, key: Key) -> int:
         """Choices of ours that the worker's report does not show yet."""
-        charge = self._charges.get(key)
-        return 0 if charge is None else charge.requests
+        return sum(charge.requests for charge in self._charges.get(key, {}).values())
 
     def _acknowledge(self, now_s: float) -> None:
         while self._unacknowledged:
@@ -222,29 +270,32 @@ class Router:
             self._unacknowledged.popleft()
             self._discharge_both(pair)
 
-    def _charge(self, member: wire.Member) -> _Charge:
-        key = key_of(member)
-        charge = self._charges.get(key)
+    def _charge(self, place: Place) -> _Charge:
+        by_rank = self._charges.setdefault(key_of(place.member), {})
+        charge = by_rank.get(place.rank)
         if charge is None:
-            charge = self._charges[key] = _Charge()
+            charge = by_rank[place.rank] = _Charge()
         return charge
 
-    def _discharge(self, member: wire.Member, num_tokens: int) -> None:
-        charge = self._charges.get(key_of(member))
+    def _discharge(self, key: Key, rank: int, num_tokens: int) -> None:
+        charge = self._charges.get(key, {}).get(rank)
         if charge is None:  # forgotten meanwhile
             return
         charge.requests -= 1
         charge.tokens -= num_tokens
-        assert charge.requests >= 0, f"{member.info.worker_id} discharged more than charged"
-        assert charge.tokens >= 0, f"{member.info.worker_id} discharged more than charged"
+        assert charge.requests >= 0, f"{key} rank {rank} discharged more than charged"
+        assert charge.tokens >= 0, f"{key} rank {rank} discharged more than charged"
 
-    def _burden(self, member: wire.Member) -> tuple[float, float, int]:
-        """What sorts workers of one role: the least burdened first, equals in turn."""
-        charge = self._charge(member)
-        load = member.load
+    def _burden(self, place: Place) -> tuple[float, float, int]:
+        """What sorts places of one role: the least burdened first, equals in turn."""
+        member, rank, load = place
+        charge = self._charge(place)
         requests = load.queued_requests + load.running_requests + charge.requests
         if member.info.role == "prefill":
-            return load.queued_tokens + charge.tokens, requests, charge.last_pick
+            # Bound late, a prompt waits for the share of one rank.
+            sharers = member.info.dp_size if rank < 0 else 1
+            tokens = load.queued_tokens + charge.tokens
+            return tokens / sharers, requests / sharers, charge.last_pick
         slots = requests / max(load.slots_total, 1)
         pages = 0.0
         if load.pages_total:
@@ -252,22 +303,22 @@ class Router:
             pages = (load.pages_total - load.pages_free + charged_pages) / load.pages_total
         return max(slots, pages), requests, charge.last_pick
 
-    def _burdens(self, picked: wire.Member, members: Sequence[wire.Member]) -> dict[str, Burden]:
+    def _burdens(self, picked: Place, places: Sequence[Place]) -> dict[str, Burden]:
         """Of the picked one, and of some others."""
-        others = [member for member in members if member is not picked]
+        others = [place for place in places if place is not picked]
         shown = [picked, *others[: MAX_CONSIDERED - 1]]
-        return {member.info.worker_id: self._burden(member)[:2] for member in shown}
+        return {place.name: self._burden(place)[:2] for place in shown}
 
-    def _least_loaded(self, members: Sequence[wire.Member]) -> wire.Member:
-        return min(members, key=self._burden)
+    def _least_loaded(self, places: Sequence[Place]) -> Place:
+        return min(places, key=self._burden)
 
-    def _next_in_turn(self, members: Sequence[wire.Member]) -> wire.Member:
-        return min(members, key=lambda member: self._charge(member).last_pick)
+    def _next_in_turn(self, places: Sequence[Place]) -> Place:
+        return min(places, key=lambda place: self._charge(place).last_pick)
 
-    def _better_of_two(self, members: Sequence[wire.Member]) -> wire.Member:
-        if len(members) == 1:
-            return members[0]
-        return self._least_loaded(self._random.sample(members, 2))
+    def _better_of_two(self, places: Sequence[Place]) -> Place:
+        if len(places) == 1:
+            return places[0]
+        return self._least_loaded(self._random.sample(places, 2))
 
 
 def router_of(config: ServeConfig) -> Router:

@@ -26,6 +26,7 @@ from serving.protocol import (
     fit_tokens,
     interval_of,
     num_choices,
+    ranks_of,
     read_json,
     refuse,
     request_id_of,
@@ -62,6 +63,8 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     rid: str | list[str] | None = None
     cache_salt: str | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
     # Not served.
     input_embeds: Any = None
     image_data: Any = None
@@ -121,6 +124,7 @@ class GenerateReader:
             _shown(params or GenerateSampling(), bool(wanted), start, top, fields)
             for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
         ]
+        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
         self._sampling = [
             self._sampling_of(params or GenerateSampling(), shown)
             for params, shown in zip(self._params, self._shown, strict=True)
@@ -189,6 +193,7 @@ class GenerateReader:
             stream=bool(fields.stream),
             stream_interval=interval_of(interval),
             cache_salt=fields.cache_salt or "",
+            ranks=self._ranks,
         )
 
 

@@ -125,6 +125,8 @@ class FakeWorker:
         self._turns = 0
         self.silent = False  # hung: connected, but says nothing any more
         self.load = wire.Load(pages_total=256, pages_free=256, slots_total=64, slots_free=64)
+        self.dp_size = 1
+        self.ranks: tuple[wire.Load, ...] = ()
         self.counters: dict[str, float] = {}
         self.compiles_after_ready = 0
         self._held: list[tuple[str, wire.StepBatch]] | None = None
@@ -177,7 +179,9 @@ class FakeWorker:
 
     def announce(self) -> None:
         """Tell the registry who this is and how loaded."""
-        self.cluster.registry.set(wire.Member(self.info(), self.epoch, self.load, self.draining))
+        self.cluster.registry.set(
+            wire.Member(self.info(), self.epoch, self.load, self.draining, self.ranks)
+        )
 
     def info(self) -> wire.WorkerInfo:
         return wire.WorkerInfo(
@@ -189,7 +193,7 @@ class FakeWorker:
             model_digest="fake-digest",
             kv_spec=wire.KVSpecMessage(2, 2, 8, PAGE_SIZE, "float32"),
             tp_size=1,
-            dp_size=1,
+            dp_size=self.dp_size,
             context_length=self.cluster.context_length,
             max_request_tokens=self.cluster.context_length,
             stored_kv_heads=2,

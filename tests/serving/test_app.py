@@ -9,6 +9,7 @@ import pytest
 
 from tests.recording import until
 from tests.serving.live import EOS, MODEL_NAME, Live, letters, live_server, tokenizer_of_tests
+from transfer import wire
 from transfer.errors import Code
 
 ASK = {"prompt": "Hi!", "max_tokens": 8}
@@ -427,6 +428,39 @@ async def test_the_cluster_shows_its_state_and_flushes_its_cache() -> None:
         metrics = (await live.http.get("/metrics")).text
         assert "kvferry_generation_tokens_total 32.0" in metrics
         assert 'kvferry_num_requests_total{finish_reason="length"} 4.0' in metrics
+
+
+async def test_dictated_ranks_reach_both_workers_and_the_load_shows_every_rank() -> None:
+    async with live_server(auto_step=False) as live:
+        (prefill,), (decode,) = live.cluster.prefill, live.cluster.decode
+        prefill.dp_size, decode.dp_size = 4, 2
+        prefill.ranks = tuple(wire.Load(queued_tokens=at) for at in range(4))
+        for worker in (prefill, decode):
+            worker.announce()
+        await until(lambda: live.dispatcher.dp_size("prefill") == 4)
+        loads = {load["role"]: load for load in (await live.http.get("/get_load")).json()}
+        assert [rank["queued_tokens"] for rank in loads["prefill"]["ranks"]] == [0, 1, 2, 3]
+        assert {role: load["dp_size"] for role, load in loads.items()} == {
+            "prefill": 4,
+            "decode": 2,
+        }
+        asks: dict[str, dict[str, Any]] = {
+            "/v1/completions": {"prompt": "Hi!"},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi!"}]},
+            "/generate": {"text": "Hi!"},
+        }
+        for path, ask in asks.items():
+            body = ask | {"routed_dp_rank": 1, "disagg_prefill_dp_rank": 3}
+            asked = asyncio.create_task(live.post(path, body))
+            (room,) = await live.cluster.submitted(1)
+            for worker in (prefill, decode):
+                submit = worker.rooms[room].submit
+                assert (submit.disagg_prefill_dp_rank, submit.routed_dp_rank) == (3, 1)
+            await step_until_idle(live)
+            assert (await asked).status_code == 200
+            response = await live.post(path, body | {"routed_dp_rank": 2})
+            assert response.status_code == 400
+            assert error_of(response)["param"] == "routed_dp_rank"
 
 
 async def test_metrics_can_be_switched_off() -> None:

@@ -20,13 +20,16 @@ TOKENIZER = tokenizer_of_tests()
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
-def served(context_length: int = 512, **config: Any) -> ServedModel:
+def served(
+    context_length: int = 512, dp_sizes: dict[str, int] | None = None, **config: Any
+) -> ServedModel:
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     return ServedModel(
         TOKENIZER,
         ServeConfig(registry_address="127.0.0.1:1", **settings),
         ModelConfig.from_dir(MODEL_PATH),
         lambda: context_length,
+        lambda role: 0 if dp_sizes is None else dp_sizes.get(role, 0),
     )
 
 
@@ -441,6 +444,26 @@ async def test_the_request_id_is_the_bodys_then_the_headers_then_ours() -> None:
     assert (await CompletionReader(fields, served()).finish("header")).request_id == "header"
     assert (await CompletionReader(fields, served()).finish(None)).request_id.startswith("cmpl-")
     assert (await chat()).request_id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("read", [completion, chat, generate])
+async def test_dictated_ranks_are_read_and_kept_within_what_the_workers_have(read: Any) -> None:
+    sizes = {"prefill": 4, "decode": 2}
+    model = served(dp_sizes=sizes)
+    assert (await read(model)).ranks == (-1, -1)
+    assert (await read(model, routed_dp_rank=1, disagg_prefill_dp_rank=3)).ranks == (3, 1)
+    for name, rank, message in (
+        ("routed_dp_rank", 2, "decode has data-parallel ranks 0 to 1, got 2"),
+        ("disagg_prefill_dp_rank", 4, "prefill has data-parallel ranks 0 to 3, got 4"),
+        ("routed_dp_rank", -1, "must be at least 0, got -1"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            await read(model, **{name: rank})
+        assert caught.value.status == 400
+        assert caught.value.param == name
+        assert message in str(caught.value)
+    sizes.clear()  # nobody is there to say what there is
+    assert (await read(model, routed_dp_rank=7)).ranks == (-1, 7)
 
 
 async def test_a_batch_of_generate_may_say_each_thing_once_or_per_prompt() -> None:

@@ -2,13 +2,22 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
-from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Router, key_of
+from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Ranks, Router, key_of
 from transfer import wire
 
 
-def member(worker_id: str, role: wire.Role = "decode", *, draining: bool = False, **load: int):
+def member(
+    worker_id: str,
+    role: wire.Role = "decode",
+    *,
+    draining: bool = False,
+    dp_size: int = 1,
+    ranks: tuple[wire.Load, ...] = (),
+    **load: int,
+):
     info = wire.WorkerInfo(
         worker_id=worker_id,
         role=role,
@@ -18,12 +27,12 @@ def member(worker_id: str, role: wire.Role = "decode", *, draining: bool = False
         model_digest="d",
         kv_spec=wire.KVSpecMessage(1, 1, 8, 16, "float32"),
         tp_size=1,
-        dp_size=1,
+        dp_size=dp_size,
         context_length=64,
         max_request_tokens=64,
         stored_kv_heads=1,
     )
-    return wire.Member(info, 1, wire.Load(**load), draining)
+    return wire.Member(info, 1, wire.Load(**load), draining, ranks)
 
 
 P = member("p", "prefill")
@@ -221,3 +230,109 @@ def test_each_role_may_have_a_policy_of_its_own():
     assert [pair.decode.info.worker_id for pair in pairs] == ["d", "d", "d"]
     router = Router("random", seed=1, prefill_policy="cache_aware")
     assert {served(router, TWO, prompt(1, 4)) for _ in range(8)} == {"a"}
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def with_ranks(worker_id: str, *running: int, role: wire.Role = "decode", slots: int = 8):
+    """A worker whose ranks run so many requests each, or have so many tokens queued."""
+    name = "running_requests" if role == "decode" else "queued_tokens"
+    ranks = tuple(wire.Load(**{name: count}, slots_total=slots) for count in running)
+    whole = wire.Load(**{name: sum(running)}, slots_total=slots * len(running))
+    worker = member(worker_id, role, dp_size=len(running), ranks=ranks)
+    return msgspec.structs.replace(worker, load=whole)
+
+
+def picked_ranks(router: Router, decodes, num_picks: int) -> list[tuple[str, int]]:
+    pairs = [pick(router, [P], decodes, 1, 0.0) for _ in range(num_picks)]
+    return [(pair.decode.info.worker_id, pair.decode_rank) for pair in pairs]
+
+
+def test_a_lone_rank_is_not_named():
+    pair = pick(Router("least_load"), [P], [D], 1, 0.0)
+    assert (pair.prefill_rank, pair.decode_rank) == (-1, -1)
+
+
+def test_least_load_takes_the_freest_rank_of_all_workers():
+    decodes = [with_ranks("a", 3, 1), with_ranks("b", 2, 0, 4), member("c", slots_total=8)]
+    router = Router("least_load")
+    # b's rank 1 and c are idle, then each has one of ours beside a's rank 1, which has one too.
+    assert picked_ranks(router, decodes, 3) == [("b", 1), ("c", -1), ("a", 1)]
+
+
+def test_own_choices_count_on_the_rank_that_they_went_to():
+    decodes = [with_ranks("a", 0, 0, 0)]
+    router = Router("least_load")
+    pairs = [pick(router, [P], decodes, 1, 0.0) for _ in range(3)]
+    assert [pair.decode_rank for pair in pairs] == [0, 1, 2]
+    assert router.charged_requests(key_of(decodes[0])) == 3
+    router.ended(pairs[1])
+    assert pick(router, [P], decodes, 1, 0.0).decode_rank == 1
+    router.forget(key_of(decodes[0]))
+    assert router.charged_requests(key_of(decodes[0])) == 0
+    router.ended(pairs[0])
+    assert router.charged_requests(key_of(decodes[0])) == 0
+
+
+def test_a_choice_is_counted_once_when_reports_show_it():
+    decodes = [with_ranks("a", 0, 0)]
+    router = Router("least_load")
+    first = pick(router, [P], decodes, 1, 0.0)
+    pick(router, [P], decodes, 1, ACKNOWLEDGED_AFTER_S)
+    assert router.charged_requests(key_of(decodes[0])) == 1
+    router.ended(first)
+    assert router.charged_requests(key_of(decodes[0])) == 1
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two", "random", "cache_aware"])
+def test_every_policy_reaches_every_rank(policy):
+    decodes = [with_ranks("a", 0, 0), member("b", slots_total=8)]
+    picked = Counter(picked_ranks(Router(policy, seed=3), decodes, 60))
+    assert set(picked) == {("a", 0), ("a", 1), ("b", -1)}
+
+
+def test_prefill_chooses_its_rank_itself_and_shares_what_is_queued():
+    """400 tokens over four ranks are done before 150 on one."""
+    four = with_ranks("a", 100, 100, 100, 100, role="prefill")
+    one = member("b", "prefill", queued_tokens=150)
+    pair = pick(Router("least_load"), [one, four], [D], 1, 0.0)
+    assert (pair.prefill.info.worker_id, pair.prefill_rank) == ("a", -1)
+
+
+def test_a_dictated_rank_goes_to_a_worker_that_has_it():
+    router = Router("least_load")
+    prefills = [member("a", "prefill"), with_ranks("b", 500, 900, role="prefill")]
+    decodes = [member("c"), with_ranks("d", 7, 0, 7), with_ranks("e", 0, 0)]
+    for _ in range(3):
+        pair = router.pick(prefills, decodes, 1, 0.0, ranks=Ranks(prefill=1, decode=2))
+        assert pair is not None
+        assert (pair.prefill.info.worker_id, pair.prefill_rank) == ("b", 1)
+        assert (pair.decode.info.worker_id, pair.decode_rank) == ("d", 2)
+    pair = router.pick(prefills, decodes, 1, 0.0, ranks=Ranks(prefill=0))
+    assert pair is not None
+    assert (pair.prefill.info.worker_id, pair.prefill_rank) == ("a", 0)
+
+
+def test_a_dictated_rank_is_waited_for_while_no_worker_has_it():
+    router = Router("least_load")
+    assert router.pick([P], [D], 1, 0.0, ranks=Ranks(decode=1)) is None
+    assert router.pick([P], [D], 1, 0.0, ranks=Ranks(prefill=1)) is None
+    drains = msgspec.structs.replace(with_ranks("d", 0, 0), draining=True)
+    assert router.pick([P], [D, drains], 1, 0.0, ranks=Ranks(decode=1)) is None
+
+
+def test_what_was_considered_names_ranks():
+    pair = pick(Router("least_load"), [P], [with_ranks("a", 3, 1), member("b")], 1, 0.0)
+    assert set(pair.considered["decode"]) == {"a/0", "a/1", "b"}
+    assert set(pair.considered["prefill"]) == {"p"}
+
+
+def test_a_worker_that_has_not_told_of_its_ranks_yet_is_taken_in_turn():
+    decodes = [member("a", dp_size=2, slots_total=8)]
+    assert picked_ranks(Router("least_load"), decodes, 4) == [
+        ("a", 0),
+        ("a", 1),
+        ("a", 0),
+        ("a", 1),
+    ]
