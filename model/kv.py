@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int32, UInt8
 
 from model.config import FP8, KVSpec
-from model.sharding import pool_sharding
+from model.sharding import num_ranks, pool_sharding
 
 PagePool = (
     Float[Array, "layers 2 pages page_size kv_heads head_dim"]
@@ -26,9 +26,16 @@ StagedPages = (
 
 
 def init_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> PagePool:
-    """A pool of zeros: keys at index 0 of the second axis, values at 1; kv heads sharded."""
-    shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-    return jnp.zeros(shape, jnp.dtype(spec.stored_dtype), device=pool_sharding(mesh))
+    """A pool of zeros, num_pages for each rank; keys at index 0 of the second axis, values at 1."""
+    abstract = abstract_pages(spec, num_pages, mesh)
+    return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
+
+
+def abstract_pages(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a pool, or of staged pages, of num_pages for each rank."""
+    pages = num_ranks(mesh) * num_pages
+    shape = (spec.num_layers, 2, pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.stored_dtype), sharding=pool_sharding(mesh))
 
 
 def write_tokens(

@@ -21,7 +21,7 @@ from model.programs import (
     plan_memory,
     tree_bytes,
 )
-from model.sharding import kv_spec, make_mesh
+from model.sharding import kv_spec, make_mesh, num_ranks
 from model.transformer import Model
 from model.weights import load_params, model_digest, stored_bytes
 
@@ -40,6 +40,11 @@ class OpenedModel:
     logical_kv_heads: int
     context_length: int
     digest: str
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks."""
+        return num_ranks(self.model.mesh)
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -61,8 +66,9 @@ def open_model(
     chunk_size: int = 0,
     fraction: float = 0.0,
     max_total_tokens: int = 0,
+    dp_size: int = 1,
 ) -> OpenedModel:
-    """Read config and weights onto a mesh of tp_size devices.
+    """Read config and weights onto a mesh of dp_size * tp_size devices.
 
     dtype, kv_cache_dtype: "auto" | "float32" | "bfloat16"; auto is float32 on CPU (bfloat16
     products are an order slower there), else the checkpoint's; the cache follows the weights.
@@ -73,9 +79,11 @@ def open_model(
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
-    if tp_size > len(jax.devices()):
+    num_devices = dp_size * tp_size
+    if num_devices > len(jax.devices()):
+        sizes = f"--tp-size {tp_size}" + (f" with --dp-size {dp_size}" if dp_size > 1 else "")
         raise ModelError(
-            f"--tp-size {tp_size} needs {tp_size} devices, this process sees "
+            f"{sizes} needs {num_devices} devices, this process sees "
             f"{len(jax.devices())} ({jax.default_backend()})"
         )
     if dtype == "auto":
@@ -93,12 +101,12 @@ def open_model(
         context_length = context_length // page_size * page_size or limit
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
-    mesh = make_mesh(tp_size, ep_size)
+    mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
     model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path)
-    log.info("loading weights from %s as %s on %d device(s)", path, dtype, tp_size)
+    log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
     params = load_params(path, model, progress=_Progress())
     return OpenedModel(
         model=model,
@@ -116,13 +124,16 @@ def make_pool(
     max_total_tokens: int,
     natural_pages: int,
     compile_all: Callable[[int], list[Program]],
+    spare_pages: int = 0,
 ) -> tuple[Array, MemoryPlan, list[Program]]:
     """Compile every program, learn their scratch memory, and give the pool what is left.
 
+    Pages are counted for each data-parallel rank: all have the same number.
     fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     compile_all(num_pages): compiles for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
+    spare_pages: of memory that the caller keeps beside the pool.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
@@ -136,12 +147,16 @@ def make_pool(
     wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
 
     def plan(scratch: int) -> MemoryPlan:
-        return plan_memory(budget, weights, scratch, opened.kv.page_bytes, wanted, exact, least)
+        return plan_memory(
+            budget, weights, scratch, page_bytes, wanted, exact, least, opened.dp_size
+        )
 
+    page_bytes = opened.dp_size * opened.kv.page_bytes
     reserve = budget // 16  # for scratch; compiled once more only if that was too little
     final = plan(reserve)
     programs = compile_all(final.num_pages)
     scratch = max(program.temp_bytes for program in programs) * len(opened.devices)
+    scratch += spare_pages * page_bytes
     if scratch > reserve:
         final = plan(scratch)
         programs = compile_all(final.num_pages)
@@ -168,7 +183,8 @@ def _check_memory(
     least = pages_for(context_length, kv.page_size)
     exact = max_total_tokens > 0
     wanted = max_total_tokens // kv.page_size if exact else least
-    plan_memory(budget, weights, 0, kv.page_bytes, wanted, exact, least)
+    ranks = num_ranks(model.mesh)
+    plan_memory(budget, weights, 0, ranks * kv.page_bytes, wanted, exact, least, ranks)
 
 
 class _Progress:

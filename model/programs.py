@@ -107,19 +107,25 @@ class MemoryPlan:
     budget_bytes: int
     weights_bytes: int
     scratch_bytes: int
-    page_bytes: int
-    num_pages: int
+    page_bytes: int  # of one page of every data-parallel rank
+    num_pages: int  # of each rank
+    num_ranks: int = 1
 
     def __str__(self) -> str:
-        pool = self.num_pages * self.page_bytes
+        pages = _pages(self.num_pages, self.page_bytes, self.num_ranks)
         return (
             f"weights {mib(self.weights_bytes)}, scratch {mib(self.scratch_bytes)}, "
-            f"{self.num_pages} pages {mib(pool)}, of a budget of {mib(self.budget_bytes)}"
+            f"{pages}, of a budget of {mib(self.budget_bytes)}"
         )
 
 
 def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _pages(num_pages: int, page_bytes: int, num_ranks: int) -> str:
+    each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
+    return f"{num_pages} pages{each} {mib(num_pages * page_bytes)}"
 
 
 def plan_memory(
@@ -130,9 +136,11 @@ def plan_memory(
     wanted_pages: int,
     exact: bool,
     least_pages: int,
+    num_ranks: int = 1,
 ) -> MemoryPlan:
     """Give the pool what is left, up to wanted_pages.
 
+    Pages are those of each rank; page_bytes has one of every rank.
     exact: the operator named the number, so less is an error. Raises ModelError when fewer
     than least_pages fit: the message has the figures and what would do.
     """
@@ -142,7 +150,7 @@ def plan_memory(
         need = wanted_pages if exact else least_pages
         raise ModelError(
             f"too little memory: weights {mib(weights_bytes)} + scratch {mib(scratch_bytes)} + "
-            f"{need} pages {mib(need * page_bytes)} do not fit in {mib(budget_bytes)}; lower "
+            f"{_pages(need, page_bytes, num_ranks)} do not fit in {mib(budget_bytes)}; lower "
             "--max-total-tokens, --context-length or --max-running-requests, or raise "
             "--mem-fraction-static"
         )
@@ -152,5 +160,5 @@ def plan_memory(
             f"needs {least_pages}; raise it or lower --context-length"
         )
     return MemoryPlan(
-        budget_bytes, weights_bytes, scratch_bytes, page_bytes, min(fit, wanted_pages)
+        budget_bytes, weights_bytes, scratch_bytes, page_bytes, min(fit, wanted_pages), num_ranks
     )

@@ -1,8 +1,8 @@
 """Where arrays live: the only file that names mesh axes, and the sizes padding makes of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -13,31 +13,64 @@ from jax.sharding import PartitionSpec as P
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 
-# Experts are spread over EXPERT and each one's intermediate over TENSOR; attention, dense
-# layers and the vocabulary are spread over both. Data-parallel ranks have a mesh each.
+# Each data-parallel rank, a place on DATA, has rows and pages of its own. Within a rank experts
+# are spread over EXPERT and each one's intermediate over TENSOR; attention, dense layers and the
+# vocabulary are spread over both.
+DATA: Final = "data"
 EXPERT: Final = "expert"
 TENSOR: Final = "tensor"
 SHARDS: Final = (EXPERT, TENSOR)
 
-# [layers, 2, pages, page_size, kv_heads, head_dim], and a page list of the same rank.
-POOL_SPEC: Final = P(None, None, None, None, SHARDS, None)
+# [layers, 2, pages, page_size, kv_heads, head_dim], and a page list of the same rank. The pages
+# of rank 0 stand first; each rank counts its own from 0.
+POOL_SPEC: Final = P(None, None, DATA, None, SHARDS, None)
+# Arrays whose first axis (second axis) has a part for each rank, rank 0's first.
+RANKS: Final = P(DATA)
+COLUMNS_OF_RANKS: Final = P(None, DATA)
 
 
-def make_mesh(tp_size: int, ep_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of tp_size devices, shaped (expert ep_size, tensor tp_size / ep_size).
+def make_mesh(
+    tp_size: int, ep_size: int, devices: Sequence[jax.Device] | None = None, dp_size: int = 1
+) -> Mesh:
+    """A mesh of dp_size * tp_size devices, shaped (data, expert ep_size, tensor tp_size / ep_size).
 
-    devices: the first tp_size of them are used; None means jax.devices().
+    devices: the first of them are used; None means jax.devices().
     Raises ModelError when there are too few devices or ep_size does not divide tp_size.
     """
     found = list(jax.devices() if devices is None else devices)
-    if tp_size < 1 or ep_size < 1:
-        raise ModelError(f"tp_size {tp_size} and ep_size {ep_size}: both must be at least 1")
+    if tp_size < 1 or ep_size < 1 or dp_size < 1:
+        raise ModelError(
+            f"tp_size {tp_size}, ep_size {ep_size} and dp_size {dp_size}: all must be at least 1"
+        )
     if tp_size % ep_size:
         raise ModelError(f"ep_size {ep_size} must divide tp_size {tp_size}")
-    if len(found) < tp_size:
-        raise ModelError(f"tp_size {tp_size} needs as many devices, got {len(found)}")
-    grid = np.array(found[:tp_size]).reshape(ep_size, tp_size // ep_size)
-    return Mesh(grid, SHARDS)
+    needed = dp_size * tp_size
+    if len(found) < needed:
+        raise ModelError(
+            f"dp_size {dp_size} x tp_size {tp_size} needs {needed} devices, got {len(found)}"
+        )
+    grid = np.array(found[:needed]).reshape(dp_size, ep_size, tp_size // ep_size)
+    return Mesh(grid, (DATA, *SHARDS))
+
+
+def num_ranks(mesh: Mesh) -> int:
+    """Data-parallel ranks of a mesh."""
+    return mesh.shape[DATA]
+
+
+def rank_devices(mesh: Mesh, rank: int) -> list[jax.Device]:
+    """Devices of one rank, in the order in which they share kv heads."""
+    return list(mesh.devices[rank].flat)
+
+
+def on_ranks(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """`function` on every device: each rank sees its own part of what is split over ranks.
+
+    Inside, collectives of this file may be used and everything is counted from 0 in each rank.
+    """
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 @dataclass(frozen=True)
@@ -110,8 +143,13 @@ def kv_spec(cfg: ModelConfig, dims: Dims, page_size: int, dtype: str) -> KVSpec:
 
 
 def pool_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a page pool, and of pages gathered from one: kv heads over every device."""
+    """Sharding of a page pool, and of pages gathered from one: kv heads over a rank's devices."""
     return NamedSharding(mesh, POOL_SPEC)
+
+
+def ranks_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of what has a part for each rank along its first axis."""
+    return NamedSharding(mesh, RANKS)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -119,19 +157,35 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def abstract_of(tree: Any, mesh: Mesh, spec: P) -> Any:
+    """ShapeDtypeStructs of a pytree of arrays, all split alike."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+
+def abstract_i32(shape: tuple[int, ...], mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+    """An i32 array to come."""
+    return jax.ShapeDtypeStruct(shape, np.dtype(np.int32), sharding=NamedSharding(mesh, spec))
+
+
 def sum_shards(x: Array) -> Array:
-    """Sum over every shard of the mesh; inside `jax.shard_map`."""
+    """Sum over every shard of the rank; inside `jax.shard_map`."""
     return lax.psum(x, SHARDS)
 
 
 def gather_shards(x: Array) -> Array:
-    """Join the last axis over every shard of the mesh; inside `jax.shard_map`."""
+    """Join the last axis over every shard of the rank; inside `jax.shard_map`."""
     return lax.all_gather(x, SHARDS, axis=x.ndim - 1, tiled=True)
 
 
 def shard_idx() -> Array:
-    """Which shard of the mesh this is, i32; inside `jax.shard_map`."""
+    """Which shard of its rank this is, i32; inside `jax.shard_map`."""
     return lax.axis_index(SHARDS)
+
+
+def rank_idx() -> Array:
+    """Which data-parallel rank this is, i32; inside `jax.shard_map`."""
+    return lax.axis_index(DATA)
 
 
 def expert_shard_idx() -> Array:

@@ -1,7 +1,8 @@
-"""The network: layers stacked, looped, over a pool that is carried; one shard_map around it all."""
+"""The network: layers stacked, looped, over a pool that is carried; of one rank, and of a mesh."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from model.kv import PagePool
 from model.layers import embed, feed_forward, product, rms_norm, rope_frequencies, rope_tables
 from model.moe import moe
 from model.params import Params, Segment, param_leaves, random_leaves, segments
-from model.sharding import POOL_SPEC, SHARDS, Dims, gather_shards, kv_spec
+from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
 
 
 class Kernels(NamedTuple):
@@ -79,6 +80,11 @@ class Model:
         """Shapes, dtypes and shardings of the parameters, in their tree."""
         return param_leaves(self.cfg, self.dims, self.dtype)
 
+    def param_specs(self) -> Params:
+        """How each parameter is split over the mesh, in their tree."""
+        specs: Params = jax.tree.map(lambda leaf: leaf.spec, self.param_leaves())
+        return specs
+
 
 class Captured(NamedTuple):
     """What tests look at inside a forward pass, float32; layers without experts hold zeros."""
@@ -107,6 +113,63 @@ class _Carry(NamedTuple):
     captured: Captured | None
 
 
+def prefill_rows(
+    model: Model,
+    params: Params,
+    pool: PagePool,
+    batch: ChunkBatch,
+    expert_map: Int32[Array, "layers experts"] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], PagePool]:
+    """One chunk of one rank through the network; inside `on_ranks`.
+
+    pool: this device's part. expert_map: physical place of each layer's logical experts; None
+    means as trained. Returns hidden states after the last norm, and the pool.
+    """
+    out = _prefill(model, params, pool, batch, expert_map, False)
+    return out.x, out.pool
+
+
+def decode_rows(
+    model: Model,
+    params: Params,
+    pool: PagePool,
+    token_ids: Int32[Array, " rows"],
+    positions: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows pages_per_row"],
+    kv_idx: Int32[Array, " rows"],
+    expert_map: Int32[Array, "layers experts"] | None = None,
+) -> tuple[Float[Array, "rows hidden"], PagePool]:
+    """One token of every row of one rank through the network; inside `on_ranks`.
+
+    positions: below zero marks a padding row, whose key and value are dropped.
+    page_table: pages of row b in order of position; entries past its length are not looked at.
+    kv_idx: page * page_size + offset of the token. Returns as `prefill_rows`.
+    """
+
+    def attend(q: Array, pool: Array, layer: Array) -> Array:
+        out: Array = model.kernels.decode_attention(q, pool, layer, positions, page_table)
+        return out
+
+    live = positions >= 0
+    dropped = jnp.where(live, kv_idx, np.int32(-1))
+    inputs = _Inputs(token_ids, positions, dropped, live)
+    out = _layers(model, params, pool, inputs, _placed(model, expert_map), attend, False)
+    return out.x, out.pool
+
+
+def row_logits(
+    model: Model, params: Params, hidden: Float[Array, "rows hidden"]
+) -> Float[Array, "rows vocab"]:
+    """Logits of hidden states of one rank: f32[rows, vocab_size]; inside `on_ranks`."""
+    tied = model.cfg.tie_word_embeddings
+    with jax.named_scope("logits"):
+        head = params["embed" if tied else "lm_head"]
+        return gather_shards(product(hidden, head, transposed=tied))[:, : model.cfg.vocab_size]
+
+
+# --- the same over a whole mesh, all but parameters and pool replicated ---------------------------
+
+
 def prefill_hidden(
     model: Model,
     params: Params,
@@ -114,12 +177,17 @@ def prefill_hidden(
     batch: ChunkBatch,
     expert_map: Int32[Array, "layers experts"] | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], PagePool]:
-    """One chunk through the network. Returns hidden states after the last norm, and the pool.
+    """`prefill_rows`; several ranks do the same, each in its own pages.
 
-    pool: sharded by kv head, donated by the caller's jit. expert_map: physical place of each
-    layer's logical experts; None means as trained.
+    pool: sharded by rank and kv head, donated by the caller's jit.
     """
-    hidden, pool, _ = _prefill(model, params, pool, batch, expert_map, False)
+    run = on_ranks(
+        model.mesh,
+        partial(prefill_rows, model),
+        (model.param_specs(), POOL_SPEC, P(), P()),
+        (P(), POOL_SPEC),
+    )
+    hidden, pool = run(params, pool, batch, expert_map)
     return hidden, pool
 
 
@@ -135,8 +203,16 @@ def prefill_captured(
     Captured,
 ]:
     """prefill_hidden that also returns what happened inside; for tests."""
-    hidden, pool, captured = _prefill(model, params, pool, batch, expert_map, True)
-    assert captured is not None
+
+    def shard(
+        params: Params, pool: Array, batch: ChunkBatch, expert_map: Array | None
+    ) -> tuple[Array, Array, Captured | None]:
+        out = _prefill(model, params, pool, batch, expert_map, True)
+        return out.x, out.pool, out.captured
+
+    specs = (model.param_specs(), POOL_SPEC, P(), P())
+    run = on_ranks(model.mesh, shard, specs, (P(), POOL_SPEC, P()))
+    hidden, pool, captured = run(params, pool, batch, expert_map)
     return hidden, pool, captured
 
 
@@ -150,42 +226,24 @@ def decode_hidden(
     kv_idx: Int32[Array, " rows"],
     expert_map: Int32[Array, "layers experts"] | None = None,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
-    """One token of every row through the network. Returns hidden states after the last norm.
-
-    positions: below zero marks a padding row, whose key and value are dropped.
-    page_table: pages of row b in order of position; entries past its length are not looked at.
-    kv_idx: page * page_size + offset of the token.
-    """
-
-    def attend_with(positions: Array, page_table: Array) -> Attend:
-        return lambda q, pool, layer: model.kernels.decode_attention(
-            q, pool, layer, positions, page_table
-        )
-
-    live = positions >= 0
-    dropped = jnp.where(live, kv_idx, np.int32(-1))
-    inputs = _Inputs(token_ids, positions, dropped, live)
-    meta = (positions, page_table)
-    hidden, pool, _ = _sharded(model, params, pool, inputs, expert_map, attend_with, meta, False)
+    """`decode_rows`; see prefill_hidden."""
+    run = on_ranks(
+        model.mesh,
+        partial(decode_rows, model),
+        (model.param_specs(), POOL_SPEC, P(), P(), P(), P(), P()),
+        (P(), POOL_SPEC),
+    )
+    hidden, pool = run(params, pool, token_ids, positions, page_table, kv_idx, expert_map)
     return hidden, pool
 
 
 def logits(
     model: Model, params: Params, hidden: Float[Array, "rows hidden"]
 ) -> Float[Array, "rows vocab"]:
-    """Logits of hidden states as the steps return them: f32[rows, vocab_size], replicated."""
-    tied = model.cfg.tie_word_embeddings
-    head = params["embed" if tied else "lm_head"]
-
-    def shard(head: Array, hidden: Array) -> Array:
-        return gather_shards(product(hidden, head, transposed=tied))
-
-    spec = P(SHARDS, None) if tied else P(None, SHARDS)
-    with jax.named_scope("logits"):
-        mapped = jax.shard_map(
-            shard, mesh=model.mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False
-        )
-        return mapped(head, hidden)[:, : model.cfg.vocab_size]
+    """`row_logits`; see prefill_hidden."""
+    run = on_ranks(model.mesh, partial(row_logits, model), (model.param_specs(), P()), P())
+    found: Array = run(params, hidden)
+    return found
 
 
 def random_params(model: Model, seed: int) -> Params:
@@ -200,46 +258,22 @@ def _prefill(
     batch: ChunkBatch,
     expert_map: Array | None,
     capture: bool,
-) -> tuple[Array, Array, Captured | None]:
-    def attend_with(batch: ChunkBatch) -> Attend:
-        return lambda q, pool, layer: model.kernels.prefill_attention(q, pool, layer, batch)
+) -> _Carry:
+    def attend(q: Array, pool: Array, layer: Array) -> Array:
+        out: Array = model.kernels.prefill_attention(q, pool, layer, batch)
+        return out
 
     live = (batch.kv_idx >= 0) & (batch.kv_idx < pool.shape[2] * pool.shape[3])
     inputs = _Inputs(batch.token_ids, batch.positions, batch.kv_idx, live)
-    return _sharded(model, params, pool, inputs, expert_map, attend_with, (batch,), capture)
+    return _layers(model, params, pool, inputs, _placed(model, expert_map), attend, capture)
 
 
-def _sharded(
-    model: Model,
-    params: Params,
-    pool: Array,
-    inputs: _Inputs,
-    expert_map: Array | None,
-    attend_with: Callable[..., Attend],
-    meta: tuple[Any, ...],
-    capture: bool,
-) -> tuple[Array, Array, Captured | None]:
-    """Run the layers on every shard; all but parameters and pool is replicated."""
-    if expert_map is None:
-        experts = jnp.arange(model.cfg.num_experts, dtype=jnp.int32)
-        expert_map = jnp.broadcast_to(experts, (model.cfg.num_layers, model.cfg.num_experts))
-
-    def shard(
-        params: Params, pool: Array, inputs: _Inputs, expert_map: Array, meta: tuple[Any, ...]
-    ) -> tuple[Array, Array, Captured | None]:
-        attend = attend_with(*meta)
-        out = _layers(model, params, pool, inputs, expert_map, attend, capture)
-        return out.x, out.pool, out.captured
-
-    specs = jax.tree.map(lambda leaf: leaf.spec, model.param_leaves())
-    mapped = jax.shard_map(
-        shard,
-        mesh=model.mesh,
-        in_specs=(specs, POOL_SPEC, P(), P(), P()),
-        out_specs=(P(), POOL_SPEC, P()),
-        check_vma=False,
-    )
-    return mapped(params, pool, inputs, expert_map, meta)
+def _placed(model: Model, expert_map: Array | None) -> Array:
+    """i32[layers, experts]: as given, or as trained."""
+    if expert_map is not None:
+        return expert_map
+    experts = jnp.arange(model.cfg.num_experts, dtype=jnp.int32)
+    return jnp.broadcast_to(experts, (model.cfg.num_layers, model.cfg.num_experts))
 
 
 def _layers(

@@ -8,7 +8,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.kv import gather_pages, write_pages
-from model.sharding import POOL_SPEC, make_mesh, pool_sharding
+from model.sharding import POOL_SPEC, RANKS, make_mesh, on_ranks, pool_sharding
 from model.transformer import ChunkBatch, Model, decode_hidden, prefill_hidden
 from tests.model.harness import GOLDENS
 
@@ -92,3 +92,18 @@ def test_pages_move_without_collectives(program: Any) -> None:
         assert collective not in text
     out = jax.tree.leaves(compiled.output_shardings)[0]
     assert out.spec == POOL_SPEC
+
+
+@pytest.mark.parametrize("function", [write_pages, gather_pages])
+def test_pages_of_several_ranks_move_without_collectives_either(function: Any) -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / "mixtral" / "model")
+    model = Model.create(cfg, make_mesh(2, 1, dp_size=2), "bfloat16", 16)
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    args = [_array(model, SMALL), _array(model, 8), ids]
+    if function is gather_pages:
+        del args[1]
+    specs = (*[POOL_SPEC] * (len(args) - 1), RANKS)
+    moved = on_ranks(model.mesh, function, specs, POOL_SPEC)
+    text = str(jax.jit(moved).lower(*args).compile().as_text())
+    for collective in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+        assert collective not in text

@@ -73,3 +73,11 @@ def test_a_plan_reads_as_one_line() -> None:
 def test_a_fraction_outside_its_range_is_refused(fraction: float) -> None:
     with pytest.raises(ModelError, match=re.escape(f"(0, 1], got {fraction}")):
         memory_budget_bytes(fraction, [])
+
+
+def test_a_plan_for_several_ranks_says_what_each_has() -> None:
+    planned = plan_memory(100 * MIB, 40 * MIB, 10 * MIB, 4 * MIB, 1000, False, 5, num_ranks=2)
+    assert planned.num_pages == 12
+    assert "12 pages for each of 2 ranks 48.0 MiB" in str(planned)
+    with pytest.raises(ModelError, match=r"13 pages for each of 2 ranks 52\.0 MiB do not"):
+        plan_memory(100 * MIB, 40 * MIB, 10 * MIB, 4 * MIB, 13, True, 5, num_ranks=2)

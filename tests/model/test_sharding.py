@@ -7,31 +7,35 @@ import pytest
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.sharding import Dims, kv_spec, make_mesh
+from model.sharding import Dims, kv_spec, make_mesh, num_ranks, rank_devices
 from tests.model.harness import GOLDENS
 
 LLAMA = ModelConfig.from_dir(GOLDENS / "llama" / "model")
 MIXTRAL = ModelConfig.from_dir(GOLDENS / "mixtral" / "model")
 
 
-def test_a_mesh_has_experts_outside_and_tensors_inside() -> None:
-    mesh = make_mesh(4, 2)
-    assert mesh.devices.shape == (2, 2)
-    assert list(mesh.devices.flat) == jax.devices()[:4]
+def test_a_mesh_has_ranks_outside_then_experts_and_tensors_inside() -> None:
+    mesh = make_mesh(4, 2, dp_size=2)
+    assert mesh.devices.shape == (2, 2, 2)
+    assert list(mesh.devices.flat) == jax.devices()
+    assert num_ranks(mesh) == 2
+    assert rank_devices(mesh, 1) == jax.devices()[4:]
     assert list(make_mesh(2, 1, jax.devices()[4:]).devices.flat) == jax.devices()[4:6]
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep", "message"),
+    ("tp", "ep", "dp", "message"),
     [
-        (16, 1, "tp_size 16 needs as many devices, got 8"),
-        (4, 3, "ep_size 3 must divide tp_size 4"),
-        (0, 1, "tp_size 0 and ep_size 1: both must be at least 1"),
+        (16, 1, 1, "dp_size 1 x tp_size 16 needs 16 devices, got 8"),
+        (4, 1, 3, "dp_size 3 x tp_size 4 needs 12 devices, got 8"),
+        (4, 3, 1, "ep_size 3 must divide tp_size 4"),
+        (0, 1, 1, "tp_size 0, ep_size 1 and dp_size 1: all must be at least 1"),
+        (1, 1, 0, "tp_size 1, ep_size 1 and dp_size 0: all must be at least 1"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(tp: int, ep: int, message: str) -> None:
+def test_a_mesh_that_cannot_be_is_refused(tp: int, ep: int, dp: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        make_mesh(tp, ep)
+        make_mesh(tp, ep, dp_size=dp)
 
 
 def test_more_shards_than_kv_heads_replicate_heads_and_pad_their_groups() -> None:
