@@ -22,7 +22,7 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     from decode.worker import DecodeWorker
     from model.devices import prepare_devices
 
-    prepare_devices(config.tp_size)
+    prepare_devices(config.dp_size * config.tp_size)
     worker = DecodeWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))
 

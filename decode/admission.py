@@ -4,9 +4,14 @@ Pure. A request let in owns a slot and the pages of its prompt and its first tok
 are taken one at a time (`grow`), and when there is none the youngest seated request is told
 to leave (`victim`): it comes back as a new room with its original arrival time, so it is not
 the youngest for ever and the oldest always runs to its end.
+
+There is one queue in front of all data-parallel ranks. A rank has slots and pages of its own, and
+is chosen when a request is let in, unless it was dictated. Who waits for a rank is overtaken by
+nobody there.
 """
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from transfer.pages import PagePool
@@ -19,7 +24,8 @@ class Seat:
     room: int
     num_tokens: int  # tokens whose kv arrives from prefill
     arrival_s: float
-    slot: int = -1
+    rank: int = -1  # dictated, or chosen when it is seated
+    slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
 
 
@@ -28,16 +34,23 @@ def _age(seat: Seat) -> tuple[float, int]:
 
 
 class Admission:
-    """Owner of slots and pages, and the queue in front of them."""
+    """Owner of slots and pages of all ranks, and the queue in front of them."""
 
-    def __init__(self, pool: PagePool, num_slots: int, page_size: int, headroom_pages: int) -> None:
-        self._pool = pool
+    def __init__(
+        self, pools: Sequence[PagePool], rank_slots: int, page_size: int, headroom_pages: int
+    ) -> None:
+        """pools: one a rank. rank_slots: slots of each."""
+        self._pools = pools
         self._page_size = page_size
         self._headroom_pages = headroom_pages
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._free_slots = [
+            list(range((rank + 1) * rank_slots - 1, rank * rank_slots - 1, -1))
+            for rank in range(len(pools))
+        ]
         self._waiting: list[Seat] = []  # oldest first
         self._seats: dict[int, Seat] = {}
-        self.num_slots = num_slots
+        self._num_seated = [0] * len(pools)
+        self.num_slots = len(pools) * rank_slots
 
     @property
     def num_waiting(self) -> int:
@@ -45,47 +58,55 @@ class Admission:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return sum(map(len, self._free_slots))
 
     @property
     def waiting_tokens(self) -> int:
         return sum(seat.num_tokens for seat in self._waiting)
 
-    def add(self, room: int, num_tokens: int, arrival_s: float) -> None:
-        """Queue a room."""
+    def rank_free_slots(self, rank: int) -> int:
+        """Of one rank."""
+        return len(self._free_slots[rank])
+
+    def add(self, room: int, num_tokens: int, arrival_s: float, rank: int = -1) -> None:
+        """Queue a room; rank: dictated, or -1."""
+        assert -1 <= rank < len(self._pools), rank
         assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
         assert room not in self._seats, f"room {room} twice"
-        insort(self._waiting, Seat(room, num_tokens, arrival_s), key=_age)
+        insort(self._waiting, Seat(room, num_tokens, arrival_s, rank), key=_age)
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many of the waiting as fit, oldest first; nobody overtakes."""
         seated: list[Seat] = []
-        while self._waiting and self._free_slots:
-            seat = self._waiting[0]
-            need = seat.num_tokens // self._page_size + 1
-            headroom = self._headroom_pages if self._seats else 0
-            if self._pool.num_free < need + headroom:
-                break
-            pages = self._pool.reserve(need)
-            assert pages is not None
-            seat.pages = list(pages)
-            seat.slot = self._free_slots.pop()
-            del self._waiting[0]
-            self._seats[seat.room] = seat
+        open_ranks = {rank for rank, slots in enumerate(self._free_slots) if slots}
+        at = 0
+        while open_ranks and at < len(self._waiting):
+            seat = self._waiting[at]
+            wanted = open_ranks if seat.rank < 0 else open_ranks & {seat.rank}
+            rank = self._roomiest(wanted, seat.num_tokens)
+            if rank is None:
+                open_ranks -= wanted
+                at += 1
+                continue
+            del self._waiting[at]
+            self._sit(seat, rank)
             seated.append(seat)
+            if not self._free_slots[rank]:
+                open_ranks.discard(rank)
         return tuple(seated)
 
     def grow(self, seat: Seat) -> int | None:
-        """One more page for a seat, or None when the pool is dry."""
-        pages = self._pool.reserve(1)
+        """One more page for a seat, or None when the pool of its rank is dry."""
+        pages = self._pools[seat.rank].reserve(1)
         if pages is None:
             return None
         seat.pages.append(pages[0])
         return pages[0]
 
-    def victim(self) -> Seat:
-        """The youngest seat. There is one whenever a seat could not grow: at worst, itself."""
-        return max(self._seats.values(), key=_age)
+    def victim(self, rank: int) -> Seat:
+        """The youngest seat of the rank. There is one whenever a seat could not grow: at worst,
+        itself."""
+        return max((seat for seat in self._seats.values() if seat.rank == rank), key=_age)
 
     def release(self, room: int) -> Seat | None:
         """The room is over, in whatever state: slot and pages go back. None if unknown."""
@@ -93,14 +114,48 @@ class Admission:
         if seat is None:
             self._waiting = [s for s in self._waiting if s.room != room]
             return None
-        self._pool.release(tuple(seat.pages))
-        self._free_slots.append(seat.slot)
+        self._pools[seat.rank].release(tuple(seat.pages))
+        self._free_slots[seat.rank].append(seat.slot)
+        self._num_seated[seat.rank] -= 1
         seat.pages = []
         return seat
 
     def check(self) -> None:
         """Slots and pages add up."""
-        held = sum(len(seat.pages) for seat in self._seats.values())
-        assert held == self._pool.num_held, (held, self._pool.num_held)
-        slots = sorted([*self._free_slots, *(s.slot for s in self._seats.values())])
-        assert slots == list(range(self.num_slots)), slots
+        for rank, pool in enumerate(self._pools):
+            seats = [seat for seat in self._seats.values() if seat.rank == rank]
+            held = sum(len(seat.pages) for seat in seats)
+            assert held == pool.num_held, (rank, held, pool.num_held)
+            assert len(seats) == self._num_seated[rank], (rank, len(seats))
+            slots = sorted([*self._free_slots[rank], *(seat.slot for seat in seats)])
+            first = rank * self.num_slots // len(self._pools)
+            assert slots == list(range(first, first + len(slots))), slots
+        free = self.num_free_slots
+        assert free + len(self._seats) == self.num_slots, (free, len(self._seats))
+
+    def _roomiest(self, ranks: set[int], num_tokens: int) -> int | None:
+        """Of these ranks with a free slot, the one with most free pages and slots that has room."""
+        fitting = [rank for rank in ranks if self._fits(rank, num_tokens)]
+        if not fitting:
+            return None
+        return max(
+            fitting,
+            key=lambda rank: (self._pools[rank].num_free, len(self._free_slots[rank]), -rank),
+        )
+
+    def _fits(self, rank: int, num_tokens: int) -> bool:
+        headroom = self._headroom_pages if self._num_seated[rank] else 0
+        return self._pools[rank].num_free >= self._need(num_tokens) + headroom
+
+    def _need(self, num_tokens: int) -> int:
+        """Pages of a prompt and of its first token."""
+        return num_tokens // self._page_size + 1
+
+    def _sit(self, seat: Seat, rank: int) -> None:
+        pages = self._pools[rank].reserve(self._need(seat.num_tokens))
+        assert pages is not None
+        seat.rank = rank
+        seat.pages = list(pages)
+        seat.slot = self._free_slots[rank].pop()
+        self._num_seated[rank] += 1
+        self._seats[seat.room] = seat

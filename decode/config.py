@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from transfer.errors import ConfigError
 from transfer.worker_config import WorkerConfig, at_least, at_most, check_port, reachable
 
 
@@ -9,7 +10,7 @@ from transfer.worker_config import WorkerConfig, at_least, at_most, check_port, 
 class DecodeConfig(WorkerConfig):
     """Configuration of `kvferry decode`. Names are those of the flags."""
 
-    max_running_requests: int = 0  # slots; 0 = 16 on CPU, 256 elsewhere
+    max_running_requests: int = 0  # slots of all ranks; 0 = 16 on CPU, 256 elsewhere, for each
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
     data_host: str = ""  # where frames are taken; "" = host
     data_port: int = 0
@@ -19,6 +20,11 @@ class DecodeConfig(WorkerConfig):
         super().__post_init__()
         at_least(self, "max_running_requests", 0)
         at_most(self, "max_running_requests", 8192)  # every power of two up to it is compiled
+        if self.max_running_requests % self.dp_size:
+            raise ConfigError(
+                f"--dp-size {self.dp_size} must divide --max-running-requests "
+                f"{self.max_running_requests}: every rank has as many slots"
+            )
         at_least(self, "headroom_pages", 0)
         at_least(self, "transfer_staging_bytes", 0)
         reachable(self, "data_host")

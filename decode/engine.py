@@ -2,6 +2,9 @@
 
 Tokens feed the next step on the device: a step reads each slot's last token from `SlotState`
 and writes the new one there, so the host may dispatch step n+1 before it has seen step n.
+
+The host counts slots over all data-parallel ranks, those of rank 0 first, and pages within each.
+On the device every rank counts its own slots and pages, and all take each step together.
 """
 
 import logging
@@ -14,23 +17,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.buckets import DecodeBuckets, bucket_for
-from model.kv import write_pages
+from model.kv import abstract_pages, write_pages
 from model.opening import OpenedModel, make_pool
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
 from model.sampling import SampleOut, SamplingRows, empty_rows, sample, set_row
-from model.sharding import pool_sharding
-from model.transformer import Model, decode_hidden, logits
+from model.sharding import (
+    COLUMNS_OF_RANKS,
+    POOL_SPEC,
+    RANKS,
+    abstract_i32,
+    abstract_of,
+    on_ranks,
+    rank_devices,
+    rank_idx,
+    ranks_sharding,
+)
+from model.transformer import Model, decode_rows, row_logits
 from transfer.wire import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
 class SlotState(NamedTuple):
-    """Everything a step knows of the slots; S slots, C context tokens, P pages a slot."""
+    """Everything a step knows of a rank's slots; S slots, C context tokens, P pages a slot."""
 
     history: Any  # i32[S, C]: prompt and generated tokens
     length: Any  # i32[S]: tokens in history
@@ -50,6 +62,14 @@ class SlotStart:
     params: SamplingParams
 
 
+@dataclass(frozen=True)
+class StepInFlight:
+    """One dispatched step."""
+
+    out: SampleOut
+    rows: np.ndarray  # i32[n]: which row of `out` belongs to each slot of the plan
+
+
 class DecodeEngine:
     """Owner of the decode pool array, the slot state and the programs."""
 
@@ -64,36 +84,39 @@ class DecodeEngine:
         self._model = opened.model
         self._params = opened.params
         self._buckets = buckets
-        self._num_slots = buckets.slots[-1]
-        self._replicated = NamedSharding(opened.model.mesh, P())
+        self._dp_size = opened.dp_size
+        self._rank_slots = buckets.slots[-1]
         self._step: dict[int, Program] = {}
         self._place: dict[int, Program] = {}
         self.plan: MemoryPlan
         self._pool: Array
-        natural = self._num_slots * buckets.pages_per_slot
+        natural = self._rank_slots * buckets.pages_per_slot
+        # What the other ranks put in place while one places pages that came for it: nothing.
+        spare_pages = sum(buckets.run_pages) if self._dp_size > 1 else 0
         self._pool, self.plan, self.programs = make_pool(
-            opened, mem_fraction, max_total_tokens, natural, self._compile
+            opened, mem_fraction, max_total_tokens, natural, self._compile, spare_pages
         )
-        self._state: SlotState = jax.device_put(
-            _empty_state(self._num_slots, buckets, opened.context_length), self._replicated
-        )
+        self._nothing = self._empty_runs() if self._dp_size > 1 else {}
+        empty = _empty_state(self._dp_size * self._rank_slots, buckets, opened.context_length)
+        self._state: SlotState = jax.device_put(empty, ranks_sharding(opened.model.mesh))
 
     @property
     def num_pages(self) -> int:
+        """Pages of each rank."""
         return self.plan.num_pages
 
     # --- effects ------------------------------------------------------------------------------
 
-    def place_run(self, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
-        """Dispatch the write of pages that arrived.
+    def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        """Dispatch the write of pages that arrived for a rank.
 
-        shards: one per device of the mesh, [layers, 2, n, page_size, kv heads, head_dim] with
+        shards: one per device of the rank, [layers, 2, n, page_size, kv heads, head_dim] with
         n = len(page_ids).
         """
         longest = self._buckets.run_pages[-1]
         for at in range(0, len(page_ids), longest):
             ids = page_ids[at : at + longest]
-            self._place_bucket(ids, [shard[:, :, at : at + len(ids)] for shard in shards])
+            self._place_bucket(rank, ids, [shard[:, :, at : at + len(ids)] for shard in shards])
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         """Dispatch the set-up of slots that join the batch."""
@@ -101,7 +124,7 @@ class DecodeEngine:
         for at in range(0, len(starts), per_call):
             group = starts[at : at + per_call]
             fresh = _empty_state(per_call, self._buckets, self._opened.context_length)
-            slots = np.full(per_call, self._num_slots, np.int32)
+            slots = np.full(per_call, self._dp_size * self._rank_slots, np.int32)
             for row, start in enumerate(group):
                 slots[row] = start.slot
                 fresh.history[row, : len(start.token_ids)] = start.token_ids
@@ -111,103 +134,103 @@ class DecodeEngine:
                 set_row(fresh.rows, row, start.params)
             self._state = self._admit(self._state, slots, fresh)
 
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> SampleOut:
-        """Dispatch one step for these slots; row i of the result belongs to slots[i].
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
+        """Dispatch one step for these slots.
 
         slots, new_pages: i32[n], see decode.scheduler.StepPlan. The copy of the ids to the
         host has begun when this returns.
         """
-        bucket = bucket_for(len(slots), self._buckets.slots)
-        plan = np.full((2, bucket), self._num_slots, np.int32)
-        plan[0, : len(slots)] = slots
+        ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
+        within, most = _places(ranks, self._dp_size)
+        bucket = bucket_for(most, self._buckets.slots)
+        rows = ranks * np.int32(bucket) + within
+        plan = np.full((2, self._dp_size * bucket), self._rank_slots, np.int32)
         plan[1] = -1
-        plan[1, : len(slots)] = new_pages
+        plan[0, rows], plan[1, rows] = rank_slots, new_pages
         out: SampleOut
         self._pool, self._state, out = self._step[bucket](
             self._params, self._pool, self._state, plan
         )
         out.ids.copy_to_host_async()
-        return out
+        return StepInFlight(out, rows)
 
     # --- shapes -------------------------------------------------------------------------------
 
-    def _place_bucket(self, page_ids: Sequence[int], shards: list[np.ndarray]) -> None:
+    def _place_bucket(self, rank: int, page_ids: Sequence[int], shards: list[np.ndarray]) -> None:
         bucket = bucket_for(len(page_ids), self._buckets.run_pages)
-        ids = np.full(bucket, self.num_pages, np.int32)  # past the pool: dropped
-        ids[: len(page_ids)] = page_ids
-        kv = self._opened.kv
-        shape = (kv.num_layers, 2, bucket, kv.page_size, kv.num_kv_heads, kv.head_dim)
-        sharding = pool_sharding(self._model.mesh)
-        starts = {
-            device: index[4].start or 0
-            for device, index in sharding.addressable_devices_indices_map(shape).items()
-            if index is not None
-        }
-        devices = sorted(starts, key=lambda device: starts[device])
+        mesh = self._model.mesh
+        ids = np.full((self._dp_size, bucket), self.num_pages, np.int32)  # past the pool: dropped
+        ids[rank, : len(page_ids)] = page_ids
         local = [
             jax.device_put(_padded(shard, bucket), device)
-            for shard, device in zip(shards, devices, strict=True)
+            for shard, device in zip(shards, rank_devices(mesh, rank), strict=True)
         ]
-        staged = jax.make_array_from_single_device_arrays(shape, sharding, local)
-        self._pool = self._place[bucket](self._pool, staged, ids)
+        for other in range(self._dp_size):
+            if other != rank:
+                local += self._nothing[bucket][other]
+        pages = abstract_pages(self._opened.kv, bucket, mesh)
+        staged = jax.make_array_from_single_device_arrays(pages.shape, pages.sharding, local)
+        self._pool = self._place[bucket](self._pool, staged, ids.ravel())
+
+    def _empty_runs(self) -> dict[int, list[list[Array]]]:
+        """By bucket and rank: a run of pages on each device of the rank, never looked at."""
+        mesh = self._model.mesh
+        runs: dict[int, list[list[Array]]] = {}
+        for bucket in self._buckets.run_pages:
+            pages = abstract_pages(self._opened.kv, bucket, mesh)
+            shape = pages.sharding.shard_shape(pages.shape)
+            runs[bucket] = [
+                [
+                    jax.device_put(np.zeros(shape, pages.dtype), device)
+                    for device in rank_devices(mesh, rank)
+                ]
+                for rank in range(self._dp_size)
+            ]
+        return runs
 
     def _compile(self, num_pages: int) -> list[Program]:
         """Every program, for a pool of num_pages."""
-        buckets, kv = self._buckets, self._opened.kv
-        sharding = pool_sharding(self._model.mesh)
-
-        def pages(count: int) -> jax.ShapeDtypeStruct:
-            shape = (kv.num_layers, 2, count, kv.page_size, kv.num_kv_heads, kv.head_dim)
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(kv.stored_dtype), sharding=sharding)
-
-        pool, params = pages(num_pages), abstract_like(self._params)
-        state = self._abstract(_empty_state(self._num_slots, buckets, self._opened.context_length))
+        buckets, kv, mesh = self._buckets, self._opened.kv, self._model.mesh
+        dp_size, context = self._dp_size, self._opened.context_length
+        params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
+        empty = _empty_state(dp_size * self._rank_slots, buckets, context)
+        state = abstract_of(empty, mesh, RANKS)
         total = len(buckets.slots) + len(buckets.run_pages) + 1
         done: list[Program] = []
 
-        def built(program: Program) -> Program:
+        def built(name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
+            program = compile_program(name, function, args, donate)
             done.append(program)
-            log.info("compiled %d/%d %s", len(done), total, program.name)
+            log.info("compiled %d/%d %s", len(done), total, name)
             return program
 
+        step = on_ranks(
+            mesh,
+            partial(decode_step, self._model),
+            (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS),
+            (POOL_SPEC, RANKS, RANKS),
+        )
         for slots in buckets.slots:
-            plan = jax.ShapeDtypeStruct((2, slots), jnp.int32, sharding=self._replicated)
+            plan = abstract_i32((2, dp_size * slots), mesh, COLUMNS_OF_RANKS)
             self._step[slots] = built(
-                compile_program(
-                    f"step[slots={slots}]", self._step_fn, (params, pool, state, plan), (1, 2)
-                )
+                f"step[slots={slots}]", step, (params, pool, state, plan), (1, 2)
             )
+        place = on_ranks(mesh, write_pages, (POOL_SPEC, POOL_SPEC, RANKS), POOL_SPEC)
         for count in buckets.run_pages:
-            ids = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=self._replicated)
-            self._place[count] = built(
-                compile_program(
-                    f"place[pages={count}]", write_pages, (pool, pages(count), ids), (0,)
-                )
-            )
-        fresh = self._abstract(
-            _empty_state(buckets.admit_rows, buckets, self._opened.context_length)
-        )
-        rows = jax.ShapeDtypeStruct((buckets.admit_rows,), jnp.int32, sharding=self._replicated)
-        self._admit = built(
-            compile_program(f"admit[{buckets.admit_rows}]", _admit_fn, (state, rows, fresh), (0,))
-        )
+            ids = abstract_i32((dp_size * count,), mesh, RANKS)
+            run = abstract_pages(kv, count, mesh)
+            self._place[count] = built(f"place[pages={count}]", place, (pool, run, ids), (0,))
+        admit = on_ranks(mesh, _admit_fn, (RANKS, P(), P()), RANKS)
+        fresh = abstract_of(_empty_state(buckets.admit_rows, buckets, context), mesh, P())
+        rows = abstract_i32((buckets.admit_rows,), mesh, P())
+        self._admit = built(f"admit[{buckets.admit_rows}]", admit, (state, rows, fresh), (0,))
         return done
-
-    def _step_fn(
-        self, params: Any, pool: Array, state: SlotState, plan: Array
-    ) -> tuple[Array, SlotState, SampleOut]:
-        return decode_step(self._model, params, pool, state, plan)
-
-    def _abstract(self, tree: Any) -> Any:
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._replicated), tree
-        )
 
 
 def decode_step(
     model: Model, params: Any, pool: Array, state: SlotState, plan: Array
 ) -> tuple[Array, SlotState, SampleOut]:
-    """One token for each slot of the plan.
+    """One token for each slot of the plan, of one rank.
 
     pool: see model/kv, donated. plan: i32[2, B]: slots (S = padding row), and pages to enter in
     the page table at the position this step writes (-1 = none). Returns pool, state and
@@ -230,14 +253,14 @@ def decode_step(
     nowhere = pool.shape[2] * page_size
     kv_idx = jnp.where(real, page * page_size + position % page_size, nowhere)
 
-    hidden, pool = decode_hidden(model, params, pool, token_ids, position, table, kv_idx)
+    hidden, pool = decode_rows(model, params, pool, token_ids, position, table, kv_idx)
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
     prompt_len = state.prompt_len[safe]
 
     def history() -> tuple[Array, Array, Array]:
         return state.history[safe], prompt_len, length
 
-    out = sample(logits(model, params, hidden), rows, history, length - prompt_len)
+    out = sample(row_logits(model, params, hidden), rows, history, length - prompt_len)
     state = SlotState(
         history=state.history.at[slots, length].set(out.ids, mode="drop"),
         length=state.length.at[slots].add(1, mode="drop"),
@@ -256,11 +279,29 @@ def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Arr
 
 
 def _admit_fn(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
-    """Write rows of `fresh` at `slots` (S = padding, dropped)."""
+    """Write rows of `fresh` at `slots`, which count over all ranks; those of others are dropped."""
+    num_slots = np.int32(state.length.shape[0])
+    rank, slot = jnp.divmod(slots, num_slots)
+    mine = jnp.where(rank == rank_idx(), slot, num_slots)
     merged: SlotState = jax.tree.map(
-        lambda old, new: old.at[slots].set(new, mode="drop"), state, fresh
+        lambda old, new: old.at[mine].set(new, mode="drop"), state, fresh
     )
     return merged
+
+
+def _places(ranks: np.ndarray, dp_size: int) -> tuple[np.ndarray, int]:
+    """How many of its rank stand before each, and how many the fullest rank has.
+
+    ranks: i32[n]. Returns i32[n] and a count of at least 1.
+    """
+    if dp_size == 1:
+        return np.arange(len(ranks), dtype=np.int32), len(ranks)
+    order = np.argsort(ranks, kind="stable")
+    counts = np.bincount(ranks, minlength=dp_size)
+    first = np.cumsum(counts) - counts
+    within = np.empty(len(ranks), np.int32)
+    within[order] = np.arange(len(ranks)) - first[ranks[order]]
+    return within, int(counts.max())
 
 
 def _empty_state(num_slots: int, buckets: DecodeBuckets, context: int) -> SlotState:

@@ -3,6 +3,9 @@
 Pure. The host runs one step behind the device: when step n+1 is planned, the tokens of step n
 are not known yet. A slot that step n ends by length is known to end and left out; one that it
 ends by a stop id takes part in step n+1 for nothing, and that token is dropped.
+
+A step is of all data-parallel ranks at once; slots are counted over all of them, and a page is one
+of its slot's rank.
 """
 
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ class StepPlan:
 class StepResult:
     """Tokens of one step that count: n rows, in the order of the plan.
 
-    rows: i32[n], which rows of the plan (and of the device's arrays) they are.
+    rows: i32[n], which rows of the plan they are.
     """
 
     rows: np.ndarray
@@ -53,7 +56,11 @@ class StepResult:
 
 
 class OutOfPages(Exception):
-    """A slot could not grow: finish what is in flight and plan again, or preempt."""
+    """A slot of this rank could not grow: finish what is in flight and plan again, or preempt."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has no free page")
+        self.rank = rank
 
 
 class DecodeScheduler:
@@ -146,7 +153,7 @@ class DecodeScheduler:
         page_idx, offset = divmod(position, self._page_size)
         seat = running.seat
         if page_idx >= len(seat.pages) and self._admission.grow(seat) is None:
-            raise OutOfPages
+            raise OutOfPages(seat.rank)
         # Entered in the table by the step that first writes to it.
         return seat.pages[page_idx] if offset == 0 else -1
 

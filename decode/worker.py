@@ -15,11 +15,10 @@ import numpy as np
 
 from decode.admission import Admission, Seat
 from decode.config import DecodeConfig
-from decode.engine import DecodeEngine, SlotStart
+from decode.engine import DecodeEngine, SlotStart, StepInFlight
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, StepResult, ended
 from model.buckets import decode_buckets
 from model.opening import on_cpu
-from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.choice import open_receiver
@@ -66,9 +65,11 @@ class StepEngine(Protocol):
 
     @property
     def num_pages(self) -> int: ...
-    def place_run(self, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None: ...
+    def place_run(
+        self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
+    ) -> None: ...
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> SampleOut: ...
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._starts: list[tuple[Held, FirstToken]] = []
         self._started: list[Held] = []  # since the last step
         # Each step, with those for whom it is the first.
-        self._inflight: deque[tuple[StepPlan, SampleOut, list[Held]]] = deque()
+        self._inflight: deque[tuple[StepPlan, StepInFlight, list[Held]]] = deque()
         self._clients: dict[str, RpcClient] = {}  # loop thread only
         self._grant_tasks: set[asyncio.Task[None]] = set()
 
@@ -102,8 +103,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         opened = open_configured(config)
-        slots = config.max_running_requests or (16 if on_cpu() else 256)
-        buckets = decode_buckets(slots, opened.context_length, opened.kv.page_size)
+        rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
+        buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
         engine = DecodeEngine(opened, buckets, config.mem_fraction_static, config.max_total_tokens)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(
@@ -118,16 +119,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
         )
         data_address = receiver.start()
-        self.assemble(engine, PoolFacts.of(opened), slots, receiver, data_address)
+        self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address)
         self._compiles.arm()
-        self.resolved(opened, engine.num_pages, max_running_requests=slots)
+        self.resolved(opened, engine.num_pages, max_running_requests=config.dp_size * rank_slots)
         return describe(self, self.config, opened, data_address, engine.num_pages)
 
     def assemble(
         self,
         engine: StepEngine,
         facts: PoolFacts,
-        num_slots: int,
+        rank_slots: int,
         receiver: PageReceiver,
         data_address: str,
     ) -> None:
@@ -135,9 +136,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages
-        self._pool = PagePool(engine.num_pages)
+        self._pools = [PagePool(engine.num_pages) for _ in range(self.config.dp_size)]
         self._admission = Admission(
-            self._pool, num_slots, facts.page_size, self.config.headroom_pages
+            self._pools, rank_slots, facts.page_size, self.config.headroom_pages
         )
         self._scheduler = DecodeScheduler(self._admission, facts.page_size)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
@@ -166,7 +167,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 raise AssertionError(f"unknown event {event!r}")
 
     def take(self, submit: wire.Submit, room: Room) -> Held:
-        self._admission.add(submit.room, len(submit.token_ids) // 4, submit.arrival_s)
+        num_tokens, rank = len(submit.token_ids) // 4, self.dictated_rank(submit)
+        self._admission.add(submit.room, num_tokens, submit.arrival_s, rank)
         return Held(submit, room)
 
     def release(self, held: Held) -> None:
@@ -198,7 +200,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if held.room.state is State.RESERVED:
             held.room.advance(State.RECEIVING, self.clock.monotonic_s())
         num_pages = shards[0].shape[2]
-        self._engine.place_run(held.seat.pages[page_start : page_start + num_pages], shards)
+        page_ids = held.seat.pages[page_start : page_start + num_pages]
+        self._engine.place_run(held.seat.rank, page_ids, shards)
         self.counters["pages_received"] += num_pages
 
     def _transferred(self, room: int, first: FirstToken) -> None:
@@ -220,8 +223,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._start()
         plan = self._plan()
         if plan is not None:
-            out = self._engine.step(plan.slots, plan.new_pages)
-            self._inflight.append((plan, out, self._started))
+            flight = self._engine.step(plan.slots, plan.new_pages)
+            self._inflight.append((plan, flight, self._started))
             self._started = []
             self.counters["steps"] += 1
         if self._inflight and (len(self._inflight) > 1 or plan is None):
@@ -238,6 +241,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held = self._held[seat.room]
             held.seat = seat
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
+            self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
@@ -278,15 +282,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._engine.start_slots(starts)
 
     def _plan(self) -> StepPlan | None:
-        """Plan the next step; while the pool is dry, let ends come in, then preempt."""
+        """Plan the next step; while a pool is dry, let ends come in, then preempt."""
         while True:
             try:
                 return self._scheduler.plan()
-            except OutOfPages:
+            except OutOfPages as dry:
                 if self._inflight:
                     self._complete(*self._inflight.popleft())
                 else:
-                    self._preempt(self._admission.victim().room)
+                    self._preempt(self._admission.victim(dry.rank).room)
 
     def _preempt(self, room: int) -> None:
         held = self._held[room]
@@ -294,9 +298,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
         self.drop(room, "preempted")
 
-    def _complete(self, plan: StepPlan, out: SampleOut, started: Sequence[Held]) -> None:
+    def _complete(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
-        result = self._scheduler.finish(plan, np.asarray(out.ids))
+        out = flight.out
+        result = self._scheduler.finish(plan, np.asarray(out.ids)[flight.rows])
         for held in started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
@@ -316,7 +321,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             # Two steps may complete in one turn (a dry pool): each is a message of its own.
             if self._emitter.has_rows(api_id):
                 self.publish(self._emitter.take(self.clock.monotonic_s()))
-            self._emitter.rows(api_id, _rows(result, at_rows, wanted, logprobs, tops))
+            device_rows = flight.rows[result.rows[at_rows]]
+            rows_out = _rows(result, at_rows, device_rows, wanted, logprobs, tops)
+            self._emitter.rows(api_id, rows_out)
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
 
@@ -344,18 +351,40 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             queued_requests=self._admission.num_waiting,
             queued_tokens=self._admission.waiting_tokens,
             running_requests=self._scheduler.num_running,
-            pages_total=self._pool.num_pages,
-            pages_free=self._pool.num_free,
+            pages_total=sum(pool.num_pages for pool in self._pools),
+            pages_free=sum(pool.num_free for pool in self._pools),
             slots_total=self._admission.num_slots,
             slots_free=self._admission.num_free_slots,
             steps=self.progress,
         )
 
+    def rank_loads(self) -> tuple[wire.Load, ...]:
+        """See wire.Heartbeat. Another thread reads: each figure by itself is one that was true."""
+        dp_size = self.config.dp_size
+        if dp_size == 1:
+            return ()
+        slots = self._admission.num_slots // dp_size
+        loads = []
+        for rank, pool in enumerate(self._pools):
+            free = self._admission.rank_free_slots(rank)
+            loads.append(
+                wire.Load(
+                    running_requests=slots - free,
+                    pages_total=pool.num_pages,
+                    pages_free=pool.num_free,
+                    slots_total=slots,
+                    slots_free=free,
+                    steps=self.progress,
+                )
+            )
+        return tuple(loads)
+
     def state(self) -> wire.WorkerState:
         self._refresh_load()
         self._admission.check()
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
-        return self.described_state(self._pool.num_held, 0, counters)
+        held = sum(pool.num_held for pool in self._pools)
+        return self.described_state(held, 0, counters)
 
     def flush(self) -> wire.FlushReply:
         return wire.FlushReply(flushed=True, message="decode keeps no cache")
@@ -370,12 +399,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 def _rows(
     result: StepResult,
     at: np.ndarray,
+    device_rows: np.ndarray,
     wanted: np.ndarray,
     logprobs: np.ndarray | None,
     tops: Sequence[np.ndarray] | None,
 ) -> Rows:
-    """One API process's part of a step. at: i32[n] into the result; the arrays are the device's."""
-    device_rows = result.rows[at]
+    """One API process's part of a step.
+
+    at, device_rows: i32[n], into the result and into the arrays of the device.
+    """
     rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
     if logprobs is not None:
         rows.logprobs = logprobs[device_rows]

@@ -20,7 +20,7 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     from model.devices import prepare_devices
     from prefill.worker import PrefillWorker
 
-    prepare_devices(config.tp_size)
+    prepare_devices(config.dp_size * config.tp_size)
     worker = PrefillWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))
 

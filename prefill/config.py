@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from prefill.balancer import Method
 from transfer.worker_config import WorkerConfig, at_least, at_most
 
 
@@ -13,6 +14,8 @@ class PrefillConfig(WorkerConfig):
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
     disable_radix_cache: bool = False
     transfer_connections: int = 2  # to each decode worker, opened as rooms want them
+    # How prompts are shared out to the data-parallel ranks.
+    load_balance_method: Method = "shortest_queue"
 
     def __post_init__(self) -> None:
         super().__post_init__()

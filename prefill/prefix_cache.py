@@ -44,6 +44,19 @@ class PrefixCache:
         self._pool.share(pages)
         return pages
 
+    def chain(self, token_ids: np.ndarray, salt: str, limit_tokens: int) -> list[bytes]:
+        """Digests of the full pages of at most limit_tokens tokens, for `cached_tokens`."""
+        return list(self._chain(token_ids[: max(limit_tokens, 0)], salt)) if self._enabled else []
+
+    def cached_tokens(self, chain: Sequence[bytes]) -> int:
+        """Tokens of the longest cached prefix. Changes nothing, the order of eviction neither."""
+        num_pages = 0
+        for digest in chain:
+            if digest not in self._pages:
+                break
+            num_pages += 1
+        return num_pages * self._page_size
+
     def insert(self, token_ids: np.ndarray, salt: str, pages: Sequence[int]) -> None:
         """Remember the full pages of this prefix; pages[i] holds its i-th page.
 

@@ -24,6 +24,7 @@ class Prompt:
     arrival_s: float
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
+    rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
     granted: bool = False
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens found in the prefix cache
@@ -75,6 +76,7 @@ class PrefillScheduler:
         self._chunk_pages = chunk_pages
         self._prompts: dict[int, Prompt] = {}
         self._ready: list[Prompt] = []  # granted, with tokens left to plan; oldest first
+        self._is_dry = False  # the last plan left out a prompt that found no pages
 
     def add(self, prompt: Prompt) -> None:
         """Queue a prompt. It waits for `grant`."""
@@ -112,6 +114,7 @@ class PrefillScheduler:
         pieces: list[Piece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         may_start = True
+        self._is_dry = False
         for prompt in tuple(self._ready):
             if tokens_left == 0 or len(pieces) == self._chunk_seqs:
                 break
@@ -120,6 +123,7 @@ class PrefillScheduler:
                 # theirs go on, or an older prompt would wait for pages that wait for their turn.
                 may_start = may_start and self._start(prompt)
                 if not may_start:
+                    self._is_dry = True
                     continue
             num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
             num_pages = -(-(prompt.num_planned + num_tokens) // self._page_size)
@@ -132,6 +136,17 @@ class PrefillScheduler:
             self._planned(piece)
         return tuple(pieces)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next chunk could take more than what waits for it."""
+        requests, tokens = self.pending()
+        is_full = requests >= self._chunk_seqs or tokens >= self._chunk_tokens
+        return not is_full and not self._is_dry
+
+    def pending(self) -> tuple[int, int]:
+        """Requests that may be computed and are not, and the tokens left of them."""
+        return len(self._ready), sum(p.num_tokens - p.num_planned for p in self._ready)
+
     def queued(self) -> tuple[int, int]:
         """Requests and tokens not yet planned."""
         left = [p.num_tokens - p.num_planned for p in self._prompts.values()]
@@ -142,10 +157,7 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
-        reusable = prompt.num_tokens - 1  # the last token's logits must be computed
-        if prompt.logprobs_start >= 0:
-            reusable = min(reusable, max(prompt.logprobs_start - 1, 0))
-        shared = self._cache.match(prompt.token_ids, prompt.salt, reusable)
+        shared = self._cache.match(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
         need = -(-prompt.num_tokens // self._page_size) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -168,6 +180,14 @@ class PrefillScheduler:
         self._cache.insert(
             prompt.token_ids[: full * self._page_size], prompt.salt, prompt.pages[:full]
         )
+
+
+def reusable_tokens(prompt: Prompt) -> int:
+    """Tokens of the prompt that a cached prefix may stand for."""
+    reusable = prompt.num_tokens - 1  # the last token's logits must be computed
+    if prompt.logprobs_start >= 0:
+        reusable = min(reusable, max(prompt.logprobs_start - 1, 0))
+    return reusable
 
 
 def pages_to_ship(piece: Piece, page_size: int, already: int) -> Sequence[int]:

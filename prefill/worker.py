@@ -8,7 +8,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_time
 from prefill.config import PrefillConfig
 from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
 from prefill.prefix_cache import PrefixCache
+from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender, Shipped
@@ -58,9 +60,9 @@ class ChunkEngine(Protocol):
     def num_pages(self) -> int: ...
     @property
     def max_run_pages(self) -> int: ...
-    def run_chunk(self, pieces: tuple[Piece, ...]) -> ChunkInFlight: ...
+    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight: ...
     def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut: ...
-    def gather_run(self, page_ids: Sequence[int]) -> list[Any]: ...
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
 
 
 @dataclass(slots=True)
@@ -75,13 +77,21 @@ class Held(HeldRoom):
     logprobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
+class Run(NamedTuple):
+    """Pages of one room to gather at once."""
+
+    room: int
+    first_page: int  # within the prompt
+    page_ids: list[int]
+
+
 @dataclass(slots=True)
 class InFlight:
     """A dispatched chunk and everything that waits for it."""
 
     chunk: ChunkInFlight
     sampled: SampleOut | None
-    runs: list[tuple[int, int, int, list[Array]]]  # room, first page, pages, staged shards
+    runs: list[tuple[Run, list[Array]]]  # with the staged shards
     times: list[ChunkTimes]  # one a piece
 
 
@@ -99,6 +109,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._inflight: deque[InFlight] = deque()
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
         self._load_due_s = 0.0
+        self._rank_loads: tuple[wire.Load, ...] = ()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -135,19 +146,19 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages
-        self._pool = PagePool(engine.num_pages)
-        self._cache = PrefixCache(self._pool, facts.page_size, not self.config.disable_radix_cache)
-        self._scheduler = PrefillScheduler(
-            self._pool,
-            self._cache,
-            facts.page_size,
-            buckets.tokens[-1],
-            buckets.seqs,
-            buckets.pages,
-        )
+        ranks = [self._make_rank(buckets) for _ in range(self.config.dp_size)]
+        self._ranks = Ranks(ranks, self.config.load_balance_method)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._sender = sender
         self._refresh_load()
+
+    def _make_rank(self, buckets: PrefillBuckets) -> Rank:
+        pool, page_size = PagePool(self._num_pages), self._facts.page_size
+        cache = PrefixCache(pool, page_size, not self.config.disable_radix_cache)
+        scheduler = PrefillScheduler(
+            pool, cache, page_size, buckets.tokens[-1], buckets.seqs, buckets.pages
+        )
+        return Rank(pool, cache, scheduler)
 
     def register_methods(self, server: RpcServer) -> None:
         server.unary("Grant", wire.GrantBatch, self._granted)
@@ -179,8 +190,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             arrival_s=submit.arrival_s,
             salt=submit.cache_salt,
             logprobs_start=submit.sampling.prompt_logprobs_start,
+            rank=self.dictated_rank(submit),
         )
-        self._scheduler.add(prompt)
+        self._ranks.add(prompt)
         held = Held(submit, room, prompt)
         early = self._early.pop(submit.room, None)
         if early is not None:
@@ -195,7 +207,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if held.room.state is State.FAILED and held.grant is not None:
             left = self._sender.cancel(held.submit.room)
             held.shipped = held.shipped or left
-        self._scheduler.release(held.submit.room)
+        self._ranks.release(held.prompt)
 
     def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
         return wire.LegRecord(
@@ -223,7 +235,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             return
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
-        self._scheduler.grant(grant.room)
+        self._ranks.grant(held.prompt)
 
     def _sender_said(self, said: Any) -> None:
         held = self._held.get(said.room)
@@ -243,10 +255,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- one turn -------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        pieces = self._scheduler.plan()
-        if pieces:
-            self._dispatch_chunk(pieces)
-        if self._inflight and (len(self._inflight) > 1 or not pieces):
+        plans = self._ranks.plan()
+        has_work = any(plans)
+        if has_work:
+            self._dispatch_chunk(plans)
+        if self._inflight and (len(self._inflight) > 1 or not has_work):
             self._complete(self._inflight.popleft())
         self.expire()
         if self.clock.monotonic_s() >= self._load_due_s:
@@ -254,57 +267,61 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self.publish(self._emitter.take(self.clock.monotonic_s()))
         return bool(self._inflight)
 
-    def _dispatch_chunk(self, pieces: tuple[Piece, ...]) -> None:
+    def _dispatch_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> None:
         now_s = self.clock.monotonic_s()
-        chunk = self._engine.run_chunk(pieces)
-        runs: list[tuple[int, int, int, list[Array]]] = []
+        chunk = self._engine.run_chunk(plans)
         firsts: list[FirstSample] = []
         times: list[ChunkTimes] = []
-        for row, piece in enumerate(pieces):
+        wanted: list[list[Run]] = [[] for _ in plans]  # by rank
+        for placed in chunk.pieces:
+            piece = placed.piece
             held = self._held[piece.prompt.room]
             if held.room.state is State.GRANTED:
                 held.room.advance(State.COMPUTING, now_s)
+                self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
             if piece.is_last:
-                submit = held.submit
-                firsts.append(
-                    FirstSample(
-                        row, submit.sampling, piece.prompt.token_ids, submit.num_prompt_tokens
-                    )
-                )
-            gathered = self._gather(held, piece)
-            page_end = held.shipped_pages if gathered else 0
+                firsts.append(_first_sample(held, placed.row))
+            runs = self._runs_of(held, piece)
+            wanted[piece.prompt.rank] += runs
+            page_end = held.shipped_pages if runs else 0
             times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end))
-            runs += gathered
+            self.counters["tokens_computed"] += piece.num_tokens
+        gathered = self._gather(wanted)
         sampled = self._engine.sample_first(chunk, firsts) if firsts else None
-        self._inflight.append(InFlight(chunk, sampled, runs, times))
+        self._inflight.append(InFlight(chunk, sampled, gathered, times))
         self.counters["chunks"] += 1
-        self.counters["tokens_computed"] += sum(piece.num_tokens for piece in pieces)
 
-    def _gather(self, held: Held, piece: Piece) -> list[tuple[int, int, int, list[Array]]]:
-        """Stage the pages that this piece completes, in runs that fit a compiled gather."""
+    def _runs_of(self, held: Held, piece: Piece) -> list[Run]:
+        """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
-        longest = self._engine.max_run_pages
-        runs = []
-        for at in range(0, len(wanted), longest):
-            idxs = wanted[at : at + longest]
-            shards = self._engine.gather_run([piece.prompt.pages[i] for i in idxs])
-            runs.append((piece.prompt.room, idxs[0], len(idxs), shards))
-        return runs
+        longest, prompt = self._engine.max_run_pages, piece.prompt
+        cuts = [wanted[at : at + longest] for at in range(0, len(wanted), longest)]
+        return [Run(prompt.room, idxs[0], [prompt.pages[i] for i in idxs]) for idxs in cuts]
+
+    def _gather(self, wanted: Sequence[Sequence[Run]]) -> list[tuple[Run, list[Array]]]:
+        """Stage runs of pages, one of every rank that has some left at a time."""
+        gathered = []
+        for runs in zip_longest(*wanted):
+            arrays = self._engine.gather_runs([run.page_ids if run else () for run in runs])
+            gathered += [(run, shards) for run, shards in zip(runs, arrays, strict=True) if run]
+        return gathered
 
     def _complete(self, flight: InFlight) -> None:
         """Ship what the chunk finished. Rooms that ended meanwhile are passed over."""
         if flight.runs:
             # Gathered behind the chunk: it is computed once the first of them is there.
-            jax.block_until_ready(flight.runs[0][3])
+            jax.block_until_ready(flight.runs[0][1])
         computed_s = self.clock.monotonic_s()
-        for room, first_page, num_pages, arrays in flight.runs:
-            held = self._held.get(room)
+        for run, arrays in flight.runs:
+            held = self._held.get(run.room)
             if held is None or held.grant is None:
                 continue
+            num_pages = len(run.page_ids)
             shards = [np.asarray(array)[:, :, :num_pages] for array in arrays]
-            runs = self._runs_to(held.grant)
-            self._sender.send_pages(held.grant, first_page, shards, runs)
+            self._sender.send_pages(
+                held.grant, run.first_page, shards, self._head_runs_to(held.grant)
+            )
             self.counters["pages_sent"] += num_pages
         shipped_s = self.clock.monotonic_s()
         for times in flight.times:
@@ -314,7 +331,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if flight.sampled is not None:
             self._emit_first_tokens(flight.chunk, SampleOut(*map(np.asarray, flight.sampled)))
 
-    def _runs_to(self, grant: wire.Grant) -> tuple[HeadRun, ...]:
+    def _head_runs_to(self, grant: wire.Grant) -> tuple[HeadRun, ...]:
         key = (grant.tp_size, grant.stored_kv_heads)
         if key not in self._head_runs:
             self._head_runs[key] = plan_heads(
@@ -330,7 +347,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         """First tokens go to the client at once, and to decode behind the last page."""
         by_api: dict[str, list[tuple[int, Held, int]]] = {}
         now_s = self.clock.monotonic_s()
-        for row, piece in enumerate(chunk.pieces):
+        for placed in chunk.pieces:
+            piece, row = placed.piece, placed.row
             held = self._held.get(piece.prompt.room)
             if not piece.is_last or held is None or held.grant is None:
                 continue
@@ -357,8 +375,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def _collect_prompt_logprobs(self, chunk: ChunkInFlight) -> None:
         assert chunk.prompt_logprobs is not None
         arrays = [np.asarray(array) for array in chunk.prompt_logprobs]
-        row = 0
-        for piece in chunk.pieces:
+        for placed in chunk.pieces:
+            piece, row = placed.piece, placed.token_row
             held = self._held.get(piece.prompt.room)
             if held is not None and piece.prompt.wants_logprobs:
                 # Row r tells of the token after it: position piece.start + r + 1.
@@ -369,7 +387,6 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                     cut = slice(row + skip, row + last)
                     lps, ids, tops = (array[cut] for array in arrays)
                     held.logprobs.append((lps, ids, tops))
-            row += piece.num_tokens
 
     def expire(self) -> None:
         super().expire()
@@ -381,30 +398,51 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        """Counting evictable pages walks the cache, so a busy loop does it now and then."""
+        """Counting evictable pages walks the caches, so a busy loop does it now and then."""
         self._load_due_s = self.clock.monotonic_s() + LOAD_REFRESH_S
-        requests, tokens = self._scheduler.queued()
+        requests, tokens = self._ranks.queued()
+        ranks = self._ranks.ranks
+        for rank in ranks:
+            rank.refresh()
         self._load = wire.Load(
             queued_requests=requests,
             queued_tokens=tokens,
             running_requests=len(self._held) - requests,
-            pages_total=self._pool.num_pages,
-            pages_free=self._pool.num_free + self._cache.num_evictable(),
+            pages_total=sum(rank.pool.num_pages for rank in ranks),
+            pages_free=sum(rank.pool.num_free + rank.num_evictable for rank in ranks),
+            steps=self.progress,
+        )
+        if len(ranks) > 1:
+            self._rank_loads = tuple(map(self._load_of, ranks))
+
+    def _load_of(self, rank: Rank) -> wire.Load:
+        """What is bound to one rank."""
+        requests, tokens = rank.scheduler.queued()
+        return wire.Load(
+            queued_requests=requests,
+            queued_tokens=tokens,
+            running_requests=len(rank.scheduler) - requests,
+            pages_total=rank.pool.num_pages,
+            pages_free=rank.pool.num_free + rank.num_evictable,
             steps=self.progress,
         )
 
+    def rank_loads(self) -> tuple[wire.Load, ...]:
+        return self._rank_loads
+
     def state(self) -> wire.WorkerState:
         self._refresh_load()
-        cached = self._cache.num_evictable()
+        ranks = self._ranks.ranks
         return self.described_state(
-            pages_held=self._pool.num_held - cached,
-            pages_cached=len(self._cache),
+            pages_held=sum(rank.pool.num_held - rank.num_evictable for rank in ranks),
+            pages_cached=sum(len(rank.cache) for rank in ranks),
             counters=self.counters + Counter(dict(self._sender.counters)),  # another thread counts
         )
 
     def flush(self) -> wire.FlushReply:
-        flushed = self._cache.flush()
-        left = len(self._cache)
+        caches = [rank.cache for rank in self._ranks.ranks]
+        flushed = sum(cache.flush() for cache in caches)
+        left = sum(map(len, caches))
         message = f"{flushed} pages flushed"
         if left:
             message += f", {left} kept: running requests hold them"
@@ -415,6 +453,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         sender = getattr(self, "_sender", None)
         if sender is not None:
             sender.close()
+
+
+def _first_sample(held: Held, row: int) -> FirstSample:
+    submit = held.submit
+    return FirstSample(row, submit.sampling, held.prompt.token_ids, submit.num_prompt_tokens)
 
 
 def _first_rows(rows: list[tuple[int, Held, int]], out: SampleOut) -> Rows:

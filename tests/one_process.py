@@ -36,7 +36,7 @@ class OneProcess:
     def run(self, token_ids: Sequence[int], params: wire.SamplingParams) -> list[int]:
         """Generated ids."""
         ids = np.array(token_ids, np.int32)
-        admission = Admission(PagePool(self._decode.num_pages), 1, PAGE_SIZE, 0)
+        admission = Admission([PagePool(self._decode.num_pages)], 1, PAGE_SIZE, 0)
         scheduler = DecodeScheduler(admission, PAGE_SIZE)
         admission.add(0, len(ids), 0.0)
         (seat,) = admission.admit()
@@ -49,8 +49,8 @@ class OneProcess:
         self._decode.start_slots([start])
         scheduler.start(seat, "api", params, len(ids))
         while (plan := scheduler.plan()) is not None:
-            out = self._decode.step(plan.slots, plan.new_pages)
-            result = scheduler.finish(plan, np.asarray(out.ids))
+            flight = self._decode.step(plan.slots, plan.new_pages)
+            result = scheduler.finish(plan, np.asarray(flight.out.ids)[flight.rows])
             tokens += result.token_ids.tolist()
             if result.finish[0]:
                 break
@@ -65,14 +65,14 @@ class OneProcess:
         scheduler.add(prompt)
         scheduler.grant(0)
         while pieces := scheduler.plan():
-            chunk = self._prefill.run_chunk(pieces)
+            chunk = self._prefill.run_chunk([pieces])
         out = self._prefill.sample_first(chunk, [FirstSample(0, params, ids, len(ids))])
         longest = self._prefill.max_run_pages
         for at in range(0, len(prompt.pages), longest):
             run = prompt.pages[at : at + longest]
-            (shard,) = self._prefill.gather_run(run)
+            ((shard,),) = self._prefill.gather_runs([run])
             staged = np.asarray(shard)[:, :, : len(run)]
-            self._decode.place_run(list(pages[at : at + len(run)]), [staged])
+            self._decode.place_run(0, list(pages[at : at + len(run)]), [staged])
         return int(np.asarray(out.ids)[0])
 
 

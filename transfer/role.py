@@ -256,6 +256,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         chunk_size,
         config.mem_fraction_static,
         config.max_total_tokens,
+        config.dp_size,
     )
 
 

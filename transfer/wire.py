@@ -296,7 +296,8 @@ class Heartbeat(Message):
     epoch: int
     load: Load  # over all ranks
     draining: bool = False
-    ranks: tuple[Load, ...] = ()  # each data-parallel rank's part; () = there is one
+    # Each data-parallel rank's part; () = there is one. What waits for no rank yet is in `load`.
+    ranks: tuple[Load, ...] = ()
 
 
 class HeartbeatReply(Message):

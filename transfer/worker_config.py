@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from transfer.errors import ConfigError
 
+MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
+
 
 @dataclass(frozen=True)
 class WorkerConfig:
@@ -34,19 +36,18 @@ class WorkerConfig:
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "ep_size", "max_queued_requests", "max_frame_bytes"):
+        for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests", "max_frame_bytes"):
             at_least(self, name, 1)
         for name in ("context_length", "page_size", "max_total_tokens"):
             at_least(self, name, 0)
-        at_most(self, "tp_size", 1024)  # so many virtual devices a CPU still makes
+        if self.dp_size * self.tp_size > MAX_DEVICES:
+            raise ConfigError(
+                f"--dp-size {self.dp_size} x --tp-size {self.tp_size}: at most {MAX_DEVICES} "
+                f"devices, got {self.dp_size * self.tp_size}"
+            )
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
         reachable(self, "host")
-        if self.dp_size != 1:
-            raise ConfigError(
-                f"--dp-size {self.dp_size} is not supported, it takes 1; "
-                "start more groups for more data-parallel ranks"
-            )
         if self.ep_size > self.tp_size or self.tp_size % self.ep_size:
             raise ConfigError(
                 f"--ep-size {self.ep_size} must divide --tp-size {self.tp_size}: experts are "

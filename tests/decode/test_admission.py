@@ -10,8 +10,11 @@ from transfer.pages import PagePool
 PAGE = 4
 
 
-def admission(num_pages: int = 16, num_slots: int = 4, headroom_pages: int = 0) -> Admission:
-    return Admission(PagePool(num_pages), num_slots, PAGE, headroom_pages)
+def admission(
+    num_pages: int = 16, num_slots: int = 4, headroom_pages: int = 0, ranks: int = 1
+) -> Admission:
+    pools = [PagePool(num_pages) for _ in range(ranks)]
+    return Admission(pools, num_slots, PAGE, headroom_pages)
 
 
 def rooms(seats: tuple[Seat, ...]) -> list[int]:
@@ -88,7 +91,7 @@ def test_the_victim_is_the_youngest_seat_at_worst_the_only_one() -> None:
     desk.add(4, 1, 99.0)  # waits: it has nothing to give
     order = []
     for _ in range(3):
-        order.append(desk.victim().room)
+        order.append(desk.victim(0).room)
         desk.release(order[-1])
     assert order == [2, 3, 1]
 
@@ -100,6 +103,69 @@ def test_a_waiting_room_is_released_without_a_seat() -> None:
     assert desk.release(1) is None
     assert desk.num_waiting == 0
     assert desk.admit() == ()
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def ranks(seats: tuple[Seat, ...]) -> dict[int, int]:
+    return {seat.room: seat.rank for seat in seats}
+
+
+def test_a_room_goes_where_most_pages_are_free_then_most_slots() -> None:
+    desk = admission(num_pages=8, num_slots=4, ranks=2)
+    for room, num_tokens in enumerate((11, 3, 3, 3, 3), start=1):
+        desk.add(room, num_tokens, float(room))
+    # Three pages, then one each: the second rank has more until both have five left.
+    assert ranks(desk.admit()) == {1: 0, 2: 1, 3: 1, 4: 1, 5: 0}
+    desk.check()
+
+
+def test_slots_count_over_all_ranks_and_pages_within_each() -> None:
+    desk = admission(num_pages=1, num_slots=2, ranks=3)
+    for room in (1, 2, 3):
+        desk.add(room, 1, float(room))
+    seated = desk.admit()
+    assert [(seat.rank, seat.slot, seat.pages) for seat in seated] == [
+        (0, 0, [0]),
+        (1, 2, [0]),
+        (2, 4, [0]),
+    ]
+    assert (desk.num_slots, desk.num_free_slots, desk.rank_free_slots(1)) == (6, 3, 1)
+
+
+def test_a_dictated_room_waits_for_its_rank_and_is_not_overtaken_there() -> None:
+    desk = admission(num_pages=4, num_slots=1, ranks=2)
+    desk.add(1, 1, 1.0, rank=1)
+    desk.add(2, 1, 2.0, rank=1)
+    desk.add(3, 1, 3.0)
+    desk.add(4, 1, 4.0)
+    assert ranks(desk.admit()) == {1: 1, 3: 0}
+    desk.release(1)
+    assert ranks(desk.admit()) == {2: 1}
+    desk.release(3)
+    assert ranks(desk.admit()) == {4: 0}
+
+
+def test_one_who_waits_for_pages_of_any_rank_is_overtaken_in_none() -> None:
+    desk = admission(num_pages=2, num_slots=4, ranks=2)
+    desk.add(1, 1, 1.0, rank=0)
+    desk.add(2, 1, 2.0, rank=1)
+    desk.add(3, 4, 3.0)  # two pages: one is free on either rank
+    desk.add(4, 1, 4.0)
+    desk.add(5, 1, 5.0, rank=0)
+    assert ranks(desk.admit()) == {1: 0, 2: 1}
+    desk.release(2)
+    assert ranks(desk.admit()) == {3: 1, 4: 0}
+    desk.check()
+
+
+def test_a_rank_takes_its_victim_from_its_own_seats() -> None:
+    desk = admission(ranks=2)
+    for room, rank in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        desk.add(room, 1, float(room), rank)
+    desk.admit()
+    assert (desk.victim(0).room, desk.victim(1).room) == (3, 4)
 
 
 class AdmissionBesideModel(RuleBasedStateMachine):
@@ -142,7 +208,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
     @rule()
     def preempt(self) -> None:
         youngest = max(self.seated.values(), key=lambda seat: (seat.arrival_s, seat.room))
-        assert self.desk.victim() is youngest
+        assert self.desk.victim(0) is youngest
         self.desk.release(youngest.room)
         del self.seated[youngest.room]
 

@@ -82,6 +82,24 @@ def test_a_dry_pool_sends_the_youngest_away_and_the_oldest_goes_on() -> None:
     worker.check_idle()
 
 
+def test_a_dry_rank_sends_its_own_youngest_away_and_steps_are_of_both_ranks() -> None:
+    alone, worker = decode(num_pages=4, dp_size=2)
+    for room, rank in ((1, 0), (2, 0), (3, 1)):
+        alone.submit(room, num_tokens=7, max_new=8, routed_dp_rank=rank)
+    alone.turn()
+    assert [load.slots_free for load in worker.rank_loads()] == [2, 3]
+    assert [load.pages_free for load in worker.rank_loads()] == [0, 2]
+    for room in (1, 2, 3):
+        arrive(alone, room, num_tokens=7)
+    while alone.turn():
+        pass
+    assert alone.events() == [("preempted", 2, "")]
+    for room in (1, 3):
+        assert [idx for number, idx in alone.tokens() if number == room] == list(range(1, 8))
+    assert worker.counters["steps"] < 10  # one after the other they would take 14 and more
+    worker.check_idle()
+
+
 def test_two_steps_read_in_one_turn_are_two_messages() -> None:
     alone, _ = decode(num_pages=4)
     for room in (1, 2):

@@ -45,6 +45,25 @@ def test_a_prefix_is_found_page_by_page_and_shared() -> None:
     assert cache.match(ids([9, 2, 3, 4]), "", 4) == ()
 
 
+def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> None:
+    pool, cache = filled()
+    cached_prompt(pool, cache, [1, 2, 3, 4])
+    cached_prompt(pool, cache, [5, 6])
+    found = [
+        cache.cached_tokens(cache.chain(ids(tokens), salt, limit))
+        for tokens, salt, limit in (
+            ([1, 2, 3, 4, 9], "", 4),
+            ([1, 2, 3, 4], "", 3),
+            ([1, 2, 3, 4], "tenant", 4),
+            ([9, 2, 3, 4], "", 4),
+        )
+    ]
+    assert found == [4, 2, 0, 0]
+    assert cache.num_evictable() == 3
+    cache.evict(2)  # the oldest chain, though it was looked at last
+    assert cache.cached_tokens(cache.chain(ids([5, 6]), "", 2)) == 2
+
+
 def test_a_page_is_not_found_behind_another_beginning() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])

@@ -159,6 +159,39 @@ def test_a_leg_that_would_end_the_engine_is_refused(fields: dict[str, Any], name
     assert named in refusal.message
 
 
+def test_two_ranks_compute_in_one_turn_and_each_tells_its_load() -> None:
+    alone, worker = prefill(dp_size=2)
+    for room, rank in ((1, 1), (20, -1)):
+        alone.submit(room, num_tokens=8, disagg_prefill_dp_rank=rank)
+        worker.handle(Granted((alone.grant(room),)))
+    alone.turn()
+    state = worker.state()
+    assert [load.running_requests for load in worker.rank_loads()] == [1, 1]
+    assert [load.pages_free for load in worker.rank_loads()] == [6, 6]
+    assert (state.load.pages_total, state.load.pages_free, state.pages_held) == (16, 12, 4)
+    assert worker.counters["chunks"] == 1
+    assert {held.prompt.rank for held in worker._held.values()} == {0, 1}
+    while alone.turn():
+        pass
+    assert sorted(alone.tokens()) == [(1, 0), (20, 0)]
+
+
+def test_prompt_logprobs_are_cut_from_the_rows_of_their_rank() -> None:
+    alone, worker = prefill(dp_size=2)
+    asks = wire.SamplingParams(2, prompt_logprobs_start=0)
+    for room, rank in ((1, 0), (20, 1)):
+        alone.submit(room, num_tokens=3, disagg_prefill_dp_rank=rank, sampling=asks)
+        worker.handle(Granted((alone.grant(room),)))
+    while alone.turn():
+        pass
+    told = {e.room: e.prompt_logprobs for batch in alone.batches for e in batch.events}
+    for room in (1, 20):
+        logprobs = told[room]
+        assert logprobs is not None
+        assert wire.unpack_i32(logprobs.token_ids).tolist() == [room + 1, room + 2]
+        assert wire.unpack_f32(logprobs.logprobs).tolist() == [prompt_logprob(1), prompt_logprob(2)]
+
+
 def test_too_long_and_too_many_are_refused_at_the_door() -> None:
     alone, worker = prefill(num_pages=2)
     long = worker.refusal(alone.leg(1, num_tokens=9))

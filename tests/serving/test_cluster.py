@@ -21,14 +21,7 @@ from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
 from tests.one_process import CONTEXT, OneProcess
-from transfer import wire
-
-TEXTS = [
-    "The ferry leaves the harbour at dawn and",
-    "A page is",
-    "Why does the cache keep what was read before? Because " * 8,
-    "Tell me of the night crossing, the lights of the other shore, and of the pilot who",
-]
+from tests.served import TEXTS, expected, jobs_of
 
 
 @pytest.fixture(scope="module")
@@ -55,44 +48,6 @@ def one_process() -> OneProcess:
     return OneProcess(demo_model_path())
 
 
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8, "sampling_seed": 7},
-    {"temperature": 1.0, "sampling_seed": 2**40 + 1, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    {
-        "temperature": 0.7,
-        "sampling_seed": 3,
-        "frequency_penalty": 0.6,
-        "presence_penalty": 0.3,
-        "repetition_penalty": 1.2,
-    },
-]
-
-
-def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParams:
-    values = dict(sampling)
-    seed = values.pop("sampling_seed", 0)
-    return wire.SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **values)
-
-
-def _jobs(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
-    return [
-        (tokenizer.encode(text), {**sampling, "max_new_tokens": max_new_tokens, "ignore_eos": True})
-        for text in TEXTS
-        for sampling in SAMPLINGS
-    ]
-
-
-def _expected(
-    one_process: OneProcess, jobs: list[tuple[list[int], dict[str, Any]]]
-) -> list[list[int]]:
-    answers = []
-    for ids, sampling in jobs:
-        values = {k: v for k, v in sampling.items() if k not in ("max_new_tokens", "ignore_eos")}
-        answers.append(one_process.run(ids, _params(values, sampling["max_new_tokens"])))
-    return answers
-
-
 def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> None:
     cluster.generate([1, 2, 3], max_new_tokens=2)
     for role in ("prefill", "decode"):
@@ -105,8 +60,8 @@ def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> No
 def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(
     cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
 ) -> None:
-    jobs = _jobs(tokenizer, 60)
-    want = _expected(one_process, jobs)
+    jobs = jobs_of(tokenizer, 60)
+    want = expected(one_process, jobs)
     before = cluster.worker("decode")["counters"].get("preemptions", 0)
     with ThreadPoolExecutor(len(jobs)) as pool:
         crowd = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
@@ -193,7 +148,7 @@ def test_a_killed_worker_is_a_pause_not_another_text(
 ) -> None:
     sampling = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, "ignore_eos": True}
     job = (tokenizer.encode(TEXTS[0]), sampling)
-    (want,) = _expected(one_process, [job])
+    (want,) = expected(one_process, [job])
     for role in ("decode", "prefill"):
         epoch = cluster.worker(role)["epoch"]
         with ThreadPoolExecutor(1) as pool:

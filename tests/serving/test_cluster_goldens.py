@@ -17,12 +17,22 @@ GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 ATOL = 2e-4
 STEPS = 24
 
-# Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache.
+# Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
+# several data-parallel ranks on one side.
 SYSTEMS = {
-    "llama": ("--prefill-tp-size=4", "--decode-tp-size=2"),
+    "llama": (
+        "--prefill-dp-size=2",
+        "--prefill-load-balance-method=prefix_aware",
+        "--decode-tp-size=2",
+    ),
     "qwen3": ("--prefill-tp-size=1", "--decode-tp-size=4", "--disable-radix-cache"),
     "mixtral": ("--prefill-tp-size=2", "--prefill-ep-size=2", "--decode-tp-size=1"),
-    "qwen3_moe": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
+    "qwen3_moe": (
+        "--prefill-tp-size=2",
+        "--decode-dp-size=2",
+        "--decode-tp-size=2",
+        "--decode-ep-size=2",
+    ),
 }
 
 

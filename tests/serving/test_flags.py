@@ -33,7 +33,6 @@ NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
 # Where one more than the default would be refused, or means nothing.
 OTHERS: dict[str, dict[str, Any]] = {
     "ep_size": {"tp_size": 4, "ep_size": 2},
-    "dp_size": {"dp_size": 1},
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "stream_interval": {"stream_interval": 7},
@@ -227,12 +226,18 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (PrefillConfig, {"tp_size": 0}, "--tp-size must be at least 1, got 0"),
         (PrefillConfig, {"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
         (PrefillConfig, {"tp_size": 3, "ep_size": 2}, "--ep-size 2 must divide --tp-size 3"),
-        (PrefillConfig, {"dp_size": 2}, "--dp-size 2 is not supported, it takes 1"),
         (PrefillConfig, {"max_total_tokens": -1}, "--max-total-tokens must be at least 0, got -1"),
         (PrefillConfig, {"mem_fraction_static": 1.5}, "--mem-fraction-static must be in [0, 1]"),
         (PrefillConfig, {"max_seqs_per_chunk": 0}, "--max-seqs-per-chunk must be at least 1"),
         (PrefillConfig, {"max_seqs_per_chunk": 2000}, "--max-seqs-per-chunk must be at most 1024"),
-        (PrefillConfig, {"tp_size": 4096}, "--tp-size must be at most 1024, got 4096"),
+        (PrefillConfig, {"tp_size": 4096}, "--tp-size 4096: at most 1024 devices, got 4096"),
+        (DecodeConfig, {"dp_size": 64, "tp_size": 32}, "--dp-size 64 x --tp-size 32: at most 1024"),
+        (PrefillConfig, {"dp_size": 0}, "--dp-size must be at least 1, got 0"),
+        (
+            DecodeConfig,
+            {"dp_size": 2, "max_running_requests": 5},
+            "--dp-size 2 must divide --max-running-requests 5",
+        ),
         (DecodeConfig, {"max_running_requests": 10**6}, "must be at most 8192, got 1000000"),
         (PrefillConfig, {"port": 65536}, "--port must be 0 to 65535, got 65536"),
         (DecodeConfig, {"data_port": -1}, "--data-port must be 0 to 65535, got -1"),

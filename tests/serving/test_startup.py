@@ -292,7 +292,7 @@ CASES = {
         "kvferry up: cannot listen on 127.0.0.1:{port}: Address already in use; choose another",
     ),
     "no model": Case("up --model-path {folder}/m", "kvferry up: --model-path {folder}/m is not a"),
-    "two ranks": Case("up --decode-dp-size 2", "kvferry up: --dp-size 2 is not supported, it "),
+    "no rank": Case("up --decode-dp-size 0", "kvferry up: --dp-size must be at least 1, got 0"),
     "control port": Case(
         f"prefill {WORKER} --port {{port}}",
         "kvferry prefill: cannot listen on 127.0.0.1:{port}: ",

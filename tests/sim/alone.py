@@ -17,7 +17,9 @@ API = "api"
 class Alone:
     """A worker, its clock, and what it published. Nothing of the data plane arrives by itself."""
 
-    def __init__(self, role: wire.Role, num_pages: int = 8, num_slots: int = 4) -> None:
+    def __init__(
+        self, role: wire.Role, num_pages: int = 8, num_slots: int = 4, dp_size: int = 1
+    ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
         self.fabric = Fabric(self.net, corrupt=0.0)
@@ -37,6 +39,7 @@ class Alone:
             chunk_seqs=2,
             run_pages=4,
             num_slots=num_slots,
+            dp_size=dp_size,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":

@@ -28,6 +28,7 @@ class Request:
     salt: str
     arrival_s: float
     deadline_s: float
+    is_dictated: bool  # the ranks of both workers are chosen outside
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     room: int = 0
@@ -308,6 +309,10 @@ class Api:
         if request.prefilled:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs_start=-1)
         prefill, decode = request.pair
+        ranks = [-1, -1]
+        if request.is_dictated:
+            self.net.stats["dictated"] += 1
+            ranks = [request.room % line.worker.config.dp_size for line in request.pair]
         return wire.Submit(
             room=request.room,
             request_id=str(request.number),
@@ -320,6 +325,8 @@ class Api:
             prefill=prefill.ref,
             decode=decode.ref,
             cache_salt=request.salt,
+            disagg_prefill_dp_rank=ranks[0],
+            routed_dp_rank=ranks[1],
         )
 
     def _leave(self, request: Request, over_at: Line | None, tell_workers: bool = True) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from decode.engine import SlotStart
+from decode.engine import SlotStart, StepInFlight
 from model.sampling import NUM_TOP, SampleOut
-from prefill.engine import ChunkInFlight, FirstSample
+from prefill.engine import ChunkInFlight, FirstSample, Placed
 from prefill.scheduler import Piece
 from tests.sim.network import START, chain, draw, extend, kv_of
 from transfer.role import PoolFacts
@@ -85,50 +85,72 @@ class ChunkEngine:
         facts: PoolFacts,
         tp_size: int,
         run_pages: int,
+        chunk_tokens: int,
         seqs: int,
         stats: Counter[str],
+        dp_size: int,
     ) -> None:
         self.num_pages = num_pages
         self.max_run_pages = run_pages
         self.stats = stats
         self.dispatched = 0
-        self._pool = Pool(num_pages, facts, tp_size)
+        self._facts = facts
+        self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
+        self._chunk_tokens = chunk_tokens
         self._seqs = seqs
-        self._salt: dict[int, str] = {}  # page -> salt of who wrote it
+        self._salt: dict[tuple[int, int], str] = {}  # rank, page -> salt of who wrote it
 
-    def run_chunk(self, pieces: tuple[Piece, ...]) -> ChunkInFlight:
+    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight:
         self.dispatched += 1
-        states: Any = np.zeros(self._seqs, np.int64)  # in place of logits
-        asked: list[tuple[float, int]] = []
-        page_size = self._pool.facts.page_size
-        for row, piece in enumerate(pieces):
-            prompt = piece.prompt
-            tokens = prompt.token_ids.tolist()
-            before = chain(tokens[: piece.start])
-            self._pool.expect(prompt.pages, before, f"prefill of room {prompt.room}")
-            for page in prompt.pages[: piece.start // page_size]:
-                assert self._salt[page] == prompt.salt, f"page {page} crossed salts"
-            fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
-            self._pool.write(prompt.pages, piece.start, fresh)
-            for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
-                self._salt[page] = prompt.salt
-            states[row] = fresh[-1]
-            follow = [*tokens[piece.start + 1 : piece.end + 1], 0]
-            spots = range(piece.start + 1, piece.end + 1)
-            asked += zip(map(prompt_logprob, spots), follow, strict=False)
-        wants = any(piece.prompt.wants_logprobs for piece in pieces)
-        return ChunkInFlight(pieces, states, _asked(asked) if wants else None)
+        assert len(plans) == len(self._pools)
+        assert any(plans)
+        states: Any = np.zeros(len(plans) * self._seqs, np.int64)  # in place of logits
+        asked = [(0.0, 0)] * (len(plans) * self._chunk_tokens)  # a row a token, padding included
+        placed = []
+        for rank, pieces in enumerate(plans):
+            assert len(pieces) <= self._seqs
+            assert sum(piece.num_tokens for piece in pieces) <= self._chunk_tokens
+            token_row = rank * self._chunk_tokens
+            for row, piece in enumerate(pieces, start=rank * self._seqs):
+                tokens = piece.prompt.token_ids.tolist()
+                states[row] = self._compute(rank, piece)
+                follow = [*tokens[piece.start + 1 : piece.end + 1], 0]
+                spots = range(piece.start + 1, piece.end + 1)
+                told = list(zip(map(prompt_logprob, spots), follow, strict=False))
+                asked[token_row : token_row + piece.num_tokens] = told
+                placed.append(Placed(piece, row, token_row))
+                token_row += piece.num_tokens
+        wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
+        return ChunkInFlight(tuple(placed), states, _asked(asked) if wants else None)
+
+    def _compute(self, rank: int, piece: Piece) -> int:
+        """The state behind the piece's last token; its pages are written."""
+        pool, prompt, page_size = self._pools[rank], piece.prompt, self._facts.page_size
+        assert prompt.rank == rank
+        tokens = prompt.token_ids.tolist()
+        before = chain(tokens[: piece.start])
+        pool.expect(prompt.pages, before, f"prefill of room {prompt.room}")
+        for page in prompt.pages[: piece.start // page_size]:
+            assert self._salt[rank, page] == prompt.salt, f"page {page} crossed salts"
+        fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
+        pool.write(prompt.pages, piece.start, fresh)
+        for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
+            self._salt[rank, page] = prompt.salt
+        return fresh[-1]
 
     def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut:
-        ids = np.zeros(self._seqs, np.int32)
+        ids = np.zeros(len(self._pools) * self._seqs, np.int32)
         for first in firsts:
             token_idx = len(first.token_ids) - first.num_prompt_tokens
             ids[first.row] = draw(int(chunk.logits[first.row]), token_idx, first.params.seed)
         return _sampled(ids, self)
 
-    def gather_run(self, page_ids: Sequence[int]) -> list[Any]:
-        assert 0 < len(page_ids) <= self.max_run_pages
-        return self._pool.shards(page_ids, self.max_run_pages)
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
+        assert 0 < max(map(len, page_ids)) <= self.max_run_pages
+        return [
+            pool.shards(run, self.max_run_pages)
+            for pool, run in zip(self._pools, page_ids, strict=True)
+        ]
 
 
 @dataclass
@@ -146,50 +168,64 @@ class StepEngine:
     name = "step"
 
     def __init__(
-        self, num_pages: int, facts: PoolFacts, tp_size: int, num_slots: int, stats: Counter[str]
+        self,
+        num_pages: int,
+        facts: PoolFacts,
+        tp_size: int,
+        rank_slots: int,
+        stats: Counter[str],
+        dp_size: int,
     ) -> None:
         self.num_pages = num_pages
         self.stats = stats
         self.dispatched = 0
-        self._pool = Pool(num_pages, facts, tp_size)
-        self._num_slots = num_slots
+        self._facts = facts
+        self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
+        self._rank_slots = rank_slots
+        self._num_slots = dp_size * rank_slots
         self._slots: dict[int, _Slot] = {}
 
-    def place_run(self, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+    def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
+        pool = self._pools[rank]
         assert all(shard.shape[2] == len(page_ids) for shard in shards)
-        assert len(shards) == self._pool.tp_size
-        self._pool.kv[:, :, list(page_ids)] = np.concatenate(shards, axis=4)
+        assert len(shards) == pool.tp_size
+        pool.kv[:, :, list(page_ids)] = np.concatenate(shards, axis=4)
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         for start in starts:
             assert 0 <= start.slot < self._num_slots
             tokens = start.token_ids.tolist()
             states = chain(tokens[:-1])
-            self._pool.expect(start.pages, states, f"slot {start.slot} starts")
+            self._pool_of(start.slot).expect(start.pages, states, f"slot {start.slot} starts")
             self._slots[start.slot] = _Slot(
                 tokens, states, list(start.pages), start.num_prompt_tokens, start.params
             )
 
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> SampleOut:
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
         self.dispatched += 1
         assert 0 < len(set(slots.tolist())) == len(slots) <= self._num_slots
         ids = np.zeros(self._num_slots, np.int32)  # the compiled step pads
-        page_size = self._pool.facts.page_size
-        for row, (number, new_page) in enumerate(
-            zip(slots.tolist(), new_pages.tolist(), strict=True)
+        page_size = self._facts.page_size
+        # Not those of the plan: whoever forgets to look them up shall see other tokens.
+        rows = slots[::-1].copy()
+        for row, number, new_page in zip(
+            rows.tolist(), slots.tolist(), new_pages.tolist(), strict=True
         ):
-            slot = self._slots[number]
+            slot, pool = self._slots[number], self._pool_of(number)
             position = len(slot.token_ids) - 1
             if new_page >= 0:
                 slot.pages[position // page_size :] = [new_page]
             state = extend(slot.states[-1], slot.token_ids[-1])
-            self._pool.expect(slot.pages, slot.states, f"slot {number} steps")
-            self._pool.write(slot.pages, position, [state])
+            pool.expect(slot.pages, slot.states, f"slot {number} steps")
+            pool.write(slot.pages, position, [state])
             slot.states.append(state)
             token_idx = len(slot.token_ids) - slot.num_prompt_tokens
             ids[row] = draw(state, token_idx, slot.params.seed)
             slot.token_ids.append(int(ids[row]))
-        return _sampled(ids, self)
+        return StepInFlight(_sampled(ids, self), rows)
+
+    def _pool_of(self, slot: int) -> Pool:
+        return self._pools[slot // self._rank_slots]
 
 
 def prompt_logprob(position: int) -> float:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from random import Random
 
+from prefill.balancer import METHODS, Method
+
 
 @dataclass(frozen=True)
 class WorkerPlan:
@@ -22,6 +24,8 @@ class WorkerPlan:
     run_pages: int = 0
     num_slots: int = 0
     headroom_pages: int = 0
+    dp_size: int = 1  # pages and slots are of each rank
+    balancing: Method = "shortest_queue"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Plan:
     duplicate: float  # of a submit
     abort: float  # a request and tick
     hasty: float  # share of requests with a deadline too short for most
+    dictated: float  # share of requests whose ranks are chosen outside
 
 
 def draw_plan(rng: Random) -> Plan:
@@ -73,6 +78,8 @@ def draw_plan(rng: Random) -> Plan:
             run_pages=rng.choice((1, 3, 8)),
             num_slots=rng.choice((2, 4, 8)),
             headroom_pages=rng.choice((0, 1, 2)),
+            dp_size=rng.choice((1, 1, 2, 3)),
+            balancing=rng.choice(METHODS),
         )
 
     prefills = tuple(
@@ -102,4 +109,5 @@ def draw_plan(rng: Random) -> Plan:
         duplicate=0.05 if trouble else 0.0,
         abort=0.0015 * trouble,
         hasty=0.05 if trouble else 0.0,
+        dictated=rng.choice((0.0, 0.3)),
     )

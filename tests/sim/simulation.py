@@ -276,6 +276,7 @@ class Simulation:
             salt=rng.choice(("", "", "tenant")),
             arrival_s=now_s,
             deadline_s=now_s + patience_s,
+            is_dictated=self._chance(self.plan.dictated),
         )
         self.requests.append(request)
         rng.choice(self.apis).take(request)

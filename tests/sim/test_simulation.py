@@ -12,6 +12,7 @@ import pytest
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from prefill.prefix_cache import PrefixCache
+from prefill.ranks import Ranks
 from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
@@ -38,6 +39,10 @@ HAPPENS = [
     # full houses
     "preempted",
     "refused_queue_full",
+    # several ranks behind one address
+    "dictated",
+    "prefill_rank_2_holds",
+    "decode_rank_2_holds",
     # endings in every state
     "prefill_queued_failed",
     "prefill_granted_failed",
@@ -160,6 +165,10 @@ def _deaf_to(kind: type) -> Wrap:
     )
 
 
+def _ranks_as_it_likes(add: Any) -> Callable[..., Any]:
+    return lambda self, prompt: add(self, replace(prompt, rank=-1))
+
+
 def _pages_a_place_further(place: Any) -> Callable[..., Any]:
     return lambda self, room, start, shards: place(self, room, max(start - 1, 0), shards)
 
@@ -173,6 +182,7 @@ def _frames_of_the_forgotten(_: Any) -> Callable[..., Any]:
     [
         (DecodeScheduler, "finish", _rows_of_former_owners),
         (DecodeScheduler, "_page_for", _no_page_entered),
+        (Ranks, "add", _ranks_as_it_likes),
         (PrefixCache, "_chain", _one_salt_for_all),
         (PrefixCache, "match", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),

@@ -82,6 +82,8 @@ class SimPrefill(PrefillWorker):
             host=plan.worker_id,
             worker_id=plan.worker_id,
             tp_size=plan.tp_size,
+            dp_size=plan.dp_size,
+            load_balance_method=plan.balancing,
             max_queued_requests=plan.max_queued,
         )
         super().__init__(config, SECURITY, clock)
@@ -99,7 +101,14 @@ class SimPrefill(PrefillWorker):
             (plan.run_pages,),
         )
         engine = ChunkEngine(
-            plan.num_pages, facts, plan.tp_size, plan.run_pages, plan.chunk_seqs, stats
+            plan.num_pages,
+            facts,
+            plan.tp_size,
+            plan.run_pages,
+            plan.chunk_tokens,
+            plan.chunk_seqs,
+            stats,
+            plan.dp_size,
         )
         self.assemble(engine, facts, buckets, sender)
         self._ready = True
@@ -112,30 +121,37 @@ class SimPrefill(PrefillWorker):
     def check(self, stats: Counter[str]) -> None:
         """Pages, rooms and states add up."""
         self._watch.look({room: held.room for room, held in self._held.items()}, stats)
-        assert len(self._rooms) == len(self._held) == len(self._scheduler)
-        self._pool.check()
-        owners = Counter(page for held in self._held.values() for page in held.prompt.pages)
-        owners.update(self._cache._pages.values())
-        for page in range(self._pool.num_pages):
-            assert self._pool.refcount(page) == owners[page], f"page {page}"
+        assert len(self._rooms) == len(self._held) == len(self._ranks)
+        for number, rank in enumerate(self._ranks.ranks):
+            rank.pool.check()
+            prompts = [held.prompt for held in self._held.values() if held.prompt.rank == number]
+            stats[f"prefill_rank_{number}_holds"] += any(prompt.pages for prompt in prompts)
+            owners = Counter(page for prompt in prompts for page in prompt.pages)
+            owners.update(rank.cache._pages.values())
+            for page in range(rank.pool.num_pages):
+                assert rank.pool.refcount(page) == owners[page], f"rank {number}, page {page}"
         for room, held in self._held.items():
             if held.room.state in (State.QUEUED, State.GRANTED):
                 assert not held.shipped_pages, f"room {room} ships before it computes"
             if held.prompt.pages:
                 assert held.grant is not None, f"room {room} has pages without a grant"
+            dictated = held.submit.disagg_prefill_dp_rank
+            assert dictated in (-1, held.prompt.rank), f"room {room} is not where it was sent"
 
     def check_idle(self) -> None:
         """Nothing is left but what the cache keeps."""
         assert not self._held, f"rooms left: {self._left()}"
         assert not self._inflight
         assert not self._early
-        assert self._pool.num_held == len(self._cache) == self._cache.num_evictable()
+        for rank in self._ranks.ranks:
+            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
         assert not self.sender.open_rooms
         assert not self.sender.in_flight_bytes
 
     def check_drained(self) -> None:
         """It leaves, and holds nothing but what the cache keeps."""
-        assert self._pool.num_held == len(self._cache) == self._cache.num_evictable()
+        for rank in self._ranks.ranks:
+            assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
         assert not self.sender.open_rooms
 
     def _left(self) -> dict[int, str]:
@@ -159,6 +175,7 @@ class SimDecode(DecodeWorker):
             host=plan.worker_id,
             worker_id=plan.worker_id,
             tp_size=plan.tp_size,
+            dp_size=plan.dp_size,
             max_queued_requests=plan.max_queued,
             headroom_pages=plan.headroom_pages,
         )
@@ -175,7 +192,9 @@ class SimDecode(DecodeWorker):
             on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
         )
         self.receiver = receiver
-        engine = StepEngine(plan.num_pages, facts, plan.tp_size, plan.num_slots, stats)
+        engine = StepEngine(
+            plan.num_pages, facts, plan.tp_size, plan.num_slots, stats, plan.dp_size
+        )
         self.assemble(engine, facts, plan.num_slots, receiver, receiver.start())
         self._ready = True
         self._publish = publish
@@ -196,7 +215,8 @@ class SimDecode(DecodeWorker):
         """Pages, slots, rooms and states add up."""
         self._watch.look({room: held.room for room, held in self._held.items()}, stats)
         assert len(self._rooms) == len(self._held)
-        self._pool.check()
+        for pool in self._pools:
+            pool.check()
         self._admission.check()
         seated = {room for room, held in self._held.items() if held.seat is not None}
         assert set(self._admission._seats) == seated
@@ -206,7 +226,11 @@ class SimDecode(DecodeWorker):
         decoding = {room for room, held in self._held.items() if held.room.state is State.DECODING}
         running = {running.seat.room for running in self._scheduler._running.values()}
         assert running == decoding
-        assert all(held.seat is None or held.seat.room == r for r, held in self._held.items())
+        for room, held in self._held.items():
+            if held.seat is not None:
+                assert held.seat.room == room
+                assert held.submit.routed_dp_rank in (-1, held.seat.rank), f"room {room}"
+                stats[f"decode_rank_{held.seat.rank}_holds"] += 1
 
     def check_idle(self) -> None:
         """Everything is free."""
@@ -214,13 +238,13 @@ class SimDecode(DecodeWorker):
         assert not left, f"rooms left: {left}"
         assert not self._inflight
         assert not self._starts
-        assert self._pool.num_held == 0
+        assert not any(pool.num_held for pool in self._pools)
         assert self._admission.num_free_slots == self._admission.num_slots
         assert not self.receiver.expected
 
     def check_drained(self) -> None:
         """It leaves, and holds nothing."""
-        assert self._pool.num_held == 0
+        assert not any(pool.num_held for pool in self._pools)
         assert self._admission.num_free_slots == self._admission.num_slots
 
 

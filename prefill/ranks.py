@@ -1,0 +1,119 @@
+"""The data-parallel ranks of a prefill worker, and the queue of prompts that have none yet.
+
+Pure. A rank has pages, a prefix cache and a scheduler of its own. A prompt that decode has granted
+is bound to a rank when one has room in its next chunk, oldest first: not before, so that the choice
+weighs what the ranks have to do then. A rank that lacks pages for one it has takes no more. A
+dictated rank is waited for; nobody who came later goes there first. With one rank there is nothing
+to choose, and its scheduler has the only queue.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefill.balancer import Balancer, Method, RankLoad
+from prefill.prefix_cache import PrefixCache
+from prefill.scheduler import Piece, PrefillScheduler, Prompt, reusable_tokens
+from transfer.pages import PagePool
+
+
+@dataclass(slots=True)
+class Rank:
+    """What one rank owns."""
+
+    pool: PagePool
+    cache: PrefixCache
+    scheduler: PrefillScheduler
+    num_evictable: int = 0  # cached pages that nobody held, as of the last `refresh`
+
+    def refresh(self) -> None:
+        """Count what the cache could give; this walks it."""
+        self.num_evictable = self.cache.num_evictable()
+
+    def load(self) -> RankLoad:
+        """Its work as the balancer weighs it."""
+        requests, tokens = self.scheduler.pending()
+        return RankLoad(requests, tokens, self.pool.num_free + self.num_evictable)
+
+
+class Ranks:
+    """Owner of all prompts: of the unbound ones itself, of the others through their ranks."""
+
+    def __init__(self, ranks: Sequence[Rank], method: Method) -> None:
+        """Raises ConfigError for an unknown method."""
+        self.ranks = ranks
+        self._balancer = Balancer(method, len(ranks))
+        self._unbound: dict[int, Prompt] = {}
+        self._ready: list[Prompt] = []  # unbound and granted, oldest first
+
+    def add(self, prompt: Prompt) -> None:
+        """Queue a prompt. It waits for `grant`."""
+        if len(self.ranks) == 1:
+            prompt.rank = 0
+            self.ranks[0].scheduler.add(prompt)
+        else:
+            assert prompt.room not in self._unbound, f"room {prompt.room} twice"
+            self._unbound[prompt.room] = prompt
+
+    def grant(self, prompt: Prompt) -> None:
+        """Decode has pages for it: it may be computed."""
+        if prompt.room not in self._unbound:
+            self.ranks[prompt.rank].scheduler.grant(prompt.room)
+        elif prompt not in self._ready:
+            at = len(self._ready)
+            while at and self._ready[at - 1].arrival_s > prompt.arrival_s:
+                at -= 1
+            self._ready.insert(at, prompt)
+
+    def release(self, prompt: Prompt) -> None:
+        """The room is over, well or badly: what it has goes back."""
+        if self._unbound.pop(prompt.room, None) is None:
+            self.ranks[prompt.rank].scheduler.release(prompt.room)
+        elif prompt in self._ready:
+            self._ready.remove(prompt)
+
+    def plan(self) -> tuple[tuple[Piece, ...], ...]:
+        """The next chunk of each rank. Its tokens count as planned at once."""
+        self._bind()
+        return tuple(rank.scheduler.plan() for rank in self.ranks)
+
+    def queued(self) -> tuple[int, int]:
+        """Requests and tokens not yet planned, bound or not."""
+        requests, tokens = len(self._unbound), sum(p.num_tokens for p in self._unbound.values())
+        for rank in self.ranks:
+            more = rank.scheduler.queued()
+            requests, tokens = requests + more[0], tokens + more[1]
+        return requests, tokens
+
+    def __len__(self) -> int:
+        return len(self._unbound) + sum(len(rank.scheduler) for rank in self.ranks)
+
+    def _bind(self) -> None:
+        """Give prompts to ranks while any has room."""
+        if not self._ready:
+            return
+        room_at = {at for at, rank in enumerate(self.ranks) if rank.scheduler.has_room}
+        at = 0
+        while room_at and at < len(self._ready):
+            prompt = self._ready[at]
+            if prompt.rank >= 0 and prompt.rank not in room_at:
+                at += 1
+                continue
+            del self._ready[at], self._unbound[prompt.room]
+            if prompt.rank < 0:
+                prompt.rank = self._picked(prompt)
+            scheduler = self.ranks[prompt.rank].scheduler
+            scheduler.add(prompt)
+            scheduler.grant(prompt.room)
+            if not scheduler.has_room:
+                room_at.discard(prompt.rank)
+
+    def _picked(self, prompt: Prompt) -> int:
+        """By the balancer, whose method may prefer a rank that has no room just now."""
+        loads = [rank.load() for rank in self.ranks]
+        cached = [0] * len(self.ranks)
+        if self._balancer.method == "prefix_aware":
+            chain = self.ranks[0].cache.chain(
+                prompt.token_ids, prompt.salt, reusable_tokens(prompt)
+            )
+            cached = [rank.cache.cached_tokens(chain) for rank in self.ranks]
+        return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached)

@@ -1,0 +1,151 @@
+"""The queue in front of prefill's ranks: late, oldest first, and nobody past a dictated one."""
+
+import numpy as np
+import pytest
+
+from prefill.balancer import Method
+from prefill.prefix_cache import PrefixCache
+from prefill.ranks import Rank, Ranks
+from prefill.scheduler import PrefillScheduler, Prompt
+from transfer.pages import PagePool
+
+PAGE, CHUNK, SEQS = 4, 16, 2
+
+
+class Bench:
+    """Ranks, and the prompts they were given."""
+
+    def __init__(
+        self, dp_size: int = 2, method: Method = "shortest_queue", num_pages: int = 32
+    ) -> None:
+        self.ranks = Ranks([_rank(num_pages) for _ in range(dp_size)], method)
+        self.prompts: dict[int, Prompt] = {}
+
+    def add(
+        self, room: int, num_tokens: int = 3, rank: int = -1, first: int | None = None
+    ) -> Prompt:
+        """A granted prompt; its tokens are first, first + 1, ..."""
+        first = 1000 * room if first is None else first
+        ids = np.arange(first, first + num_tokens, dtype=np.int32)
+        prompt = self.prompts[room] = Prompt(room, ids, float(room), rank=rank)
+        self.ranks.add(prompt)
+        self.ranks.grant(prompt)
+        return prompt
+
+    def plan(self) -> list[list[int]]:
+        """By rank, the rooms of the next chunk's pieces."""
+        return [[piece.prompt.room for piece in pieces] for pieces in self.ranks.plan()]
+
+    def release(self, *rooms: int) -> None:
+        for room in rooms:
+            self.ranks.release(self.prompts.pop(room))
+
+
+def _rank(num_pages: int) -> Rank:
+    pool = PagePool(num_pages)
+    cache = PrefixCache(pool, PAGE)
+    return Rank(pool, cache, PrefillScheduler(pool, cache, PAGE, CHUNK, SEQS, 64))
+
+
+def test_one_rank_takes_everything_at_once() -> None:
+    bench = Bench(dp_size=1)
+    for room in range(1, 6):
+        assert bench.add(room).rank == 0
+    assert bench.plan() == [[1, 2]]
+    assert bench.plan() == [[3, 4]]
+
+
+def test_prompts_are_shared_out_oldest_first_and_the_rest_stay_unbound() -> None:
+    bench = Bench()
+    for room in (5, 3, 1, 2, 4):
+        bench.add(room)
+    assert bench.plan() == [[1, 3], [2, 4]]
+    assert bench.prompts[5].rank == -1
+    assert bench.ranks.queued() == (1, 3)
+    assert bench.plan() == [[5], []]
+
+
+def test_a_long_prompt_keeps_its_rank_busy_and_the_others_go_past_it() -> None:
+    bench = Bench()
+    bench.add(1, num_tokens=40)
+    for room in (2, 3, 4):
+        bench.add(room, num_tokens=16)
+    assert bench.plan() == [[1], [2]]
+    assert bench.plan() == [[1], [3]]
+    assert bench.plan() == [[1], [4]]  # though only eight tokens are left of the first
+
+
+def test_a_prompt_that_was_not_granted_is_bound_to_none() -> None:
+    bench = Bench()
+    prompt = Prompt(1, np.arange(3, dtype=np.int32), 1.0)
+    bench.ranks.add(prompt)
+    assert bench.plan() == [[], []]
+    assert len(bench.ranks) == 1
+    bench.ranks.grant(prompt)
+    bench.ranks.grant(prompt)  # told twice
+    assert bench.plan() == [[1], []]
+
+
+def test_a_dictated_rank_is_waited_for_and_others_go_elsewhere() -> None:
+    bench = Bench()
+    bench.add(1, num_tokens=40, rank=1)
+    bench.add(2, rank=1)
+    bench.add(3)
+    assert bench.plan() == [[3], [1]]
+    bench.add(4, num_tokens=12)
+    assert bench.plan() == [[4], [1]]
+    assert bench.plan() == [[], [1, 2]]
+    assert [bench.prompts[room].rank for room in (1, 2, 3, 4)] == [1, 1, 0, 0]
+
+
+def test_a_rank_without_pages_for_its_next_prompt_gets_no_more() -> None:
+    bench = Bench(num_pages=4)
+    for room in (1, 2):
+        bench.add(room, num_tokens=13)  # all pages of a rank
+    assert bench.plan() == [[1], [2]]
+    for room in (3, 4):
+        bench.add(room, num_tokens=5)
+    assert bench.plan() == [[], []]
+    bench.add(5, num_tokens=5)
+    assert bench.plan() == [[], []]
+    assert [bench.prompts[room].rank for room in (3, 4, 5)] == [0, 1, -1]
+    bench.release(2)
+    assert bench.plan() == [[], [4]]
+    assert bench.plan() == [[], [5]]
+
+
+def test_a_cached_prefix_draws_a_prompt_to_its_rank() -> None:
+    bench = Bench(method="prefix_aware")
+    bench.add(1, num_tokens=12, rank=1, first=0)
+    bench.plan()
+    bench.release(1)
+    assert bench.add(2, num_tokens=13, first=0) is bench.prompts[2]
+    bench.plan()
+    assert bench.prompts[2].rank == 1
+    assert bench.prompts[2].num_cached == 12
+    bench.add(3, num_tokens=13, first=500)
+    bench.plan()
+    assert bench.prompts[3].rank == 0
+
+
+def test_a_rank_that_follows_from_the_room_is_taken_though_it_is_busy() -> None:
+    bench = Bench(method="follow_bootstrap_room")
+    for room in (1, 3, 5):
+        bench.add(room, num_tokens=16)
+    assert bench.plan() == [[], [1]]
+    assert bench.plan() == [[], [3]]
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_release_before_and_after_the_binding_leaves_nothing(turns: int) -> None:
+    bench = Bench()
+    for room in (1, 2, 3):
+        bench.add(room, num_tokens=20)
+    for _ in range(turns):
+        bench.plan()
+    bench.release(1, 2, 3)
+    assert (len(bench.ranks), bench.ranks.queued()) == (0, (0, 0))
+    assert bench.plan() == [[], []]
+    for rank in bench.ranks.ranks:
+        rank.pool.check()
+        assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
