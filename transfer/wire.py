@@ -296,8 +296,7 @@ class Heartbeat(Message):
     epoch: int
     load: Load  # over all ranks
     draining: bool = False
-    # Each data-parallel rank's part; () = there is one. What waits for no rank yet is in `load`.
-    ranks: tuple[Load, ...] = ()
+    ranks: tuple[Load, ...] = ()  # what each data-parallel rank has; () = there is one
 
 
 class HeartbeatReply(Message):
