@@ -384,7 +384,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission.check()
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
         held = sum(pool.num_held for pool in self._pools)
-        return self.described_state(held, 0, counters)
+        return self.described_state(held, 0, counters, self._admission.num_waiting)
 
     def flush(self) -> wire.FlushReply:
         return wire.FlushReply(flushed=True, message="decode keeps no cache")

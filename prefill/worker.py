@@ -437,6 +437,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             pages_held=sum(rank.pool.num_held - rank.num_evictable for rank in ranks),
             pages_cached=sum(len(rank.cache) for rank in ranks),
             counters=self.counters + Counter(dict(self._sender.counters)),  # another thread counts
+            grants_waiting=sum(held.grant is None for held in self._held.values()),
+            transfers=self._sender.transfers,
+            in_flight_bytes=self._sender.in_flight_bytes,
         )
 
     def flush(self) -> wire.FlushReply:

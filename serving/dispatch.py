@@ -198,7 +198,10 @@ class Dispatcher:
             {"worker_id": link.worker_id, "error": str(answer)}
             if isinstance(answer, RpcError)
             else msgspec.structs.asdict(answer)
-            | {"load": msgspec.structs.asdict(answer.load)}
+            | {
+                "load": msgspec.structs.asdict(answer.load),
+                "transfers": [msgspec.structs.asdict(pair) for pair in answer.transfers],
+            }
             | self._placement.health_of(link)._asdict()
             for link, answer in answers
         ]

@@ -65,6 +65,7 @@ class _ClusterCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._collect_pages()
+        yield from _transfers(sorted(self.states.items()))
         labels = ["worker"]
         compiles = CounterMetricFamily(
             "kvferry_compiles_after_ready",
@@ -99,6 +100,60 @@ class _ClusterCollector(Collector):
             for who, value in sorted(rows):
                 family.add_metric(who, value)
             yield family
+
+
+def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metric]:
+    """How pages travel. A worker tells of a bounded number of peers, and reasons are the code's."""
+    pair = ["worker", "backend", "peer"]
+    moved = CounterMetricFamily(
+        "kvferry_transfer_bytes", "Bytes of pages that prefill wrote to decode", labels=pair
+    )
+    took = CounterMetricFamily(
+        "kvferry_transfer_seconds",
+        "Seconds of writing them, connections added up, waiting left out",
+        labels=pair,
+    )
+    rate = GaugeMetricFamily(
+        "kvferry_transfer_gigabytes_per_second",
+        "10^9 bytes for each second of writing, over the last 64 frames",
+        labels=pair,
+    )
+    in_flight = GaugeMetricFamily(
+        "kvferry_transfer_in_flight_bytes", "Pages that wait to be written", labels=["worker"]
+    )
+    waiting = GaugeMetricFamily(
+        "kvferry_transfer_grants_waiting",
+        "Rooms for which decode has not reserved pages yet, as the worker sees it",
+        labels=["worker", "role"],
+    )
+    failures = CounterMetricFamily(
+        "kvferry_transfer_failures",
+        "Frames that decode refused, and rooms whose transfer failed, by reason",
+        labels=["worker", "reason"],
+    )
+    for worker, state in states:
+        for told in state.transfers:
+            who = [worker, told.backend, told.peer]
+            moved.add_metric(who, told.num_bytes)
+            took.add_metric(who, told.seconds)
+            rate.add_metric(who, told.recent_bytes_per_s / 1e9)
+        if state.role == "prefill":
+            in_flight.add_metric([worker], state.in_flight_bytes)
+        waiting.add_metric([worker, state.role], state.grants_waiting)
+        for reason, count in _failures(state):
+            failures.add_metric([worker, reason], count)
+    return moved, took, rate, in_flight, waiting, failures
+
+
+def _failures(state: wire.WorkerState) -> Iterable[tuple[str, float]]:
+    """(reason, count): decode's by what was wrong with a frame, prefill's by how the room ended."""
+    counted = dict(state.counters)
+    if state.role == "decode":
+        counted.setdefault("refused_digest", 0.0)  # there before it happens, for alerts on it
+    for name, count in sorted(counted.items()):
+        kind, _, reason = name.partition("_")
+        if (state.role, kind) in (("decode", "refused"), ("prefill", "transfers")):
+            yield reason, count
 
 
 class _Gauges(Collector):

@@ -203,7 +203,13 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         flags.log_config(self.config)
 
     def described_state(
-        self, pages_held: int, pages_cached: int, counters: Counter[str]
+        self,
+        pages_held: int,
+        pages_cached: int,
+        counters: Counter[str],
+        grants_waiting: int,
+        transfers: tuple[wire.TransferPair, ...] = (),
+        in_flight_bytes: int = 0,
     ) -> wire.WorkerState:
         """The answer to Info."""
         return wire.WorkerState(
@@ -217,6 +223,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             compiles_after_ready=self._compiles.after_ready,
             counters={name: float(value) for name, value in counters.items()},
             config={name: str(value) for name, value in vars(self.config).items()},
+            transfers=transfers,
+            in_flight_bytes=in_flight_bytes,
+            grants_waiting=grants_waiting,
         )
 
 

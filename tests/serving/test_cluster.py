@@ -55,6 +55,10 @@ def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> No
         assert worker["config"]["disaggregation_transfer_backend"] == "auto"
         assert worker["counters"]["connections_shm"] in (1, 2)  # one more for rooms at a time
         assert "connections_tcp" not in worker["counters"]
+    (told,) = cluster.worker("prefill")["transfers"]
+    assert (told["backend"], told["num_bytes"] > 0, told["seconds"] > 0) == ("shm", True, True)
+    metrics = cluster.http.get("/metrics").text
+    assert f'kvferry_transfer_bytes_total{{backend="shm",peer="{told["peer"]}",' in metrics
 
 
 def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(

@@ -87,6 +87,42 @@ def test_several_processes_are_told_apart_and_the_cluster_is_shown_once():
     assert "# TYPE kvferry_e2e_request_latency_seconds histogram" in types
 
 
+def test_transfers_are_shown_by_pair_and_failures_by_reason():
+    metrics = Metrics()
+    pair = wire.TransferPair("shm", "tcp://10.0.0.3:9002", 3_000_000_000, 1.5, 4e9)
+    metrics.set_states(
+        [
+            wire.WorkerState(
+                *("p0", "prefill", 1, wire.Load(), 0, 0, 1, 0),
+                counters={"transfers_lost": 2.0, "chunks": 9.0},
+                config={},
+                transfers=(pair,),
+                in_flight_bytes=4096,
+                grants_waiting=3,
+            ),
+            wire.WorkerState(
+                *("d0", "decode", 1, wire.Load(), 0, 0, 1, 0),
+                counters={"refused_stale_epoch": 1.0, "transfers": 7.0},
+                config={},
+                grants_waiting=5,
+            ),
+        ]
+    )
+    read = {key: value for key, value in samples(metrics).items() if "_transfer_" in key[0]}
+    who = ("shm", "tcp://10.0.0.3:9002", "p0")
+    assert read == {
+        ("kvferry_transfer_bytes_total", *who): 3e9,
+        ("kvferry_transfer_seconds_total", *who): 1.5,
+        ("kvferry_transfer_gigabytes_per_second", *who): 4.0,
+        ("kvferry_transfer_in_flight_bytes", "p0"): 4096,
+        ("kvferry_transfer_grants_waiting", "prefill", "p0"): 3,
+        ("kvferry_transfer_grants_waiting", "decode", "d0"): 5,
+        ("kvferry_transfer_failures_total", "lost", "p0"): 2,
+        ("kvferry_transfer_failures_total", "digest", "d0"): 0,
+        ("kvferry_transfer_failures_total", "stale_epoch", "d0"): 1,
+    }
+
+
 def test_what_workers_report_is_shown_as_it_came():
     metrics = Metrics()
     load = wire.Load(pages_total=64, pages_free=40)
