@@ -97,7 +97,9 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", action="append", choices=ROUTING_PARTS, help="repeatable")
+    parts = (*ROUTING_PARTS, "registry")
+    parser.add_argument("--only", action="append", choices=parts, help="repeatable")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a load of the registry")
     parser.add_argument("--num-requests", type=int, default=2000, help="of a run")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each, from --seed on")
 
@@ -135,10 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
             return frontend.run(args, report)
         if args.bench_command == "routing":
-            from bench import routing
-
-            routing.run(report, args.only or ROUTING_PARTS, args.num_requests, args.seeds)
-            return 0
+            return _routing(args, report)
         from bench import serve
 
         return serve.run(args, report)
@@ -147,6 +146,17 @@ def run(args: argparse.Namespace) -> int:
             raise  # the device's own errors want their traceback
         print(f"kvferry bench: {error}", file=sys.stderr)
         return 1
+
+
+def _routing(args: argparse.Namespace, report: Report) -> int:
+    from bench import routing, routing_registry
+
+    only = args.only or (*ROUTING_PARTS, "registry")
+    simulated = [part for part in ROUTING_PARTS if part in only]
+    routing.run(report, simulated, args.num_requests, args.seeds)
+    if "registry" in only:
+        routing_registry.run(report, args.seconds)
+    return 0
 
 
 def _compare(args: argparse.Namespace) -> int:

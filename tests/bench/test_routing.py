@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from bench import routing_registry
 from bench.cli import ROUTING_PARTS
 from bench.report import Report
 from bench.routing import BASELINE, LENGTHS, LOADS, run, saturation, ways
@@ -140,3 +141,12 @@ def test_late_binding_by_tokens_beats_drawn_rooms_near_saturation() -> None:
         for name in (BASELINE, "total_tokens")
     )
     assert late < 0.8 * drawn
+
+
+def test_the_registry_tells_every_room_over_real_sockets() -> None:
+    report = Report("routing", Surroundings("abc", "cpu", {}), 7, None, io.StringIO())
+    routing_registry.run(report, seconds=0.2)
+    cases = {row.case for row in report.rows}
+    assert len(cases) == len(routing_registry.PER_TURN)
+    assert len(report.rows) == 5 * len(cases)
+    assert all(row.value > 0 for row in report.rows)
