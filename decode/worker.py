@@ -7,7 +7,7 @@ work overlaps the device. Everything of one step leaves as one message per API p
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from model.buckets import decode_buckets
 from model.opening import on_cpu
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
+from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import Rows, StepEmitter
@@ -28,11 +29,13 @@ from transfer.errors import Code, RpcError
 from transfer.pages import PagePool
 from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, micros, open_configured
 from transfer.room import Room, Side, State
+from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
 
 log = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S = 5.0
+MAX_ROUTES = 1 << 16  # rooms of all prefill workers whose ranks are remembered
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Held(HeldRoom):
     seat: Seat | None = None
     first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
     num_steps: int = 0  # known once it is over
+    rank: int = -1  # of its seat
+    prefill_rank: int = -1  # as the registry told
 
 
 class DecodeWorker(RoleWorker[Held, DecodeConfig]):
@@ -97,6 +102,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._inflight: deque[tuple[StepPlan, StepInFlight, list[Held]]] = deque()
         self._clients: dict[str, RpcClient] = {}  # loop thread only
         self._grant_tasks: set[asyncio.Task[None]] = set()
+        # Written by the loop and read by the engine, one look-up at a time.
+        self._prefill_routes = RouteTable(MAX_ROUTES)
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -190,6 +197,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             ending,
             num_steps=held.num_steps,
             first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
+            dp_rank=held.rank,
+            prefill_dp_rank=held.prefill_rank,
         )
 
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
@@ -209,12 +218,27 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         held = self._held.get(room)
         if held is None or held.seat is None:
             return
+        self._look_up_route(held)  # before prefill, told that all is here, ends it
         self._receiver.ack(room)
         held.room.advance(State.READY, self.clock.monotonic_s())
         if first.finished:
             self.end(room)
         else:
             self._starts.append((held, first))
+
+    def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
+        return [registry.watch_routes(self._prefill_routes, self.worker_id())]
+
+    def _look_up_route(self, held: Held) -> None:
+        """Which rank of prefill had it, if that was told: to be shown, nobody waits for it."""
+        prefill, dictated = held.submit.prefill, held.submit.disagg_prefill_dp_rank
+        rank = self._prefill_routes.get(prefill.worker_id, prefill.epoch, held.submit.room)
+        if rank is None:
+            return
+        held.prefill_rank = rank
+        self.counters["routes_known"] += 1
+        if dictated not in (-1, rank):
+            self.counters["routes_contradicting"] += 1
 
     # --- one turn -------------------------------------------------------------------------------
 
@@ -240,6 +264,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         for seat in self._admission.admit():
             held = self._held[seat.room]
             held.seat = seat
+            held.rank = seat.rank
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
             self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)

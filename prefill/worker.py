@@ -217,6 +217,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             held.prompt.num_cached,
             told_times(held.chunks, held.shipped, held.received_s),
             told_shipment(held.shipped, held.received_s),
+            dp_rank=held.prompt.rank,
         )
 
     def _take_grant(self, grant: wire.Grant) -> None:
@@ -279,6 +280,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             if held.room.state is State.GRANTED:
                 held.room.advance(State.COMPUTING, now_s)
                 self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
+                self.bound(piece.prompt.room, piece.prompt.rank)
             if piece.is_last:
                 firsts.append(_first_sample(held, placed.row))
             runs = self._runs_of(held, piece)

@@ -138,6 +138,7 @@ def _prefill(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
         "queued_ms": stages(State.QUEUED),
         "granted_ms": stages(State.GRANTED),
         "grant_wait_ms": round((granted_us - queued_us) / 1e3, 3) if granted_us >= 0 else None,
+        "dp_rank": _rank(record.dp_rank),
         "cached_tokens": record.cached_tokens,
         "chunks": _chunks(record, offset),
         "first_token_ms": stages(State.SENDING),
@@ -155,9 +156,15 @@ def _decode(record: wire.LegRecord, offset: _Offsets) -> dict[str, Any]:
         "pages_complete_ms": stages(State.READY),
         "started_ms": stages(State.DECODING),
         "first_step_ms": offset(record.first_step_us),
+        "dp_rank": _rank(record.dp_rank),
+        "prefill_dp_rank": _rank(record.prefill_dp_rank),
         "steps": record.num_steps,
         **_over(record, stages),
     }
+
+
+def _rank(rank: int) -> int | None:
+    return None if rank < 0 else rank
 
 
 class _Stages:

@@ -63,6 +63,28 @@ class _Feed:
         return self._waiting.popleft()
 
 
+class TurnRoutes:
+    """What one turn of an engine has to tell of its rooms. Used on the engine thread."""
+
+    def __init__(self) -> None:
+        self._bound: list[tuple[int, int]] = []
+        self._ended: list[int] = []
+
+    def bound(self, room: int, rank: int) -> None:
+        self._bound.append((room, rank))
+
+    def ended(self, room: int) -> None:
+        self._ended.append(room)
+
+    def take(self) -> tuple[list[tuple[int, int]], list[int]] | None:
+        """Rooms with their ranks, and rooms that are over; None when there are neither."""
+        if not (self._bound or self._ended):
+            return None
+        taken = self._bound, self._ended
+        self._bound, self._ended = [], []
+        return taken
+
+
 class RoutePublisher:
     """Tells the registry of one worker's routes. Used on the worker's loop.
 

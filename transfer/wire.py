@@ -190,6 +190,8 @@ class LegRecord(Message):
     shipment: Shipment | None = None  # prefill
     num_steps: int = 0  # decode: took part in
     first_step_us: int = -1  # decode: its first step's token was read
+    dp_rank: int = -1  # that had it; -1: none yet
+    prefill_dp_rank: int = -1  # decode: as the registry told; -1: it had not
 
 
 class StepBatch(Message):
@@ -328,11 +330,9 @@ class Watch(Message):
 
 
 class Routes(Message):
-    """Which data-parallel rank of one prefill worker has which room: what is new of it.
+    """Which data-parallel rank of a prefill worker has which room: rooms i64[n], ranks i32[n].
 
-    rooms i64[n], ranks i32[n]; ended i64[m]: their routes are no use any more. whole: these are all
-    that the worker has, whatever was told before. number grows with each of a worker's life, so
-    that one which comes late is known.
+    ended i64[m]: over. whole: these are all it has. number grows, so that a late one is known.
     """
 
     worker_id: str

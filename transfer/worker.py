@@ -16,7 +16,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +152,10 @@ class Worker(ABC):
     def close(self) -> None:
         """Close the data plane (loop thread, after the engine has stopped)."""
 
+    def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
+        """What goes on with the registry beside the lease (loop thread, before the engine)."""
+        return []
+
     def register_methods(self, server: RpcServer) -> None:  # noqa: B027  (not every role has some)
         """Add the role's own methods (before start)."""
 
@@ -182,6 +186,7 @@ class Worker(ABC):
                 target=self._engine_main, args=(stop,), name="engine", daemon=True
             )
             self._ready = True
+            tasks = [asyncio.create_task(_logged(task)) for task in self.registry_tasks(registry)]
             engine.start()
             lease = asyncio.create_task(
                 registry.run_worker(
@@ -192,7 +197,7 @@ class Worker(ABC):
                     self.rank_loads,
                 )
             )
-            tasks = [lease, asyncio.create_task(self._announce(registry, info, on_ready))]
+            tasks += [lease, asyncio.create_task(self._announce(registry, info, on_ready))]
             await asyncio.wait({stopped, lease}, return_when=asyncio.FIRST_COMPLETED)
             if lease.done():
                 lease.result()
@@ -393,6 +398,14 @@ class Worker(ABC):
             return
         result = event.function()
         event.loop.call_soon_threadsafe(_answer, event.answer, result)
+
+
+async def _logged(task: Coroutine[Any, Any, None]) -> None:
+    """Something that the worker can do without; why it ended is told."""
+    try:
+        await task
+    except Exception:
+        log.exception("routes are not followed any more")
 
 
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:

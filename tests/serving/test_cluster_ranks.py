@@ -6,12 +6,13 @@ that a crowd preempts on both.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
-from tests.cluster import Cluster, up
+from tests.cluster import Cluster, up, wait_until
 from tests.one_process import CONTEXT, OneProcess
 from tests.served import TEXTS, expected, jobs_of
 
@@ -82,3 +83,47 @@ def test_a_flush_empties_the_caches_of_all_ranks(cluster: Cluster, tokenizer: To
     prefill = cluster.worker("prefill")
     assert prefill["pages_cached"] == 0
     assert prefill["load"]["pages_free"] == prefill["load"]["pages_total"]
+
+
+def test_dictated_ranks_have_the_request_and_decode_knows_prefills(cluster: Cluster) -> None:
+    for number, (prefill, decode) in enumerate([(0, 1), (1, 0), (1, 1), (0, 0)] * 2):
+        cluster.post(
+            "/generate",
+            {
+                "rid": f"dictated-{number}",
+                "input_ids": [number + 3] * 70,
+                "sampling_params": {"max_new_tokens": 3},
+                "disagg_prefill_dp_rank": prefill,
+                "routed_dp_rank": decode,
+            },
+        )
+        legs = legs_of(cluster, f"dictated-{number}")
+        assert (legs["prefill"]["dp_rank"], legs["decode"]["dp_rank"]) == (prefill, decode)
+        # Nothing waits for a route, so it may have come too late to be shown; a wrong one never.
+        assert legs["decode"]["prefill_dp_rank"] in (prefill, None)
+    counters = cluster.worker("decode")["counters"]
+    assert counters["routes_known"] > 0
+    assert "routes_contradicting" not in counters
+    reply = cluster.http.post("/generate", json={"text": "a", "routed_dp_rank": 2})
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert message == "routed_dp_rank: decode has data-parallel ranks 0 to 1, got 2"
+
+
+def test_the_load_is_told_for_each_rank(cluster: Cluster) -> None:
+    for load in cluster.http.get("/get_load").json():
+        assert load["dp_size"] == len(load["ranks"]) == 2
+        assert load["pages_total"] == sum(rank["pages_total"] for rank in load["ranks"]) > 0
+
+
+def legs_of(cluster: Cluster, request_id: str) -> dict[str, Any]:
+    """The legs of a request's first attempt, once both workers told of them."""
+    found: dict[str, Any] = {}
+
+    def told() -> bool:
+        body = cluster.http.get(f"/requests/{request_id}/timeline").json()
+        found.update(body["choices"][0]["attempts"][0])
+        return bool(found["prefill"]["reported"] and found["decode"]["reported"])
+
+    wait_until(told)
+    return found
