@@ -7,7 +7,7 @@ pages and tokens of chunk n while the device computes chunk n+1.
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -21,18 +21,19 @@ from model.sampling import SampleOut
 from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
 from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
+from prefill.held import Held, first_rows, first_sample, joined_logprobs
 from prefill.prefix_cache import PrefixCache
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
-from transfer.backend import FirstToken, PageSender, Shipped
+from transfer.backend import FirstToken, PageSender
 from transfer.choice import open_sender
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import Rows, StepEmitter
+from transfer.emit import StepEmitter
 from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
-from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, open_configured
+from transfer.role import PoolFacts, RoleWorker, describe, open_configured
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
@@ -63,18 +64,6 @@ class ChunkEngine(Protocol):
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight: ...
     def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut: ...
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
-
-
-@dataclass(slots=True)
-class Held(HeldRoom):
-    """What prefill knows of one room."""
-
-    prompt: Prompt
-    grant: wire.Grant | None = None
-    shipped_pages: int = 0
-    chunks: list[ChunkTimes] = field(default_factory=list)
-    shipped: Shipped | None = None
-    logprobs: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 class Run(NamedTuple):
@@ -282,7 +271,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
                 self.bound(piece.prompt.room, piece.prompt.rank)
             if piece.is_last:
-                firsts.append(_first_sample(held, placed.row))
+                firsts.append(first_sample(held, placed.row))
             runs = self._runs_of(held, piece)
             wanted[piece.prompt.rank] += runs
             page_end = held.shipped_pages if runs else 0
@@ -363,7 +352,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self._sender.finish(held.grant, first)
             self._emitter.event(submit.api_id, self._prefilled(held))
         for api_id, rows in by_api.items():
-            self._emitter.rows(api_id, _first_rows(rows, out))
+            self._emitter.rows(api_id, first_rows(rows, out))
 
     def _prefilled(self, held: Held) -> wire.RoomEvent:
         self.counters["cached_tokens"] += held.prompt.num_cached
@@ -371,7 +360,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             held.submit.room,
             "prefilled",
             cached_tokens=held.prompt.num_cached,
-            prompt_logprobs=_joined_logprobs(held),
+            prompt_logprobs=joined_logprobs(held),
         )
 
     def _collect_prompt_logprobs(self, chunk: ChunkInFlight) -> None:
@@ -458,45 +447,3 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         sender = getattr(self, "_sender", None)
         if sender is not None:
             sender.close()
-
-
-def _first_sample(held: Held, row: int) -> FirstSample:
-    submit = held.submit
-    return FirstSample(row, submit.sampling, held.prompt.token_ids, submit.num_prompt_tokens)
-
-
-def _first_rows(rows: list[tuple[int, Held, int]], out: SampleOut) -> Rows:
-    """Pack first tokens. rows: (row of the chunk, its room, finish)."""
-    at = np.array([row for row, _, _ in rows], np.int32)
-    wants = np.array([held.submit.sampling.num_top_logprobs for _, held, _ in rows], np.int32)
-    packed = Rows(
-        rooms=np.array([held.submit.room for _, held, _ in rows], np.int64),
-        token_ids=out.ids[at],
-        token_idx=np.array([held.submit.num_generated for _, held, _ in rows], np.int32),
-        finish=np.array([finish for _, _, finish in rows], np.uint8),
-    )
-    if (wants >= 0).any():
-        packed.logprobs = out.logprobs[at]
-    if (wants > 0).any():
-        packed.top_rows = np.flatnonzero(wants > 0).astype(np.int32)
-        packed.top_ids = out.top_ids[at][packed.top_rows]
-        packed.top_logprobs = out.top_logprobs[at][packed.top_rows]
-    return packed
-
-
-def _joined_logprobs(held: Held) -> wire.PromptLogprobs | None:
-    if not held.prompt.wants_logprobs:
-        return None
-    start = max(held.prompt.logprobs_start, 1)
-    ids = held.prompt.token_ids[start : held.submit.num_prompt_tokens]
-    if not held.logprobs:
-        return wire.PromptLogprobs(start, wire.pack_i32(ids[:0]), b"", b"", b"")
-    logprobs, top_ids, tops = (np.concatenate(parts) for parts in zip(*held.logprobs, strict=True))
-    assert len(ids) == len(logprobs), (len(ids), len(logprobs))
-    return wire.PromptLogprobs(
-        start,
-        wire.pack_i32(ids),
-        wire.pack_f32(logprobs),
-        wire.pack_i32(top_ids),
-        wire.pack_f32(tops),
-    )
