@@ -1,4 +1,8 @@
-"""Routed experts of one layer: choose them in float32, run this shard's, sum over shards."""
+"""Routed experts of one layer: choose them in float32, run this shard's, sum over shards.
+
+Where data-parallel ranks share the experts, each rank's rows are first brought to all of them, and
+the sums of its own rows brought back. All ranks have as many rows, padding included.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +15,7 @@ from jaxtyping import Bool, Float, Int32
 
 from model.config import ModelConfig
 from model.layers import product
-from model.sharding import expert_shard_idx, sum_shards
+from model.sharding import expert_shard_idx, gather_ranks, sum_shards, sum_to_ranks
 
 
 class Routing(NamedTuple):
@@ -51,16 +55,23 @@ def moe(
     physical: Int32[Array, " experts"],
     live: Bool[Array, " rows"],
     experts: Experts,
+    share_experts: bool = False,
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
     gate_up, down: stacks over layers, of which `idx` is this one: a kernel takes its slices.
     physical: where each logical expert is placed. live: rows that are not padding.
+    share_experts: the ranks do; gate_up and down are this shard's part of all.
     """
     with jax.named_scope("moe"):
         routing = route(cfg, x, router)
+        placed = jnp.where(live[:, None], physical[routing.expert_ids], np.int32(-1))
+        rows, weights = x, routing.weights
+        if share_experts:
+            placed, rows, weights = map(gather_ranks, (placed, rows, weights))
         num_local = gate_up.shape[1]
-        local = physical[routing.expert_ids] - expert_shard_idx() * np.int32(num_local)
-        mine = (local >= 0) & (local < num_local) & live[:, None]
+        local = placed - expert_shard_idx(share_experts) * np.int32(num_local)
+        mine = (placed >= 0) & (local >= 0) & (local < num_local)
         local = jnp.where(mine, local, np.int32(num_local))
-        return sum_shards(experts(x, local, routing.weights, gate_up, down, idx)), routing
+        out = experts(rows, local, weights, gate_up, down, idx)
+        return sum_shards(sum_to_ranks(out) if share_experts else out), routing

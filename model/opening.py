@@ -102,7 +102,7 @@ def open_model(
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
-    model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size)
+    model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size, ep_size > tp_size)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path)

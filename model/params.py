@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
-from model.sharding import EXPERT, SHARDS, TENSOR, Dims
+from model.sharding import SHARDS, TENSOR, Dims
 
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
@@ -173,14 +173,14 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
         "experts_gate_up": Leaf(
             (n, experts, hidden, 2, width),
             (n, experts, hidden, 2, wide),
-            P(None, EXPERT, None, None, TENSOR),
+            P(None, dims.expert_axes, None, None, TENSOR),
             dtype,
             std,
         ),
         "experts_down": Leaf(
             (n, experts, width, hidden),
             (n, experts, wide, hidden),
-            P(None, EXPERT, TENSOR, None),
+            P(None, dims.expert_axes, TENSOR, None),
             dtype,
             1.0 / math.sqrt(width),
         ),

@@ -15,11 +15,13 @@ from model.errors import ModelError
 
 # Each data-parallel rank, a place on DATA, has rows and pages of its own. Within a rank experts
 # are spread over EXPERT and each one's intermediate over TENSOR; attention, dense layers and the
-# vocabulary are spread over both.
+# vocabulary are spread over both. Experts may be spread over DATA and EXPERT instead, and are then
+# shared by the ranks.
 DATA: Final = "data"
 EXPERT: Final = "expert"
 TENSOR: Final = "tensor"
 SHARDS: Final = (EXPERT, TENSOR)
+ALL_EXPERTS: Final = (DATA, EXPERT)
 
 # [layers, 2, pages, page_size, kv_heads, head_dim], and a page list of the same rank. The pages
 # of rank 0 stand first; each rank counts its own from 0.
@@ -32,25 +34,40 @@ COLUMNS_OF_RANKS: Final = P(None, DATA)
 def make_mesh(
     tp_size: int, ep_size: int, devices: Sequence[jax.Device] | None = None, dp_size: int = 1
 ) -> Mesh:
-    """A mesh of dp_size * tp_size devices, shaped (data, expert ep_size, tensor tp_size / ep_size).
+    """A mesh of dp_size * tp_size devices, shaped (data, expert, tensor).
 
+    ep_size: parts of the experts, each rank having all of them; above tp_size, parts of the experts
+    that the ranks share, of which a rank has ep_size / dp_size.
     devices: the first of them are used; None means jax.devices().
-    Raises ModelError when there are too few devices or ep_size does not divide tp_size.
+    Raises ModelError when there are too few devices or the parts in a rank do not divide tp_size.
     """
     found = list(jax.devices() if devices is None else devices)
     if tp_size < 1 or ep_size < 1 or dp_size < 1:
         raise ModelError(
             f"tp_size {tp_size}, ep_size {ep_size} and dp_size {dp_size}: all must be at least 1"
         )
-    if tp_size % ep_size:
-        raise ModelError(f"ep_size {ep_size} must divide tp_size {tp_size}")
+    parts = experts_in_rank(tp_size, ep_size, dp_size)
     needed = dp_size * tp_size
     if len(found) < needed:
         raise ModelError(
             f"dp_size {dp_size} x tp_size {tp_size} needs {needed} devices, got {len(found)}"
         )
-    grid = np.array(found[:needed]).reshape(dp_size, ep_size, tp_size // ep_size)
+    grid = np.array(found[:needed]).reshape(dp_size, parts, tp_size // parts)
     return Mesh(grid, (DATA, *SHARDS))
+
+
+def experts_in_rank(tp_size: int, ep_size: int, dp_size: int) -> int:
+    """Of the parts of the experts, those that one rank has. Raises ModelError if none fit."""
+    if ep_size <= tp_size or dp_size == 1:
+        if tp_size % ep_size:
+            raise ModelError(f"ep_size {ep_size} must divide tp_size {tp_size}")
+        return ep_size
+    if ep_size % dp_size or tp_size % (ep_size // dp_size):
+        raise ModelError(
+            f"ep_size {ep_size} is above tp_size {tp_size}: then it must be dp_size {dp_size} "
+            "times a divisor of tp_size"
+        )
+    return ep_size // dp_size
 
 
 def num_ranks(mesh: Mesh) -> int:
@@ -83,8 +100,9 @@ class Dims:
     """
 
     cfg: ModelConfig
-    tp: int
-    ep: int
+    tp: int  # devices of a rank
+    ep: int  # parts of the experts; above tp they are parted over all ranks
+    dp: int = 1
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
@@ -94,9 +112,25 @@ class Dims:
             raise ModelError(f"ep_size {self.ep} must divide {self.cfg.num_experts} experts")
 
     @staticmethod
-    def of(cfg: ModelConfig, mesh: Mesh) -> "Dims":
-        """The sizes on this mesh."""
-        return Dims(cfg, mesh.shape[EXPERT] * mesh.shape[TENSOR], mesh.shape[EXPERT])
+    def of(cfg: ModelConfig, mesh: Mesh, share_experts: bool = False) -> "Dims":
+        """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
+        dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
+        return Dims(cfg, ep * mesh.shape[TENSOR], dp * ep if share_experts else ep, dp)
+
+    @property
+    def ranks_share_experts(self) -> bool:
+        """Whether rows go to other ranks for their experts."""
+        return self.ep > self.tp
+
+    @property
+    def expert_axes(self) -> str | tuple[str, ...]:
+        """Over which axes the experts are spread."""
+        return ALL_EXPERTS if self.ranks_share_experts else EXPERT
+
+    @property
+    def expert_shards(self) -> int:
+        """Devices that share the width of one expert."""
+        return self.tp // experts_in_rank(self.tp, self.ep, self.dp)
 
     @property
     def replicas(self) -> int:
@@ -121,7 +155,7 @@ class Dims:
     @property
     def moe_intermediate(self) -> int:
         """Width of one expert."""
-        return _up(self.cfg.moe_intermediate_size, self.tp // self.ep)
+        return _up(self.cfg.moe_intermediate_size, self.expert_shards)
 
     @property
     def vocab(self) -> int:
@@ -188,6 +222,16 @@ def rank_idx() -> Array:
     return lax.axis_index(DATA)
 
 
-def expert_shard_idx() -> Array:
+def expert_shard_idx(share_experts: bool) -> Array:
     """Which run of experts this shard has, i32; inside `jax.shard_map`."""
-    return lax.axis_index(EXPERT)
+    return lax.axis_index(ALL_EXPERTS if share_experts else EXPERT)
+
+
+def gather_ranks(x: Array) -> Array:
+    """Rows of every rank, rank 0's first; inside `jax.shard_map`."""
+    return lax.all_gather(x, DATA, axis=0, tiled=True)
+
+
+def sum_to_ranks(x: Array) -> Array:
+    """The inverse way: sum over ranks, of which each keeps its own rows; inside `jax.shard_map`."""
+    return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)

@@ -44,15 +44,17 @@ class Model:
     kernels: Kernels
 
     @staticmethod
-    def create(cfg: ModelConfig, mesh: Mesh, dtype: Any, page_size: int) -> "Model":
-        """Choose sizes and kernels. dtype: of parameters and activations.
+    def create(
+        cfg: ModelConfig, mesh: Mesh, dtype: Any, page_size: int, share_experts: bool = False
+    ) -> "Model":
+        """Choose sizes and kernels. dtype: of parameters and activations. share_experts: see Dims.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
         """
         kind = jnp.dtype(dtype)
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
-        dims = Dims.of(cfg, mesh)
+        dims = Dims.of(cfg, mesh, share_experts)
         platform = mesh.devices.flat[0].platform
         shape = kernels.AttentionShape(
             platform, kind.name, page_size, dims.kv_heads // dims.tp, dims.group, cfg.head_dim
@@ -61,7 +63,7 @@ class Model:
             platform,
             kind.name,
             cfg.hidden_size,
-            dims.moe_intermediate * dims.ep // dims.tp,
+            dims.moe_intermediate // dims.expert_shards,
             cfg.num_experts // dims.ep,
             cfg.num_experts_per_tok,
         )
@@ -333,6 +335,7 @@ def _run(
                 expert_map[layer],
                 inputs.live,
                 model.kernels.experts,
+                model.dims.ranks_share_experts,
             )
         else:
             out = feed_forward(inner, weights["gate_up"], weights["down"])

@@ -374,7 +374,8 @@ WORKER_HELP = {
     "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
     "context_length": "most tokens of one request; 0: the model's (at most 4096 on CPU)",
     "tp_size": "devices that share each layer, in each data-parallel rank (virtual ones on CPU)",
-    "ep_size": "parts into which the experts are divided; divides the tp size",
+    "ep_size": "parts into which the experts are divided: a divisor of the tp size, for each "
+    "data-parallel rank; or dp size times a divisor, above the tp size, shared by the ranks",
     "dp_size": "data-parallel ranks: each has tp-size devices, and pages of its own",
     "page_size": "tokens in a page; 0: 16 on CPU, else 64",
     "max_total_tokens": "page pool of each data-parallel rank in tokens; 0: what memory allows",

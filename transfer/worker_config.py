@@ -48,11 +48,7 @@ class WorkerConfig:
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
         reachable(self, "host")
-        if self.ep_size > self.tp_size or self.tp_size % self.ep_size:
-            raise ConfigError(
-                f"--ep-size {self.ep_size} must divide --tp-size {self.tp_size}: experts are "
-                "spread over the tensor-parallel devices"
-            )
+        _check_experts(self.ep_size, self.tp_size, self.dp_size)
         if self.stall_timeout_s <= 0:
             raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
         if self.drain_timeout_s < 0:
@@ -67,6 +63,21 @@ class WorkerConfig:
     @property
     def model_name(self) -> str:
         return self.served_model_name or self.model_path.resolve().name
+
+
+def _check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
+    """Raises ConfigError unless the parts of the experts divide the devices."""
+    if ep_size <= tp_size or dp_size == 1:
+        if tp_size % ep_size:
+            raise ConfigError(
+                f"--ep-size {ep_size} must divide --tp-size {tp_size}: experts are spread over the "
+                "devices of a data-parallel rank"
+            )
+    elif ep_size % dp_size or tp_size % (ep_size // dp_size):
+        raise ConfigError(
+            f"--ep-size {ep_size} is above --tp-size {tp_size}: experts that data-parallel ranks "
+            f"share are in --dp-size {dp_size} times as many parts as a divisor of the tp size"
+        )
 
 
 def _refuse_nixl(backend: str) -> None:

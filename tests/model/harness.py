@@ -64,9 +64,11 @@ class Harness:
         ep: int = 1,
         dtype: str = "float32",
         page_dtype: str = "",  # "": as dtype
+        dp: int = 1,  # ranks, which all do the same
     ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
-        self.model = Model.create(cfg, make_mesh(tp, ep), dtype, PAGE_SIZE)
+        mesh = make_mesh(tp, ep, dp_size=dp)
+        self.model = Model.create(cfg, mesh, dtype, PAGE_SIZE, ep > tp)
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()
         if page_dtype:

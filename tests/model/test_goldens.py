@@ -15,21 +15,23 @@ from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_page
 
 DENSE = ("llama", "qwen3")
 ROUTED = ("mixtral", "qwen3_moe")
-CASES = [(name, tp, 1) for name in DENSE for tp in (1, 2, 4)] + [
-    (name, *mesh) for name in ROUTED for mesh in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+CASES = [(name, tp, 1, 1) for name in DENSE for tp in (1, 2, 4)] + [
+    (name, *mesh, 1) for name in ROUTED for mesh in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 ]
+# Ranks with experts of their own, and ranks that share them.
+CASES += [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 4, 2), ("qwen3_moe", 1, 4, 4)]
 # Limits of tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
 
 golden = cache(Golden)
 
 
-@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
+@pytest.mark.parametrize(("name", "tp", "ep", "dp"), CASES)
 def test_chunked_prefill_and_paged_decode_give_the_recorded_logits_and_tokens(
-    name: str, tp: int, ep: int
+    name: str, tp: int, ep: int, dp: int
 ) -> None:
     recorded = golden(name)
-    ran = Harness(recorded.checkpoint, tp, ep).run(list(recorded.prompts.values()), 24)
+    ran = Harness(recorded.checkpoint, tp, ep, dp=dp).run(list(recorded.prompts.values()), 24)
     for prompt, result in zip(recorded.prompts, ran, strict=True):
         expected = recorded.numbers[f"{prompt}.logits"]
         got = result.logits[recorded.first_position[prompt] :]

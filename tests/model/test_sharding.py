@@ -29,6 +29,9 @@ def test_a_mesh_has_ranks_outside_then_experts_and_tensors_inside() -> None:
         (16, 1, 1, "dp_size 1 x tp_size 16 needs 16 devices, got 8"),
         (4, 1, 3, "dp_size 3 x tp_size 4 needs 12 devices, got 8"),
         (4, 3, 1, "ep_size 3 must divide tp_size 4"),
+        (2, 4, 1, "ep_size 4 must divide tp_size 2"),
+        (2, 3, 2, "ep_size 3 is above tp_size 2: then it must be dp_size 2 times"),
+        (2, 8, 2, "ep_size 8 is above tp_size 2: then it must be dp_size 2 times"),
         (0, 1, 1, "tp_size 0, ep_size 1 and dp_size 1: all must be at least 1"),
         (1, 1, 0, "tp_size 1, ep_size 1 and dp_size 0: all must be at least 1"),
     ],
@@ -36,6 +39,17 @@ def test_a_mesh_has_ranks_outside_then_experts_and_tensors_inside() -> None:
 def test_a_mesh_that_cannot_be_is_refused(tp: int, ep: int, dp: int, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make_mesh(tp, ep, dp_size=dp)
+
+
+def test_experts_may_be_spread_over_the_ranks() -> None:
+    mesh = make_mesh(2, 4, dp_size=2)
+    assert mesh.devices.shape == (2, 2, 1)
+    dims = Dims.of(MIXTRAL, mesh, share_experts=True)
+    assert (dims.tp, dims.ep, dims.ranks_share_experts, dims.expert_shards) == (2, 4, True, 1)
+    own = Dims.of(MIXTRAL, mesh)
+    assert (own.tp, own.ep, own.ranks_share_experts, own.expert_shards) == (2, 2, False, 1)
+    assert make_mesh(2, 2, dp_size=2).devices.shape == (2, 2, 1)
+    assert make_mesh(1, 2, dp_size=2).devices.shape == (2, 1, 1)
 
 
 def test_more_shards_than_kv_heads_replicate_heads_and_pad_their_groups() -> None:

@@ -31,7 +31,7 @@ SYSTEMS = {
         "--prefill-tp-size=2",
         "--decode-dp-size=2",
         "--decode-tp-size=2",
-        "--decode-ep-size=2",
+        "--decode-ep-size=4",
     ),
 }
 

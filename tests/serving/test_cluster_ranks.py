@@ -1,7 +1,8 @@
 """Two data-parallel ranks of two devices each, on both sides: the same tokens as one device alone.
 
 One system serves the whole file: the demo model, decode pages for about three requests a rank, so
-that a crowd preempts on both.
+that a crowd preempts on both. The ranks of prefill share the experts, those of decode have their
+own.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def cluster() -> Iterator[Cluster]:
         "--page-size=16",
         "--prefill-dp-size=2",
         "--prefill-tp-size=2",
+        "--prefill-ep-size=4",
         "--chunked-prefill-size=64",
         "--prefill-max-seqs-per-chunk=4",
         "--prefill-load-balance-method=total_tokens",

@@ -226,6 +226,12 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (PrefillConfig, {"tp_size": 0}, "--tp-size must be at least 1, got 0"),
         (PrefillConfig, {"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
         (PrefillConfig, {"tp_size": 3, "ep_size": 2}, "--ep-size 2 must divide --tp-size 3"),
+        (
+            DecodeConfig,
+            {"tp_size": 2, "ep_size": 3, "dp_size": 2},
+            "share are in --dp-size 2 times as many parts",
+        ),
+        (DecodeConfig, {"tp_size": 2, "ep_size": 8, "dp_size": 2}, "--ep-size 8 is above"),
         (PrefillConfig, {"max_total_tokens": -1}, "--max-total-tokens must be at least 0, got -1"),
         (PrefillConfig, {"mem_fraction_static": 1.5}, "--mem-fraction-static must be in [0, 1]"),
         (PrefillConfig, {"max_seqs_per_chunk": 0}, "--max-seqs-per-chunk must be at least 1"),
