@@ -1,16 +1,14 @@
-"""Prefill in simulated time: the system's own schedulers, balancers and router."""
+"""Prefill in simulated time: the system's own ranks, schedulers, balancer and router."""
 
 import heapq
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from bench.routing_cost import (
     BUCKETS,
-    CHUNK_TOKENS,
     CONTEXT,
     OUTPUT_TOKENS,
     PAGE_SIZE,
@@ -19,8 +17,9 @@ from bench.routing_cost import (
     ChunkCost,
     pairs_of,
 )
-from prefill.balancer import Balancer, Method, RankLoad
+from prefill.balancer import Method
 from prefill.prefix_cache import PrefixCache
+from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from serving.config import Policy
 from serving.router import Pair, Router
@@ -32,91 +31,47 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 POOL_PAGES = 4096  # of a rank
 HEARTBEAT_S = 0.5
-PAGES_REFRESH_S = 0.2  # counting evictable pages walks the cache
+LOAD_REFRESH_S = 0.2
 PASSED_ON_S = 0.25  # at most, from the registry to the router
 DECODE_STEP_S = 0.02
 
 
-class Rank:
-    """One rank of prefill: its scheduler, pages and cache."""
-
-    def __init__(self, cached: bool) -> None:
-        self.pool = PagePool(POOL_PAGES)
-        self.cache = PrefixCache(self.pool, PAGE_SIZE, cached)
-        self.scheduler = PrefillScheduler(
-            self.pool, self.cache, PAGE_SIZE, BUCKETS.tokens[-1], BUCKETS.seqs, BUCKETS.pages
-        )
-        self._cached = cached
-        self._pages_free = POOL_PAGES
-        self._pages_due_s = 0.0
-        # Prompts that wait to begin, and what of each the cache had when it was bound.
-        self._waiting: dict[int, tuple[Prompt, int]] = {}
-
-    def load(self, now_s: float) -> RankLoad:
-        """What it has to compute: of prompts not begun, without what its cache has.
-
-        With it, chunks would be planned short of their budget as soon as prefixes are shared.
-        """
-        if now_s >= self._pages_due_s:
-            self._pages_due_s = now_s + PAGES_REFRESH_S
-            self._pages_free = self.pool.num_free + self.cache.num_evictable()
-        self._waiting = {
-            room: waits for room, waits in self._waiting.items() if not waits[0].num_planned
-        }
-        cached = sum(tokens for _, tokens in self._waiting.values())
-        requests, tokens = self.scheduler.queued()
-        return RankLoad(requests, tokens - cached, self._pages_free)
-
-    def bind(self, prompt: Prompt, cached: int = 0) -> None:
-        """From now on it is this rank's; decode grants at once."""
-        self.scheduler.add(prompt)
-        self.scheduler.grant(prompt.room)
-        self._waiting[prompt.room] = prompt, cached
-
-    def cached_tokens(self, prompt: Prompt) -> int:
-        """What its cache has of this prompt."""
-        if not self._cached:
-            return 0
-        pages = self.cache.match(prompt.token_ids, prompt.salt, prompt.num_tokens - 1)
-        self.pool.release(pages)
-        return len(pages) * PAGE_SIZE
+def _rank(cached: bool) -> Rank:
+    pool = PagePool(POOL_PAGES)
+    cache = PrefixCache(pool, PAGE_SIZE, cached)
+    scheduler = PrefillScheduler(
+        pool, cache, PAGE_SIZE, BUCKETS.tokens[-1], BUCKETS.seqs, BUCKETS.pages
+    )
+    return Rank(pool, cache, scheduler)
 
 
 class Group:
-    """Ranks that compute in lock step, and the prompts that have no rank yet."""
+    """Ranks that compute in lock step; decode grants at once."""
 
-    def __init__(self, ranks: Sequence[Rank], balancer: Balancer | None) -> None:
+    def __init__(self, ranks: Sequence[Rank], method: Method | None) -> None:
+        """method: by which the worker binds prompts itself; None: each comes with its rank."""
         self.ranks = ranks
         self.busy = False
-        self._balancer = balancer
-        self._unbound: deque[Prompt] = deque()
+        self._queue = None if method is None else Ranks(ranks, method)
 
-    def add(self, prompt: Prompt) -> None:
-        """Bound at once where the room says it all, or else when a rank has room for more."""
-        if self._balancer is not None and self._balancer.method == "follow_bootstrap_room":
-            nothing = [RankLoad(0, 0, POOL_PAGES)] * len(self.ranks)
-            rank = self._balancer.pick(prompt.room, prompt.num_tokens, nothing, [0] * len(nothing))
-            self.ranks[rank].bind(prompt)
-        else:
-            self._unbound.append(prompt)
+    def add(self, prompt: Prompt, rank: Rank | None) -> None:
+        if self._queue is not None:
+            self._queue.add(prompt)
+            self._queue.grant(prompt)
+            return
+        assert rank is not None
+        rank.scheduler.add(prompt)
+        rank.scheduler.grant(prompt.room)
 
-    def plan(self, now_s: float) -> list[tuple[Piece, ...]]:
+    def plan(self) -> Sequence[tuple[Piece, ...]]:
         """The next chunk of each rank."""
-        if self._unbound:
-            self._bind_late([rank.load(now_s) for rank in self.ranks])
+        if self._queue is not None:
+            return self._queue.plan()
         return [rank.scheduler.plan() for rank in self.ranks]
 
-    def _bind_late(self, loads: list[RankLoad]) -> None:
-        """In order of arrival, while some rank's next chunk is not full."""
-        assert self._balancer is not None
-        while self._unbound and min(load.queued_tokens for load in loads) < CHUNK_TOKENS:
-            prompt = self._unbound.popleft()
-            cached = [rank.cached_tokens(prompt) for rank in self.ranks]
-            at = self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached)
-            old = loads[at]
-            tokens = old.queued_tokens + prompt.num_tokens - cached[at]
-            loads[at] = RankLoad(old.queued_requests + 1, tokens, old.pages_free)
-            self.ranks[at].bind(prompt, cached[at])
+    def refresh(self) -> None:
+        for rank in self.ranks:
+            rank.refresh()
 
 
 @dataclass(frozen=True)
@@ -145,12 +100,10 @@ class Simulation:
 
     def __post_init__(self) -> None:
         cached = any(arrival.prefix_tokens for arrival in self.arrivals)
-        self._ranks = [Rank(cached) for _ in range(RANKS)]
-        method = self.way.method
-        balancer = None if method is None else Balancer(method, RANKS)
+        self._ranks = [_rank(cached) for _ in range(RANKS)]
         together = self.way.layout == "group"
         split = [self._ranks] if together else [[rank] for rank in self._ranks]
-        self._groups = [Group(ranks, balancer) for ranks in split]
+        self._groups = [Group(ranks, self.way.method) for ranks in split]
         self._home = {id(rank): group for group in self._groups for rank in group.ranks}
         self._router = None if self.way.policy is None else Router(self.way.policy, self.seed)
         self._seen = [wire.Load(pages_total=POOL_PAGES, pages_free=POOL_PAGES)] * RANKS
@@ -166,6 +119,8 @@ class Simulation:
         self.ttft_s = [0.0] * len(self.arrivals)
         for number, arrival in enumerate(self.arrivals):
             self._at(arrival.at_s, lambda number=number: self._arrive(number))  # type: ignore[misc]
+        if any(arrival.prefix_tokens for arrival in self.arrivals):
+            self._at(0.0, self._refresh)
         if self._router is not None:
             for rank in range(RANKS):
                 self._at(HEARTBEAT_S * rank / RANKS, lambda rank=rank: self._beat(rank))  # type: ignore[misc]
@@ -181,14 +136,18 @@ class Simulation:
         room = self._random.getrandbits(62) if self.way.random_rooms else number + 1
         self._prompts[room] = number
         prompt = Prompt(room, self.arrivals[number].token_ids, self.now_s)
-        if self._router is None:
-            group = self._groups[0]
-            group.add(prompt)
-        else:
+        group, rank = self._groups[0], None
+        if self._router is not None:
             rank = self._ranks[self._route(prompt, self._router)]
-            rank.bind(prompt)
             group = self._home[id(rank)]
+        group.add(prompt, rank)
         self._begin_chunk(group)
+
+    def _refresh(self) -> None:
+        """Count now and then what caches could give, as the worker does."""
+        for group in self._groups:
+            group.refresh()
+        self._at(self.now_s + LOAD_REFRESH_S, self._refresh)
 
     def _route(self, prompt: Prompt, router: Router) -> int:
         prefills = [_member("prefill", at, load) for at, load in enumerate(self._seen)]
@@ -216,14 +175,14 @@ class Simulation:
     def _begin_chunk(self, group: Group) -> None:
         if group.busy:
             return
-        chunks = group.plan(self.now_s)
+        chunks = group.plan()
         if not any(chunks):
             return
         group.busy = True
         took_s = self.cost.of([_size(pieces) for pieces in chunks])
         self._at(self.now_s + took_s, lambda: self._end_chunk(group, chunks))
 
-    def _end_chunk(self, group: Group, chunks: list[tuple[Piece, ...]]) -> None:
+    def _end_chunk(self, group: Group, chunks: Sequence[tuple[Piece, ...]]) -> None:
         """First tokens leave; decode has had all pages but the last, so prefill is done."""
         group.busy = False
         for rank, pieces in zip(group.ranks, chunks, strict=True):

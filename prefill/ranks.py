@@ -99,21 +99,22 @@ class Ranks:
                 at += 1
                 continue
             del self._ready[at], self._unbound[prompt.room]
+            cached = self._cached(prompt)
             if prompt.rank < 0:
-                prompt.rank = self._picked(prompt)
+                prompt.rank = self._picked(prompt, cached)
+            prompt.num_foreseen = cached[prompt.rank]
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
             scheduler.grant(prompt.room)
             if not scheduler.has_room:
                 room_at.discard(prompt.rank)
 
-    def _picked(self, prompt: Prompt) -> int:
+    def _cached(self, prompt: Prompt) -> list[int]:
+        """By rank, tokens of this prompt that its cache has."""
+        chain = self.ranks[0].cache.chain(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
+        return [rank.cache.cached_tokens(chain) for rank in self.ranks]
+
+    def _picked(self, prompt: Prompt, cached: Sequence[int]) -> int:
         """By the balancer, whose method may prefer a rank that has no room just now."""
         loads = [rank.load() for rank in self.ranks]
-        cached = [0] * len(self.ranks)
-        if self._balancer.method == "prefix_aware":
-            chain = self.ranks[0].cache.chain(
-                prompt.token_ids, prompt.salt, reusable_tokens(prompt)
-            )
-            cached = [rank.cache.cached_tokens(chain) for rank in self.ranks]
         return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached)

@@ -25,6 +25,7 @@ class Prompt:
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
     rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
+    num_foreseen: int = 0  # tokens that its rank's cache had when it was bound
     granted: bool = False
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens found in the prefix cache
@@ -144,8 +145,12 @@ class PrefillScheduler:
         return not is_full and not self._is_dry
 
     def pending(self) -> tuple[int, int]:
-        """Requests that may be computed and are not, and the tokens left of them."""
-        return len(self._ready), sum(p.num_tokens - p.num_planned for p in self._ready)
+        """Requests that may be computed and are not, and what is left to compute of them.
+
+        A cached prefix is no work: with it, a rank would pass for busy with its chunks half empty.
+        """
+        left = (p.num_tokens - (p.num_planned or p.num_foreseen) for p in self._ready)
+        return len(self._ready), sum(left)
 
     def queued(self) -> tuple[int, int]:
         """Requests and tokens not yet planned."""

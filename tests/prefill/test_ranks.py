@@ -149,3 +149,17 @@ def test_a_release_before_and_after_the_binding_leaves_nothing(turns: int) -> No
     for rank in bench.ranks.ranks:
         rank.pool.check()
         assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
+
+
+def test_a_cached_prefix_is_no_work_so_chunks_are_filled_past_it() -> None:
+    """Four prompts of a full chunk's length, of which three quarters are cached at rank 0."""
+    bench = Bench(dp_size=1 + 1, method="prefix_aware", num_pages=64)
+    bench.add(1, num_tokens=13, rank=0, first=0)
+    bench.plan()
+    bench.release(1)
+    for room in (2, 3):
+        bench.add(room, num_tokens=16, first=0)
+    bench.add(4, num_tokens=16, first=900)
+    # The first two compute four tokens each; counted in full, each would have filled a chunk.
+    assert bench.plan() == [[2, 3], [4]]
+    assert [bench.prompts[room].num_cached for room in (2, 3, 4)] == [12, 12, 0]
