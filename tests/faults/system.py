@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,20 @@ class System:
         backend: str = "tcp",
         network: Network | None = None,
         workers: int = 2,
+        prefills: int = 0,
         apis: int = 2,
+        model: Path | None = None,
+        sizes: Mapping[str, tuple[str, ...]] = SIZES,
         on_line: Callable[[Line], None] = lambda line: None,
     ) -> None:
-        """on_line: called on the event loop."""
+        """workers: of each role. prefills: where there are more. model: else the demo's.
+
+        sizes: flags of each role.
+
+        on_line: called on the event loop.
+        """
+        self._sizes = sizes
+        self._model = model or demo_model_path()
         self.folder = folder
         self.members: dict[str, Member] = {}
         self.proxies: dict[str, Proxy] = {}
@@ -58,9 +68,10 @@ class System:
         self._backend = backend
         port = self._registry.rpartition(":")[2]
         self._add("registry", "registry", ["registry", f"--disaggregation-bootstrap-port={port}"])
-        for number in range(workers):
+        for number in range(max(workers, prefills)):
             self._add_worker("prefill", number)
-            self._add_worker("decode", number)
+            if number < workers:
+                self._add_worker("decode", number)
         for number in range(apis):
             self._add_api(number)
 
@@ -165,7 +176,7 @@ class System:
         name = f"{role}-{number}"
         words = [
             role,
-            f"--model-path={demo_model_path()}",
+            f"--model-path={self._model}",
             f"--registry-address={self._registry}",
             f"--worker-id={name}",
             f"--port={free_port()}",
@@ -173,7 +184,7 @@ class System:
             "--page-size=16",
             "--max-frame-bytes=65536",
             f"--disaggregation-transfer-backend={self._backend}",
-            *SIZES[role],
+            *self._sizes[role],
         ]
         if role == "decode":
             port = free_port()
@@ -187,7 +198,7 @@ class System:
         self.open[name] = set()
         words = [
             "serve",
-            f"--model-path={demo_model_path()}",
+            f"--model-path={self._model}",
             f"--registry-address={self._registry}",
             f"--uds={self.uds(name)}",
             f"--request-timeout={REQUEST_TIMEOUT_S}",

@@ -33,9 +33,14 @@ class Traffic:
     """Keeps requests in flight until told to hold. Findings go to `complain`."""
 
     def __init__(
-        self, system: System, seed: int, complain: Callable[[str], None], num_clients: int
+        self,
+        system: System,
+        seed: int,
+        complain: Callable[[str], None],
+        num_clients: int,
+        num_asks: int = NUM_ASKS,
     ) -> None:
-        self.asks = draw_asks(Random(f"asks {seed}"), NUM_ASKS, CONTEXT)
+        self.asks = draw_asks(Random(f"asks {seed}"), num_asks, CONTEXT)
         self.expected: dict[int, Answer] = {}
         self.flights: dict[str, Flight] = {}  # by request id, while they last
         self.ends: Counter[str] = Counter()
