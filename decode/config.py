@@ -12,6 +12,7 @@ class DecodeConfig(WorkerConfig):
 
     max_running_requests: int = 0  # slots of all ranks; 0 = 16 on CPU, 256 elsewhere, for each
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
+    local_prefill_tokens: int = 0  # longest prompt that decode computes itself; 0 = none
     data_host: str = ""  # where frames are taken; "" = host
     data_port: int = 0
     transfer_staging_bytes: int = 0  # memory shared with a prefill of this host; 0 = enough
@@ -26,6 +27,8 @@ class DecodeConfig(WorkerConfig):
                 f"{self.max_running_requests}: every rank has as many slots"
             )
         at_least(self, "headroom_pages", 0)
+        at_least(self, "local_prefill_tokens", 0)
+        at_most(self, "local_prefill_tokens", 8192)  # a chunk of as many is compiled
         at_least(self, "transfer_staging_bytes", 0)
         reachable(self, "data_host")
         check_port(self, "data_port")

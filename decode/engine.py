@@ -19,7 +19,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from model.buckets import DecodeBuckets, bucket_for
+from decode.local import LocalPiece, LocalPrompt
+from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for
+from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages, write_pages
 from model.opening import OpenedModel, make_pool
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
@@ -79,13 +81,18 @@ class DecodeEngine:
         buckets: DecodeBuckets,
         mem_fraction: float,
         max_total_tokens: int,
+        local: PrefillBuckets | None = None,
     ) -> None:
+        """local: chunks of prompts that decode computes itself; None: there are none."""
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
         self._buckets = buckets
         self._dp_size = opened.dp_size
         self._rank_slots = buckets.slots[-1]
+        self._chunks: ChunkPrograms[LocalPrompt] | None = None
+        if local is not None:
+            self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
         self._step: dict[int, Program] = {}
         self._place: dict[int, Program] = {}
         self.plan: MemoryPlan
@@ -154,6 +161,22 @@ class DecodeEngine:
         out.ids.copy_to_host_async()
         return StepInFlight(out, rows)
 
+    def run_local(
+        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]:
+        """Dispatch a chunk of whole prompts, by rank, and the draw of their first tokens.
+
+        firsts: of each piece, how it is sampled and the length of its prompt without earlier
+        attempts. Row i of the draw belongs to row i of the chunk's logits.
+        """
+        assert self._chunks is not None, "no chunk was compiled"
+        self._pool, chunk = self._chunks.run(self._params, self._pool, plans)
+        draws = []
+        for placed, (params, num_prompt_tokens) in zip(chunk.pieces, firsts, strict=True):
+            token_ids = placed.piece.prompt.token_ids
+            draws.append(FirstSample(placed.row, params, token_ids, num_prompt_tokens))
+        return chunk, self._chunks.sample_first(chunk, draws)
+
     # --- shapes -------------------------------------------------------------------------------
 
     def _place_bucket(self, rank: int, page_ids: Sequence[int], shards: list[np.ndarray]) -> None:
@@ -196,13 +219,16 @@ class DecodeEngine:
         empty = _empty_state(dp_size * self._rank_slots, buckets, context)
         state = abstract_of(empty, mesh, RANKS)
         total = len(buckets.slots) + len(buckets.run_pages) + 1
+        total += self._chunks.num_programs if self._chunks is not None else 0
         done: list[Program] = []
 
-        def built(name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
-            program = compile_program(name, function, args, donate)
+        def compiled(program: Program) -> Program:
             done.append(program)
-            log.info("compiled %d/%d %s", len(done), total, name)
+            log.info("compiled %d/%d %s", len(done), total, program.name)
             return program
+
+        def built(name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
+            return compiled(compile_program(name, function, args, donate))
 
         step = on_ranks(
             mesh,
@@ -224,6 +250,8 @@ class DecodeEngine:
         fresh = abstract_of(_empty_state(buckets.admit_rows, buckets, context), mesh, P())
         rows = abstract_i32((buckets.admit_rows,), mesh, P())
         self._admit = built(f"admit[{buckets.admit_rows}]", admit, (state, rows, fresh), (0,))
+        if self._chunks is not None:
+            self._chunks.compile(params, pool, num_pages, compiled)
         return done
 
 

@@ -8,59 +8,50 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
-from decode.admission import Admission, Seat
+from decode.admission import Admission
 from decode.config import DecodeConfig
 from decode.engine import DecodeEngine, SlotStart, StepInFlight
-from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, StepResult, ended
+from decode.held import (
+    Finished,
+    GrantFailed,
+    Held,
+    LocalFlight,
+    PagesArrived,
+    SenderLost,
+    StepFlight,
+    rows_of,
+)
+from decode.local import LocalPiece, LocalPrompt, LocalQueue, local_buckets
+from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from model.buckets import decode_buckets
+from model.chunks import ChunkInFlight
 from model.opening import on_cpu
+from model.sampling import SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import Rows, StepEmitter
+from transfer.emit import FirstRow, Rows, StepEmitter, first_rows
 from transfer.errors import Code, RpcError
 from transfer.pages import PagePool
-from transfer.role import HeldRoom, PoolFacts, RoleWorker, describe, micros, open_configured
+from transfer.role import PoolFacts, RoleWorker, describe, micros, open_configured
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
+from transfer.stops import finish_of
+from transfer.wire import SamplingParams
 
 log = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S = 5.0
 MAX_ROUTES = 1 << 16  # rooms of all prefill workers whose ranks are remembered
-
-
-@dataclass(frozen=True)
-class PagesArrived:
-    room: int
-    page_start: int
-    shards: list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class Finished:
-    room: int
-    first: FirstToken
-
-
-@dataclass(frozen=True)
-class SenderLost:
-    rooms: tuple[int, ...]
-    message: str
-
-
-@dataclass(frozen=True)
-class GrantFailed:
-    rooms: tuple[int, ...]
-    message: str
 
 
 class StepEngine(Protocol):
@@ -73,17 +64,9 @@ class StepEngine(Protocol):
     ) -> None: ...
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
-
-
-@dataclass(slots=True)
-class Held(HeldRoom):
-    """What decode knows of one room."""
-
-    seat: Seat | None = None
-    first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
-    num_steps: int = 0  # known once it is over
-    rank: int = -1  # of its seat
-    prefill_rank: int = -1  # as the registry told
+    def run_local(
+        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]: ...
 
 
 class DecodeWorker(RoleWorker[Held, DecodeConfig]):
@@ -98,8 +81,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         super().__init__(config, security, clock)
         self._starts: list[tuple[Held, FirstToken]] = []
         self._started: list[Held] = []  # since the last step
-        # Each step, with those for whom it is the first.
-        self._inflight: deque[tuple[StepPlan, StepInFlight, list[Held]]] = deque()
+        self._inflight: deque[StepFlight | LocalFlight] = deque()
         self._clients: dict[str, RpcClient] = {}  # loop thread only
         self._grant_tasks: set[asyncio.Task[None]] = set()
         # Written by the loop and read by the engine, one look-up at a time.
@@ -112,7 +94,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         opened = open_configured(config)
         rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
         buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
-        engine = DecodeEngine(opened, buckets, config.mem_fraction_static, config.max_total_tokens)
+        page_size, local_tokens = opened.kv.page_size, config.local_prefill_tokens
+        local = local_buckets(local_tokens, page_size) if local_tokens else None
+        engine = DecodeEngine(
+            opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
+        )
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(
             config,
@@ -129,7 +115,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address)
         self._compiles.arm()
         self.resolved(opened, engine.num_pages, max_running_requests=config.dp_size * rank_slots)
-        return describe(self, self.config, opened, data_address, engine.num_pages)
+        info = describe(self, self.config, opened, data_address, engine.num_pages)
+        return msgspec.structs.replace(info, local_prefill_tokens=config.local_prefill_tokens)
 
     def assemble(
         self,
@@ -148,6 +135,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self._pools, rank_slots, facts.page_size, self.config.headroom_pages
         )
         self._scheduler = DecodeScheduler(self._admission, facts.page_size)
+        self._local = LocalQueue(self.config.dp_size, self.config.local_prefill_tokens)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._receiver = receiver
         self._data_address = data_address
@@ -155,6 +143,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def request_tokens(self, submit: wire.Submit) -> int:
         return submit.num_prompt_tokens + submit.sampling.max_new_tokens
+
+    def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
+        num_tokens, limit = len(submit.token_ids) // 4, self.config.local_prefill_tokens
+        if _is_local(submit) and num_tokens > limit:
+            message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of {limit}"
+            return wire.Refusal(submit.room, Code.STALE.value, message)
+        return super().capacity_refusal(submit)
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -181,6 +176,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def release(self, held: Held) -> None:
         """Late frames of the room will be refused."""
         self._receiver.forget(held.submit.room)
+        self._local.remove(held.submit.room)
         if held.seat is not None:
             running = self._scheduler.running(held.seat.slot)
             if running is not None:
@@ -220,9 +216,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             return
         self._look_up_route(held)  # before prefill, told that all is here, ends it
         self._receiver.ack(room)
+        self._may_start(held, first)
+
+    def _may_start(self, held: Held, first: FirstToken) -> None:
+        """Its pages are written and its first token is known: the slot may start."""
         held.room.advance(State.READY, self.clock.monotonic_s())
         if first.finished:
-            self.end(room)
+            self.end(held.submit.room)
         else:
             self._starts.append((held, first))
 
@@ -245,18 +245,22 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def turn(self) -> bool:
         self._seat()
         self._start()
+        if len(self._local):
+            self._dispatch_local()
         plan = self._plan()
         if plan is not None:
             flight = self._engine.step(plan.slots, plan.new_pages)
-            self._inflight.append((plan, flight, self._started))
+            self._inflight.append(StepFlight(plan, flight, self._started))
             self._started = []
             self.counters["steps"] += 1
-        if self._inflight and (len(self._inflight) > 1 or plan is None):
-            self._complete(*self._inflight.popleft())
+        while len(self._inflight) > 1:
+            self._complete(self._inflight.popleft())
+        if self._inflight and plan is None:
+            self._complete(self._inflight.popleft())
         self.expire()
         self._refresh_load()
         self.publish(self._emitter.take(self.clock.monotonic_s()))
-        return bool(self._inflight)
+        return bool(self._inflight or self._starts or len(self._local))
 
     def _seat(self) -> None:
         """Reserve for those who fit, and tell their prefill workers."""
@@ -268,6 +272,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
             self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)
+            if _is_local(held.submit):
+                tokens = wire.unpack_i32(held.submit.token_ids)
+                prompt = LocalPrompt(seat.room, seat.rank, tokens, seat.pages[:num_pages])
+                self._local.add(prompt)
+                continue
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
                 room=seat.room,
@@ -313,7 +322,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 return self._scheduler.plan()
             except OutOfPages as dry:
                 if self._inflight:
-                    self._complete(*self._inflight.popleft())
+                    self._complete(self._inflight.popleft())
                 else:
                     self._preempt(self._admission.victim(dry.rank).room)
 
@@ -323,7 +332,49 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._emitter.event(held.submit.api_id, wire.RoomEvent(room, "preempted"))
         self.drop(room, "preempted")
 
-    def _complete(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
+    def _dispatch_local(self) -> None:
+        """A chunk of prompts that decode computes itself, ahead of the next step."""
+        plans = self._local.plan()
+        firsts = []
+        for piece in chain.from_iterable(plans):
+            held = self._held[piece.prompt.room]
+            held.room.advance(State.RECEIVING, self.clock.monotonic_s())
+            firsts.append((held.submit.sampling, held.submit.num_prompt_tokens))
+            self.counters["local_prefills"] += 1
+            self.counters["tokens_computed"] += piece.num_tokens
+        self._inflight.append(LocalFlight(*self._engine.run_local(plans, firsts)))
+
+    def _complete(self, flight: StepFlight | LocalFlight) -> None:
+        if isinstance(flight, LocalFlight):
+            self._complete_local(flight)
+        else:
+            self._complete_step(flight.plan, flight.step, flight.started)
+
+    def _complete_local(self, flight: LocalFlight) -> None:
+        """Tell first tokens, as prefill does; rooms that ended meanwhile are passed over."""
+        out = SampleOut(*map(np.asarray, flight.sampled))
+        by_api: dict[str, list[FirstRow]] = {}
+        for placed in flight.chunk.pieces:
+            prompt, row = placed.piece.prompt, placed.row
+            held = self._held.get(prompt.room)
+            if held is None:
+                continue
+            submit = held.submit
+            token_id, token_idx = int(out.ids[row]), submit.num_generated
+            finish = finish_of(token_id, token_idx, submit.sampling)
+            by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
+            self._emitter.event(submit.api_id, wire.RoomEvent(prompt.room, "prefilled"))
+            self._may_start(held, FirstToken(token_id, token_idx, prompt.num_tokens, finish))
+        for api_id, firsts in by_api.items():
+            self._emit(api_id, first_rows(firsts, out))
+
+    def _emit(self, api_id: str, rows: Rows) -> None:
+        # Two calls may complete in one turn: each is a message of its own.
+        if self._emitter.has_rows(api_id):
+            self.publish(self._emitter.take(self.clock.monotonic_s()))
+        self._emitter.rows(api_id, rows)
+
+    def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
         out = flight.out
         result = self._scheduler.finish(plan, np.asarray(out.ids)[flight.rows])
@@ -343,12 +394,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         for api_id, rows in by_api.items():
             at_rows = np.array(rows, np.int32)
-            # Two steps may complete in one turn (a dry pool): each is a message of its own.
-            if self._emitter.has_rows(api_id):
-                self.publish(self._emitter.take(self.clock.monotonic_s()))
             device_rows = flight.rows[result.rows[at_rows]]
-            rows_out = _rows(result, at_rows, device_rows, wanted, logprobs, tops)
-            self._emitter.rows(api_id, rows_out)
+            self._emit(api_id, rows_of(result, at_rows, device_rows, wanted, logprobs, tops))
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
 
@@ -421,23 +468,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             receiver.close()
 
 
-def _rows(
-    result: StepResult,
-    at: np.ndarray,
-    device_rows: np.ndarray,
-    wanted: np.ndarray,
-    logprobs: np.ndarray | None,
-    tops: Sequence[np.ndarray] | None,
-) -> Rows:
-    """One API process's part of a step.
-
-    at, device_rows: i32[n], into the result and into the arrays of the device.
-    """
-    rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
-    if logprobs is not None:
-        rows.logprobs = logprobs[device_rows]
-    if tops is not None:
-        rows.top_rows = np.flatnonzero(wanted[at] > 0).astype(np.int32)
-        rows.top_ids = tops[0][device_rows][rows.top_rows]
-        rows.top_logprobs = tops[1][device_rows][rows.top_rows]
-    return rows
+def _is_local(submit: wire.Submit) -> bool:
+    """Whether both legs are one worker's: decode computes the prompt itself."""
+    return submit.prefill.worker_id == submit.decode.worker_id

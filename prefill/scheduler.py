@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from model import pieces
 from prefill.prefix_cache import PrefixCache
 from transfer.pages import PagePool
 
@@ -40,21 +41,10 @@ class Prompt:
         return self.logprobs_start >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(pieces.Piece[Prompt]):
     """A run of one prompt's tokens within a chunk."""
 
-    prompt: Prompt
-    start: int
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.prompt.num_tokens
+    __slots__ = ()
 
 
 class PrefillScheduler:
@@ -195,7 +185,7 @@ def reusable_tokens(prompt: Prompt) -> int:
     return reusable
 
 
-def pages_to_ship(piece: Piece, page_size: int, already: int) -> Sequence[int]:
+def pages_to_ship(piece: pieces.Piece[Prompt], page_size: int, already: int) -> Sequence[int]:
     """Indices, within the prompt, of pages complete after this piece and not yet shipped."""
     if piece.is_last:
         end = -(-piece.end // page_size)

@@ -15,13 +15,15 @@ import jax
 import numpy as np
 from jax import Array
 
+from model import pieces
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
+from model.chunks import ChunkInFlight, FirstSample
 from model.opening import on_cpu
 from model.sampling import SampleOut
 from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
-from prefill.engine import ChunkInFlight, FirstSample, PrefillEngine
-from prefill.held import Held, first_rows, first_sample, joined_logprobs
+from prefill.engine import PrefillEngine
+from prefill.held import Held, first_sample, joined_logprobs
 from prefill.prefix_cache import PrefixCache
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
@@ -29,7 +31,7 @@ from transfer import wire
 from transfer.backend import FirstToken, PageSender
 from transfer.choice import open_sender
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import StepEmitter
+from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
@@ -282,7 +284,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._inflight.append(InFlight(chunk, sampled, gathered, times))
         self.counters["chunks"] += 1
 
-    def _runs_of(self, held: Held, piece: Piece) -> list[Run]:
+    def _runs_of(self, held: Held, piece: pieces.Piece[Prompt]) -> list[Run]:
         """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
@@ -336,7 +338,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def _emit_first_tokens(self, chunk: ChunkInFlight, out: SampleOut) -> None:
         """First tokens go to the client at once, and to decode behind the last page."""
-        by_api: dict[str, list[tuple[int, Held, int]]] = {}
+        by_api: dict[str, list[FirstRow]] = {}
         now_s = self.clock.monotonic_s()
         for placed in chunk.pieces:
             piece, row = placed.piece, placed.row
@@ -346,7 +348,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
             finish = finish_of(token_id, token_idx, submit.sampling)
-            by_api.setdefault(submit.api_id, []).append((row, held, finish))
+            by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
             held.room.advance(State.SENDING, now_s)
             first = FirstToken(token_id, token_idx, piece.prompt.num_tokens, finish)
             self._sender.finish(held.grant, first)

@@ -159,6 +159,13 @@ class Generation:
         """Whether prefill's token was told in the current attempt. Its pages may still travel."""
         return len(self.token_ids) > self.attempt_start
 
+    @property
+    def may_be_local(self) -> bool:
+        """Whether decode may compute the prompt: not where prefill's rank is dictated, or logprobs
+        of the prompt are still to be told, which only prefill computes."""
+        told = self.prefilled or self.spec.sampling.prompt_logprobs_start < 0
+        return told and self.spec.ranks.prefill < 0
+
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""
         return self._decode_key == key or self._prefill_key == key

@@ -103,21 +103,22 @@ class Placement:
             generation.spec.cache_salt,
             self._membership.stalled(),
             generation.spec.ranks,
+            may_be_local=generation.may_be_local,
         )
         if pair is None:
             self._wait_for_pair(generation)
             return
-        decode, prefill = (
-            self._membership.link(key) for key in (pair.decode_key, pair.prefill_key)
-        )
-        assert decode is not None, f"{pair.decode_key} takes work but has no link"
-        assert prefill is not None, f"{pair.prefill_key} takes work but has no link"
+        links = []
+        for key in pair.keys:
+            link = self._membership.link(key)
+            assert link is not None, f"{key} takes work but has no link"
+            links.append(link)
         # Each row's key is compared with these: one object each is quicker than equal ones.
-        pair.decode_key, pair.prefill_key = decode.key, prefill.key
+        pair.decode_key, pair.prefill_key = links[0].key, links[-1].key
         generation.begin_attempt(next(self._next_room), pair)
         self._rooms[generation.room] = generation
         self._timelines.began(generation.timeline, generation.room, pair)
-        for link in (decode, prefill):
+        for link in links:
             link.submit(generation.submit_message(link.api_id))
 
     def place_waiting(self) -> None:
@@ -190,7 +191,7 @@ class Placement:
     def _count_failure(self, pair: Pair | None, worker_id: str) -> None:
         if pair is None:
             return
-        for key in (pair.prefill_key, pair.decode_key):
+        for key in pair.keys:
             if key[0] == worker_id:
                 now_s = self._clock.monotonic_s()
                 self._router.breakers.failed(key, pair.picked_s, now_s)
@@ -218,7 +219,7 @@ class Placement:
         pair = generation.pair
         assert pair is not None, f"room {generation.room} has no pair"
         if tell_workers:
-            for key in (pair.decode_key, pair.prefill_key):
+            for key in pair.keys:
                 link = self._membership.link(key)
                 if link is not None and key != over_at:
                     link.abort(generation.room)

@@ -88,6 +88,16 @@ class Pair:
         self.prefill_key = key_of(self.prefill)
         self.decode_key = key_of(self.decode)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether decode computes the prompt itself: there is but one worker and one leg."""
+        return self.prefill_key == self.decode_key
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Of its workers, each once; decode first."""
+        return (self.decode_key,) if self.is_local else (self.decode_key, self.prefill_key)
+
 
 @dataclass(slots=True)
 class _Charge:
@@ -144,8 +154,12 @@ class Router:
         salt: str = "",
         stalled: Collection[Key] = (),
         ranks: Ranks = ANY_RANKS,
+        may_be_local: bool = False,
     ) -> Pair | None:
         """A pair, charged with the request; None when a role has no worker that takes work.
+
+        may_be_local: where decode says that it computes prompts of so few tokens itself, it is
+        both workers of the pair.
 
         stalled: those that make no progress, taken only when there is no other; so is, among the
         rest, avoid: ids. now_s: monotonic. prompt_ids, salt: by which caches find it; the prompt
@@ -158,23 +172,39 @@ class Router:
         )
         if not (to_prefill and to_decode):
             return None
-        prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt_ids, salt)
         decode = self._choose_decode(to_decode)
+        if may_be_local and num_tokens <= decode.member.info.local_prefill_tokens:
+            return self._pick_local(decode, to_decode, num_tokens, now_s)
+        prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt_ids, salt)
         pair = Pair(prefill.member, decode.member, num_tokens, now_s, num_uncached, use)
         pair.prefill_rank, pair.decode_rank = prefill.rank, decode.rank
         pair.considered = {
             "prefill": self._burdens(prefill, to_prefill),
             "decode": self._burdens(decode, to_decode),
         }
+        self._picked(pair, ((prefill, num_uncached), (decode, num_tokens)), now_s)
+        return pair
+
+    def _pick_local(
+        self, decode: Place, to_decode: Sequence[Place], num_tokens: int, now_s: float
+    ) -> Pair:
+        pair = Pair(decode.member, decode.member, num_tokens, now_s, num_tokens)
+        pair.decode_rank = decode.rank
+        pair.prefill_charged = False
+        pair.considered = {"decode": self._burdens(decode, to_decode)}
+        self._picked(pair, ((decode, num_tokens),), now_s)
+        return pair
+
+    def _picked(self, pair: Pair, charged: Sequence[tuple[Place, int]], now_s: float) -> None:
+        """Charge each place with so many tokens."""
         self._picks += 1
-        for place, tokens in ((prefill, num_uncached), (decode, num_tokens)):
+        for place, tokens in charged:
             charge = self._charge(place)
             charge.requests += 1
             charge.tokens += tokens
             charge.last_pick = self._picks
             self.breakers.picked(key_of(place.member), pair, now_s)
         self._unacknowledged.append(pair)
-        return pair
 
     def _takers(
         self,
@@ -238,7 +268,7 @@ class Router:
         """Neither worker has the request any more."""
         self.found_cached(pair, None)
         self._discharge_both(pair)
-        for key in (pair.prefill_key, pair.decode_key):
+        for key in pair.keys:
             self.breakers.left(key, pair)
 
     def _discharge_both(self, pair: Pair) -> None:

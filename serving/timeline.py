@@ -162,10 +162,9 @@ class Timelines:
         """It has a room."""
         if choice is None or not choice.request.kept:
             return
-        legs: dict[wire.Role, Leg] = {
-            "prefill": Leg(pair.prefill.info.worker_id),
-            "decode": Leg(pair.decode.info.worker_id),
-        }
+        legs: dict[wire.Role, Leg] = {"decode": Leg(pair.decode.info.worker_id)}
+        if not pair.is_local:
+            legs["prefill"] = Leg(pair.prefill.info.worker_id)
         now_s = self._clock.monotonic_s()
         attempt = Attempt(room, now_s, pair.considered, pair.num_uncached, legs)
         choice.num_attempts += 1
@@ -185,23 +184,28 @@ class Timelines:
         """The call with these submits begins."""
         now_s = self._clock.monotonic_s()
         for room in rooms:
-            if (attempt := self._rooms.get(room)) is not None:
-                attempt.legs[role].sent_s = now_s
+            if (leg := self._leg(room, role)) is not None:
+                leg.sent_s = now_s
 
     def answered(self, role: wire.Role, rooms: Iterable[int]) -> None:
         """That call was answered."""
         now_s = self._clock.monotonic_s()
         for room in rooms:
-            if (attempt := self._rooms.get(room)) is not None:
-                attempt.legs[role].answered_s = now_s
+            if (leg := self._leg(room, role)) is not None:
+                leg.answered_s = now_s
 
     def over(self, role: wire.Role, records: Iterable[wire.LegRecord]) -> None:
         """Legs are over at their worker. Raises BadMessage for what cannot be told again."""
         for record in records:
             if len(record.chunks) % _CHUNK_BYTES:
                 raise BadMessage(f"{len(record.chunks)} bytes of chunks of {_CHUNK_BYTES} each")
-            if (attempt := self._rooms.get(record.room)) is not None:
-                attempt.legs[role].record = record
+            if (leg := self._leg(record.room, role)) is not None:
+                leg.record = record
+
+    def _leg(self, room: int, role: wire.Role) -> Leg | None:
+        """None of a room that is not kept, or that has no leg of that role."""
+        attempt = self._rooms.get(room)
+        return None if attempt is None else attempt.legs.get(role)
 
     def ended(
         self,

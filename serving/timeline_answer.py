@@ -117,8 +117,11 @@ def _burdens(role: str, burdens: dict[str, Burden]) -> dict[str, dict[str, float
     }
 
 
-def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any]:
-    leg = attempt.legs[role]
+def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | None:
+    """None of prefill where decode computed the prompt itself."""
+    leg = attempt.legs.get(role)
+    if leg is None:
+        return None
     told: dict[str, Any] = {
         "worker": leg.worker_id,
         "submit_sent_ms": since(leg.sent_s),

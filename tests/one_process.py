@@ -9,8 +9,9 @@ from decode.admission import Admission
 from decode.engine import DecodeEngine, SlotStart
 from decode.scheduler import DecodeScheduler
 from model.buckets import decode_buckets, prefill_buckets
+from model.chunks import FirstSample
 from model.opening import OpenedModel, open_model
-from prefill.engine import FirstSample, PrefillEngine
+from prefill.engine import PrefillEngine
 from prefill.prefix_cache import PrefixCache
 from prefill.scheduler import PrefillScheduler, Prompt
 from transfer import wire

@@ -1,9 +1,12 @@
 """Collects what one step brings and packs it into one StepBatch for each API process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from model.sampling import SampleOut
 from transfer import wire
 
 
@@ -19,6 +22,34 @@ class Rows:
     top_rows: np.ndarray | None = None  # i32[m], rows of this batch
     top_ids: np.ndarray | None = None  # i32[m, 20]
     top_logprobs: np.ndarray | None = None  # f32[m, 20]
+
+
+class FirstRow(NamedTuple):
+    """A request's first token of an attempt, drawn by whoever computed its prompt."""
+
+    row: int  # of the draw
+    submit: wire.Submit
+    finish: int
+
+
+def first_rows(firsts: Sequence[FirstRow], out: SampleOut) -> Rows:
+    """Their rows. out: of the draw, on the host."""
+    at = np.array([first.row for first in firsts], np.int32)
+    submits = [first.submit for first in firsts]
+    wants = np.array([submit.sampling.num_top_logprobs for submit in submits], np.int32)
+    packed = Rows(
+        rooms=np.array([submit.room for submit in submits], np.int64),
+        token_ids=out.ids[at],
+        token_idx=np.array([submit.num_generated for submit in submits], np.int32),
+        finish=np.array([first.finish for first in firsts], np.uint8),
+    )
+    if (wants >= 0).any():
+        packed.logprobs = out.logprobs[at]
+    if (wants > 0).any():
+        packed.top_rows = np.flatnonzero(wants > 0).astype(np.int32)
+        packed.top_ids = out.top_ids[at][packed.top_rows]
+        packed.top_logprobs = out.top_logprobs[at][packed.top_rows]
+    return packed
 
 
 @dataclass(slots=True)

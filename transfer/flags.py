@@ -396,6 +396,7 @@ WORKER_HELP = {
     "load_balance_method": "which data-parallel rank takes the next prompt, when one has room",
     "max_running_requests": "slots: requests decoded at once, over all data-parallel "
     "ranks; 0: 16 on CPU, else 256, for each rank",
+    "local_prefill_tokens": "longest prompt that decode computes itself, not prefill; 0: none",
     "headroom_pages": "pages kept free for growth when a request is let in",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",

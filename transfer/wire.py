@@ -134,8 +134,7 @@ class Empty(Message):
 
 # --- what a step brings -----------------------------------------------------------------------
 
-# Values of StepBatch.finish.
-RUNNING, STOP, LENGTH = 0, 1, 2
+RUNNING, STOP, LENGTH = 0, 1, 2  # values of StepBatch.finish
 
 
 class PromptLogprobs(Message):
@@ -277,6 +276,7 @@ class WorkerInfo(Message):
     dtype: str = ""  # of weights and products
     transfer_backend: str = "tcp"  # auto, tcp or shm
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
+    local_prefill_tokens: int = 0  # decode: prompts of so many tokens it computes itself
     wire_version: int = WIRE_VERSION
 
 

@@ -5,7 +5,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from decode.worker import Finished, GrantFailed, PagesArrived, SenderLost
+from decode.held import Finished, GrantFailed, PagesArrived, SenderLost
 from tests.sim.alone import PAGE, Alone
 from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode

@@ -16,6 +16,7 @@ def member(
     draining: bool = False,
     dp_size: int = 1,
     ranks: tuple[wire.Load, ...] = (),
+    local_prefill_tokens: int = 0,
     **load: int,
 ):
     info = wire.WorkerInfo(
@@ -31,6 +32,7 @@ def member(
         context_length=64,
         max_request_tokens=64,
         stored_kv_heads=1,
+        local_prefill_tokens=local_prefill_tokens,
     )
     return wire.Member(info, 1, wire.Load(**load), draining, ranks)
 
@@ -57,6 +59,26 @@ def test_no_pair_while_a_role_is_missing_or_draining():
     assert router.pick([P], [], 1, 0.0) is None
     assert router.pick([P], [member("d", draining=True)], 1, 0.0) is None
     assert router.pick([P], [D], 1, 0.0) is not None
+
+
+def test_decode_is_both_workers_of_a_prompt_that_it_computes_itself():
+    router = Router("least_load")
+    decode = member("d", local_prefill_tokens=8)
+    pair = router.pick([P], [decode], 8, 0.0, may_be_local=True)
+    assert pair is not None
+    assert pair.is_local
+    assert pair.keys == (("d", 1),)
+    assert router.charged_requests(key_of(P)) == 0
+    assert router.charged_requests(key_of(decode)) == 1
+    router.prefilled(pair)
+    assert router.charged_requests(key_of(decode)) == 1
+    router.ended(pair)
+    assert router.charged_requests(key_of(decode)) == 0
+    for num_tokens, may_be_local in ((9, True), (8, False)):
+        other = router.pick([P], [decode], num_tokens, 0.0, may_be_local=may_be_local)
+        assert other is not None
+        assert not other.is_local
+        assert other.keys == (("d", 1), ("p", 1))
 
 
 def test_least_load_takes_the_prefill_with_fewer_queued_tokens():

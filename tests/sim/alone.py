@@ -18,7 +18,12 @@ class Alone:
     """A worker, its clock, and what it published. Nothing of the data plane arrives by itself."""
 
     def __init__(
-        self, role: wire.Role, num_pages: int = 8, num_slots: int = 4, dp_size: int = 1
+        self,
+        role: wire.Role,
+        num_pages: int = 8,
+        num_slots: int = 4,
+        dp_size: int = 1,
+        local_tokens: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
@@ -40,6 +45,7 @@ class Alone:
             run_pages=4,
             num_slots=num_slots,
             dp_size=dp_size,
+            local_tokens=local_tokens,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":
@@ -58,7 +64,9 @@ class Alone:
         self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object
     ) -> wire.Submit:
         """A submit for this worker; tokens are room, room+1, ..."""
-        ref = wire.WorkerRef(self.worker.worker_id(), self.worker.epoch, "here")
+        own = self.ref()
+        refs: dict[str, wire.WorkerRef] = dict.fromkeys(("prefill", "decode"), self.ref("other"))
+        refs[self.worker.role] = own
         known = {
             "room": room,
             "request_id": "r",
@@ -68,10 +76,13 @@ class Alone:
             "sampling": wire.SamplingParams(max_new),
             "arrival_s": float(room),
             "deadline_s": self.clock.now_s() + 60.0,
-            "prefill": ref,
-            "decode": ref,
+            **refs,
         }
         return wire.Submit(**{**known, **fields})  # type: ignore[arg-type]
+
+    def ref(self, worker_id: str = "") -> wire.WorkerRef:
+        """How a submit names this worker, or another."""
+        return wire.WorkerRef(worker_id or self.worker.worker_id(), self.worker.epoch, "here")
 
     def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
         """What a decode worker nobody listens at would send."""

@@ -5,6 +5,7 @@ from functools import partial
 
 import msgspec
 
+from decode.config import DecodeConfig
 from serving.step_rows import unpack_rows
 from tests.sim.engines import prompt_logprob
 from tests.sim.network import expected_tokens
@@ -293,6 +294,8 @@ class Api:
             if not takers:
                 return
             pair.append(self.net.rng.choice(takers))
+        if self._may_be_local(request, pair[1]):
+            pair[0] = pair[1]
         self.net.stats["rooms"] += 1
         request.room = self.net.stats["rooms"]
         request.pair = tuple(pair)
@@ -301,8 +304,15 @@ class Api:
         request.early.clear()
         self._rooms[request.room] = request
         self._owners[request.room] = request
-        for line in pair:
+        for line in dict.fromkeys(pair):
             line.submit(self._message(request, line.api_id))
+
+    def _may_be_local(self, request: Request, decode: Line) -> bool:
+        config = decode.worker.config
+        assert isinstance(config, DecodeConfig)
+        fits = len(request.prompt_ids) + len(request.tokens) <= config.local_prefill_tokens
+        told = request.prefilled or request.sampling.prompt_logprobs_start < 0
+        return fits and told and not request.is_dictated
 
     def _message(self, request: Request, api_id: str) -> wire.Submit:
         sampling = request.sampling
@@ -332,7 +342,7 @@ class Api:
     def _leave(self, request: Request, over_at: Line | None, tell_workers: bool = True) -> None:
         del self._rooms[request.room]
         if tell_workers:
-            for line in request.pair:
+            for line in dict.fromkeys(request.pair):
                 if line is not over_at and line.open:
                     line.abort(request.room)
         request.room, request.pair = 0, ()

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from decode.engine import SlotStart, StepInFlight
+from decode.local import LocalPiece, LocalPrompt
+from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.sampling import NUM_TOP, SampleOut
-from prefill.engine import ChunkInFlight, FirstSample, Placed
 from prefill.scheduler import Piece
 from tests.sim.network import START, chain, draw, extend, kv_of
 from transfer.role import PoolFacts
@@ -200,6 +201,27 @@ class StepEngine:
             self._slots[start.slot] = _Slot(
                 tokens, states, list(start.pages), start.num_prompt_tokens, start.params
             )
+
+    def run_local(
+        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]:
+        self.dispatched += 1
+        pieces = [piece for rank_pieces in plans for piece in rank_pieces]
+        states: Any = np.zeros(len(pieces), np.int64)  # in place of logits
+        ids = np.zeros(len(pieces), np.int32)
+        placed = []
+        # Rows in another order than the pieces: whoever forgets to look them up is found out.
+        for row, piece, (params, num_prompt_tokens) in zip(
+            reversed(range(len(pieces))), pieces, firsts, strict=True
+        ):
+            prompt = piece.prompt
+            fresh = chain(prompt.token_ids.tolist())
+            self._pools[prompt.rank].write(prompt.pages, 0, fresh)
+            states[row] = fresh[-1]
+            ids[row] = draw(fresh[-1], prompt.num_tokens - num_prompt_tokens, params.seed)
+            placed.append(Placed(piece, row, 0))
+            self.stats["local_prefills"] += 1
+        return ChunkInFlight(tuple(placed), states, None), _sampled(ids, self)
 
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
         self.dispatched += 1

@@ -26,6 +26,7 @@ class WorkerPlan:
     headroom_pages: int = 0
     dp_size: int = 1  # pages and slots are of each rank
     balancing: Method = "shortest_queue"
+    local_tokens: int = 0  # longest prompt that decode computes itself
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def draw_plan(rng: Random) -> Plan:
             headroom_pages=rng.choice((0, 1, 2)),
             dp_size=rng.choice((1, 1, 2, 3)),
             balancing=rng.choice(METHODS),
+            local_tokens=rng.choice((0, 0, context // 2)),
         )
 
     prefills = tuple(

@@ -8,7 +8,7 @@ when all is over everything is free again, long before any deadline would have f
 from collections import Counter
 from random import Random
 
-from decode.worker import GrantFailed
+from decode.held import GrantFailed
 from tests.sim.api import Api, Line, Request
 from tests.sim.network import FIRST_ID, VOCAB
 from tests.sim.plan import Plan, WorkerPlan, draw_plan

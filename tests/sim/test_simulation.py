@@ -41,6 +41,7 @@ HAPPENS = [
     "refused_queue_full",
     # several ranks behind one address
     "dictated",
+    "local_prefills",
     "prefill_rank_2_holds",
     "decode_rank_2_holds",
     # endings in every state

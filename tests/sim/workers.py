@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.config import DecodeConfig
-from decode.worker import DecodeWorker, Finished, PagesArrived, SenderLost
+from decode.held import Finished, PagesArrived, SenderLost
+from decode.worker import DecodeWorker
 from model.buckets import PrefillBuckets, pages_for
 from model.config import KVSpec
 from prefill.config import PrefillConfig
@@ -178,6 +179,7 @@ class SimDecode(DecodeWorker):
             dp_size=plan.dp_size,
             max_queued_requests=plan.max_queued,
             headroom_pages=plan.headroom_pages,
+            local_prefill_tokens=plan.local_tokens,
         )
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats

@@ -1,0 +1,91 @@
+"""What decode knows of one room, what other threads tell it, and what it has on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.admission import Seat
+from decode.engine import StepInFlight
+from decode.local import LocalPrompt
+from decode.scheduler import StepPlan, StepResult
+from model.chunks import ChunkInFlight
+from model.sampling import SampleOut
+from transfer.backend import FirstToken
+from transfer.emit import Rows
+from transfer.role import HeldRoom
+
+
+@dataclass(frozen=True)
+class PagesArrived:
+    room: int
+    page_start: int
+    shards: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Finished:
+    room: int
+    first: FirstToken
+
+
+@dataclass(frozen=True)
+class SenderLost:
+    rooms: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class GrantFailed:
+    rooms: tuple[int, ...]
+    message: str
+
+
+@dataclass(slots=True)
+class Held(HeldRoom):
+    """What decode knows of one room."""
+
+    seat: Seat | None = None
+    first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
+    num_steps: int = 0  # known once it is over
+    rank: int = -1  # of its seat
+    prefill_rank: int = -1  # as the registry told
+
+
+@dataclass(frozen=True)
+class StepFlight:
+    """A dispatched step. started: those for whom it is the first."""
+
+    plan: StepPlan
+    step: StepInFlight
+    started: list[Held]
+
+
+@dataclass(frozen=True)
+class LocalFlight:
+    """A dispatched chunk of prompts, and the draw of their first tokens."""
+
+    chunk: ChunkInFlight[LocalPrompt]
+    sampled: SampleOut
+
+
+def rows_of(
+    result: StepResult,
+    at: np.ndarray,
+    device_rows: np.ndarray,
+    wanted: np.ndarray,
+    logprobs: np.ndarray | None,
+    tops: Sequence[np.ndarray] | None,
+) -> Rows:
+    """One API process's part of a step.
+
+    at, device_rows: i32[n], into the result and into the arrays of the device.
+    """
+    rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
+    if logprobs is not None:
+        rows.logprobs = logprobs[device_rows]
+    if tops is not None:
+        rows.top_rows = np.flatnonzero(wanted[at] > 0).astype(np.int32)
+        rows.top_ids = tops[0][device_rows][rows.top_rows]
+        rows.top_logprobs = tops[1][device_rows][rows.top_rows]
+    return rows

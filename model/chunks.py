@@ -1,0 +1,267 @@
+"""Packed chunks of prompts as compiled programs: pieces in, pages written, logits and tokens out.
+
+Both roles run them: prefill for all prompts, decode for those short enough to compute itself. All
+data-parallel ranks take each call together, each with its own part, which may be empty. Rows of
+arrays are those of rank 0 first; pages are counted within each rank. Nothing here waits for the
+device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from model.buckets import PrefillBuckets, bucket_for
+from model.pieces import ChunkPrompt, Piece
+from model.programs import Program, compile_program
+from model.sampling import (
+    NUM_TOP,
+    SampleOut,
+    SamplingLike,
+    empty_rows,
+    prompt_logprobs,
+    sample,
+    set_row,
+)
+from model.sharding import POOL_SPEC, RANKS, abstract_i32, abstract_of, num_ranks, on_ranks
+from model.transformer import ChunkBatch, Model, prefill_rows, row_logits
+
+_LOGPROB_BLOCK = 64  # rows of full logits alive at once when prompt logprobs are asked
+
+
+@dataclass(frozen=True)
+class Placed[Q: ChunkPrompt]:
+    """Where a chunk has one of its pieces."""
+
+    piece: Piece[Q]
+    row: int  # of the logits, which follow the piece's last token
+    token_row: int  # of the piece's first token
+
+
+@dataclass(frozen=True)
+class ChunkInFlight[Q: ChunkPrompt]:
+    """One dispatched chunk of every rank. R ranks, T padded tokens each."""
+
+    pieces: tuple[Placed[Q], ...]
+    logits: Any  # f32[R * seqs, vocab]
+    prompt_logprobs: Any  # f32[R * T], i32[R * T, 20], f32[R * T, 20]; None unless asked
+
+
+@dataclass(frozen=True)
+class FirstSample:
+    """What is needed to draw the first token of one finished prompt."""
+
+    row: int  # of the chunk's logits
+    params: SamplingLike
+    token_ids: np.ndarray
+    num_prompt_tokens: int
+
+
+class ChunkPrograms[Q: ChunkPrompt]:
+    """Every chunk program of one model, and the draws of first tokens behind them."""
+
+    def __init__(self, model: Model, buckets: PrefillBuckets, context_length: int) -> None:
+        self.buckets = buckets
+        self._model = model
+        self._context_length = context_length
+        self._dp_size = num_ranks(model.mesh)
+        self._num_pages = 0  # of each rank
+        self._chunk: dict[int, Program] = {}
+        self._sample_plain: Program
+        self._sample_history: Program
+
+    @property
+    def num_programs(self) -> int:
+        return len(self.buckets.tokens) + 2
+
+    def run(
+        self, params: Any, pool: Array, plans: Sequence[Sequence[Piece[Q]]]
+    ) -> tuple[Array, ChunkInFlight[Q]]:
+        """Dispatch one packed chunk of every rank; plans: pieces by rank. The pool is donated."""
+        most = max(sum(piece.num_tokens for piece in pieces) for pieces in plans)
+        bucket = bucket_for(most, self.buckets.tokens)
+        packed = [self._pack(pieces, bucket) for pieces in plans]
+        fields = zip(*(parts for parts, _ in packed), strict=True)
+        batch = _chunk_batch([np.concatenate(parts) for parts in fields])
+        last_rows = np.concatenate([rows for _, rows in packed])
+        targets = np.concatenate([_targets(pieces, bucket) for pieces in plans])
+        wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
+        outs = self._chunk[bucket](params, pool, batch, last_rows, np.bool_(wants), targets)
+        pool, last_logits, *asked = outs
+        placed = _placed(plans, bucket, self.buckets.seqs)
+        return pool, ChunkInFlight(placed, last_logits, tuple(asked) if wants else None)
+
+    def sample_first(self, chunk: ChunkInFlight[Q], firsts: Sequence[FirstSample]) -> SampleOut:
+        """Dispatch the draw of first tokens; row i of the result belongs to row i of the chunk."""
+        seqs = self._dp_size * self.buckets.seqs
+        rows = empty_rows(seqs)
+        lengths = np.zeros((2, seqs), np.int32)
+        penalised = any(_penalised(first.params) for first in firsts)
+        width = self._context_length if penalised else 1
+        history = np.zeros((seqs, width), np.int32)
+        for first in firsts:
+            set_row(rows, first.row, first.params)
+            lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
+            if penalised:
+                history[first.row, : len(first.token_ids)] = first.token_ids
+        program = self._sample_history if penalised else self._sample_plain
+        out: SampleOut = program(chunk.logits, rows, history, *lengths)
+        for array in out:
+            array.copy_to_host_async()
+        return out
+
+    # --- shapes -------------------------------------------------------------------------------
+
+    def _pack(self, pieces: Sequence[Piece[Q]], bucket: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """A rank's part: the fields of ChunkBatch, and the last row of each piece."""
+        seqs, page_size = self.buckets.seqs, self._model.page_size
+        nowhere = self._num_pages * page_size
+        tokens = np.zeros((4, bucket), np.int32)  # ids, positions, seq_idx, kv_idx
+        tokens[2], tokens[3] = seqs, nowhere
+        pages = np.zeros((3, self.buckets.pages), np.int32)  # ids, seq, position of first token
+        pages[1] = seqs
+        last_rows = np.zeros(seqs, np.int32)
+        row = page_row = 0
+        for idx, piece in enumerate(pieces):
+            span = np.arange(piece.start, piece.end, dtype=np.int32)
+            owned = np.asarray(piece.prompt.pages[: -(-piece.end // page_size)], np.int32)
+            end = row + piece.num_tokens
+            tokens[0, row:end] = piece.prompt.token_ids[piece.start : piece.end]
+            tokens[1, row:end] = span
+            tokens[2, row:end] = idx
+            tokens[3, row:end] = owned[span // page_size] * page_size + span % page_size
+            page_end = page_row + len(owned)
+            pages[0, page_row:page_end] = owned
+            pages[1, page_row:page_end] = idx
+            pages[2, page_row:page_end] = np.arange(len(owned), dtype=np.int32) * page_size
+            last_rows[idx] = end - 1
+            row, page_row = end, page_end
+        return [*tokens, *pages, np.array([page_row], np.int32)], last_rows
+
+    def compile(
+        self,
+        params: Any,
+        pool: jax.ShapeDtypeStruct,
+        num_pages: int,
+        built: Callable[[Program], Program],
+    ) -> None:
+        """Compile all of them. params, pool: their shapes; num_pages: of each rank's pool."""
+        self._num_pages = num_pages
+        chunk = on_ranks(
+            self._model.mesh,
+            self._chunk_fn,
+            (self._model.param_specs(), POOL_SPEC, RANKS, RANKS, P(), RANKS),
+            (POOL_SPEC, RANKS, RANKS, RANKS, RANKS),
+        )
+        for tokens in self.buckets.tokens:
+            args = (params, pool, *self._chunk_shapes(tokens))
+            program = compile_program(f"chunk[tokens={tokens}]", chunk, args, (1,))
+            self._chunk[tokens] = built(program)
+        self._sample_plain = built(self._compile_sample(1))
+        self._sample_history = built(self._compile_sample(self._context_length))
+
+    def _chunk_fn(
+        self,
+        params: Any,
+        pool: Array,
+        batch: ChunkBatch,
+        last_rows: Array,
+        wants: Array,
+        targets: Array,
+    ) -> tuple[Array, ...]:
+        """One rank's chunk. wants is the same on all ranks: what it decides has collectives in it.
+
+        (pool, logits f32[seqs, vocab], logprobs f32[T], top_ids i32[T,20], top f32[T,20]).
+        """
+        batch = batch._replace(num_pages_used=batch.num_pages_used[0])
+        hidden, pool = prefill_rows(self._model, params, pool, batch)
+        tokens = hidden.shape[0]
+
+        def rows_to_logits(rows: Array) -> Array:
+            return row_logits(self._model, params, rows)
+
+        def compute() -> tuple[Array, Array, Array]:
+            block = min(_LOGPROB_BLOCK, tokens)
+            return prompt_logprobs(rows_to_logits, hidden, targets, block)
+
+        def nothing() -> tuple[Array, Array, Array]:
+            top = (tokens, NUM_TOP)
+            return (
+                jnp.zeros((tokens,), jnp.float32),
+                jnp.zeros(top, jnp.int32),
+                jnp.zeros(top, jnp.float32),
+            )
+
+        asked = jax.lax.cond(wants, compute, nothing)
+        return pool, rows_to_logits(hidden[last_rows]), *asked
+
+    def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
+        mesh, seqs, pages = self._model.mesh, self.buckets.seqs, self.buckets.pages
+
+        def i32(size: int) -> jax.ShapeDtypeStruct:
+            return abstract_i32((self._dp_size * size,), mesh, RANKS)
+
+        batch = _chunk_batch([i32(size) for size in (tokens,) * 4 + (pages,) * 3 + (1,)])
+        return batch, i32(seqs), abstract_of(np.bool_(False), mesh, P()), i32(tokens)
+
+    def _compile_sample(self, width: int) -> Program:
+        mesh, vocab = self._model.mesh, self._model.cfg.vocab_size
+        seqs = self._dp_size * self.buckets.seqs
+        shapes = (
+            jax.ShapeDtypeStruct((seqs, vocab), jnp.float32),
+            empty_rows(seqs),
+            jax.ShapeDtypeStruct((seqs, width), jnp.int32),
+            jax.ShapeDtypeStruct((seqs,), jnp.int32),
+            jax.ShapeDtypeStruct((seqs,), jnp.int32),
+        )
+        sample_ranks = on_ranks(mesh, _sample_fn, (RANKS,) * len(shapes), RANKS)
+        args = abstract_of(shapes, mesh, RANKS)
+        return compile_program(f"sample[history={width}]", sample_ranks, args)
+
+
+def _sample_fn(
+    last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
+) -> SampleOut:
+    return sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
+
+
+def _chunk_batch(fields: Sequence[Any]) -> ChunkBatch:
+    """The fields in order: host arrays or shapes, which the type does not tell of."""
+    return ChunkBatch._make(fields)
+
+
+def _placed[Q: ChunkPrompt](
+    plans: Sequence[Sequence[Piece[Q]]], bucket: int, seqs: int
+) -> tuple[Placed[Q], ...]:
+    """Pieces of all ranks, each of which has `bucket` rows of tokens and `seqs` of logits."""
+    placed = []
+    for rank, pieces in enumerate(plans):
+        token_row = rank * bucket
+        for idx, piece in enumerate(pieces):
+            placed.append(Placed(piece, rank * seqs + idx, token_row))
+            token_row += piece.num_tokens
+    return tuple(placed)
+
+
+def _penalised(params: SamplingLike) -> bool:
+    return (
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+    )
+
+
+def _targets[Q: ChunkPrompt](pieces: Sequence[Piece[Q]], bucket: int) -> np.ndarray:
+    """The token that follows each row, for prompt logprobs: i32[bucket]."""
+    targets = np.zeros(bucket, np.int32)
+    row = 0
+    for piece in pieces:
+        follow = piece.prompt.token_ids[piece.start + 1 : piece.end + 1]
+        targets[row : row + len(follow)] = follow
+        row += piece.num_tokens
+    return targets
