@@ -7,6 +7,7 @@ arrays over all streams. It gets everything back at once when a row is anything 
 when its client is slow, and at whatever ends or moves it.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -227,7 +228,7 @@ class PlainStreams:
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
         self._before[slot] = loan.before + b'"'
-        self._after[slot] = b'"' + loan.after
+        self._after[slot] = _same(b'"' + loan.after)
         self._send[slot] = loan.stream.send_body
         self._sorted = None
 
@@ -264,6 +265,12 @@ class PlainStreams:
         self._after += [b""] * new
         self._send += [_nobody] * new
         self._free += range(old + new - 1, old - 1, -1)
+
+
+@lru_cache(maxsize=256)
+def _same(data: bytes) -> bytes:
+    """One object for equal bytes: what ends an event is the same for most streams."""
+    return data
 
 
 async def _nobody(message: Any) -> None:
