@@ -97,7 +97,7 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
-    parts = (*ROUTING_PARTS, "registry")
+    parts = (*ROUTING_PARTS, "registry", "processes")
     parser.add_argument("--only", action="append", choices=parts, help="repeatable")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a load of the registry")
     parser.add_argument("--num-requests", type=int, default=2000, help="of a run")
@@ -149,13 +149,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _routing(args: argparse.Namespace, report: Report) -> int:
-    from bench import routing, routing_registry
+    from bench import routing, routing_processes, routing_registry
 
-    only = args.only or (*ROUTING_PARTS, "registry")
+    only = args.only or (*ROUTING_PARTS, "registry", "processes")
     simulated = [part for part in ROUTING_PARTS if part in only]
     routing.run(report, simulated, args.num_requests, args.seeds)
     if "registry" in only:
         routing_registry.run(report, args.seconds)
+    if "processes" in only:
+        routing_processes.run(report, args.seeds)
     return 0
 
 

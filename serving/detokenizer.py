@@ -89,18 +89,18 @@ class IncrementalDetokenizer:
     def push_json(self, ids: Sequence[int]) -> bytes:
         """As `push`, inside of a JSON string."""
         whole = self.whole_json
-        if whole is None or any(token_id >= self._size for token_id in ids):
+        if whole is None:
             return dumps(self.push(ids))[1:-1]
-        known: list[bytes] = []
+        try:
+            return b"".join([whole[token_id] for token_id in ids])  # type: ignore[misc]
+        except (IndexError, TypeError):  # past the vocabulary; half a character, or not known yet
+            pass
         for token_id in ids:
-            text = self._texts[token_id]
-            if text is None:
-                return dumps(self.push(ids))[1:-1]
-            data = whole[token_id]
-            if data is None:
-                data = whole[token_id] = dumps(text)[1:-1]
-            known.append(data)
-        return b"".join(known)
+            if token_id < self._size and whole[token_id] is None:
+                text = self._texts[token_id]
+                if text is not None:
+                    whole[token_id] = dumps(text)[1:-1]
+        return dumps(self.push(ids))[1:-1]
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids, each >= 0; return the text that can be shown now."""

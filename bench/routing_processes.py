@@ -1,0 +1,115 @@
+"""The routing experiment on real processes: the demo model, prompts a tenth as long, this machine.
+
+Ranks and workers share the host's cores, so what can be compared are ways of choosing at the same
+rate, not ranks with workers.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.report import Report
+from bench.routing_cost import RANKS, Arrival, at_rate, plan_arrivals
+from bench.serve import run_workload, served_model, started_server
+from bench.workload import PlannedRequest, WorkloadConfig
+
+SHORTER = 10  # times, than the simulated prompts
+OUTPUT_TOKENS = 5
+NUM_PROMPTS = 150
+LOADS = (0.7, 0.95)  # of saturation
+TIMEOUT_S = 300.0
+_WARM_UP = 8
+_COMMON = (
+    "--context-length 2048 --chunked-prefill-size 256 --max-queued-requests 4096 "
+    "--max-inflight-requests 1024 --decode-max-running-requests 64 --disable-radix-cache"
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A way of choosing: how the server is started."""
+
+    name: str
+    arguments: str
+
+
+METHODS = ("follow_bootstrap_room", "round_robin", "shortest_queue", "total_tokens")
+POLICIES = ("random", "round_robin", "power_of_two", "least_load")
+# The first of each is what the others are compared with.
+LATE = [
+    Served(method, f"--prefill-dp-size {RANKS} --prefill-load-balance-method {method}")
+    for method in METHODS
+]
+ROUTED = [
+    Served(f"router {policy}", f"--prefill {RANKS} --prefill-policy {policy}")
+    for policy in POLICIES
+]
+
+
+def run(report: Report, num_seeds: int) -> None:
+    """TTFT of every way at the same rates, which are shares of what the first way computes."""
+    seeds = list(range(report.seed, report.seed + num_seeds))
+    for ways in (LATE, ROUTED):
+        rate_per_s = 0.0
+        baseline: dict[float, list[np.ndarray]] = {}
+        for way in ways:
+            with started_server([*_COMMON.split(), *way.arguments.split()]) as server:
+                model = served_model(server)
+
+                def ttft_ms(arrivals: Sequence[Arrival], count: int = NUM_PROMPTS) -> np.ndarray:
+                    planned = [_request(arrival) for arrival in arrivals[:count]]
+                    config = WorkloadConfig(rate_per_s=1.0)  # arrivals are planned already
+                    run_all = run_workload(server, model, planned, config, TIMEOUT_S)  # noqa: B023
+                    traces, _ = asyncio.run(run_all)
+                    if failed := [trace.error for trace in traces if not trace.ok]:
+                        raise RuntimeError(f"{len(failed)} prompts failed: {failed[0]}")
+                    return np.array([1e3 * trace.ttft_s for trace in traces])
+
+                plans = [plan_arrivals("skewed", NUM_PROMPTS, seed) for seed in seeds]
+                at_once = at_rate(plans[0], float("inf"))
+                ttft_ms(at_once, _WARM_UP)
+                if not rate_per_s:
+                    rate_per_s = 1e3 * NUM_PROMPTS / float(ttft_ms(at_once).max())
+                for load in LOADS:
+                    rate = load * rate_per_s
+                    times = [ttft_ms(at_rate(plan, rate)) for plan in plans]
+                    baseline.setdefault(load, times)
+                    _report(report, f"processes {load:g} {way.name}", times, baseline[load], rate)
+
+
+def _request(arrival: Arrival) -> PlannedRequest:
+    num_tokens = max(2, len(arrival.token_ids) // SHORTER)
+    rng = np.random.default_rng(int(arrival.token_ids[-1]))
+    ids = rng.integers(1, 1000, num_tokens)
+    return PlannedRequest(arrival.at_s, tuple(ids.tolist()), OUTPUT_TOKENS)
+
+
+def _report(
+    report: Report,
+    case: str,
+    times: Sequence[np.ndarray],
+    baseline: Sequence[np.ndarray],
+    rate_per_s: float,
+) -> None:
+    """Means over seeds of each run's mean, p50 and p99."""
+    shapes: dict[str, Any] = {
+        "rate_per_s": round(rate_per_s, 2),
+        "prompts": NUM_PROMPTS,
+        "shorter": SHORTER,
+        "output_tokens": OUTPUT_TOKENS,
+        "ranks": RANKS,
+        "seeds": len(times),
+    }
+    for name, of in (("mean", np.mean), ("p50", np.median), ("p99", _p99)):
+        value, beside = (
+            statistics.mean(float(of(run)) for run in runs) for runs in (times, baseline)
+        )
+        report.add(case, f"ttft {name}", value, "ms", None if times is baseline else beside, shapes)
+
+
+def _p99(values: np.ndarray) -> float:
+    return float(np.percentile(values, 99))
