@@ -80,7 +80,7 @@ class Runs:
     finish: np.ndarray  # u8, of the last token; RUNNING for those before
     counts: np.ndarray  # i64, tokens
     starts: np.ndarray  # i64, of its tokens in token_ids
-    token_ids: np.ndarray  # i32, one entry a token
+    token_ids: np.ndarray  # i32, one entry a token, run after run
     detail: list[Run] | None  # None: no row has logprobs
 
     def __len__(self) -> int:
@@ -100,17 +100,18 @@ class Runs:
         return [self.detail[run] for run in which.tolist()]
 
     def part(self, start: int, end: int) -> "Runs":
-        """Runs start .. end - 1."""
+        """Runs start .. end - 1; at least one."""
         if start == 0 and end >= len(self):
             return self
         part = slice(start, end)
+        starts, counts = self.starts[part], self.counts[part]
         return Runs(
             self.rooms[part],
             self.first_idx[part],
             self.finish[part],
-            self.counts[part],
-            self.starts[part],
-            self.token_ids,
+            counts,
+            starts - starts[0],
+            self.token_ids[starts[0] : starts[-1] + counts[-1]],
             None if self.detail is None else self.detail[part],
         )
 

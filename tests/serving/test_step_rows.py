@@ -90,6 +90,7 @@ def test_rows_of_one_room_are_one_run_unless_they_do_not_follow_each_other():
     ids = [[10, 20], [30, 40], [60, 70]]
     assert columns_of(runs) == ([5, 7, 7], [1, 3, 6], ids, [2, 0, 1])
     assert columns_of(runs.part(1, 3)) == ([7, 7], [3, 6], ids[1:], [0, 1])
+    assert runs.part(1, 3).token_ids.tolist() == [30, 40, 60, 70]
     assert runs.detail is not None
     assert runs.detail[0] == Run([-1.0, -3.0], [None, None])
     assert runs.detail[2] == Run([-4.0, -5.0], [[(4, -1.0)], None])
