@@ -10,6 +10,8 @@ always finishes at once. When it does not, the client reads slower than it is wr
 coroutine goes on in a task, later events of this stream queue up and leave merged in one write,
 and a timer bounds how long a client may leave more than a buffer unread.
 
+A stream may lend its `send_body` (serving/plain_streams.py); nothing is written here meanwhile.
+
 The response starts with its first event, so whatever fails before that is still an HTTP status.
 """
 

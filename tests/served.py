@@ -3,8 +3,17 @@
 from typing import Any
 
 from serving.tokenizer import Tokenizer
-from tests.one_process import OneProcess
+from tests.one_process import CONTEXT, OneProcess
 from transfer import wire
+
+# A small pool and many requests: some of a crowd are preempted. The demo model.
+CROWD = (
+    f"--context-length={CONTEXT}",
+    "--page-size=16",
+    "--chunked-prefill-size=64",
+    "--decode-max-running-requests=8",
+    "--max-inflight-requests=64",
+)
 
 TEXTS = [
     "The ferry leaves the harbour at dawn and",

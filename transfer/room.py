@@ -25,7 +25,7 @@ class State(enum.Enum):
     COMPUTING = "computing"  # prefill: its first chunk is dispatched
     SENDING = "sending"  # prefill: all computed, pages on their way
     RESERVED = "reserved"  # decode: slot and pages are taken
-    RECEIVING = "receiving"  # decode: the first pages came
+    RECEIVING = "receiving"  # decode: the first pages came, or it computes them itself
     READY = "ready"  # decode: all pages and the first token are here
     DECODING = "decoding"  # decode: the slot is in the batch
     DONE = "done"

@@ -20,20 +20,16 @@ import pytest
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
-from tests.one_process import CONTEXT, OneProcess
-from tests.served import TEXTS, expected, jobs_of
+from tests.one_process import OneProcess
+from tests.served import CROWD, TEXTS, expected, jobs_of
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with up(
-        f"--context-length={CONTEXT}",
-        "--page-size=16",
-        "--chunked-prefill-size=64",
+        *CROWD,
         "--prefill-max-seqs-per-chunk=4",
-        "--decode-max-running-requests=8",
         "--decode-max-total-tokens=640",
-        "--max-inflight-requests=64",
     ) as running:
         yield running
 

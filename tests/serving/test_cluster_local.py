@@ -9,8 +9,8 @@ import pytest
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up
-from tests.one_process import CONTEXT, OneProcess
-from tests.served import TEXTS, expected, jobs_of
+from tests.one_process import OneProcess
+from tests.served import CROWD, TEXTS, expected, jobs_of
 
 LOCAL_TOKENS = 40
 
@@ -18,15 +18,11 @@ LOCAL_TOKENS = 40
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with up(
-        f"--context-length={CONTEXT}",
-        "--page-size=16",
-        "--chunked-prefill-size=64",
+        *CROWD,
         f"--decode-local-prefill-tokens={LOCAL_TOKENS}",
         "--decode-dp-size=2",
         "--decode-tp-size=2",
-        "--decode-max-running-requests=8",
         "--decode-max-total-tokens=512",
-        "--max-inflight-requests=64",
     ) as running:
         yield running
 
