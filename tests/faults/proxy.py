@@ -154,11 +154,10 @@ class _Passage:
 
     async def _harm(self, trap: Trap, data: bytearray) -> None:
         middle = min(int(trap.at * len(data)), len(data) - 1)
-        if trap.phase == "mid_chunk":  # behind a whole frame, while the next chunk computes
-            await self._send(data)
-            data, middle = bytearray(), 0
         if trap.harm == "flip":
             data[middle] ^= 1 << (middle % 8)
+        if trap.phase == "mid_chunk":  # behind a whole frame, while the next chunk computes
+            middle = len(data)
         try:
             await self._send(data[:middle])
         except (OSError, asyncio.CancelledError):

@@ -1,0 +1,46 @@
+"""The proxy's trap waits for a frame that passes, whatever became of those before."""
+
+import asyncio
+
+import pytest
+
+from tests.faults.plan import Phase
+from tests.faults.proxy import Proxy, Trap
+from tests.faults.system import free_port
+from transfer.backend import HEADER_BYTES, Frame, Kind, whole_frame
+
+# More than the sockets on its way hold: who sends it waits until it is read.
+LONG = memoryview(bytes(16 << 20))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("phase", ["mid_chunk", "mid_frame"])
+async def test_a_trap_whose_connection_ends_before_it_springs_waits_for_another(
+    phase: Phase,
+) -> None:
+    ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
+    proxy = Proxy("decode-0", decode.sockets[0].getsockname()[1])
+    port = free_port()
+    await proxy.start(port)
+    proxy.trap = trap = Trap(phase, at=0.9)
+
+    told, over = await asyncio.open_connection("127.0.0.1", port)
+    over.write(whole_frame(Frame(Kind.PAGES), payload=[LONG]))
+    reader, writer = await ends.get()
+    await reader.readexactly(HEADER_BYTES)  # the frame is under way, so it was caught
+    assert trap.pair is not None
+    writer.transport.abort()
+    assert not await told.read()
+    assert not trap.sprung.is_set()
+
+    _, well = await asyncio.open_connection("127.0.0.1", port)
+    well.write(whole_frame(Frame(Kind.PAGES), payload=[LONG[:4096]]))
+    reader, writer = await ends.get()
+    await reader.readexactly(HEADER_BYTES)
+    await trap.sprung.wait()
+
+    for end in (over, well, writer):
+        end.close()
+    await proxy.close()
+    decode.close()
