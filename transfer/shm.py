@@ -12,33 +12,21 @@ either side demands shared memory.
 import logging
 import secrets
 import socket
-import threading
 from pathlib import Path
 
 from model.config import KVSpec
 from transfer import wire
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
-from transfer.framing import Connection, Incoming
+from transfer.framing import Connection
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, Offer
-from transfer.outbound import Job
 from transfer.rpc import Security
-from transfer.staging import (
-    BorrowedSlots,
-    Credit,
-    InSlot,
-    LentSlots,
-    SlotShape,
-    can_share_memory,
-    slot_shape,
-)
-from transfer.tcp import CONNECT_TIMEOUT_S, TcpFeeder, TcpLane, TcpReceiver, TcpSender
+from transfer.slots import FRAME_BYTES, SlotFeeder, SlotLane
+from transfer.staging import BorrowedSlots, SharedSlots, SlotShape, can_share_memory, slot_shape
+from transfer.tcp import CONNECT_TIMEOUT_S, TcpReceiver, TcpSender
 
 log = logging.getLogger(__name__)
 
-# What both ends cut frames to, unless one page has more: small enough that the copy of one frame
-# overlaps the reading of the one before it, large enough that what a frame costs hardly shows.
-FRAME_BYTES = 4 << 20
 _NO_SHARING = "--disaggregation-transfer-backend shm: this platform cannot share memory"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -87,14 +75,12 @@ class ShmSender(TcpSender):
         return lane
 
 
-class _ShmLane(TcpLane):
+class _ShmLane(SlotLane):
     """One connection to a decode worker, by whichever way was chosen."""
 
     sender: ShmSender
 
-    def __init__(self, sender: ShmSender, address: str) -> None:
-        super().__init__(sender, address)
-        self._slots: BorrowedSlots | None = None
+    elsewhere = "shm"
 
     def connect(self) -> Connection:
         connection, offer = self.dial()
@@ -143,7 +129,7 @@ class _ShmLane(TcpLane):
                 frame, meta = connection.receive_small()
             if frame.kind is not Kind.MEMORY:
                 raise BadMessage(f"expected MEMORY, got {frame.kind.name}")
-            self._slots = BorrowedSlots(connection.take_fd(), wire.decode(meta, SlotShape))
+            self.slots = BorrowedSlots(connection.take_fd(), wire.decode(meta, SlotShape))
         except KvferryError:
             connection.close()
             raise
@@ -161,30 +147,6 @@ class _ShmLane(TcpLane):
         self.sender.count("connections_tcp")
         log.info("pages to %s travel by tcp; shared memory: %s", self.address, why_not)
         return connection
-
-    @property
-    def way(self) -> str:
-        return "tcp" if self._slots is None else "shm"
-
-    @property
-    def takes_pages(self) -> bool:
-        return self._slots is None or self._slots.num_free > 0
-
-    def send(self, connection: Connection, job: Job) -> None:
-        if self._slots is None or job.payload is None:
-            super().send(connection, job)
-            return
-        slot, written = self._slots.write(job.payload)
-        connection.send_elsewhere(job.frame, wire.encode(InSlot(slot)), written)
-
-    def heard(self, frame: Frame, meta: bytes) -> None:
-        if frame.kind is Kind.CREDIT and self._slots is not None:
-            self._slots.take_back(wire.decode(meta, Credit))
-        else:
-            super().heard(frame, meta)
-
-    def ended(self) -> None:
-        self._slots = None
 
 
 class ShmReceiver(TcpReceiver):
@@ -232,7 +194,7 @@ class ShmReceiver(TcpReceiver):
 
     def _begin_to_offer(self) -> None:
         """Listen where memory is lent, once it is known that there is some. Raises OSError."""
-        probe = LentSlots(self.shape, lambda: None)
+        probe = SharedSlots(self.shape, lambda: None)
         probe.close_fd()
         probe.close()
         name = f"kvferry-{secrets.token_hex(16)}"
@@ -247,47 +209,16 @@ class ShmReceiver(TcpReceiver):
         self.offer = Offer(self._identity, name, self._is_demand)
 
 
-class _ShmFeeder(TcpFeeder):
+class _ShmFeeder(SlotFeeder):
     """One sender's connection by Unix socket, and the memory lent to it."""
 
     receiver: ShmReceiver
-    _slots: LentSlots | None = None
 
     def greeted(self, connection: Connection) -> None:
         """Make the memory and pass it. Raises OSError when there is none."""
-        self._slots = slots = LentSlots(self.receiver.shape, self._freed)
+        self.slots = slots = SharedSlots(self.receiver.shape, self.slot_freed)
         try:
             connection.send_fd(Frame(Kind.MEMORY), wire.encode(slots.shape), slots.fd)
         finally:
             slots.close_fd()
-        self.in_use = True
-        self.receiver.count("connections_shm")
-        log.info("pages from %s travel by shm, %d bytes", self.name, slots.shape.num_bytes)
-
-    def take(self, connection: Connection, incoming: Incoming) -> None:
-        frame = incoming.frame
-        if frame.kind is not Kind.PAGES:
-            super().take(connection, incoming)
-            return
-        assert self._slots is not None
-        payload = self._slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
-        if not self.receiver.admits(self, frame):
-            if not connection.receive_elsewhere(incoming, memoryview(payload)):
-                self.receiver.damaged()
-            return
-        intact = connection.receive_elsewhere(incoming, memoryview(payload))
-        self.receiver.take(self, frame, incoming.meta, payload, intact)
-
-    def before_waiting(self, connection: Connection) -> None:
-        credit = self._slots.credit() if self._slots is not None else None
-        if credit is not None:
-            connection.send(Frame(Kind.CREDIT), wire.encode(credit))
-
-    def ended(self) -> None:
-        if self._slots is not None:
-            self._slots.close()
-
-    def _freed(self) -> None:
-        connection = self.connection
-        if connection is not None and threading.current_thread() is not self.thread:
-            connection.wake()
+        self.lent("shm")

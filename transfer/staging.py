@@ -1,8 +1,10 @@
-"""Memory that two processes of one host share: slots, each owned by one end at a time.
+"""Memory of the receiver that a sender fills: slots, each owned by one end at a time.
 
-The receiver makes it (`LentSlots`), one for each connection, and passes its descriptor to the
-sender (`BorrowedSlots`). No file names it, so it is gone when both have let go of it, however
-they end. It is sealed: neither end can shrink it under the other's feet.
+The receiver makes it (`LentSlots`), for each connection anew, and the sender knows which slots
+are its own (`FillableSlots`). Within a host both map the memory (`SharedSlots`, `BorrowedSlots`).
+
+Shared memory passes by its descriptor. No file names it, so it is gone when both have let go of
+it, however they end. It is sealed: neither end can shrink it under the other's feet.
 
 Invariant: a slot is the sender's until a frame names it, and the receiver's from then on until a
 CREDIT names it. What a sender writes late, after its connection was given up, lands in memory
@@ -13,6 +15,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -42,7 +45,7 @@ class SlotShape(wire.Message, frozen=True):
 
 
 class InSlot(wire.Message, frozen=True):
-    """Meta of PAGES whose payload lies in shared memory, from the slot's beginning."""
+    """Meta of PAGES whose payload lies in the receiver's memory, from the slot's beginning."""
 
     slot: int
 
@@ -77,27 +80,17 @@ def slot_shape(page_bytes: int, tp_size: int, frame_bytes: int, staging_bytes: i
 
 
 class LentSlots:
-    """The receiver's end: makes the memory and gives views of what the sender wrote."""
+    """The receiver's end: gives views of what the sender wrote."""
 
-    def __init__(self, shape: SlotShape, on_freed: Callable[[], None]) -> None:
-        """on_freed: there are enough freed slots to tell of (any thread). Raises OSError."""
+    def __init__(self, shape: SlotShape, memory: mmap.mmap, on_freed: Callable[[], None]) -> None:
+        """memory: shape.num_bytes. on_freed: there are enough freed slots to tell of (any
+        thread)."""
         self.shape = shape
-        self.fd = os.memfd_create("kvferry-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, shape.num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory = mmap.mmap(self.fd, shape.num_bytes)
-        except OSError:
-            os.close(self.fd)
-            raise
+        self._memory = memory
         self._on_freed: Callable[[], None] | None = on_freed
         self._held = bytearray(shape.num_slots)  # 1: the receiver's
         self._freed: deque[int] = deque()
         self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
-
-    def close_fd(self) -> None:
-        """The sender has the descriptor, and this end its mapping."""
-        os.close(self.fd)
 
     def take(self, slot: int, num_bytes: int) -> np.ndarray:
         """u8[num_bytes] of a slot that the sender filled; it is freed with the last view of it.
@@ -138,8 +131,66 @@ class LentSlots:
         return Credit(wire.pack_i32(slots))
 
 
-class BorrowedSlots:
-    """The sender's end: writes pages where the receiver reads them. Used by one thread."""
+class SharedSlots(LentSlots):
+    """Slots in memory that the sender maps too."""
+
+    def __init__(self, shape: SlotShape, on_freed: Callable[[], None]) -> None:
+        """Raises OSError when there is no such memory."""
+        self.fd = os.memfd_create("kvferry-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, shape.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(self.fd, shape.num_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        super().__init__(shape, memory, on_freed)
+
+    def close_fd(self) -> None:
+        """The sender has the descriptor, and this end its mapping."""
+        os.close(self.fd)
+
+
+class FillableSlots(ABC):
+    """The sender's end: which slots are its own. Used by one thread."""
+
+    def __init__(self, shape: SlotShape) -> None:
+        self._shape = shape
+        # The last that came back is written first: it is in the caches still.
+        self._free = list(reversed(range(shape.num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @abstractmethod
+    def write(self, pages: np.ndarray) -> tuple[int, memoryview]:
+        """Bring pages of any shape and dtype into a free slot; (slot, the bytes that it has).
+
+        Raises BadMessage when they are more than a slot holds.
+        """
+
+    def take_back(self, credit: Credit) -> None:
+        """Raises BadMessage for a slot that was not given away."""
+        slots = wire.unpack_i32(credit.slots).tolist()
+        free = set(self._free)
+        if len(set(slots)) != len(slots) or not all(
+            0 <= slot < self._shape.num_slots and slot not in free for slot in slots
+        ):
+            raise BadMessage(f"credit for slots {slots}, which are not the receiver's")
+        self._free.extend(slots)
+
+    def _next(self, num_bytes: int) -> int:
+        """A free slot, which is given away with that. Raises BadMessage."""
+        if num_bytes > self._shape.slot_bytes:
+            raise BadMessage(
+                f"a frame of {num_bytes} bytes, the receiver's slots have {self._shape.slot_bytes}"
+            )
+        return self._free.pop()
+
+
+class BorrowedSlots(FillableSlots):
+    """The sender's end of shared memory: writes pages where the receiver reads them."""
 
     def __init__(self, fd: int, shape: SlotShape) -> None:
         """fd: of the memory; closed here. Raises BadMessage when it is not what shape says."""
@@ -154,36 +205,16 @@ class BorrowedSlots:
             raise BadMessage(f"cannot use the memory of the receiver: {error}") from error
         finally:
             os.close(fd)
-        self._shape = shape
-        # The last that came back is written first: it is in the caches still.
-        self._free = list(reversed(range(shape.num_slots)))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        super().__init__(shape)
 
     def write(self, pages: np.ndarray) -> tuple[int, memoryview]:
-        """Copy pages of any shape and dtype into a free slot; (slot, the bytes in it).
-
-        Raises BadMessage when they are more than a slot holds.
-        """
-        if pages.nbytes > self._shape.slot_bytes:
-            raise BadMessage(
-                f"a frame of {pages.nbytes} bytes, the receiver's slots have "
-                f"{self._shape.slot_bytes}"
-            )
-        slot = self._free.pop()
+        slot = self._next(pages.nbytes)
         start = slot * self._shape.slot_bytes
         target = self._memory[start : start + pages.nbytes]
-        np.copyto(target.view(pages.dtype).reshape(pages.shape), pages)
+        copy_bytes(pages, target)
         return slot, memoryview(target)
 
-    def take_back(self, credit: Credit) -> None:
-        """Raises BadMessage for a slot that was not given away."""
-        slots = wire.unpack_i32(credit.slots).tolist()
-        free = set(self._free)
-        if len(set(slots)) != len(slots) or not all(
-            0 <= slot < self._shape.num_slots and slot not in free for slot in slots
-        ):
-            raise BadMessage(f"credit for slots {slots}, which are not the receiver's")
-        self._free.extend(slots)
+
+def copy_bytes(pages: np.ndarray, target: np.ndarray) -> None:
+    """target: u8[pages.nbytes]; pages may be a cut of a larger array."""
+    np.copyto(target.view(pages.dtype).reshape(pages.shape), pages)

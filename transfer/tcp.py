@@ -173,7 +173,7 @@ class TcpLane(Lane):
         if frame.kind is not Kind.PONG:
             self.heard(frame, meta)
 
-    # --- what transfer.shm does otherwise ---------------------------------------------------------
+    # --- what transfer.slots does otherwise -------------------------------------------------------
 
     @property
     def takes_pages(self) -> bool:
@@ -362,7 +362,7 @@ class TcpFeeder:
             return
         self.take(connection, incoming)
 
-    # --- what transfer.shm does otherwise ---------------------------------------------------------
+    # --- what transfer.slots does otherwise -------------------------------------------------------
 
     def greeted(self, connection: Connection) -> None:
         """The sender is known."""

@@ -16,7 +16,8 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.layout import plan_heads
 from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from transfer.rpc import Security
-from transfer.shm import FRAME_BYTES, ShmReceiver, ShmSender
+from transfer.shm import ShmReceiver, ShmSender
+from transfer.slots import FRAME_BYTES
 from transfer.tcp import TcpReceiver, TcpSender
 
 

@@ -9,7 +9,8 @@ import pytest
 from tests.transfer.samples import KV, SECURITY
 from transfer.choice import open_receiver, open_sender
 from transfer.errors import ConfigError
-from transfer.shm import FRAME_BYTES, ShmReceiver, ShmSender
+from transfer.shm import ShmReceiver, ShmSender
+from transfer.slots import FRAME_BYTES
 from transfer.tcp import TcpReceiver, TcpSender
 from transfer.worker_config import WorkerConfig
 

@@ -20,7 +20,8 @@ from transfer.framing import Connection
 from transfer.handshake import Offer, greet, introduce
 from transfer.layout import plan_heads
 from transfer.rpc import Security
-from transfer.shm import FRAME_BYTES, ShmReceiver, ShmSender, host_identity
+from transfer.shm import ShmReceiver, ShmSender, host_identity
+from transfer.slots import FRAME_BYTES
 from transfer.staging import InSlot, SlotShape
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from transfer import wire
 from transfer.errors import BadMessage
-from transfer.staging import BorrowedSlots, Credit, LentSlots, SlotShape
+from transfer.staging import BorrowedSlots, Credit, SharedSlots, SlotShape
 
 SHAPE = SlotShape(slot_bytes=4096, num_slots=4)
 
@@ -22,14 +22,14 @@ def test_memory_that_could_shrink_is_not_mapped() -> None:
 
 
 def test_memory_of_another_size_is_not_mapped() -> None:
-    lent = LentSlots(SHAPE, lambda: None)
+    lent = SharedSlots(SHAPE, lambda: None)
     with pytest.raises(BadMessage, match=r"16384 .*20480"):
         BorrowedSlots(lent.fd, SlotShape(4096, 5))
 
 
 @pytest.mark.parametrize("slots", [[0], [9], [-1], [3, 3]])
 def test_credit_for_what_was_not_given_is_refused(slots: list[int]) -> None:
-    borrowed = BorrowedSlots(LentSlots(SHAPE, lambda: None).fd, SHAPE)
+    borrowed = BorrowedSlots(SharedSlots(SHAPE, lambda: None).fd, SHAPE)
     slot, _ = borrowed.write(np.zeros(10, np.uint8))
     assert slot == 0
     borrowed.take_back(Credit(wire.pack_i32([0])))
@@ -39,7 +39,7 @@ def test_credit_for_what_was_not_given_is_refused(slots: list[int]) -> None:
 
 def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
     told: list[int] = []
-    lent = LentSlots(SHAPE, lambda: told.append(1))
+    lent = SharedSlots(SHAPE, lambda: told.append(1))
     borrowed = BorrowedSlots(lent.fd, SHAPE)
     slot, _ = borrowed.write(np.arange(10, dtype=np.uint8))
     view = lent.take(slot, 10)
@@ -55,7 +55,7 @@ def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
 
 
 def test_a_frame_longer_than_a_slot_is_refused_before_it_is_written() -> None:
-    borrowed = BorrowedSlots(LentSlots(SHAPE, lambda: None).fd, SHAPE)
+    borrowed = BorrowedSlots(SharedSlots(SHAPE, lambda: None).fd, SHAPE)
     with pytest.raises(BadMessage, match=r"4097 .*4096"):
         borrowed.write(np.zeros(4097, np.uint8))
     assert borrowed.num_free == 4

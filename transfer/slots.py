@@ -1,0 +1,95 @@
+"""The ends of a connection whose pages lie in the receiver's memory: PAGES names a slot.
+
+Header, meta and digest of a frame travel on the connection, its payload does not. Which slot is
+whose: transfer/staging.py. How a payload gets there: transfer/shm.py.
+"""
+
+import logging
+import threading
+
+from transfer import wire
+from transfer.backend import Frame, Kind
+from transfer.framing import Connection, Incoming
+from transfer.outbound import Job
+from transfer.staging import Credit, FillableSlots, InSlot, LentSlots
+from transfer.tcp import TcpFeeder, TcpLane
+
+log = logging.getLogger(__name__)
+
+# What both ends cut frames to, unless one page has more: small enough that the copy of one frame
+# overlaps the reading of the one before it, large enough that what a frame costs hardly shows.
+FRAME_BYTES = 4 << 20
+
+
+class SlotLane(TcpLane):
+    """The sender's end; one of TCP until it has slots."""
+
+    elsewhere = ""  # how pages travel with slots
+    slots: FillableSlots | None = None
+
+    @property
+    def way(self) -> str:
+        return "tcp" if self.slots is None else self.elsewhere
+
+    @property
+    def takes_pages(self) -> bool:
+        return self.slots is None or self.slots.num_free > 0
+
+    def send(self, connection: Connection, job: Job) -> None:
+        if self.slots is None or job.payload is None:
+            super().send(connection, job)
+            return
+        slot, written = self.slots.write(job.payload)
+        connection.send_elsewhere(job.frame, wire.encode(InSlot(slot)), written)
+
+    def heard(self, frame: Frame, meta: bytes) -> None:
+        if frame.kind is Kind.CREDIT and self.slots is not None:
+            self.slots.take_back(wire.decode(meta, Credit))
+        else:
+            super().heard(frame, meta)
+
+    def ended(self) -> None:
+        self.slots = None
+
+
+class SlotFeeder(TcpFeeder):
+    """The receiver's end, and the memory lent to its sender."""
+
+    slots: LentSlots | None = None
+
+    def lent(self, way: str) -> None:
+        """The sender has been told of the slots."""
+        assert self.slots is not None
+        self.in_use = True
+        self.receiver.count(f"connections_{way}")
+        num_bytes = self.slots.shape.num_bytes
+        log.info("pages from %s travel by %s, %d bytes", self.name, way, num_bytes)
+
+    def take(self, connection: Connection, incoming: Incoming) -> None:
+        frame = incoming.frame
+        if frame.kind is not Kind.PAGES:
+            super().take(connection, incoming)
+            return
+        assert self.slots is not None
+        payload = self.slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
+        if not self.receiver.admits(self, frame):
+            if not connection.receive_elsewhere(incoming, memoryview(payload)):
+                self.receiver.damaged()
+            return
+        intact = connection.receive_elsewhere(incoming, memoryview(payload))
+        self.receiver.take(self, frame, incoming.meta, payload, intact)
+
+    def before_waiting(self, connection: Connection) -> None:
+        credit = self.slots.credit() if self.slots is not None else None
+        if credit is not None:
+            connection.send(Frame(Kind.CREDIT), wire.encode(credit))
+
+    def ended(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
+
+    def slot_freed(self) -> None:
+        """There is credit to give (any thread)."""
+        connection = self.connection
+        if connection is not None and threading.current_thread() is not self.thread:
+            connection.wake()
