@@ -14,7 +14,7 @@ from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from serving.demo import demo_model_path
 
-TRANSFER_BACKENDS = ("shm", "tcp")
+TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
 ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
     "skewed",
     "constant",
@@ -57,7 +57,9 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", metavar="WORKLOAD", help="small, a, b or c")
-    parser.add_argument("--backend", action="append", choices=TRANSFER_BACKENDS, help="repeatable")
+    parser.add_argument(
+        "--backend", action="append", choices=(*TRANSFER_BACKENDS, "nixl"), help="repeatable"
+    )
     parser.add_argument("--budget-s", type=float, default=1.0, help="for each measurement")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13")
+PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nixl-cu12")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from bench.transfer_peer import (
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.layout import plan_heads
+from transfer.nixl import NixlSender
 from transfer.rpc import Security
 from transfer.shm import ShmSender
 from transfer.tcp import TcpSender
@@ -140,6 +141,8 @@ class Sender:
         self._sender: TcpSender
         if backend == "shm":
             self._sender = ShmSender(**common, is_demand=True)
+        elif backend == "nixl":
+            self._sender = NixlSender(**common)
         else:
             self._sender = TcpSender(**common)
 

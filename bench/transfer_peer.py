@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +19,7 @@ import xxhash
 from bench.host_limits import PageWork
 from model.config import KVSpec
 from transfer.backend import FirstToken
+from transfer.nixl import NixlReceiver
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver
 from transfer.tcp import TcpReceiver
@@ -26,6 +27,11 @@ from transfer.tcp import TcpReceiver
 EPOCH = 1
 AHEAD = 64  # rooms expected before they are heard of
 STALL_TIMEOUT_S = 10.0
+RECEIVERS: dict[str, Callable[..., TcpReceiver]] = {
+    "nixl": NixlReceiver,
+    "shm": ShmReceiver,
+    "tcp": TcpReceiver,
+}
 
 WORKLOADS = {
     work.name: work
@@ -69,8 +75,7 @@ class Peer:
         self._lost = 0
         self.places = True
         self._lock = threading.Lock()
-        kind = ShmReceiver if backend == "shm" else TcpReceiver
-        self._receiver = kind(
+        self._receiver = RECEIVERS[backend](
             Security(token),
             host="127.0.0.1",
             port=0,

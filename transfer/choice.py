@@ -3,6 +3,7 @@
 from typing import Any
 
 from transfer.backend import OnEvent, PageReceiver, PageSender
+from transfer.nixl import NixlReceiver, NixlSender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.tcp import TcpReceiver, TcpSender
@@ -18,7 +19,8 @@ def open_sender(
 ) -> PageSender:
     """Prefill's end. connections: to each decode worker at most.
 
-    Raises ConfigError when TLS files cannot be used."""
+    Raises ConfigError when TLS files or the backend cannot be used.
+    """
     common: dict[str, Any] = {
         "security": security,
         "connections": connections,
@@ -30,6 +32,8 @@ def open_sender(
     backend = config.disaggregation_transfer_backend
     if backend == "tcp":
         return TcpSender(**common)
+    if backend == "nixl":
+        return NixlSender(**common)
     return ShmSender(**common, is_demand=backend == "shm")
 
 
@@ -38,7 +42,7 @@ def open_receiver(
 ) -> PageReceiver:
     """Decode's end, not started. more: host, port, kv and the callbacks of TcpReceiver.
 
-    Raises ConfigError when TLS files or staging_bytes cannot be used.
+    Raises ConfigError when TLS files, the backend or staging_bytes cannot be used.
     """
     common: dict[str, Any] = {
         "security": security,
@@ -49,4 +53,6 @@ def open_receiver(
     backend = config.disaggregation_transfer_backend
     if backend == "tcp":
         return TcpReceiver(**common)
+    if backend == "nixl":
+        return NixlReceiver(**common, staging_bytes=staging_bytes)
     return ShmReceiver(**common, staging_bytes=staging_bytes, is_demand=backend == "shm")

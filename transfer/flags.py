@@ -384,7 +384,7 @@ WORKER_HELP = {
     "kv_cache_dtype": "type of pages; auto follows --dtype, fp8_e4m3 has a byte a value",
     "max_queued_requests": "requests held at most, running ones included",
     "disaggregation_transfer_backend": "how pages travel; auto: shared memory within a host, tcp "
-    "between hosts; shm: shared memory or not at all",
+    "between hosts; shm: shared memory or not at all; nixl: RDMA or UCX, an optional package",
     "max_frame_bytes": "largest piece in which pages are sent",
     "drain_timeout_s": "seconds that a worker told to leave (SIGTERM, POST /drain) may take to "
     "finish what has begun",
@@ -400,6 +400,6 @@ WORKER_HELP = {
     "headroom_pages": "pages kept free for growth when a request is let in",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",
-    "transfer_staging_bytes": "memory shared over each data connection of this host at most; "
+    "transfer_staging_bytes": "memory that a data connection of this host, or any of nixl, fills; "
     "0: 128 MiB, or four frames for each shard where that is more",
 }

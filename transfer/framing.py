@@ -119,11 +119,16 @@ class Connection:
         batch.append(memoryview(digest.pack()))
         self._send_all(batch)
 
-    def send_elsewhere(self, frame: Frame, meta: bytes, payload: memoryview) -> None:
-        """Send one frame without its payload, which the peer finds as meta says."""
+    def send_elsewhere(
+        self, frame: Frame, meta: bytes, payload: memoryview, in_one_memory: bool = True
+    ) -> None:
+        """Send one frame without its payload, which the peer finds as meta says.
+
+        in_one_memory: nothing carries the bytes, so the digest is over samples of them.
+        """
         header = frame.pack(len(meta), len(payload))
         digest = Digest(header, meta)
-        digest.sample(payload)
+        (digest.sample if in_one_memory else digest.update)(payload)
         self._send_all([memoryview(b"".join((header, meta, digest.pack())))])
 
     def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
@@ -167,9 +172,11 @@ class Connection:
             incoming.digest.update(chunk)
         return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
-    def receive_elsewhere(self, incoming: Incoming, payload: memoryview) -> bool:
+    def receive_elsewhere(
+        self, incoming: Incoming, payload: memoryview, in_one_memory: bool = True
+    ) -> bool:
         """Read the digest of a frame whose payload is here already: whether it is right."""
-        incoming.digest.sample(payload)
+        (incoming.digest.sample if in_one_memory else incoming.digest.update)(payload)
         return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
 
     def skip_payload(self, incoming: Incoming) -> bool:

@@ -96,14 +96,20 @@ def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
 
 
 def _check_backends(prefill: WorkerInfo, decode: WorkerInfo) -> None:
-    """Raises Incompatible when one side demands shared memory that the other does not have."""
+    """Raises Incompatible when one side demands a way of pages that the other does not have."""
     backends = (prefill.transfer_backend, decode.transfer_backend)
-    if "shm" not in backends:
+    if "nixl" in backends:
+        pairs = [("transfer backend", prefill.transfer_backend, decode.transfer_backend)]
+    elif "shm" in backends:
+        left, right = ("tcp" if name == "tcp" else "shm" for name in backends)
+        hosts = (prefill.host_identity, decode.host_identity)
+        pairs = [
+            ("transfer backend", left, right),
+            ("host identity, with transfer backend shm,", *hosts),
+        ]
+    else:
         return
-    for field, left, right in (
-        ("transfer backend", *(("tcp" if name == "tcp" else "shm") for name in backends)),
-        ("host identity, with transfer backend shm,", prefill.host_identity, decode.host_identity),
-    ):
+    for field, left, right in pairs:
         if left != right:
             raise Incompatible(
                 f"{field} differs: {prefill.worker_id} has {left}, {decode.worker_id} has {right}"

@@ -1,11 +1,13 @@
 """The ends of a connection whose pages lie in the receiver's memory: PAGES names a slot.
 
 Header, meta and digest of a frame travel on the connection, its payload does not. Which slot is
-whose: transfer/staging.py. How a payload gets there: transfer/shm.py.
+whose: transfer/staging.py. How a payload gets there: transfer/shm.py and transfer/nixl.py.
 """
 
 import logging
 import threading
+
+import numpy as np
 
 from transfer import wire
 from transfer.backend import Frame, Kind
@@ -25,6 +27,7 @@ class SlotLane(TcpLane):
     """The sender's end; one of TCP until it has slots."""
 
     elsewhere = ""  # how pages travel with slots
+    in_one_memory = True  # a digest over samples is enough
     slots: FillableSlots | None = None
 
     @property
@@ -40,7 +43,8 @@ class SlotLane(TcpLane):
             super().send(connection, job)
             return
         slot, written = self.slots.write(job.payload)
-        connection.send_elsewhere(job.frame, wire.encode(InSlot(slot)), written)
+        meta = wire.encode(InSlot(slot))
+        connection.send_elsewhere(job.frame, meta, written, self.in_one_memory)
 
     def heard(self, frame: Frame, meta: bytes) -> None:
         if frame.kind is Kind.CREDIT and self.slots is not None:
@@ -49,6 +53,8 @@ class SlotLane(TcpLane):
             super().heard(frame, meta)
 
     def ended(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
         self.slots = None
 
 
@@ -56,6 +62,7 @@ class SlotFeeder(TcpFeeder):
     """The receiver's end, and the memory lent to its sender."""
 
     slots: LentSlots | None = None
+    in_one_memory = True  # as SlotLane's
 
     def lent(self, way: str) -> None:
         """The sender has been told of the slots."""
@@ -73,11 +80,14 @@ class SlotFeeder(TcpFeeder):
         assert self.slots is not None
         payload = self.slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
         if not self.receiver.admits(self, frame):
-            if not connection.receive_elsewhere(incoming, memoryview(payload)):
+            if not self._is_intact(connection, incoming, payload):
                 self.receiver.damaged()
             return
-        intact = connection.receive_elsewhere(incoming, memoryview(payload))
+        intact = self._is_intact(connection, incoming, payload)
         self.receiver.take(self, frame, incoming.meta, payload, intact)
+
+    def _is_intact(self, connection: Connection, incoming: Incoming, payload: np.ndarray) -> bool:
+        return connection.receive_elsewhere(incoming, memoryview(payload), self.in_one_memory)
 
     def before_waiting(self, connection: Connection) -> None:
         credit = self.slots.credit() if self.slots is not None else None

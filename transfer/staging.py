@@ -1,7 +1,8 @@
 """Memory of the receiver that a sender fills: slots, each owned by one end at a time.
 
 The receiver makes it (`LentSlots`), for each connection anew, and the sender knows which slots
-are its own (`FillableSlots`). Within a host both map the memory (`SharedSlots`, `BorrowedSlots`).
+are its own (`FillableSlots`). Within a host both map the memory (`SharedSlots`, `BorrowedSlots`);
+transfer/nixl.py has another way.
 
 Shared memory passes by its descriptor. No file names it, so it is gone when both have let go of
 it, however they end. It is sealed: neither end can shrink it under the other's feet.
@@ -169,6 +170,10 @@ class FillableSlots(ABC):
 
         Raises BadMessage when they are more than a slot holds.
         """
+
+    def close(self) -> None:
+        """The connection is over: nothing can be written any more."""
+        self._free.clear()
 
     def take_back(self, credit: Credit) -> None:
         """Raises BadMessage for a slot that was not given away."""

@@ -211,6 +211,7 @@ class TcpReceiver(Receiver):
         self.context = server_context(security)
         self.buffers = BufferPool(_IDLE_BUFFER_BYTES)
         self.offer: Offer | None = None
+        self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP
         self._host, self._port = host, port
         self._connections: set[TcpFeeder] = set()
         self._listeners: list[socket.socket] = []
@@ -229,7 +230,7 @@ class TcpReceiver(Receiver):
                 f"cannot take pages on {self._host}:{self._port}: {error.strerror}; "
                 "choose another --data-port"
             ) from error
-        self.listen(listener, TcpFeeder)
+        self.listen(listener, self.feeder)
         host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
         return f"tcp://{host}:{listener.getsockname()[1]}"
 

@@ -274,7 +274,7 @@ class WorkerInfo(Message):
     max_request_tokens: int  # what fits its pool when nothing else runs
     stored_kv_heads: int  # after replication, over all shards
     dtype: str = ""  # of weights and products
-    transfer_backend: str = "tcp"  # auto, tcp or shm
+    transfer_backend: str = "tcp"  # auto, tcp, shm or nixl
     host_identity: str = ""  # of the running kernel; "" where memory cannot be shared
     local_prefill_tokens: int = 0  # decode: prompts of so many tokens it computes itself
     wire_version: int = WIRE_VERSION

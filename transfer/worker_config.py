@@ -1,10 +1,10 @@
 """What a worker of either role is told at its start."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from transfer import nixl_agent
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
@@ -58,7 +58,8 @@ class WorkerConfig:
                 f"--mem-fraction-static must be in [0, 1], got {self.mem_fraction_static}"
             )
         check_port(self, "port")
-        _refuse_nixl(self.disaggregation_transfer_backend)
+        if self.disaggregation_transfer_backend == "nixl":
+            nixl_agent.find()
 
     @property
     def model_name(self) -> str:
@@ -78,21 +79,6 @@ def _check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
             f"--ep-size {ep_size} is above --tp-size {tp_size}: experts that data-parallel ranks "
             f"share are in --dp-size {dp_size} times as many parts as a divisor of the tp size"
         )
-
-
-def _refuse_nixl(backend: str) -> None:
-    """Raises ConfigError for a backend that SGLang has and this version has not."""
-    if backend != "nixl":
-        return
-    if importlib.util.find_spec("nixl") is None:
-        raise ConfigError(
-            "--disaggregation-transfer-backend nixl needs the optional package nixl, which is not "
-            "installed (pip install 'kvferry[nixl]'); choose auto, tcp or shm"
-        )
-    raise ConfigError(
-        "--disaggregation-transfer-backend nixl: the package is installed, but this version "
-        "cannot use it yet; choose auto, tcp or shm"
-    )
 
 
 def reachable(config: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What every transfer backend promises. Backends: loopback, tcp, shm."""
+"""What every transfer backend promises. Backends: loopback, tcp, shm, nixl if installed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from model.config import PAGE_DTYPE_BYTES
-from tests.contract.transfer_ends import Ends, LoopbackEnds, ShmEnds, TcpEnds
-from tests.transfer.samples import KV, a_grant, logical_pages, sharded
+from tests.contract.transfer_ends import Ends, LoopbackEnds, NixlEnds, ShmEnds, TcpEnds
+from tests.transfer.samples import KV, NEEDS_NIXL, a_grant, logical_pages, sharded
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.layout import HeadRun, plan_heads
@@ -20,7 +20,10 @@ from transfer.rpc import Security
 Open = Callable[..., Ends]
 
 
-@pytest.fixture(params=[LoopbackEnds, TcpEnds, ShmEnds], ids=["loopback", "tcp", "shm"])
+@pytest.fixture(
+    params=[LoopbackEnds, TcpEnds, ShmEnds, pytest.param(NixlEnds, marks=NEEDS_NIXL)],
+    ids=["loopback", "tcp", "shm", "nixl"],
+)
 def open_ends(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Makes pairs of ends that are closed behind the test."""
     with ExitStack() as stack:

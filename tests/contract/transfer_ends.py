@@ -15,6 +15,7 @@ from transfer.backend import FirstToken, PageReceiver, PageSender, SenderEvent
 from transfer.clock import SYSTEM_CLOCK
 from transfer.layout import plan_heads
 from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
+from transfer.nixl import NixlReceiver, NixlSender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
@@ -240,6 +241,45 @@ class ShmEnds(TcpEnds):
             stall_timeout_s,
             demands[0],
             hosts[0],
+            connections,
+        )
+
+
+class NixlEnds(TcpEnds):
+    """As TcpEnds, with staging_bytes of transfer.nixl; 0 is a few frames."""
+
+    def __init__(
+        self,
+        kv: KVSpec = KV,
+        tp_size: int = 1,
+        max_frame_bytes: int = 16 << 20,
+        sender_security: Security = SECURITY,
+        receiver_security: Security = SECURITY,
+        stall_timeout_s: float = PATIENCE_S,
+        staging_bytes: int = 0,
+        connections: int = 1,
+    ) -> None:
+        Ends.__init__(self)
+        diary = self.diary
+        self.receiver = NixlReceiver(
+            receiver_security,
+            "127.0.0.1",
+            0,
+            kv,
+            tp_size,
+            diary.on_pages,
+            diary.on_finish,
+            diary.on_lost,
+            stall_timeout_s,
+            staging_bytes or max(4, 2 * tp_size) * FRAME_BYTES,
+        )
+        self.address = self.receiver.start()
+        self.sender = NixlSender(
+            sender_security,
+            "prefill-0",
+            diary.on_event,
+            max_frame_bytes,
+            stall_timeout_s,
             connections,
         )
 

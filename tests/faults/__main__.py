@@ -19,7 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--backend", choices=("tcp", "shm", "auto"), default="tcp")
+    parser.add_argument("--backend", choices=("tcp", "shm", "nixl", "auto"), default="tcp")
     parser.add_argument("--network", choices=("loopback", "namespaces"), default="loopback")
     parser.add_argument("--clients", type=int, default=6, help="requests in flight")
     parser.add_argument("--settle-every", type=int, default=25, help="faults")

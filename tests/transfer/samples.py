@@ -1,16 +1,24 @@
 """Small valid values that tests of the transfer package share."""
 
+import importlib.util
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from model.config import PAGE_DTYPE_BYTES, KVSpec
 from transfer import wire
+from transfer.nixl_agent import PACKAGES
 from transfer.rpc import Security
 
 SECURITY = Security(token="token-of-the-tests")
 PATIENCE_S = 20.0  # a test that waits longer has failed
+
+NEEDS_NIXL = pytest.mark.skipif(
+    not any(importlib.util.find_spec(package) for package in PACKAGES),
+    reason="no NIXL package is installed (requirements-nixl.lock)",
+)
 
 KV = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, page_size=4, dtype="bfloat16")
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.contract.transfer_ends import ShmEnds
+from tests.contract.transfer_ends import ShmEnds, TcpEnds
 from tests.transfer.samples import KV, PATIENCE_S, logical_pages
 from transfer.clock import SYSTEM_CLOCK
 
@@ -19,7 +19,7 @@ def wait_until(done: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
-def deliver(ends: ShmEnds, room: int = 1) -> None:
+def deliver(ends: TcpEnds, room: int = 1) -> None:
     """A good room goes through."""
     pages = logical_pages(3, seed=room)
     ends.receiver.expect(room, 1, 3)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.transfer.samples import KV, SECURITY
+from tests.transfer.samples import KV, NEEDS_NIXL, SECURITY
+from transfer import nixl_agent
 from transfer.choice import open_receiver, open_sender
 from transfer.errors import ConfigError
+from transfer.nixl import NixlReceiver, NixlSender
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.slots import FRAME_BYTES
 from transfer.tcp import TcpReceiver, TcpSender
@@ -62,14 +64,38 @@ def test_tcp_offers_nothing() -> None:
     assert receiver.offer is None
 
 
-@pytest.mark.parametrize(
-    ("installed", "why"),
-    [(False, r"not installed .*kvferry\[nixl\]"), (True, "cannot use it yet")],
-)
-def test_nixl_is_refused_with_the_reason_and_what_to_choose(
-    monkeypatch: pytest.MonkeyPatch, installed: bool, why: str
+@NEEDS_NIXL
+def test_nixl_takes_no_other_way() -> None:
+    sender = open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)
+    receiver = open_receiver(
+        config("nixl"),
+        SECURITY,
+        8 * FRAME_BYTES,
+        host="127.0.0.1",
+        port=0,
+        kv=KV,
+        on_pages=print,
+        on_finish=print,
+        on_lost=print,
+    )
+    assert type(sender) is NixlSender
+    assert type(receiver) is NixlReceiver
+    assert receiver.shape.num_slots == 8
+
+
+def test_nixl_where_it_is_not_installed_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = importlib.util.find_spec("json") if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(ConfigError, match=f"nixl.*{why}.*choose auto, tcp or shm"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"nixl_cu12.* is installed.*requirements-nixl.lock.*auto, tcp or shm"
+    ):
         config("nixl")
+
+
+def test_a_nixl_that_cannot_be_loaded_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_agent, "PACKAGES", ("json",))  # it has no such bindings
+    with pytest.raises(ConfigError, match=r"json cannot be loaded: .*json._bindings"):
+        open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)

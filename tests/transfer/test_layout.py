@@ -144,6 +144,15 @@ def test_a_demand_for_shared_memory_that_cannot_be_met_is_refused(
     assert all(word in str(caught.value) for word in named)
 
 
+def test_nixl_goes_with_nixl_only() -> None:
+    check_pair(*backends(("nixl", "h1"), ("nixl", "h2")))
+    for other in ("auto", "tcp", "shm"):
+        with pytest.raises(Incompatible, match=f"prefill-0 has nixl, decode-0 has {other}"):
+            check_pair(*backends(("nixl", "h1"), (other, "h1")))
+        with pytest.raises(Incompatible, match=f"prefill-0 has {other}, decode-0 has nixl"):
+            check_pair(*backends((other, "h1"), ("nixl", "h1")))
+
+
 SPEC = a_worker().kv_spec
 
 

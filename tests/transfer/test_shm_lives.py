@@ -3,22 +3,15 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.contract.transfer_ends import ShmEnds
+from tests.transfer.children import NEVER_S, STALL_S, child, receiving, said, sending, tell
 from tests.transfer.samples import KV, a_grant, logical_pages
 from tests.transfer.shm_ends import OpenEnds, deliver, mapped
 from transfer.backend import FirstToken
-
-ROOT = Path(__file__).resolve().parents[2]
-STALL_S = 0.3
-NEVER_S = 60.0
 
 
 @pytest.fixture
@@ -67,52 +60,8 @@ def test_a_connection_leaves_no_descriptor_and_no_memory(open_shm_ends: OpenEnds
 
 # --- processes that die or freeze -----------------------------------------------------------------
 
-RECEIVER = """
-import sys
-from tests.transfer.samples import KV, SECURITY
-from transfer.shm import ShmReceiver
-receiver = ShmReceiver(SECURITY, "127.0.0.1", 0, KV, 1, lambda *a: print("pages", flush=True),
-                       lambda *a: print("finish", flush=True), lambda *a: None, 60.0,
-                       is_demand=True)
-address = receiver.start()
-receiver.expect(1, 1, 4)
-print(address, flush=True)
-sys.stdin.read()
-"""
-
-SENDER = """
-import sys
-import ml_dtypes
-from tests.transfer.samples import SECURITY, a_grant, logical_pages, sharded
-from transfer.layout import plan_heads
-from transfer.shm import ShmSender
-sender = ShmSender(SECURITY, "child", lambda event: print(event.kind, flush=True), 16 << 20, 0.3,
-                   is_demand=True)
-shards = sharded(logical_pages(4), 4, 1, ml_dtypes.bfloat16)
-grant = a_grant(1, sys.argv[1], 4)
-for start in (0, 2):
-    part = [shard[:, :, start : start + 2] for shard in shards]
-    sender.send_pages(grant, start, part, plan_heads(4, 1, 4, 1, 4))
-    sys.stdin.readline()
-"""
-
-
-@contextlib.contextmanager
-def child(program: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-c", program, *args]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def said(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+RECEIVER = receiving("transfer.shm.ShmReceiver", is_demand=True)
+SENDER = sending("transfer.shm.ShmSender", STALL_S, is_demand=True)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -159,9 +108,7 @@ def test_what_a_thawed_sender_still_writes_reaches_nobody(open_shm_ends: OpenEnd
         ends.send_room(1, pages, finish=False)
         ends.until(lambda: ends.diary.page_idx(1) == [0, 1, 2, 3])
         os.kill(process.pid, signal.SIGCONT)
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
+        tell(process)
         assert said(process) == "lost"
         ends.sender.finish(a_grant(1, ends.address, 4), FirstToken(7, 0, 16))
         ends.until(lambda: bool(ends.diary.finished))

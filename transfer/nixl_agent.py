@@ -1,0 +1,177 @@
+"""NIXL as far as pages need it: an agent, memory registered with it, one write at a time.
+
+The optional packages come for one CUDA version each; pages are moved between memories of the
+hosts, so any of them will do. What is used is their binding to the library rather than the class
+on top of it: that class starts a thread which polls without a pause, a whole processor for every
+agent. Told a delay, the same thread sleeps until there is something to do.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+from types import ModuleType
+from typing import Any
+
+from transfer.errors import ConfigError, PeerLost
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_ENGINE = "UCX"
+_WAKE_AT_LEAST_US = 100_000
+
+
+def find() -> str:
+    """The package that is installed. Raises ConfigError when none is."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is not None:
+            return package
+    raise ConfigError(
+        "--disaggregation-transfer-backend nixl needs a NIXL package, and none of "
+        f"{', '.join(PACKAGES)} is installed: pip install --no-deps --require-hashes "
+        "-r requirements-nixl.lock (or pip install 'kvferry[nixl]', which brings torch too), "
+        "or choose auto, tcp or shm"
+    )
+
+
+def bindings() -> ModuleType:
+    """Raises ConfigError when no package is installed, or it cannot be loaded."""
+    package = find()
+    try:
+        return importlib.import_module(f"{package}._bindings")
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend nixl: {package} cannot be loaded: {error}; "
+            "install it anew, or choose auto, tcp or shm"
+        ) from error
+
+
+class Agent:
+    """One end for NIXL (any thread; calls take turns)."""
+
+    def __init__(self, name: str, is_target: bool) -> None:
+        """is_target: others write here, which with some transports needs a thread that helps.
+
+        Raises ConfigError when NIXL is not here, or has no way to move anything.
+        """
+        self._lib = bindings()
+        config = self._lib.nixlAgentConfig()
+        config.useProgThread = is_target
+        config.pthrDelay = _WAKE_AT_LEAST_US
+        config.useListenThread = False
+        config.syncMode = self._lib.NIXL_THREAD_SYNC_STRICT
+        # A worker that was started anew is another one.
+        self.name = f"{name}-{os.getpid()}-{secrets.token_hex(8)}"
+        self.failures = tuple(
+            kind
+            for kind in vars(self._lib).values()
+            if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        try:
+            self._agent = self._lib.nixlAgent(self.name, config)
+            self._agent.createBackend(_ENGINE, {})
+        except self.failures as error:
+            raise ConfigError(
+                f"--disaggregation-transfer-backend nixl: no {_ENGINE} in it: {error!r}"
+            ) from error
+
+    def register(self, address: int, num_bytes: int) -> Any:
+        """A handle of this memory, which must stay. Raises OSError when it cannot be had."""
+        memory = self._lib.nixlRegDList(self._lib.DRAM_SEG, [(address, num_bytes, 0, "")])
+        try:
+            self._agent.registerMem(memory, [])
+        except self.failures as error:
+            raise OSError(f"NIXL does not register {num_bytes} bytes: {error!r}") from error
+        return memory
+
+    def release(self, memory: Any) -> None:
+        """Registered memory cannot be written to any more, where that is the hardware's to say."""
+        try:
+            self._agent.deregisterMem(memory, [])
+        except self.failures as error:
+            log.warning("NIXL does not let go of memory: %r", error)
+
+    def describe(self, memory: Any) -> bytes:
+        """What a peer needs to write to this memory."""
+        told: bytes = self._agent.getLocalPartialMD(memory, True, [])
+        return told
+
+    def meet(self, description: bytes) -> str:
+        """The name of the peer that described itself so. Raises PeerLost for what is none."""
+        try:
+            told: bytes = self._agent.loadRemoteMD(description)
+        except self.failures as error:
+            raise PeerLost(f"NIXL cannot reach the receiver's memory: {error!r}") from error
+        return told.decode()
+
+    def part(self, peer: str) -> None:
+        """Leave a peer."""
+        try:
+            self._agent.invalidateRemoteMD(peer)
+        except self.failures as error:
+            log.debug("NIXL did not know %s any more: %r", peer, error)
+
+    def write(self, peer: str, source: int, target: int, num_bytes: int) -> "Write":
+        """Begin to write registered memory at source into a peer's at target.
+
+        Raises PeerLost when that cannot begin: then nothing is under way.
+        """
+        lib = self._lib
+        try:
+            handle = self._agent.createXferReq(
+                lib.NIXL_WRITE,
+                lib.nixlXferDList(lib.DRAM_SEG, [(source, num_bytes, 0)]),
+                lib.nixlXferDList(lib.DRAM_SEG, [(target, num_bytes, 0)]),
+                peer,
+            )
+            return Write(self, handle, self._agent.postXferReq(handle))
+        except self.failures as error:
+            raise PeerLost(f"NIXL cannot write: {error!r}") from error
+
+    def status(self, handle: int) -> Any:
+        """Move things on, and say how a write stands. Raises one of `failures`."""
+        return self._agent.getXferStatus(handle)
+
+    def forget(self, handle: int) -> None:
+        """A write that is over."""
+        try:
+            self._agent.releaseXferReq(handle)
+        except self.failures as error:
+            log.debug("NIXL keeps a write that is over: %r", error)
+
+    def is_under_way(self, status: Any) -> bool:
+        return bool(status == self._lib.NIXL_IN_PROG)
+
+
+class Write:
+    """One write, until it is over.
+
+    A write under way cannot be called back: NIXL forgets it only at the risk of the memory that
+    it reads from, so that has to stay.
+    """
+
+    def __init__(self, agent: Agent, handle: int, status: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+        self.is_over = False
+        self._judge(status)
+
+    def done(self) -> bool:
+        """Whether every byte is at the receiver. Raises PeerLost when that cannot be any more."""
+        if not self.is_over:
+            try:
+                self._judge(self._agent.status(self._handle))
+            except self._agent.failures as error:
+                self._end()
+                raise PeerLost(f"NIXL lost a write: {error!r}") from error
+        return self.is_over
+
+    def _judge(self, status: Any) -> None:
+        if not self._agent.is_under_way(status):
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._agent.forget(self._handle)
