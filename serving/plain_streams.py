@@ -21,6 +21,7 @@ from serving.stream import Loan, StreamedChoice
 from transfer import wire
 
 LEAST_RUNS = 16  # below, the fixed cost of the arrays is more than they save
+RECENT = 64  # tokens of a slot that wait to be put with its stream's own
 _FIRST_CAPACITY = 256
 _UNKNOWN: list[bytes | None] = []
 
@@ -44,6 +45,8 @@ class PlainStreams:
         self._waiting = np.zeros(0, np.int64)  # tokens since the last event
         self._held = np.zeros(0, np.int64)  # of these, not detokenized
         self._num_writes = np.zeros(0, np.int64)
+        self._recent = np.zeros((0, RECENT), np.int32)  # tokens that _token_ids has not yet
+        self._num_recent = np.zeros(0, np.int64)
         self._seats: list[tuple[Generation, Loan] | None] = []
         # Of the seats, what every token needs, side by side.
         self._token_ids: list[Any] = []
@@ -73,6 +76,7 @@ class PlainStreams:
         seat = self._seats[slot]
         assert seat is not None, f"room {generation.room} has no seat"
         loan = seat[1]
+        self._fold(slot)
         generation.lent_to = None
         generation.slot = -1
         generation.last_token_s = float(self._last_s[slot])
@@ -118,7 +122,8 @@ class PlainStreams:
         self._keep(runs, told, slots)
         slots = slots[due]
         self._num_writes[slots] += 1
-        silent = self._write(slots.tolist(), self._texts(runs, told[due], slots, held[due]))
+        texts = self._texts(slots, self._unshown(runs, told[due], slots, held[due]))
+        silent = self._write(slots.tolist(), texts)
         if silent:  # still unsent: text that comes next is overdue
             slots = slots[silent]
             self._waiting[slots] = waiting[due][silent]
@@ -126,33 +131,58 @@ class PlainStreams:
         return gaps_s
 
     def _keep(self, runs: Runs, told: np.ndarray, slots: np.ndarray) -> None:
-        """Put the tokens where each generation has its own."""
-        token_ids = self._token_ids
+        """Put the tokens where each generation finds its own: first side by side, later there."""
         if len(runs.token_ids) == len(runs):
-            ids = runs.token_ids[runs.starts[told]].tolist()
-            for slot, token_id in zip(slots.tolist(), ids, strict=True):
-                token_ids[slot].append(token_id)
+            places = self._num_recent[slots]
+            self._recent[slots, places] = runs.token_ids[runs.starts[told]]
+            self._num_recent[slots] = places + 1
+            for slot in slots[places == RECENT - 1].tolist():
+                self._fold(slot)
             return
-        for slot, some in zip(slots.tolist(), runs.ids_of(told), strict=True):
-            token_ids[slot].extend(some)
+        for slot in slots[self._num_recent[slots] > 0].tolist():
+            self._fold(slot)
+        token_ids = self._token_ids
+        ids = memoryview(np.ascontiguousarray(runs.token_ids)).cast("B")
+        starts = 4 * runs.starts[told]
+        ends = starts + 4 * runs.counts[told]
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            token_ids[slot].frombytes(ids[start:end])
 
-    def _texts(
+    def _fold(self, slot: int) -> None:
+        """Put its recent tokens with its stream's own."""
+        self._token_ids[slot].frombytes(self._recent[slot, : self._num_recent[slot]].tobytes())
+        self._num_recent[slot] = 0
+
+    def _unshown(
         self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
-    ) -> list[bytes]:
-        """What each has to show, inside of a JSON string. held: tokens that are not shown yet."""
+    ) -> list[list[int]]:
+        """The last tokens of each, as many as are held. which: of the runs, they end with it."""
+        if (held == runs.counts[which]).all():
+            return runs.ids_of(which)
+        most = int(held.max())
+        places = self._num_recent[slots]
+        if (held == most).all() and (places >= most).all():
+            columns = (places - most)[:, None] + np.arange(most)
+            return self._recent[slots[:, None], columns].tolist()
+        for slot in slots.tolist():
+            self._fold(slot)
+        held_of = zip(slots.tolist(), held.tolist(), strict=True)
+        return [self._token_ids[slot][-num_held:].tolist() for slot, num_held in held_of]
+
+    def _texts(self, slots: np.ndarray, ids: list[list[int]]) -> list[bytes]:
+        """What each has to show of its tokens, inside of a JSON string."""
         json = self._json
         texts: list[bytes] = []
-        if (held == 1).all():
-            ids = runs.token_ids[runs.starts[which]].tolist()
-            for slot, token_id in zip(slots.tolist(), ids, strict=True):
-                try:
-                    text = json[slot][token_id]
-                except IndexError:  # half of a character is before it, or nothing is its text
-                    text = None
-                texts.append(self._pushed(slot, [token_id]) if text is None else text)
-            return texts
-        for slot, num_held in zip(slots.tolist(), held.tolist(), strict=True):
-            texts.append(self._pushed(slot, self._token_ids[slot][-num_held:].tolist()))
+        for slot, some in zip(slots.tolist(), ids, strict=True):
+            known = json[slot]
+            try:
+                if len(some) == 1:
+                    text = known[some[0]]
+                else:
+                    text = b"".join([known[token_id] for token_id in some])
+            except (IndexError, TypeError):  # past the vocabulary; half a character, or not known
+                text = None
+            texts.append(self._pushed(slot, some) if text is None else text)
         return texts
 
     def _pushed(self, slot: int, ids: list[int]) -> bytes:
@@ -224,6 +254,7 @@ class PlainStreams:
         self._waiting[slot] = loan.waiting
         self._held[slot] = loan.held
         self._num_writes[slot] = 0
+        self._num_recent[slot] = 0
         self._seats[slot] = generation, loan
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
@@ -254,10 +285,11 @@ class PlainStreams:
         new = max(_FIRST_CAPACITY, old)
         for name in (
             "_room", "_worker", "_next_idx", "_last_s", "_own_interval", "_waiting", "_held",
-            "_num_writes",
+            "_num_writes", "_recent", "_num_recent",
         ):  # fmt: skip
             column = getattr(self, name)
-            setattr(self, name, np.concatenate((column, np.zeros(new, column.dtype))))
+            more = np.zeros((new, *column.shape[1:]), column.dtype)
+            setattr(self, name, np.concatenate((column, more)))
         self._seats += [None] * new
         self._token_ids += [None] * new
         self._json += [_UNKNOWN] * new

@@ -145,6 +145,7 @@ class _Pair:
 @pytest.fixture(autouse=True)
 def _any_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
+    monkeypatch.setattr(plain_streams, "RECENT", 4)  # so that it is full now and then
 
 
 async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
