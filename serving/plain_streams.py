@@ -7,6 +7,7 @@ arrays over all streams. It gets everything back at once when a row is anything 
 when its client is slow, and at whatever ends or moves it.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,16 @@ _FIRST_CAPACITY = 256
 _UNKNOWN: list[bytes | None] = []
 
 
+@dataclass(slots=True)
+class _Seating:
+    """Where the rooms of a step sit. Arrays have one entry a run."""
+
+    rooms: np.ndarray  # i64
+    slots: np.ndarray  # i64, anyone's where the room has none
+    seated: np.ndarray  # bool: it has one
+    once: np.ndarray  # bool: it has no other run
+
+
 class PlainStreams:
     """Borrows settled streams and tells them their tokens."""
 
@@ -35,7 +46,7 @@ class PlainStreams:
         self._invited: list[Generation] = []
         self._workers: dict[Key, int] = {}
         self._free: list[int] = []
-        self._sorted: tuple[np.ndarray, np.ndarray] | None = None  # rooms, and their slots
+        self._seating: _Seating | None = None  # of the last step, while nobody came or left
         # One entry a slot.
         self._room = np.zeros(0, np.int64)  # 0: nobody has the slot
         self._worker = np.zeros(0, np.int32)
@@ -93,15 +104,13 @@ class PlainStreams:
         Returns which runs are left, i64[n], whose streams have no seat any more, and of the
         tokens told the seconds since the one before, f64[m].
         """
-        slots = self._slots_of(runs.rooms)
-        mine = slots >= 0
-        if not mine.any():
+        seating = self._seating_of(runs.rooms)
+        slots = seating.slots
+        if not seating.seated.any():
             return np.arange(len(runs)), np.zeros(0)
-        mine &= self._worker[slots] == self._workers.get(worker, -1)
-        fit = mine & (self._next_idx[slots] == runs.first_idx) & (runs.finish == wire.RUNNING)
-        again = runs.rooms[1:] == runs.rooms[:-1]  # sorted wherever a room comes twice
-        fit[1:] &= ~again
-        fit[:-1] &= ~again
+        mine = seating.seated & (self._worker[slots] == self._workers.get(worker, -1))
+        fit = mine & seating.once
+        fit &= (self._next_idx[slots] == runs.first_idx) & (runs.finish == wire.RUNNING)
         for slot in set(slots[mine & ~fit].tolist()):
             self._give_back_slot(slot)
         told = np.flatnonzero(fit)
@@ -219,18 +228,25 @@ class PlainStreams:
                 self._give_back_slot(slot).stream.stalled(sending, awaited, len(data))
         return silent
 
-    def _slots_of(self, rooms: np.ndarray) -> np.ndarray:
-        """i64[n], of rooms i64[n]; -1 where nobody sits."""
-        if self._sorted is None:
-            taken = np.flatnonzero(self._room)
-            taken = taken[np.argsort(self._room[taken])]
-            self._sorted = self._room[taken], taken
-        known, slots = self._sorted
+    def _seating_of(self, rooms: np.ndarray) -> "_Seating":
+        """Who sits where, of rooms i64[n]; mostly they are those of the step before."""
+        if self._seating is None or not np.array_equal(self._seating.rooms, rooms):
+            self._seating = self._seating_now(rooms)
+        return self._seating
+
+    def _seating_now(self, rooms: np.ndarray) -> "_Seating":
+        taken = np.flatnonzero(self._room)
+        taken = taken[np.argsort(self._room[taken])]
+        known = self._room[taken]
+        once = np.ones(len(rooms), bool)
         if not len(known):
-            return np.full(len(rooms), -1)
+            return _Seating(rooms, np.zeros(len(rooms), np.int64), ~once, once)
         at = np.searchsorted(known, rooms)
         at[at == len(known)] = 0
-        return np.where(known[at] == rooms, slots[at], -1)
+        again = rooms[1:] == rooms[:-1]  # sorted wherever a room comes twice
+        once[1:] &= ~again
+        once[:-1] &= ~again
+        return _Seating(rooms, taken[at], known[at] == rooms, once)
 
     def _seat(self, generation: Generation) -> None:
         sink = generation.sink
@@ -261,7 +277,7 @@ class PlainStreams:
         self._before[slot] = loan.before + b'"'
         self._after[slot] = _same(b'"' + loan.after)
         self._send[slot] = loan.stream.send_body
-        self._sorted = None
+        self._seating = None
 
     def _give_back_slot(self, slot: int) -> Loan:
         seat = self._seats[slot]
@@ -277,7 +293,7 @@ class PlainStreams:
         self._before[slot] = self._after[slot] = b""
         self._send[slot] = _nobody
         self._free.append(slot)
-        self._sorted = None
+        self._seating = None
 
     def _grow(self) -> None:
         """Double the slots."""
