@@ -45,6 +45,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"chat template does not parse: {error}") from error
+        # A chain of mappings by default, which every rendering would walk in Python.
+        self._template.globals = dict(self._template.globals)
 
     def render(
         self,

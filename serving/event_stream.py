@@ -169,7 +169,7 @@ class EventStream:
     def stalled(self, sending: Coroutine[Any, Any, None], awaited: Any, num_bytes: int) -> None:
         """The client reads too slowly for this send, which waits for `awaited`, to end at once."""
         self._unread_bytes = num_bytes
-        rest = self._send_rest(_resumed(sending, awaited), self._last)
+        rest = self._send_rest(resumed(sending, awaited), self._last)
         self._sender = asyncio.ensure_future(rest)
         self._watch_slowness()
 
@@ -257,7 +257,7 @@ class EventStream:
 
 
 @types.coroutine
-def _resumed(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+def resumed[T](coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
     """The rest of a coroutine that was run by hand until it waited for `awaited`."""
     try:
         while True:
@@ -267,8 +267,8 @@ def _resumed(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[An
                 awaited = coroutine.throw(error)
             else:
                 awaited = coroutine.send(value)
-    except StopIteration:
-        return
+    except StopIteration as end:
+        return cast(T, end.value)
 
 
 async def until_disconnected(receive: Receive) -> None:

@@ -1,6 +1,8 @@
 """What every route works with, and how it reads a body."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, cast
 
 from starlette.types import Message, Receive, Scope
 
@@ -9,7 +11,7 @@ from serving.choice import Choice
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.errors import RETRY_AFTER_S, ApiError
-from serving.event_stream import Outbox
+from serving.event_stream import Outbox, resumed
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
 from transfer.clock import Clock
@@ -81,9 +83,14 @@ async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> byte
 
 
 async def _in_time(receive: Receive, timeout_s: float) -> Message:
+    receiving = cast(Coroutine[Any, Any, Message], receive())
+    try:
+        awaited = receiving.send(None)
+    except StopIteration as end:  # mostly: a short body comes with its headers
+        return cast(Message, end.value)
     try:
         async with asyncio.timeout(timeout_s):
-            return await receive()
+            return await resumed(receiving, awaited)
     except TimeoutError:
         message = f"nothing of the body came for {timeout_s:g} s"
         headers = {"Connection": "close"}
