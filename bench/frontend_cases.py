@@ -37,6 +37,11 @@ class Design:
         return self.module == _FLOOR
 
     @property
+    def is_native(self) -> bool:
+        """Whether that is the compiled one."""
+        return self == NATIVE_FLOOR
+
+    @property
     def is_product(self) -> bool:
         return self.module == _PRODUCT
 
@@ -50,8 +55,9 @@ _PRODUCT = "serving"
 _FLOOR = "bench.frontend_floor"
 AUTO = Design("auto", _PRODUCT, ("--stream-interval", "auto"), interval=0)
 FLOOR = Design("floor", _FLOOR)
+NATIVE_FLOOR = Design("native floor", _FLOOR)
 COMPARED = [Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS]
-DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, FLOOR.name)
+DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, FLOOR.name, NATIVE_FLOOR.name)
 
 
 def all_of(interval: int) -> Design:
@@ -139,7 +145,7 @@ def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple
         elif name == AUTO.name:
             found += [AUTO] if pace != "saturated" else []
         else:
-            found += [design for design in (*COMPARED, FLOOR) if design.name == name]
+            found += [design for design in (*COMPARED, FLOOR, NATIVE_FLOOR) if design.name == name]
     return tuple(found)
 
 

@@ -1,12 +1,17 @@
 """The floor under the front end benchmark: the same bytes from a uvloop Protocol, without HTTP.
 
 It knows as much of HTTP as finding where a request ends, and writes events that were prepared. The
-engine tells it steps over a socket, in place of gRPC. `python -m bench.frontend_floor FD`.
+engine tells it steps over a socket, in place of gRPC. `python -m bench.frontend_floor FD`; with the
+path of what frontend_floor.rs was compiled to, that serves, and this only prepares its bytes.
 """
 
 import asyncio
+import os
 import socket
+import struct
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -56,11 +61,19 @@ class Spelling:
         """What goes before the first token."""
         return _HEAD + _chunk(self._event(stream, {"role": "assistant", "content": ""}))
 
+    def around(self, stream: int) -> tuple[bytes, bytes]:
+        """What goes before and after a token's text, where each has an event of its own."""
+        return self._frames[stream]
+
+    def closing(self, stream: int) -> bytes:
+        """What goes after the last token."""
+        return _chunk(self._event(stream, {}, "length")) + _END
+
     def write(self, stream: int, token_idx: int) -> bytes:
         """What there is to write once that token came; may be nothing."""
         cell = self._cell
         if cell.interval == 1:
-            before, after = self._frames[stream]
+            before, after = self.around(stream)
             data = before + self._encoded[token_at(stream, token_idx, len(self._texts))] + after
         elif token_idx % cell.interval == 0:
             start = max(0, token_idx - cell.interval + 1)
@@ -71,7 +84,7 @@ class Spelling:
             if left := token_idx % cell.interval:
                 start = token_idx - left + 1
                 data += self._piece(stream, text_of(stream, start, token_idx + 1, self._texts))
-            data += _chunk(self._event(stream, {}, "length")) + _END
+            data += self.closing(stream)
         return self.opening(stream) + data if token_idx == 0 else data
 
     def _piece(self, stream: int, text: str) -> bytes:
@@ -162,15 +175,52 @@ async def serve(engine: socket.socket) -> None:
     await loop.create_connection(lambda: _Engine(floor), sock=engine)
     server = await loop.create_server(lambda: _Request(floor), "127.0.0.1", 0, backlog=4096)
     setup = await asyncio.to_thread(told)
-    say(port=server.sockets[0].getsockname()[1])
+    say(port=server.sockets[0].getsockname()[1], pid=os.getpid())
     while ask := await asyncio.to_thread(told):
         floor.spelling = Spelling(Cell(**ask["cell"]), ask["piece_bytes"], setup["texts"])
         say(ready=True)
     server.close()
 
 
+def native_round(cell: Cell, piece_bytes: int, texts: Sequence[str]) -> bytes:
+    """What frontend_floor.rs serves next. Raises ValueError for an interval it does not know.
+
+    u32 streams, output tokens, texts; then texts, and of each stream what goes before its first
+    token, around every one and after the last, each with its u32 length.
+    """
+    if cell.interval != 1:
+        raise ValueError(f"the native floor writes an event a token, got interval {cell.interval}")
+    spelling = Spelling(cell, piece_bytes, list(texts))
+    parts = [text.encode() for text in texts]
+    for stream in range(cell.num_streams):
+        parts += [spelling.opening(stream), *spelling.around(stream), spelling.closing(stream)]
+    packed = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    return struct.pack("<III", cell.num_streams, cell.output_tokens, len(texts)) + packed
+
+
+def serve_native(engine_fd: int, binary: str) -> None:
+    """Prepare rounds for the binary until nothing more is asked."""
+    command = [binary, str(engine_fd)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[engine_fd]) as native:
+        os.close(engine_fd)
+        assert native.stdin is not None
+        assert native.stdout is not None
+        texts = told()["texts"]
+        say(port=int(native.stdout.readline()), pid=native.pid)
+        while ask := told():
+            data = native_round(Cell(**ask["cell"]), ask["piece_bytes"], texts)
+            native.stdin.write(struct.pack("<I", len(data)) + data)
+            native.stdin.flush()
+            say(**{native.stdout.readline().decode().strip(): True})
+        native.kill()
+
+
 def main() -> None:
-    """`python -m bench.frontend_floor FD`."""
+    """`python -m bench.frontend_floor FD [BINARY]`."""
+    if len(sys.argv) > 2:
+        serve_native(int(sys.argv[1]), sys.argv[2])
+        return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(inherited_socket(sys.argv[1])))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,11 +32,14 @@ class Failed(RuntimeError):
 class Child:
     """A process of this benchmark that answers lines of JSON with lines of JSON."""
 
-    def __init__(self, module: str, sockets: Sequence[socket.socket], core: int) -> None:
+    def __init__(
+        self, module: str, sockets: Sequence[socket.socket], core: int, more: Sequence[str] = ()
+    ) -> None:
+        """more: arguments after the numbers of the sockets."""
         numbers = [sock.fileno() for sock in sockets]
         self._module = module
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, numbers)],
+            [sys.executable, "-m", module, *map(str, numbers), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -123,9 +127,10 @@ def targets(
     """
     with ExitStack() as stack:
         found: dict[Design, Target] = {}
-        if any(design.is_floor for design in designs):
-            floor = stack.enter_context(_floor(texts))
-            found |= {design: floor for design in designs if design.is_floor}
+        for design in designs:
+            if design.is_floor:
+                binary = stack.enter_context(_compiled()) if design.is_native else None
+                found[design] = stack.enter_context(_floor(texts, binary))
         served = [design for design in designs if not design.is_floor]
         if served:
             load = stack.enter_context(_load(ids, texts))
@@ -153,8 +158,10 @@ def _socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @contextmanager
-def _child(module: str, sockets: Sequence[socket.socket], core: int) -> Iterator[Child]:
-    child = Child(module, sockets, core)
+def _child(
+    module: str, sockets: Sequence[socket.socket], core: int, more: Sequence[str] = ()
+) -> Iterator[Child]:
+    child = Child(module, sockets, core, more)
     try:
         yield child
     finally:
@@ -174,19 +181,37 @@ def _load(ids: list[int], texts: list[str]) -> Iterator[Load]:
 
 
 @contextmanager
-def _floor(texts: list[str]) -> Iterator[Target]:
-    """The floor with an engine that knows its way, and a client."""
+def _compiled() -> Iterator[str]:
+    """What frontend_floor.rs compiles to. Raises NoServer where that cannot be done."""
+    if (compiler := shutil.which("rustc")) is None:
+        raise NoServer("the native floor needs rustc on the PATH, got none")
+    with tempfile.TemporaryDirectory() as name:
+        binary = str(Path(name) / "floor")
+        source = str(Path(__file__).with_name("frontend_floor.rs"))
+        words = [compiler, "--edition", "2021", "-O", source, "-o", binary]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise NoServer(f"frontend_floor.rs does not compile:\n{done.stderr[-2000:]}")
+        yield binary
+
+
+@contextmanager
+def _floor(texts: list[str], binary: str | None) -> Iterator[Target]:
+    """The floor with an engine that knows its way, and a client. binary: what serves, if not it."""
     server_core, core = _cores()
     with ExitStack() as stack:
         steers, steered = stack.enter_context(_socket_pair())
         to_floor, from_engine = stack.enter_context(_socket_pair())
         engine = stack.enter_context(_child("bench.frontend_engine", [steers, to_floor], core))
         client = stack.enter_context(_child("bench.frontend_client", [steered], core))
-        floor = stack.enter_context(_child("bench.frontend_floor", [from_engine], server_core))
+        more = () if binary is None else (binary,)
+        words = "bench.frontend_floor", [from_engine], server_core, more
+        floor = stack.enter_context(_child(*words))
         client.tell(texts=texts)
-        port = floor.ask(texts=texts)["port"]
+        served = floor.ask(texts=texts)
         engine.ask()
-        yield Target(Server("127.0.0.1", port), floor.pid, Load(engine, client), floor)
+        server = Server("127.0.0.1", served["port"])
+        yield Target(server, served["pid"], Load(engine, client), floor)
 
 
 def _command(design: Design, model_path: Path, load: Load, more_args: str) -> tuple[str, ...]:

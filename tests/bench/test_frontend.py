@@ -1,9 +1,13 @@
 """The front end benchmark: what it counts of a stream, and what it catches."""
 
+import struct
+from collections.abc import Iterator
+from itertools import islice
+
 import pytest
 
 from bench.frontend_client import BadStream, Heard, Reads
-from bench.frontend_floor import Spelling
+from bench.frontend_floor import Spelling, native_round
 from bench.frontend_plan import Cell, pieces_of, text_of, tokens_of
 from serving.demo import demo_model_path
 
@@ -18,12 +22,38 @@ def spelt(interval: int = 1, stream: int = 3) -> list[bytes]:
     return [spelling.write(stream, k) for k in range(NUM_TOKENS)]
 
 
+def unpacked(data: bytes) -> Iterator[bytes]:
+    """What follows the three numbers of a native round, part by part."""
+    at = 12
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        yield data[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
 def heard(pieces: list[bytes]) -> Heard:
     reads = Reads()
     for time_s, data in enumerate(pieces):
         if data:
             reads.add(float(time_s), data)
     return Heard.of(3, reads, NUM_TOKENS, TEXTS)
+
+
+def test_the_native_floor_is_given_the_bytes_that_the_other_writes():
+    data = native_round(Cell(num_streams=4, output_tokens=NUM_TOKENS, interval=1), 240, TEXTS)
+    assert struct.unpack_from("<III", data) == (4, NUM_TOKENS, len(TEXTS))
+    parts = unpacked(data)
+    texts = [*islice(parts, len(TEXTS))]
+    streams = [[*islice(parts, 4)] for _ in range(4)]
+    assert not [*parts]
+    for stream, (opening, before, after, closing) in enumerate(streams):
+        said = [before + texts[(stream + k) % len(texts)] + after for k in range(NUM_TOKENS)]
+        assert opening + b"".join(said) + closing == b"".join(spelt(stream=stream))
+
+
+def test_the_native_floor_knows_one_interval():
+    with pytest.raises(ValueError, match="an event a token, got interval 8"):
+        native_round(Cell(num_streams=4, output_tokens=NUM_TOKENS, interval=8), 240, TEXTS)
 
 
 def test_the_first_token_is_a_piece_and_then_every_interval():

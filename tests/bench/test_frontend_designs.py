@@ -5,6 +5,7 @@ import asyncio
 import io
 import json
 import math
+import shutil
 import sys
 from collections import defaultdict
 from typing import Any
@@ -216,12 +217,20 @@ async def test_in_backlog_the_engine_waits_for_the_pipe_and_for_nothing_else():
     await asyncio.wait_for(waiting, 5.0)
 
 
+def test_the_native_floor_without_a_compiler_says_what_it_takes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("--design", "native floor", "--pace", "backlog", "--streams", "5")
+    assert cli.run(arguments(*words)) == 1
+    assert "needs rustc on the PATH, got none" in capsys.readouterr().err
+
+
 # --- small real runs ------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(180)
 def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_path):
-    designs = (*DESIGNS, "all", "auto", "floor")
+    floors = ("floor", "native floor") if shutil.which("rustc") else ("floor",)
+    designs = (*DESIGNS, "all", "auto", *floors)
     words = [word for name in designs for word in ("--design", name)]
     words += ["--streams", str(NUM_STREAMS), "--osl", str(NUM_TOKENS), "--rounds", "2"]
     words += ["--interval", "1", "--interval", "5", "--tokens", str(2 * NUM_STREAMS * NUM_TOKENS)]
@@ -245,14 +254,14 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
         values = cases[f"x{NUM_STREAMS} paced 2 ms {name}"]
         assert values["output"]["value"] < NUM_STREAMS * steps / (0.002 * (steps - 2))
         per_token = values["chunks"]["value"] / values["output"]["value"]
-        if name in DESIGNS or name == "floor":
+        if name in (*DESIGNS, *floors):
             assert per_token == 1.0
         else:  # the product may merge pieces when it is behind
             assert per_token <= (3 / 11 if name == "all, interval 5" else 1.0) + 1e-9
         assert len(values["output"]["shapes"]["rounds_s"]) == 2
     sizes = {
         cases[f"x{NUM_STREAMS} {pace} {name}"]["output"]["shapes"]["piece_bytes"]
-        for name in (*DESIGNS, "floor")
+        for name in (*DESIGNS, *floors)
         for pace in paces
     }
     assert len(sizes) == 1  # the same bytes of every design
