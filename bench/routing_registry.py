@@ -1,7 +1,7 @@
 """`kvferry bench routing --only registry`: how soon decode has the rank that prefill told of.
 
 A real `kvferry registry` in a process of its own; here, one loop is a prefill worker that tells and
-a decode worker that follows, over real sockets.
+a decode worker that follows, over real sockets. Right after it: bytes alone on the same way.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from bench import routing_floor
 from bench.report import Report
 from transfer import wire
 from transfer.bootstrap import RegistryClient
@@ -42,18 +43,20 @@ class Failed(RuntimeError):
 def run(report: Report, seconds: float) -> None:
     """Rows for each number of rooms a turn. Raises Failed."""
     for per_turn in PER_TURN:
-        put_s, seen_s = asyncio.run(_measure(per_turn, seconds, report.seed))
+        seen_s, num_messages = asyncio.run(_measure(per_turn, seconds, report.seed))
         shapes = {"rooms_per_s": ROOMS_PER_S, "rooms_per_turn": per_turn, "seconds": seconds}
         case = f"registry {ROOMS_PER_S} rooms/s by {per_turn}"
-        for name, values in (("put", put_s), ("put to got", seen_s)):
-            for percent in (50, 99):
-                value = 1e3 * float(np.percentile(values, percent))
-                report.add(case, f"{name} p{percent}", value, "ms", shapes=shapes)
-        report.add(case, "calls", len(put_s), "count", shapes=shapes)
+        floor_s = routing_floor.measure(ROOMS_PER_S / per_turn, seconds, report.seed)
+        for percent in (50, 99):
+            value, floor = (
+                1e3 * float(np.percentile(all_s, percent)) for all_s in (seen_s, floor_s)
+            )
+            report.add(case, f"put to got p{percent}", value, "ms", floor, shapes)
+        report.add(case, "messages", num_messages, "count", shapes=shapes)
 
 
-async def _measure(per_turn: int, seconds: float, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds of each call, and from each room's turn to its being known to decode."""
+async def _measure(per_turn: int, seconds: float, seed: int) -> tuple[list[float], int]:
+    """Seconds from each room's turn to its being known to decode, and messages it took."""
     token = secrets.token_hex(16)
     with _registry(token) as address:
         cluster = _Cluster(address, Security(token))
@@ -62,18 +65,18 @@ async def _measure(per_turn: int, seconds: float, seed: int) -> tuple[list[float
             await cluster.play(per_turn, seconds, random.Random(seed))
         finally:
             await cluster.close()
-        return cluster.put_s, cluster.seen_s
+        return cluster.seen_s, cluster.num_messages
 
 
 class _Cluster:
     """A prefill worker that binds rooms, and a decode worker."""
 
     def __init__(self, address: str, security: Security) -> None:
-        self.put_s: list[float] = []
         self.seen_s: list[float] = []
+        self.num_messages = 0
         self._prefill = RegistryClient(address, security, SYSTEM_CLOCK)
         self._decode = RegistryClient(address, security, SYSTEM_CLOCK)
-        self._publisher = RoutePublisher(_WORKER, 1, self._put)
+        self._publisher = RoutePublisher(_WORKER, 1, self._prefill.connect_routes)
         self._prefill.on_registered = self._publisher.registered
         self._told_s: dict[int, float] = {}
         self._all_seen = asyncio.Event()
@@ -88,8 +91,8 @@ class _Cluster:
         ]
         await asyncio.wait_for(self._prefill.registered.wait(), _PATIENCE_S)
         await self._settled({0: 0})
-        self.put_s.clear()
         self.seen_s.clear()
+        self.num_messages = 0
 
     async def play(self, per_turn: int, seconds: float, rng: random.Random) -> None:
         """Turns at random times, ROOMS_PER_S rooms a second over all."""
@@ -123,14 +126,9 @@ class _Cluster:
             left = len(self._told_s)
             raise Failed(f"{left} rooms were told and not seen in {_PATIENCE_S:g} s") from None
 
-    async def _put(self, routes: wire.Routes) -> wire.RoutesReply:
-        began_s = SYSTEM_CLOCK.monotonic_s()
-        reply = await self._prefill.put_routes(routes)
-        self.put_s.append(SYSTEM_CLOCK.monotonic_s() - began_s)
-        return reply
-
     def _got(self, routes: wire.Routes) -> None:
         now_s = SYSTEM_CLOCK.monotonic_s()
+        self.num_messages += 1
         for room in wire.unpack_i64(routes.rooms).tolist():
             told_s = self._told_s.pop(room, None)
             if told_s is not None:

@@ -283,6 +283,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         sampled = self._engine.sample_first(chunk, firsts) if firsts else None
         self._inflight.append(InFlight(chunk, sampled, gathered, times))
         self.counters["chunks"] += 1
+        self.tell_routes()  # the rest of the turn waits for the device
 
     def _runs_of(self, held: Held, piece: pieces.Piece[Prompt]) -> list[Run]:
         """The pages that this piece completes, in runs that fit a compiled gather."""

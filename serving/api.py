@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -14,6 +13,7 @@ import uvloop
 from model.config import ModelConfig
 from serving import api_parent
 from serving.app import app_of, create_front
+from serving.collector import calm_collector
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.front import Front
@@ -33,7 +33,6 @@ from transfer.rpc import Security
 log = logging.getLogger(__name__)
 
 _TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
-_COLLECT_AFTER = 20_000  # objects made and not yet freed since the last look; Python has 700
 
 HELP = {
     "model_path": "checkpoint folder; tokenizer, chat template and defaults are read from it",
@@ -139,7 +138,7 @@ async def serve(
     )
     await siblings.start()
     await dispatcher.start()
-    _calm_collector()
+    calm_collector()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -171,17 +170,6 @@ def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimel
         )
 
     return trace
-
-
-def _calm_collector() -> None:
-    """Let the garbage collector look at less, and less often.
-
-    What the start made stays for good. A stream's objects die by reference counts; with thousands
-    of streams, each look at all of them in search of cycles would take milliseconds.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, 50, 50)
 
 
 class _Server(uvicorn.Server):

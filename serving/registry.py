@@ -6,6 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import uvloop
+
+from serving.collector import calm_collector
 from transfer import flags
 from transfer.bootstrap import RegistryServer
 from transfer.clock import SYSTEM_CLOCK
@@ -24,11 +27,14 @@ class RegistryConfig:
 
     host: str = "127.0.0.1"
     disaggregation_bootstrap_port: int = DEFAULT_PORT
+    routes_port: int = 0
     lease_ttl_s: float = 3.0
     route_ttl_s: float = TTL_S
     max_routes: int = MAX_ROOMS
 
     def __post_init__(self) -> None:
+        if not 0 <= self.routes_port <= 65535:
+            raise ConfigError(f"--routes-port must be 0 to 65535, got {self.routes_port}")
         if self.lease_ttl_s <= 0:
             raise ConfigError(f"--lease-ttl must be above 0, got {self.lease_ttl_s}")
         if self.route_ttl_s <= 0:
@@ -45,6 +51,7 @@ class RegistryConfig:
 HELP = {
     "host": "address to listen on",
     "disaggregation_bootstrap_port": "port to listen on; 0 picks one",
+    "routes_port": "port for the data-parallel ranks of rooms, told and followed; 0 picks one",
     "lease_ttl_s": "seconds after its last heartbeat for which a worker counts as alive",
     "route_ttl_s": "seconds for which the data-parallel rank of a room is kept that nobody ends",
     "max_routes": "rooms whose data-parallel ranks are kept at most; the oldest go first",
@@ -57,7 +64,7 @@ def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
     flags.add_flags(parser, RegistryConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
-    asyncio.run(serve(flags.config_from(RegistryConfig, args), flags.security_from(args)))
+    uvloop.run(serve(flags.config_from(RegistryConfig, args), flags.security_from(args)))
 
 
 async def serve(config: RegistryConfig, security: Security) -> None:
@@ -68,9 +75,10 @@ async def serve(config: RegistryConfig, security: Security) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     routes = RouteTable(config.max_routes, config.route_ttl_s)
     server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s, routes)
-    port = await server.start(config.host, config.disaggregation_bootstrap_port)
+    port = await server.start(config.host, config.disaggregation_bootstrap_port, config.routes_port)
     address = host_port(config.host, port)
     log.info("registry is ready on %s", address)
+    calm_collector()
     flags.notify_ready(address=address)
     await stop.wait()
     await server.stop()

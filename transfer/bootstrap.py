@@ -18,6 +18,7 @@ from transfer.clock import Clock
 from transfer.errors import ConfigError, Incompatible, RpcError, Unavailable
 from transfer.layout import check_pair
 from transfer.route_feeds import RouteFeeds
+from transfer.route_link import RouteLink, open_link
 from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, RpcServer, Security
 
@@ -134,7 +135,8 @@ class RegistryServer:
     ) -> None:
         self.leases = Leases(ttl_s)
         self.routes = RouteTable() if routes is None else routes
-        self._feeds = RouteFeeds(self.routes)
+        self._feeds = RouteFeeds(self.routes, security, clock, self.leases.has)
+        self._routes_port = 0
         self._clock = clock
         self._watchers: set[asyncio.Event] = set()
         self._sweeper: asyncio.Task[None] | None = None
@@ -143,12 +145,16 @@ class RegistryServer:
         self._server.unary("Heartbeat", wire.Heartbeat, self._heartbeat)
         self._server.unary("Deregister", wire.Deregister, self._deregister)
         self._server.stream("Watch", wire.Watch, self._watch)
-        self._server.unary("PutRoutes", wire.Routes, self._put_routes)
-        self._server.stream("WatchRoutes", wire.WatchRoutes, lambda _: self._feeds.follow())
+        self._server.unary("FindRoutes", wire.Empty, self._find_routes)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises ConfigError when it is taken."""
-        bound = await self._server.start(host, port)
+    async def start(self, host: str, port: int, routes_port: int = 0) -> int:
+        """Listen; returns the port. Raises ConfigError when it or that of routes is taken."""
+        self._routes_port = await self._feeds.start(host, routes_port)
+        try:
+            bound = await self._server.start(host, port)
+        except ConfigError:
+            await self._feeds.stop()
+            raise
         self._sweeper = asyncio.create_task(self._sweep())
         return bound
 
@@ -157,6 +163,7 @@ class RegistryServer:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
+        await self._feeds.stop()
         await self._server.stop(0.1)
 
     async def _register(self, message: wire.Register) -> wire.Registered:
@@ -178,11 +185,12 @@ class RegistryServer:
         log.info("%s left", message.worker_id)
         return wire.Empty()
 
-    async def _put_routes(self, message: wire.Routes) -> wire.RoutesReply:
-        known = self.leases.has(message.worker_id, message.epoch)
-        if known and self.routes.apply(message, self._clock.monotonic_s()):
-            self._feeds.tell(message)
-        return wire.RoutesReply(known)
+    async def _find_routes(self, _: wire.Empty) -> wire.RoutesAddress:
+        return wire.RoutesAddress(self._routes_port)
+
+    def put_routes(self, message: wire.Routes) -> bool:
+        """As if it had come over a connection for routes."""
+        return self._feeds.put(message, wire.encode(message))
 
     async def _watch(self, message: wire.Watch) -> AsyncIterator[wire.ClusterView]:
         changed = asyncio.Event()
@@ -236,6 +244,8 @@ class RegistryClient:
         if not host or not port.isdigit() or not 0 < int(port) <= 65535:
             raise ConfigError(f"--registry-address must be host:port, got {address!r}")
         self._client = RpcClient(address, security)
+        self._host = host.strip("[]")
+        self._security = security
         self._clock = clock
         self._lease: tuple[str, int] | None = None
         self._complaint = ""
@@ -312,9 +322,18 @@ class RegistryClient:
                 self._complain(error)
             await asyncio.sleep(RETRY_S)
 
-    async def put_routes(self, routes: wire.Routes) -> wire.RoutesReply:
-        """Tell what is new of a worker's routes. Raises RpcError."""
-        return await self._client.call("PutRoutes", routes, wire.RoutesReply, CALL_TIMEOUT_S)
+    async def connect_routes(
+        self, peer_id: str, epoch: int = 0, follows: bool = False
+    ) -> RouteLink:
+        """A connection to tell this worker's routes over, once it is registered; or to follow all.
+
+        Raises RpcError.
+        """
+        if not follows:
+            await self.registered.wait()
+        reply = wire.RoutesAddress
+        found = await self._client.call("FindRoutes", wire.Empty(), reply, CALL_TIMEOUT_S)
+        return await open_link(self._host, found.port, self._security, peer_id, epoch, follows)
 
     async def watch_routes(
         self,
@@ -327,22 +346,28 @@ class RegistryClient:
         on_news: called with what the table has just taken in.
         """
         while True:
-            first = True
             try:
-                async for routes in self._client.stream(
-                    "WatchRoutes", wire.WatchRoutes(watcher_id), wire.Routes
-                ):
-                    self._complaint = ""
-                    if first:
-                        table.clear()  # what follows is all that is known
-                    first = False
-                    now_s = self._clock.monotonic_s()
-                    table.expire(now_s)
-                    table.apply(routes, now_s)
-                    on_news(routes)
+                link = await self.connect_routes(watcher_id, follows=True)
+                self._complaint = ""
+                table.clear()  # what follows is all that is known
+                try:
+                    await self._follow(link, table, on_news)
+                finally:
+                    link.close()
             except RpcError as error:
                 self._complain(error)
             await asyncio.sleep(RETRY_S)
+
+    async def _follow(
+        self, link: RouteLink, table: RouteTable, on_news: Callable[[wire.Routes], None]
+    ) -> None:
+        """Take in what comes. Raises RpcError."""
+        while True:
+            routes = wire.decode(await link.receive(), wire.Routes)
+            now_s = self._clock.monotonic_s()
+            table.expire(now_s)
+            table.apply(routes, now_s)
+            on_news(routes)
 
     def _complain(self, error: RpcError) -> None:
         """Tell of a registry that does not answer as it should, each way of it once."""

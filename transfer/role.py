@@ -141,7 +141,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """Prefill tells which of its ranks has a room; where there is one, everybody knows."""
         if self.role == "decode" or self.config.dp_size == 1:
             return []
-        self._publisher = RoutePublisher(self.worker_id(), self.epoch, registry.put_routes)
+        self._publisher = RoutePublisher(self.worker_id(), self.epoch, registry.connect_routes)
         registry.on_registered = self._publisher.registered
         return [self._publisher.run()]
 
@@ -153,6 +153,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
         """At the end of a turn; what it did to routes leaves as well."""
         super().publish(batches)
+        self.tell_routes()
+
+    def tell_routes(self) -> None:
+        """Have what this turn did to routes so far leave now."""
         routes = self._routes.take()
         if self._publisher is not None and routes is not None:
             self.on_loop(self._publisher.feed, *routes)

@@ -2,65 +2,110 @@
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from transfer import wire
-from transfer.errors import RpcError
+from transfer.clock import Clock
+from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
+from transfer.handshake import server_context
+from transfer.route_link import RouteHello, RouteLink, greet
 from transfer.routes import RouteNews, RouteTable
+from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 256  # messages for one reader; one that is so far behind is told everything anew
+MAX_LINKS = 4096  # of one registry
 RETRY_S = 0.2
+_BYTES_PER_ROOM = 12  # of a message that tells of it
 
 
 class RouteFeeds:
-    """The readers of one table. Used on the registry's loop."""
+    """The registry's side: one table, those who tell it, and those who follow. Used on its loop."""
 
-    def __init__(self, table: RouteTable) -> None:
+    def __init__(
+        self,
+        table: RouteTable,
+        security: Security,
+        clock: Clock,
+        has_lease: Callable[[str, int], bool],
+    ) -> None:
+        """has_lease(worker_id, epoch): whether this incarnation may tell of routes."""
         self._table = table
-        self._feeds: set[_Feed] = set()
+        self._security = security
+        self._clock = clock
+        self._has_lease = has_lease
+        self._followers: set[RouteLink] = set()
+        self._links: set[RouteLink] = set()
+        self._server: asyncio.Server | None = None
 
-    def __len__(self) -> int:
-        return len(self._feeds)
-
-    def tell(self, routes: wire.Routes) -> None:
-        """The table has taken this in."""
-        for feed in self._feeds:
-            feed.offer(routes)
-
-    async def follow(self) -> AsyncGenerator[wire.Routes]:
-        """All that is known, then what comes, until the reader goes."""
-        feed = _Feed(self._table)
-        self._feeds.add(feed)
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises ConfigError when it is taken."""
         try:
-            while True:
-                yield await feed.take()
+            context = server_context(self._security)
+            self._server = await asyncio.start_server(self._connected, host, port, ssl=context)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen for routes on {host}:{port}: {error.strerror}; "
+                "choose another --routes-port"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        links = tuple(self._links)
+        for link in links:
+            link.close()
+        await asyncio.gather(*(link.closed() for link in links))
+
+    def put(self, routes: wire.Routes, data: bytes) -> bool:
+        """News of a worker, and as they came; False when it has no lease and may not tell."""
+        known = self._has_lease(routes.worker_id, routes.epoch)
+        if known and self._table.apply(routes, self._clock.monotonic_s()):
+            for follower in self._followers:
+                follower.send(data)
+        return known
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = RouteLink(reader, writer)
+        self._links.add(link)
+        try:
+            if len(self._links) <= MAX_LINKS:
+                hello = await greet(link, self._security)
+                await (self._feed(link) if hello.follows else self._hear(link, hello))
+            else:
+                log.warning("more than %d connections for routes: refused", MAX_LINKS)
+        except Unavailable as error:
+            log.debug("%s", error)  # it went, which is how each of them ends
+        except RpcError as error:
+            log.warning("a connection for routes was ended: %s", error)
         finally:
-            self._feeds.discard(feed)
+            link.close()
+            self._links.discard(link)
 
+    async def _hear(self, link: RouteLink, hello: RouteHello) -> None:
+        """Take in what a worker tells, until it goes or has no lease any more."""
+        while self._has_lease(hello.peer_id, hello.epoch):
+            data = await link.receive()
+            routes = wire.decode(data, wire.Routes)
+            if (routes.worker_id, routes.epoch) != (hello.peer_id, hello.epoch):
+                raise BadMessage(f"{hello.peer_id} tells the routes of {routes.worker_id}")
+            self.put(routes, data)
 
-class _Feed:
-    """What waits to leave for one reader."""
+    async def _feed(self, link: RouteLink) -> None:
+        """Tell all that is known, and what comes, until the reader goes.
 
-    def __init__(self, table: RouteTable) -> None:
-        self._table = table
-        self._waiting = deque(table.snapshot())
-        self._changed = asyncio.Event()
-
-    def offer(self, routes: wire.Routes) -> None:
-        if len(self._waiting) < MAX_WAITING:
-            self._waiting.append(routes)
-        else:
-            self._waiting = deque(self._table.snapshot())
-        self._changed.set()
-
-    async def take(self) -> wire.Routes:
-        while not self._waiting:
-            self._changed.clear()
-            await self._changed.wait()
-        return self._waiting.popleft()
+        One that falls behind is cut off: it comes again, and is told everything anew.
+        """
+        link.expect_behind(_BYTES_PER_ROOM * self._table.max_rooms)
+        for routes in self._table.snapshot():
+            link.send(wire.encode(routes))
+        self._followers.add(link)
+        try:
+            await link.receive()
+            raise BadMessage("a reader of routes has nothing to say")
+        finally:
+            self._followers.discard(link)
 
 
 class TurnRoutes:
@@ -88,52 +133,54 @@ class TurnRoutes:
 class RoutePublisher:
     """Tells the registry of one worker's routes. Used on the worker's loop.
 
-    One call at a time: what comes meanwhile leaves together with the next. While the registry is
-    away nothing is kept but what is live, and all of that is told once it is back.
+    While the registry is away nothing is kept but what is live, and all of that is told once it is
+    back.
     """
 
     def __init__(
-        self,
-        worker_id: str,
-        epoch: int,
-        put: Callable[[wire.Routes], Awaitable[wire.RoutesReply]],
+        self, worker_id: str, epoch: int, connect: Callable[[str, int], Awaitable[RouteLink]]
     ) -> None:
+        """connect(worker_id, epoch): raises RpcError, as RegistryClient.connect_routes."""
         self._news = RouteNews(worker_id, epoch)
-        self._put = put
-        self._changed = asyncio.Event()
+        self._connect = lambda: connect(worker_id, epoch)
+        self._link: RouteLink | None = None
         self._complaint = ""
 
     def feed(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
         """Of one turn: rooms with their ranks, and rooms that are over."""
         self._news.add(bound, ended)
-        self._changed.set()
+        self._tell()
 
     def registered(self) -> None:
         """The registry has just taken this worker in, and may know none of its routes."""
         self._news.tell_all()
-        self._changed.set()
+        self._tell()
 
     async def run(self) -> None:
-        """Tell until cancelled."""
+        """Keep a connection until cancelled."""
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            try:
+                await self._serve(await self._connect())
+            except RpcError as error:
+                self._complain(error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _serve(self, link: RouteLink) -> None:
+        """Tell over this connection until it ends. Raises RpcError."""
+        self._link = link
+        try:
+            self.registered()
+            await link.receive()
+            raise BadMessage("a registry has nothing to say to who tells routes")
+        finally:
+            self._link = None
+            link.close()
+
+    def _tell(self) -> None:
+        if self._link is not None:
             routes = self._news.take()
             if routes is not None:
-                await self._tell(routes)
-
-    async def _tell(self, routes: wire.Routes) -> None:
-        try:
-            reply = await self._put(routes)
-        except RpcError as error:
-            self._complain(error)
-            self._news.tell_all()
-            await asyncio.sleep(RETRY_S)
-            self._changed.set()
-        else:
-            self._complaint = ""
-            if not reply.known:  # `registered` is called once it is
-                self._news.tell_all()
+                self._link.send(wire.encode(routes))
 
     def _complain(self, error: RpcError) -> None:
         if str(error) != self._complaint:

@@ -61,12 +61,14 @@ class RouteTable:
             self.drop(routes.worker_id)
             owner = self._owners[routes.worker_id] = _Owner(routes.epoch, routes.number)
         owner.number = routes.number
-        self._forget(owner, found)
-        until_s = now_s + self.ttl_s
+        rooms, num_before, until_s = owner.rooms, len(owner.rooms), now_s + self.ttl_s
         for room, rank in found.items():
-            owner.rooms[room] = rank, until_s
-        self._num_rooms += len(found)
-        self._forget(owner, ended)
+            if room in rooms:
+                del rooms[room]  # told again, it is the newest
+            rooms[room] = rank, until_s
+        for room in ended:
+            rooms.pop(room, None)
+        self._num_rooms += len(rooms) - num_before
         while self._num_rooms > self.max_rooms:
             self._forget_oldest()
         return True
@@ -110,11 +112,6 @@ class RouteTable:
             )
             for worker_id, owner in self._owners.items()
         ]
-
-    def _forget(self, owner: _Owner, rooms: Iterable[int]) -> None:
-        for room in rooms:
-            if owner.rooms.pop(room, None) is not None:
-                self._num_rooms -= 1
 
     def _forget_oldest(self) -> None:
         oldest = min(

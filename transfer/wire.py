@@ -9,8 +9,9 @@ Who sends what:
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
     API, decode -> registry  Watch -> ClusterView (pushed on change)
-    prefill -> registry      Routes (rank of each room that it bound or ended; one a turn)
-    decode -> registry       WatchRoutes -> Routes (pushed as they come)
+    prefill -> registry      Routes (rank of each room that it bound or ended; one a turn), and
+    registry -> decode       Routes (pushed as they come): frames of transfer/route_link.py
+    prefill, decode -> registry  FindRoutes -> RoutesAddress (where these connections go)
     API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,
                              FindTimeline -> FoundTimeline
 """
@@ -345,13 +346,10 @@ class Routes(Message):
     version: int = WIRE_VERSION
 
 
-class RoutesReply(Message):
-    known: bool  # False: no such worker has a lease here; once it has, everything must be told
+class RoutesAddress(Message):
+    """Where a registry takes the connections that carry routes (transfer/route_link.py)."""
 
-
-class WatchRoutes(Message):
-    watcher_id: str
-    version: int = WIRE_VERSION
+    port: int
 
 
 # --- worker introspection ----------------------------------------------------------------------

@@ -103,9 +103,11 @@ class World:
         message = life.news.take()
         if message is None:
             return
-        reply = await self._call(lambda: self.registry._put_routes(message))
-        if not (isinstance(reply, wire.RoutesReply) and reply.known):
+        if not await self._call(lambda: self._put(message)):
             life.news.tell_all()
+
+    async def _put(self, message: wire.Routes) -> bool:
+        return self.registry.put_routes(message)
 
     async def _call(self, call: Callable[[], Awaitable[object]]) -> object:
         """A call that may be lost, or lose its answer, or come again later."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -10,8 +11,9 @@ from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
-from transfer.errors import Unauthenticated
-from transfer.route_feeds import MAX_WAITING, RouteFeeds, RoutePublisher
+from transfer.errors import Unauthenticated, Unavailable
+from transfer.route_feeds import RoutePublisher
+from transfer.route_link import RouteLink, open_link
 from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
 
@@ -48,7 +50,7 @@ class Cluster:
     async def prefill(self, epoch: int = 1, worker_id: str = WORKER) -> RoutePublisher:
         """A registered worker that publishes."""
         client = self._client()
-        publisher = RoutePublisher(worker_id, epoch, client.put_routes)
+        publisher = RoutePublisher(worker_id, epoch, client.connect_routes)
         client.on_registered = publisher.registered
         info = a_worker("prefill", worker_id)
         lease = client.run_worker(info, epoch, lambda: (wire.Load(), False), interval_s=0.01)
@@ -66,6 +68,15 @@ class Cluster:
 
     def rpc(self, security: Security = SECURITY) -> RpcClient:
         return RpcClient(f"127.0.0.1:{self.port}", security)
+
+    async def link(
+        self, worker_id: str, epoch: int = 1, follows: bool = False, security: Security = SECURITY
+    ) -> RouteLink:
+        """A connection for routes of whoever says to be this worker."""
+        rpc = self.rpc()
+        found = await rpc.call("FindRoutes", wire.Empty(), wire.RoutesAddress, PATIENCE_S)
+        await rpc.close()
+        return await open_link("127.0.0.1", found.port, security, worker_id, epoch, follows)
 
     def _client(self) -> RegistryClient:
         self._clients.append(RegistryClient(f"127.0.0.1:{self.port}", SECURITY, SYSTEM_CLOCK))
@@ -105,6 +116,10 @@ async def a_cluster(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Cluster]:
         yield cluster
     finally:
         await cluster.close()
+
+
+def a_route(worker_id: str = WORKER, epoch: int = 1) -> wire.Routes:
+    return wire.Routes(worker_id, epoch, 1, wire.pack_i64([7]), wire.pack_i32([0]))
 
 
 def has(room: int, rank: int | None, epoch: int = 1) -> Callable[[RouteTable], bool]:
@@ -186,22 +201,49 @@ async def test_a_worker_that_says_goodbye_leaves_no_route() -> None:
         assert len(cluster.table) == 0
 
 
-async def test_nobody_without_a_lease_has_routes() -> None:
+async def ends(link: RouteLink) -> None:
+    """The registry ends this connection, and says nothing before."""
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(link.receive(), PATIENCE_S)
+    link.close()
+
+
+@pytest.mark.parametrize(("worker_id", "epoch"), [("prefill-9", 5), (WORKER, 4), (WORKER, 6)])
+async def test_nobody_without_a_lease_has_routes(worker_id: str, epoch: int) -> None:
     async with a_cluster() as cluster:
         await cluster.prefill(epoch=5)
-        rpc = cluster.rpc()
-        for worker_id, epoch in (("prefill-9", 5), (WORKER, 4), (WORKER, 6)):
-            routes = wire.Routes(worker_id, epoch, 1, wire.pack_i64([7]), wire.pack_i32([0]))
-            reply = await rpc.call("PutRoutes", routes, wire.RoutesReply, PATIENCE_S)
-            assert not reply.known
+        link = await cluster.link(worker_id, epoch)
+        link.send(wire.encode(a_route(worker_id, epoch)))
+        await ends(link)
         assert len(cluster.table) == 0
-        await rpc.close()
+
+
+@pytest.mark.parametrize(
+    "data", [wire.encode(a_route("prefill-9")), wire.encode(a_route(epoch=2)), b"nonsense"]
+)
+async def test_who_tells_what_is_not_its_own_is_cut_off(data: bytes) -> None:
+    async with a_cluster() as cluster:
+        await cluster.prefill()
+        link = await cluster.link(WORKER)
+        link.send(data)
+        await ends(link)
+        assert len(cluster.table) == 0
+
+
+async def test_a_reader_has_nothing_to_tell() -> None:
+    async with a_cluster() as cluster:
+        await cluster.prefill()
+        link = await cluster.link(WORKER, follows=True)
+        await asyncio.wait_for(link.receive(), PATIENCE_S)  # that nothing is known of this worker
+        link.send(wire.encode(a_route()))
+        await ends(link)
+        assert len(cluster.table) == 0
 
 
 @pytest.mark.parametrize(
     ("name", "message", "reply"),
     [
-        ("PutRoutes", wire.Routes(WORKER, 1, 1), wire.RoutesReply),
+        ("FindRoutes", wire.Empty(), wire.RoutesAddress),
         ("Register", wire.Register(a_worker("prefill"), 1), wire.Registered),
         ("Heartbeat", wire.Heartbeat(WORKER, 1, wire.Load()), wire.HeartbeatReply),
         ("Deregister", wire.Deregister(WORKER, 1), wire.Empty),
@@ -217,13 +259,42 @@ async def test_nothing_is_written_without_the_cluster_token(
         await rpc.close()
 
 
-async def test_nothing_is_read_without_the_cluster_token() -> None:
+@pytest.mark.parametrize("follows", [False, True])
+async def test_no_route_is_told_or_read_without_the_cluster_token(follows: bool) -> None:
     async with a_cluster() as cluster:
-        rpc = cluster.rpc(Security("another-token-of-the-tests"))
-        told = rpc.stream("WatchRoutes", wire.WatchRoutes("x"), wire.Routes)
-        with pytest.raises(Unauthenticated):
-            await asyncio.wait_for(anext(told), PATIENCE_S)
+        prefill = await cluster.prefill()
+        prefill.feed([(7, 2)], [])
+        await cluster.decode().until(has(7, 2))
+        with pytest.raises(Unavailable):
+            await cluster.link(WORKER, 1, follows, Security("another-token-of-the-tests"))
+        assert len(cluster.table) == 1
+
+
+async def test_a_registry_that_does_not_know_the_token_is_told_nothing() -> None:
+    """It sends back whatever it was sent, as somebody would who wants to be taken for one."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(struct.pack("<I", 32) + bytes(32))
+        writer.write(struct.pack("<I", 32) + (await reader.read(100))[-32:])
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(Unauthenticated):
+        await open_link("127.0.0.1", port, SECURITY, WORKER, 1, follows=False)
+    server.close()
+
+
+async def test_a_stranger_cannot_have_the_registry_wait_for_a_large_frame() -> None:
+    async with a_cluster() as cluster:
+        rpc = cluster.rpc()
+        found = await rpc.call("FindRoutes", wire.Empty(), wire.RoutesAddress, PATIENCE_S)
         await rpc.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        await reader.readexactly(4 + 32)
+        writer.write(struct.pack("<I", 1 << 20))
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        writer.close()
 
 
 async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
@@ -243,50 +314,25 @@ async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
         assert len(cluster.table) == len(copy.table) == 1
 
 
-# --- without sockets ------------------------------------------------------------------------------
+async def test_a_peer_that_does_not_read_is_cut_off() -> None:
+    """In time, so that what waits for it has a bound; what it was to be told is no part of that."""
+    over = asyncio.Event()
 
+    async def idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.close()
 
-async def test_a_reader_that_fell_far_behind_is_told_everything_anew() -> None:
-    table = RouteTable(max_rooms=100)
-    feeds = RouteFeeds(table)
-    following = feeds.follow()
-    first = wire.Routes(WORKER, 1, 1, wire.pack_i64([0]), wire.pack_i32([0]), whole=True)
-    table.apply(first, 0.0)
-    assert await anext(following) == first
-    last = 2 * MAX_WAITING
-    for number in range(2, last + 1):
-        routes = wire.Routes(WORKER, 1, number, wire.pack_i64([number]), wire.pack_i32([1]))
-        table.apply(routes, 0.0)
-        feeds.tell(routes)
-    copy, heard = RouteTable(max_rooms=100), 0
-    while copy.snapshot() != table.snapshot():
-        copy.apply(await anext(following), 0.0)
-        heard += 1
-    assert heard <= MAX_WAITING
-    await following.aclose()
-    assert len(feeds) == 0
-
-
-async def test_what_comes_during_a_call_leaves_with_the_next() -> None:
-    calls: list[wire.Routes] = []
-    answer, called = asyncio.Event(), asyncio.Event()
-
-    async def put(routes: wire.Routes) -> wire.RoutesReply:
-        calls.append(routes)
-        called.set()
-        await answer.wait()
-        return wire.RoutesReply(True)
-
-    publisher = RoutePublisher(WORKER, 1, put)
-    running = asyncio.create_task(publisher.run())
-    publisher.feed([(1, 0)], [])
-    await asyncio.wait_for(called.wait(), PATIENCE_S)
-    called.clear()
-    for room in range(2, 50):
-        publisher.feed([(room, 0)], [room - 1])
-    answer.set()
-    await asyncio.wait_for(called.wait(), PATIENCE_S)
-    running.cancel()
-    assert [len(call.rooms) // 8 for call in calls] == [1, 1]
-    assert calls[1].rooms == wire.pack_i64([49])
-    assert calls[1].ended == wire.pack_i64([1])
+    server = await asyncio.start_server(idle, "127.0.0.1", 0)
+    link = RouteLink(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+    link.expect_behind(32 << 20)
+    link.send(bytes(32 << 20))
+    ended = asyncio.create_task(ends(link))
+    for _ in range(3):
+        link.send(bytes(1 << 20))
+        assert not link.is_over
+    for _ in range(64):
+        link.send(bytes(1 << 20))
+    assert link.is_over
+    await ended
+    over.set()
+    server.close()

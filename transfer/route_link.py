@@ -1,0 +1,150 @@
+"""The connections that carry routes: both ends prove to know the token, then send frames.
+
+Beside the calls of `transfer/rpc.py`, since routes are small and come one by one: a call costs
+either end several changes of threads, a frame here one write and one read of the loop. A frame is
+its length (u32, little-endian) and so many bytes.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from hashlib import sha256
+
+from transfer import wire
+from transfer.errors import BadMessage, Unauthenticated, Unavailable
+from transfer.handshake import HANDSHAKE_TIMEOUT_S, client_context
+from transfer.rpc import Security
+
+# What a peer may leave unread before it is cut off, beside what it was told at the start.
+MAX_BEHIND_BYTES = 4 << 20
+_MAX_FRAME_BYTES = 256 << 20
+_MAX_STRANGER_BYTES = 4096  # of a frame of whoever has proved nothing yet
+_LENGTH = struct.Struct("<I")
+_NONCE_BYTES = 32
+# A host that is gone says nothing: it is given up after five seconds.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5_000),
+)
+
+
+class RouteHello(wire.Message, frozen=True):
+    """Who connects, and what for."""
+
+    peer_id: str
+    epoch: int  # of the worker that tells; of no meaning to one that follows
+    follows: bool
+    proof: bytes
+    nonce: bytes
+    version: int = wire.WIRE_VERSION
+
+
+class RouteLink:
+    """One connection. Used on one loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer  # kept: its end would be the connection's
+        self._transport = writer.transport
+        self._most_unread = MAX_BEHIND_BYTES
+        for option in _KEEPALIVE:
+            writer.get_extra_info("socket").setsockopt(*option)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this side has ended it, or knows of its end."""
+        return self._transport.is_closing()
+
+    def expect_behind(self, num_bytes: int) -> None:
+        """Let the peer have so many more bytes unread."""
+        self._most_unread = MAX_BEHIND_BYTES + num_bytes
+
+    def send(self, data: bytes) -> None:
+        """Send a frame without waiting. A peer that is too far behind is cut off."""
+        if self.is_over:
+            return
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+        if self._transport.get_write_buffer_size() > self._most_unread:
+            self.close()
+
+    async def receive(self, most: int = _MAX_FRAME_BYTES) -> bytes:
+        """The next frame. Raises BadMessage above `most` bytes, Unavailable at the end."""
+        with _as_unavailable():
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if size > most:
+                raise BadMessage(f"a frame of {size} bytes, at most {most}")
+            return await self._reader.readexactly(size)
+
+    def close(self) -> None:
+        """End it at once: whoever comes again is told everything."""
+        self._transport.abort()
+
+    async def closed(self) -> None:
+        """Until it is over, for whatever reason."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+async def open_link(
+    host: str, port: int, security: Security, peer_id: str, epoch: int, follows: bool
+) -> RouteLink:
+    """Connect to a registry. Raises Unavailable, Unauthenticated or BadMessage."""
+    with _as_unavailable():
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            streams = await asyncio.open_connection(host, port, ssl=client_context(security))
+            link = RouteLink(*streams)
+            try:
+                await _introduce(link, security, peer_id, epoch, follows)
+            except BaseException:
+                link.close()
+                raise
+    return link
+
+
+async def _introduce(
+    link: RouteLink, security: Security, peer_id: str, epoch: int, follows: bool
+) -> None:
+    challenge = await link.receive(_NONCE_BYTES)
+    nonce = os.urandom(_NONCE_BYTES)
+    proof = _proof(security, b"routes to registry", challenge)
+    link.send(wire.encode(RouteHello(peer_id, epoch, follows, proof, nonce)))
+    answer = await link.receive(_MAX_STRANGER_BYTES)
+    if not hmac.compare_digest(answer, _proof(security, b"routes of registry", nonce)):
+        raise Unauthenticated("the registry of these routes does not know the cluster token")
+
+
+async def greet(link: RouteLink, security: Security) -> RouteHello:
+    """The registry's part. Raises Unauthenticated, BadMessage or Unavailable."""
+    nonce = os.urandom(_NONCE_BYTES)
+    with _as_unavailable():
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            link.send(nonce)
+            hello = wire.decode(await link.receive(_MAX_STRANGER_BYTES), RouteHello)
+    if not hmac.compare_digest(hello.proof, _proof(security, b"routes to registry", nonce)):
+        raise Unauthenticated(f"{hello.peer_id!r} does not know the cluster token")
+    link.send(_proof(security, b"routes of registry", hello.nonce))
+    return hello
+
+
+def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:
+    return hmac.new(security.token.encode(), side + nonce, sha256).digest()
+
+
+@contextlib.contextmanager
+def _as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise Unavailable("routes: no answer in time") from error
+    except asyncio.IncompleteReadError as error:
+        raise Unavailable("routes: the connection was closed") from error
+    except OSError as error:
+        raise Unavailable(f"routes: {error}") from error
