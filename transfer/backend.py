@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -42,6 +43,8 @@ DIGEST_BYTES = _DIGEST.size
 _WHOLE_BYTES = 64 << 10
 _SAMPLED_EACH = 4096  # a page of memory, the least that is mapped, kept or lost as one
 _SAMPLE_BYTES = 64  # a line of the caches, the least that is read
+_LINE = np.dtype(f"V{_SAMPLE_BYTES}")
+_LINES_EACH = _SAMPLED_EACH // _SAMPLE_BYTES
 
 
 class Kind(enum.IntEnum):
@@ -61,8 +64,10 @@ class Kind(enum.IntEnum):
     CREDIT = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A frame's header. page_start counts within the room's granted pages."""
 
     kind: Kind
@@ -104,8 +109,8 @@ class Frame:
         if version != wire.WIRE_VERSION:
             raise BadMessage(f"frame version {version}, this side speaks {wire.WIRE_VERSION}")
         try:
-            frame = Frame(Kind(kind), *rest)
-        except ValueError as error:
+            frame = Frame(_KINDS[kind], *rest)
+        except KeyError as error:
             raise BadMessage(f"unknown frame kind {kind}") from error
         if frame.meta_len > MAX_META_BYTES or frame.payload_len > MAX_PAYLOAD_BYTES:
             raise BadMessage(
@@ -118,8 +123,7 @@ class Digest:
     """What a frame ends with, worked out piece by piece."""
 
     def __init__(self, header: bytes | memoryview, meta: bytes) -> None:
-        self._state = xxhash.xxh3_64(header)
-        self._state.update(meta)
+        self._state = xxhash.xxh3_64(b"".join((header, meta)))
 
     def update(self, part: memoryview) -> None:
         self._state.update(part)
@@ -134,10 +138,9 @@ class Digest:
         if len(payload) <= _WHOLE_BYTES:
             self._state.update(payload)
             return
-        values = np.frombuffer(payload, np.uint8)
-        rows = values[: len(values) // _SAMPLED_EACH * _SAMPLED_EACH].reshape(-1, _SAMPLED_EACH)
-        self._state.update(rows[:, :_SAMPLE_BYTES].tobytes())
-        self._state.update(values[-_SAMPLE_BYTES:])
+        lines = np.frombuffer(payload, _LINE, len(payload) // _SAMPLED_EACH * _LINES_EACH)
+        self._state.update(lines[::_LINES_EACH].tobytes())
+        self._state.update(payload[-_SAMPLE_BYTES:])
 
     def pack(self) -> bytes:
         """DIGEST_BYTES bytes."""

@@ -26,6 +26,7 @@ from transfer.errors import BadMessage, PeerLost
 _CHUNK_BYTES = 512 << 10
 _READ_AHEAD_BYTES = 4096
 _IOV_MAX = 64
+_NO_PAYLOAD = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,9 @@ class Connection:
     def send(self, frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> None:
         """Send one frame; its lengths and digest are worked out here."""
         parts = list(payload)
+        if not parts:
+            self.send_elsewhere(frame, meta, _NO_PAYLOAD)
+            return
         header = frame.pack(len(meta), sum(len(part) for part in parts))
         digest = Digest(header, meta)
         batch = [memoryview(header), memoryview(meta)]
@@ -134,6 +138,7 @@ class Connection:
     def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
         """Send one small frame with a file descriptor (Unix sockets only)."""
         data = whole_frame(frame, meta)
+        self._takes_fd = False
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         try:
             sent = self._sock.sendmsg([data], [rights])
@@ -212,6 +217,9 @@ class Connection:
 
     def _read_ahead(self, count: int) -> memoryview:
         """The next bytes, valid until the next read; what comes with them is kept."""
+        if count <= self._high - self._low:
+            self._low += count
+            return self._ahead[self._low - count : self._low]
         if self._low + count > len(self._ahead) - _READ_AHEAD_BYTES or self._low == self._high:
             left = self._high - self._low
             self._ahead[:left] = bytes(self._ahead[self._low : self._high])
@@ -260,7 +268,7 @@ class Connection:
     def _send_all(self, buffers: list[memoryview]) -> None:
         buffers = [buffer for buffer in buffers if len(buffer)]
         try:
-            if self._is_tls:
+            if self._is_tls or len(buffers) == 1:
                 self._sock.sendall(b"".join(buffers) if len(buffers) > 1 else buffers[0])
                 return
             while buffers:

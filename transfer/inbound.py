@@ -72,25 +72,39 @@ class Inbound:
         # Of one head of one page, all layers.
         self._head_bytes = math.prod(self._shape(1, 1)) * self._dtype.itemsize
         self._rooms: dict[int, _Expected] = {}
+        self._owed: Counter[Feeder] = Counter()  # unfinished rooms of each connection
 
     def expect(self, room: int, epoch: int, num_pages: int) -> None:
         assert room not in self._rooms, f"room {room} twice"
         self._rooms[room] = _Expected(epoch, num_pages, bytearray(num_pages))
 
     def forget(self, room: int) -> None:
-        self._rooms.pop(room, None)
+        expected = self._rooms.pop(room, None)
+        if expected is not None and not expected.finished:
+            self._settled(expected)
+
+    def _settled(self, expected: _Expected) -> None:
+        """Its connection owes nothing more of this room."""
+        feeder = expected.feeder
+        if feeder is not None:
+            self._owed[feeder] -= 1
+            if not self._owed[feeder]:
+                del self._owed[feeder]
 
     def feeder(self, room: int) -> Feeder | None:
         expected = self._rooms.get(room)
         return None if expected is None else expected.feeder
 
     def fed_by(self, feeder: Feeder) -> tuple[int, ...]:
-        """Rooms of this connection that are not finished."""
+        """Rooms of this connection that are not finished; `owes` says whether there are any."""
         return tuple(
             room
             for room, expected in self._rooms.items()
             if expected.feeder is feeder and not expected.finished
         )
+
+    def owes(self, feeder: Feeder) -> bool:
+        return feeder in self._owed
 
     def check(self, frame: Frame, feeder: Feeder) -> None:
         """Judge a PAGES, FINISH or CANCEL header.
@@ -112,7 +126,9 @@ class Inbound:
             self._check_pages(frame, expected)
         elif frame.payload_len:
             raise FrameRefused(f"size: {frame.kind.name} carries no payload")
-        expected.feeder = feeder
+        if expected.feeder is None:
+            expected.feeder = feeder
+            self._owed[feeder] += 1
 
     def _check_pages(self, frame: Frame, expected: _Expected) -> None:
         end = frame.page_start + frame.num_pages
@@ -187,6 +203,7 @@ class Inbound:
         if missing:
             raise FrameRefused(f"order: FINISH with {missing} pages missing")
         expected.finished = True
+        self._settled(expected)
 
     def _new_run(self, num_pages: int) -> _Run:
         # Memory that is never written costs nothing: whole shards replace theirs.
@@ -307,7 +324,7 @@ class Receiver(ABC):
     def busy(self, feeder: Feeder) -> bool:
         """Whether this connection owes frames."""
         with self._lock:
-            return bool(self._inbound.fed_by(feeder))
+            return self._inbound.owes(feeder)
 
     def left(self, feeder: Feeder, message: str) -> None:
         """A connection ended: its unfinished rooms will get no more pages."""

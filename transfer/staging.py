@@ -105,9 +105,7 @@ class LentSlots:
         self._held[slot] = 1
         # A view through the buffer protocol stays the base of every view made of it, so its
         # own end is the end of them all.
-        start = slot * self.shape.slot_bytes
-        view = np.frombuffer(self._memory, np.uint8, num_bytes, start)
-        lent = np.frombuffer(memoryview(view), np.uint8)
+        lent = np.frombuffer(self._memory, np.uint8, num_bytes, slot * self.shape.slot_bytes)
         weakref.finalize(lent, self._free, slot).atexit = False
         return lent
 

@@ -12,6 +12,8 @@ import socket
 import threading
 from collections import deque
 
+import numpy as np
+
 from model.config import KVSpec
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.buffers import BufferPool
@@ -36,6 +38,7 @@ CONNECT_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 1024
 _IDLE_WAIT_S = 60.0
 _IDLE_BUFFER_BYTES = 256 << 20
+_NO_PAYLOAD = np.empty(0, np.uint8)
 
 
 class TcpSender(Sender):
@@ -382,7 +385,8 @@ class TcpFeeder:
             if not connection.skip_payload(incoming):
                 self.receiver.damaged()
             return
-        payload = self.receiver.buffers.take(incoming.frame.payload_len)
+        num_bytes = incoming.frame.payload_len
+        payload = self.receiver.buffers.take(num_bytes) if num_bytes else _NO_PAYLOAD
         intact = connection.receive_payload(incoming, memoryview(payload))
         self.receiver.take(self, incoming.frame, incoming.meta, payload, intact)
 

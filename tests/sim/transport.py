@@ -9,9 +9,9 @@ transfer/outbound), only sockets and threads are not there.
 import heapq
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
+import msgspec
 import numpy as np
 
 from model.config import KVSpec
@@ -137,7 +137,7 @@ class Link(Lane):
         intact = self._net.rng.random() >= self._fabric.corrupt
         if not intact and len(payload):
             payload[self._net.rng.randrange(len(payload))] ^= 1
-        frame = replace(job.frame, meta_len=len(job.meta), payload_len=len(payload))
+        frame = msgspec.structs.replace(job.frame, meta_len=len(job.meta), payload_len=len(payload))
         self._forward.send(lambda: self._arrive(frame, job.meta, payload, intact))
 
     # --- the receiver's end -----------------------------------------------------------------------
