@@ -5,7 +5,7 @@ weighs is what the ranks have to do now. `follow_bootstrap_room` alone needs no 
 who knows the room knows the rank, and no load is looked at.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -52,8 +52,12 @@ class Balancer:
         num_tokens: int,
         loads: Sequence[RankLoad],
         cached_tokens: Sequence[int],
+        among: Collection[int] | None = None,
     ) -> int:
         """The rank for a prompt of num_tokens >= 1; it counts as picked.
+
+        among: ranks to choose from, not empty, None for all; one that follows from the room is
+        taken whatever they are.
 
         loads, cached_tokens: one a rank, the latter what its cache has of this prompt. Whoever
         binds several prompts in one turn adds each to its rank's load before the next pick,
@@ -71,7 +75,7 @@ class Balancer:
             full = load.pages_free <= 0 and self.method != "round_robin"
             return cost(load, num_tokens - cached_tokens[rank]), full, self._last_picks[rank]
 
-        picked = min(range(self.dp_size), key=order)
+        picked = min(range(self.dp_size) if among is None else sorted(among), key=order)
         self._picks += 1
         self._last_picks[picked] = self._picks
         return picked

@@ -7,7 +7,7 @@ older than the pages behind it, and eviction from the old end takes the tail fir
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -83,6 +83,14 @@ class PrefixCache:
         for digest in victims:
             self._pool.release((self._pages.pop(digest),))
         return len(victims)
+
+    def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
+        """Whether so many pages could be freed that are not of this chain. Changes nothing."""
+        for digest, page in self._pages.items():
+            if num_pages <= 0:
+                break
+            num_pages -= self._pool.refcount(page) == 1 and digest not in besides
+        return num_pages <= 0
 
     def flush(self) -> int:
         """Evict all that nobody holds."""

@@ -2,9 +2,11 @@
 
 Pure. A rank has pages, a prefix cache and a scheduler of its own. A prompt that decode has granted
 is bound to a rank when one has room in its next chunk, oldest first: not before, so that the choice
-weighs what the ranks have to do then. A rank that lacks pages for one it has takes no more. A
-dictated rank is waited for; nobody who came later goes there first. With one rank there is nothing
-to choose, and its scheduler has the only queue.
+weighs what the ranks have to do then. It is made among ranks that have pages for it: bound to
+another, it would wait there while one that has some idles. Until there is one, it waits unbound,
+and everybody behind it too: ranks that take nobody new run empty, so the largest prompt has its
+turn. A rank that is dictated, or follows from the room, is waited for; nobody who came later goes
+there first. With one rank there is nothing to choose, and its scheduler has the only queue.
 """
 
 from collections.abc import Sequence
@@ -98,10 +100,13 @@ class Ranks:
             if prompt.rank >= 0 and prompt.rank not in room_at:
                 at += 1
                 continue
-            del self._ready[at], self._unbound[prompt.room]
-            cached = self._cached(prompt)
+            chain, cached = self._cached(prompt)
             if prompt.rank < 0:
-                prompt.rank = self._picked(prompt, cached)
+                fitting = self._fitting(prompt, chain, cached)
+                if not fitting & room_at:
+                    return
+                prompt.rank = self._picked(prompt, cached, fitting)
+            del self._ready[at], self._unbound[prompt.room]
             prompt.num_foreseen = cached[prompt.rank]
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
@@ -109,12 +114,22 @@ class Ranks:
             if not scheduler.has_room:
                 room_at.discard(prompt.rank)
 
-    def _cached(self, prompt: Prompt) -> list[int]:
-        """By rank, tokens of this prompt that its cache has."""
+    def _cached(self, prompt: Prompt) -> tuple[list[bytes], list[int]]:
+        """Digests of its pages, and by rank the tokens of it that its cache has."""
         chain = self.ranks[0].cache.chain(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
-        return [rank.cache.cached_tokens(chain) for rank in self.ranks]
+        return chain, [rank.cache.cached_tokens(chain) for rank in self.ranks]
 
-    def _picked(self, prompt: Prompt, cached: Sequence[int]) -> int:
+    def _fitting(self, prompt: Prompt, chain: Sequence[bytes], cached: Sequence[int]) -> set[int]:
+        """Ranks that have pages for it now; all of them where there is no choice."""
+        if self._balancer.method == "follow_bootstrap_room":
+            return set(range(len(self.ranks)))
+        return {
+            at
+            for at, rank in enumerate(self.ranks)
+            if rank.scheduler.can_start(prompt, chain[: rank.scheduler.pages_of(cached[at])])
+        }
+
+    def _picked(self, prompt: Prompt, cached: Sequence[int], fitting: set[int]) -> int:
         """By the balancer, whose method may prefer a rank that has no room just now."""
         loads = [rank.load() for rank in self.ranks]
-        return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached)
+        return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached, fitting)

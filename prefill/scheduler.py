@@ -142,6 +142,19 @@ class PrefillScheduler:
         left = (p.num_tokens - (p.num_planned or p.num_foreseen) for p in self._ready)
         return len(self._ready), sum(left)
 
+    def can_start(self, prompt: Prompt, chain: Sequence[bytes]) -> bool:
+        """Whether its pages could be had behind those that older prompts here still wait for.
+
+        chain: digests of its pages that the cache has.
+        """
+        awaited = sum(self._pages_to_come(p) for p in self._ready if not p.pages)
+        need = awaited + self.pages_of(prompt.num_tokens) - len(chain)
+        short = need - self._pool.num_free
+        return short <= 0 or self._cache.can_evict(short, frozenset(chain))
+
+    def pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
     def queued(self) -> tuple[int, int]:
         """Requests and tokens not yet planned."""
         left = [p.num_tokens - p.num_planned for p in self._prompts.values()]
@@ -150,10 +163,13 @@ class PrefillScheduler:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def _pages_to_come(self, prompt: Prompt) -> int:
+        return self.pages_of(prompt.num_tokens) - prompt.num_foreseen // self._page_size
+
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
         shared = self._cache.match(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
-        need = -(-prompt.num_tokens // self._page_size) - len(shared)
+        need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
             self._cache.evict(short)

@@ -98,20 +98,67 @@ def test_a_dictated_rank_is_waited_for_and_others_go_elsewhere() -> None:
     assert [bench.prompts[room].rank for room in (1, 2, 3, 4)] == [1, 1, 0, 0]
 
 
-def test_a_rank_without_pages_for_its_next_prompt_gets_no_more() -> None:
+def test_without_pages_anywhere_a_prompt_stays_unbound_and_keeps_its_turn() -> None:
     bench = Bench(num_pages=4)
     for room in (1, 2):
         bench.add(room, num_tokens=13)  # all pages of a rank
     assert bench.plan() == [[1], [2]]
-    for room in (3, 4):
+    for room in (3, 4, 5):
         bench.add(room, num_tokens=5)
     assert bench.plan() == [[], []]
-    bench.add(5, num_tokens=5)
-    assert bench.plan() == [[], []]
-    assert [bench.prompts[room].rank for room in (3, 4, 5)] == [0, 1, -1]
+    assert [bench.prompts[room].rank for room in (3, 4, 5)] == [-1, -1, -1]
     bench.release(2)
+    assert bench.plan() == [[], [3, 4]]
+    bench.release(1)
+    assert bench.plan() == [[5], []]
+
+
+@pytest.mark.parametrize("method", ["round_robin", "total_tokens", "prefix_aware"])
+def test_a_prompt_goes_to_the_rank_that_has_pages_for_it(method: Method) -> None:
+    bench = Bench(num_pages=4, method=method)
+    bench.add(1, num_tokens=13, rank=0)
+    assert bench.plan() == [[1], []]
+    bench.add(2, num_tokens=5)
+    bench.add(3, num_tokens=5)
+    assert bench.plan() == [[], [2, 3]]
+
+
+def test_pages_that_others_of_the_same_turn_wait_for_are_taken() -> None:
+    bench = Bench(num_pages=4)
+    for room in (1, 2, 3):
+        bench.add(room, num_tokens=9)  # three of a rank's four pages
+    assert bench.plan() == [[1], [2]]
+    assert bench.prompts[3].rank == -1
+    assert bench.plan() == [[], []]
+
+
+def test_cached_pages_make_room_unless_they_are_held_or_its_own_prefix() -> None:
+    bench = Bench(num_pages=4)
+    bench.add(1, num_tokens=12, rank=0, first=0)
+    bench.add(2, num_tokens=16, rank=1)
+    bench.plan()
+    bench.release(1)  # three of rank 0's pages are cached, one is free
+    bench.add(3, num_tokens=16, first=0)  # two from the cache and what else there is
+    assert bench.plan() == [[3], []]
+    bench.add(4, num_tokens=5)
+    assert bench.plan() == [[], []]
+    bench.release(2)  # cached, and nobody holds them
     assert bench.plan() == [[], [4]]
-    assert bench.plan() == [[], [5]]
+
+
+def test_small_prompts_do_not_pass_a_large_one_for_ever() -> None:
+    bench = Bench(num_pages=4)
+    for room in (1, 2, 3, 4):
+        bench.add(room, num_tokens=5)
+    assert bench.plan() == [[1, 3], [2, 4]]
+    bench.add(5, num_tokens=16)
+    for room in range(6, 12):
+        bench.add(room, num_tokens=5, rank=room % 2 if room > 9 else -1)
+    for ended in (2, 3):
+        bench.release(ended)
+        assert bench.plan() == [[], []]  # there are pages for any of the others
+    bench.release(4)
+    assert bench.plan() == [[6], [5]]
 
 
 def test_a_cached_prefix_draws_a_prompt_to_its_rank() -> None:
