@@ -232,7 +232,7 @@ def measure(
         for backend in backends:
             taken_s, _, _ = transfer(work, outstanding, budget_s, backend)
             p50_us = statistics.median(taken_s) * 1e6
-            report.add(case, f"{backend} p50", p50_us, "us", round_trip_us, shapes)
+            report.add(case, f"{_named(backend)} p50", p50_us, "us", round_trip_us, shapes)
         return
     memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
     copy_cpu = memcpy_cpu_s_per_gb(128 << 20, budget_s)
@@ -245,7 +245,7 @@ def measure(
     for backend in backends:
         base = loopback if backend == "tcp" else memcpy
         for what, gathered, placed in WAYS:
-            name = f"{backend}{what}"
+            name = f"{_named(backend)}{what}"
             taken_s, whole_s, cpu_s = transfer(
                 work, outstanding, budget_s, backend, gathered, placed
             )
@@ -254,6 +254,12 @@ def measure(
             report.add(case, name, rate, "GB/s", base, shapes)
             report.add(case, f"{name} of memcpy", rate / memcpy, "share", shapes=shapes)
             report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", copy_cpu, shapes)
+
+
+def _named(backend: str) -> str:
+    """As rows call it: what UCX may use decides how NIXL moves pages."""
+    transports = os.environ.get("UCX_TLS")
+    return f"{backend} (UCX_TLS={transports})" if backend == "nixl" and transports else backend
 
 
 def transfer(
