@@ -232,10 +232,11 @@ def test_a_write_to_a_frozen_receiver_has_a_deadline_and_its_memory_is_kept(
 # --- processes that die or freeze -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "transports"), [(signal.SIGKILL, "tcp"), (signal.SIGSTOP, "all")])
 def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
-    open_ends: Open, transport: None, how: signal.Signals
+    open_ends: Open, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, transports: str
 ) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
     ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
     with child(RECEIVER) as process:
         ends.address = said(process)
@@ -246,10 +247,11 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     assert ends.diary.kinds() == [("lost", 1)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "transports"), [(signal.SIGKILL, "all"), (signal.SIGSTOP, "tcp")])
 def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
-    open_ends: Open, transport: None, how: signal.Signals
+    open_ends: Open, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, transports: str
 ) -> None:
+    monkeypatch.setenv("UCX_TLS", transports)
     ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
     ends.receiver.expect(1, 1, 4)
     with child(SENDER, ends.address) as process:
