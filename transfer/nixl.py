@@ -30,7 +30,7 @@ from transfer.nixl_agent import Agent, Write, bindings
 from transfer.rpc import Security
 from transfer.slots import FRAME_BYTES, SlotFeeder, SlotLane
 from transfer.staging import FillableSlots, LentSlots, SlotShape, copy_bytes, slot_shape
-from transfer.tcp import TcpReceiver, TcpSender
+from transfer.tcp import TcpFeeder, TcpReceiver, TcpSender
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ _SPIN_S = 20e-6
 _LEAST_PAUSE_S = 50e-6
 _MOST_PAUSE_S = 1e-3
 _MOST_ABANDONED = 16
+_JOIN_S = 2.0
 
 
 class RemoteMemory(wire.Message, frozen=True):
@@ -56,6 +57,29 @@ def _anonymous(num_bytes: int) -> mmap.mmap:
 def _address(memory: mmap.mmap) -> int:
     address: int = np.frombuffer(memory, np.uint8).ctypes.data
     return address
+
+
+class Callers:
+    """Threads that call NIXL.
+
+    Closing waits for them: an interpreter that ends takes its threads down where they next touch
+    it, and inside a call of a C++ library that can abort the process.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def add(self, thread: threading.Thread) -> None:
+        """One that was started, or is about to be."""
+        begun = (known for known in self._threads if known.ident is None or known.is_alive())
+        self._threads = [*begun, thread]
+
+    def join(self) -> None:
+        """Until all of them are over, _JOIN_S at most."""
+        end_s = SYSTEM_CLOCK.monotonic_s() + _JOIN_S
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, end_s - SYSTEM_CLOCK.monotonic_s()))
 
 
 # --- the sender's end -----------------------------------------------------------------------------
@@ -169,11 +193,17 @@ class NixlSender(TcpSender):
             stall_timeout_s,
             connections,
         )
+        self._callers = Callers()
 
     def _open_lane(self, address: str) -> "_NixlLane":
         lane = _NixlLane(self, address)
+        self._callers.add(lane.thread)
         lane.thread.start()
         return lane
+
+    def close(self) -> None:
+        super().close()
+        self._callers.join()
 
 
 class _NixlLane(SlotLane):
@@ -306,7 +336,18 @@ class NixlReceiver(TcpReceiver):
         _say_what_tls_leaves_out(security)
         self.agent = Agent("decode", is_target=True)
         self.feeder = _NixlFeeder
+        self._callers = Callers()
         self._probe()
+
+    def joined(self, feeder: TcpFeeder) -> bool:
+        is_in = super().joined(feeder)
+        if is_in:
+            self._callers.add(feeder.thread)
+        return is_in
+
+    def close(self) -> None:
+        super().close()
+        self._callers.join()
 
     def _probe(self) -> None:
         """Raises ConfigError unless memory can be registered."""
