@@ -129,6 +129,8 @@ class PlainStreams:
         self._waiting[slots] = np.where(due, 0, waiting)
         self._held[slots] = np.where(due, 0, held)
         self._keep(runs, told, slots)
+        if not due.any():
+            return gaps_s
         slots = slots[due]
         self._num_writes[slots] += 1
         texts = self._texts(slots, self._unshown(runs, told[due], slots, held[due]))
