@@ -23,10 +23,10 @@ from model.config import KVSpec
 from transfer import wire
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.clock import SYSTEM_CLOCK
-from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError, PeerLost
+from transfer.errors import BadMessage, ConfigError, Incompatible, PeerLost
 from transfer.framing import Connection
 from transfer.handshake import HANDSHAKE_TIMEOUT_S
-from transfer.nixl_agent import Agent, Write, bindings
+from transfer.nixl_agent import Agent, Write
 from transfer.rpc import Security
 from transfer.slots import FRAME_BYTES, SlotFeeder, SlotLane
 from transfer.staging import FillableSlots, LentSlots, SlotShape, copy_bytes, slot_shape
@@ -147,12 +147,10 @@ class Abandoned:
     def clear(self) -> None:
         """Close those whose write is over. Raises PeerLost when too many are left."""
         with self._lock:
-            kept, self._kept = self._kept, []
-            for slots in kept:
+            for slots in list(self._kept):
                 slots.move_on()
-                if slots.is_under_way:
-                    self._kept.append(slots)
-                else:
+                if not slots.is_under_way:
+                    self._kept.remove(slots)
                     slots.close()
             left = len(self._kept)
         if left >= self._most:
@@ -163,6 +161,19 @@ class Abandoned:
 
 
 ABANDONED = Abandoned(_MOST_ABANDONED)
+
+
+def _probe_sending(sender_id: str) -> None:
+    """Raises ConfigError unless there is an agent that registers a frame's memory."""
+    agent = Agent(sender_id, is_target=False)
+    staging = _anonymous(FRAME_BYTES)
+    try:
+        agent.release(agent.register(_address(staging), FRAME_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend nixl: {error}; raise the limit on locked memory "
+            "(ulimit -l), or choose tcp"
+        ) from error
 
 
 def _say_what_tls_leaves_out(security: Security) -> None:
@@ -182,8 +193,8 @@ class NixlSender(TcpSender):
         stall_timeout_s: float = 3.0,
         connections: int = 1,
     ) -> None:
-        """Raises ConfigError where NIXL is not here."""
-        bindings()
+        """Raises ConfigError where NIXL is not here, or does not work."""
+        _probe_sending(sender_id)
         _say_what_tls_leaves_out(security)
         super().__init__(
             security,
@@ -222,12 +233,15 @@ class _NixlLane(SlotLane):
 
     def connect(self) -> Connection:
         ABANDONED.clear()
+        # First: without an agent, decode would have lent memory for nothing.
+        agent = Agent(self.sender.sender_id, is_target=False)
         connection, _ = self.dial()
         try:
             memory = self._lent(connection)
-            agent = Agent(self.sender.sender_id, is_target=False)
+            if self._stop.is_set():
+                raise PeerLost("closed")
             self.slots = RemoteSlots(agent, memory, lambda write: self._wait(connection, write))
-        except (KvferryError, OSError):
+        except BaseException:
             connection.close()
             raise
         self.sender.count("connections_nixl")
@@ -267,9 +281,9 @@ class _NixlLane(SlotLane):
 
 # --- the receiver's end ---------------------------------------------------------------------------
 
-# Memory that was lent stays mapped while this process lives, so that its addresses are never those
-# of anything else: with some transports a frozen sender writes to them when it wakes, whatever was
-# unregistered. What it takes up is given back.
+# Memory that was told of stays mapped while this process lives, so that its addresses are never
+# those of anything else: with some transports a frozen sender writes to them when it wakes,
+# whatever was unregistered. What it takes up is given back.
 _FORMER: list[mmap.mmap] = []
 
 
@@ -286,8 +300,10 @@ class RegisteredSlots(LentSlots):
         self._former: mmap.mmap | None = None
 
     def told(self) -> RemoteMemory:
-        """What the sender needs to know."""
-        self._is_told = True
+        """What the sender needs to know. Raises OSError when NIXL cannot say it."""
+        if not self._is_told:
+            self._is_told = True
+            _FORMER.append(self._memory)  # from now on, however this connection ends
         description = self._agent.describe(self._registered)
         return RemoteMemory(self.shape, _address(self._memory), description)
 
@@ -296,7 +312,6 @@ class RegisteredSlots(LentSlots):
         self._agent.release(self._registered)
         if self._is_told:
             self._former = self._memory
-            _FORMER.append(self._memory)
         super().close()
         self._give_back()
 

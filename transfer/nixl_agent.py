@@ -64,11 +64,10 @@ class Agent:
         config.syncMode = self._lib.NIXL_THREAD_SYNC_STRICT
         # A worker that was started anew is another one.
         self.name = f"{name}-{os.getpid()}-{secrets.token_hex(8)}"
-        self.failures = tuple(
-            kind
-            for kind in vars(self._lib).values()
-            if isinstance(kind, type) and issubclass(kind, Exception)
-        )
+        # It has a class for each status, and throws what it has no class for as RuntimeError.
+        kinds = [kind for kind in vars(self._lib).values() if isinstance(kind, type)]
+        thrown = [kind for kind in kinds if issubclass(kind, Exception)]
+        self.failures: tuple[type[Exception], ...] = (RuntimeError, *thrown)
         try:
             self._agent = self._lib.nixlAgent(self.name, config)
             self._agent.createBackend(_ENGINE, {})
@@ -94,8 +93,11 @@ class Agent:
             log.warning("NIXL does not let go of memory: %r", error)
 
     def describe(self, memory: Any) -> bytes:
-        """What a peer needs to write to this memory."""
-        told: bytes = self._agent.getLocalPartialMD(memory, True, [])
+        """What a peer needs to write to this memory. Raises OSError when there is none."""
+        try:
+            told: bytes = self._agent.getLocalPartialMD(memory, True, [])
+        except self.failures as error:
+            raise OSError(f"NIXL does not describe its memory: {error!r}") from error
         return told
 
     def meet(self, description: bytes) -> str:
@@ -126,8 +128,12 @@ class Agent:
                 lib.nixlXferDList(lib.DRAM_SEG, [(target, num_bytes, 0)]),
                 peer,
             )
+        except self.failures as error:
+            raise PeerLost(f"NIXL cannot write: {error!r}") from error
+        try:
             return Write(self, handle, self._agent.postXferReq(handle))
         except self.failures as error:
+            self.forget(handle)
             raise PeerLost(f"NIXL cannot write: {error!r}") from error
 
     def status(self, handle: int) -> Any:
@@ -142,7 +148,8 @@ class Agent:
             log.debug("NIXL keeps a write that is over: %r", error)
 
     def is_under_way(self, status: Any) -> bool:
-        return bool(status == self._lib.NIXL_IN_PROG)
+        """Whatever is not known to be over may go on."""
+        return bool(status != self._lib.NIXL_SUCCESS)
 
 
 class Write:

@@ -103,10 +103,12 @@ class TcpLane(Lane):
                 level = logging.WARNING if self.rooms else logging.INFO
                 log.log(level, "page connection closed with %d rooms: %s", len(self.rooms), message)
         finally:
-            self.sender.lost(self, message)
-            if self._connection is not None:
-                self._connection.close()
-            self.ended()
+            try:
+                self.sender.lost(self, message)
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+                self.ended()
 
     def connect(self) -> Connection:
         """A connection that the receiver has welcomed."""
@@ -325,10 +327,12 @@ class TcpFeeder:
                 self.receiver.count("connections_refused")
                 log.warning("page connection refused: %s", message)
         finally:
-            self.receiver.left(self, message)
-            if self.connection is not None:
-                self.connection.close()
-            self.ended()
+            try:
+                self.receiver.left(self, message)
+            finally:
+                if self.connection is not None:
+                    self.connection.close()
+                self.ended()
 
     def _greet(self) -> Connection:
         receiver = self.receiver
