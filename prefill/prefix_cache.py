@@ -86,6 +86,8 @@ class PrefixCache:
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
         """Whether so many pages could be freed that are not of this chain. Changes nothing."""
+        if num_pages > len(self._pages):
+            return False
         for digest, page in self._pages.items():
             if num_pages <= 0:
                 break

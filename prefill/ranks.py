@@ -94,15 +94,19 @@ class Ranks:
         if not self._ready:
             return
         room_at = {at for at, rank in enumerate(self.ranks) if rank.scheduler.has_room}
+        awaited: set[int] = set()  # by prompts that nobody younger may overtake
         at = 0
         while room_at and at < len(self._ready):
             prompt = self._ready[at]
+            if prompt.rank < 0 and self._balancer.method == "follow_bootstrap_room":
+                prompt.rank = prompt.room % len(self.ranks)
             if prompt.rank >= 0 and prompt.rank not in room_at:
+                awaited.add(prompt.rank)
                 at += 1
                 continue
             chain, cached = self._cached(prompt)
             if prompt.rank < 0:
-                fitting = self._fitting(prompt, chain, cached)
+                fitting = self._fitting(prompt, chain, cached) - awaited
                 if not fitting & room_at:
                     return
                 prompt.rank = self._picked(prompt, cached, fitting)
@@ -120,9 +124,7 @@ class Ranks:
         return chain, [rank.cache.cached_tokens(chain) for rank in self.ranks]
 
     def _fitting(self, prompt: Prompt, chain: Sequence[bytes], cached: Sequence[int]) -> set[int]:
-        """Ranks that have pages for it now; all of them where there is no choice."""
-        if self._balancer.method == "follow_bootstrap_room":
-            return set(range(len(self.ranks)))
+        """Ranks that have pages for it now."""
         return {
             at
             for at, rank in enumerate(self.ranks)

@@ -98,6 +98,26 @@ def test_a_dictated_rank_is_waited_for_and_others_go_elsewhere() -> None:
     assert [bench.prompts[room].rank for room in (1, 2, 3, 4)] == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("method", ["round_robin", "shortest_queue", "total_tokens"])
+def test_nobody_who_came_later_is_bound_to_a_rank_that_is_waited_for(method: Method) -> None:
+    bench = Bench(method=method)
+    bench.add(1, num_tokens=40, rank=0)
+    bench.add(2, rank=0)
+    for room in (3, 4, 5):
+        bench.add(room)
+    while bench.prompts[2].rank not in (-1, 0) or bench.ranks.queued()[0]:
+        bench.plan()
+    assert [bench.prompts[room].rank for room in (3, 4, 5)] == [1, 1, 1]
+
+
+def test_a_rank_that_follows_from_the_room_is_taken_in_order() -> None:
+    bench = Bench(method="follow_bootstrap_room")
+    bench.add(2, num_tokens=40)
+    bench.add(4, rank=0)
+    bench.add(6)
+    assert [bench.plan()[0] for _ in range(4)] == [[2], [2], [2, 4], [6]]
+
+
 def test_without_pages_anywhere_a_prompt_stays_unbound_and_keeps_its_turn() -> None:
     bench = Bench(num_pages=4)
     for room in (1, 2):
