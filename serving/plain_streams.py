@@ -78,7 +78,8 @@ class PlainStreams:
         if num_runs < LEAST_RUNS:
             return
         for generation in invited:
-            if generation.lent_to is None and generation.room and generation.in_order:
+            # One that has moved meanwhile hears from prefill first.
+            if generation.lent_to is None and generation.decoding and generation.in_order:
                 self._seat(generation)
 
     def give_back(self, generation: Generation) -> None:

@@ -229,6 +229,23 @@ async def test_a_generation_that_moves_takes_all_its_tokens_along() -> None:
     assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
 
 
+async def test_a_generation_that_moved_since_it_was_invited_does_not_lend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 99)
+    crowd = await begun(interval=3)
+    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
+    moved, *others = crowd.generations
+    crowd.cluster.leave(moved)
+    crowd.attempt(moved, FIRST_ROOM + 99)
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in others])
+    assert [g.lent_to is not None for g in crowd.generations] == [False, True, True]
+    for idx in range(4, 9):
+        key = PREFILL if idx == 4 else DECODE
+        await crowd.tell(key, [(moved.room, idx, LETTER_A + idx, 0)])
+    assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
+
+
 async def test_tokens_are_counted_and_their_gaps_measured() -> None:
     crowd = await begun()
     crowd.clock.advance(0.5)
