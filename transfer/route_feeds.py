@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
-from transfer.handshake import server_context
+from transfer.handshake import HANDSHAKE_TIMEOUT_S, server_context
 from transfer.route_link import RouteHello, RouteLink, greet
 from transfer.routes import RouteNews, RouteTable
 from transfer.rpc import Security
@@ -15,6 +16,7 @@ from transfer.rpc import Security
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 4096  # of one registry
+MAX_STRANGERS = 256  # of these, that have not proved anything yet
 RETRY_S = 0.2
 _BYTES_PER_ROOM = 12  # of a message that tells of it
 
@@ -36,13 +38,19 @@ class RouteFeeds:
         self._has_lease = has_lease
         self._followers: set[RouteLink] = set()
         self._links: set[RouteLink] = set()
+        self._num_strangers = 0
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ConfigError when it is taken."""
         try:
             context = server_context(self._security)
-            self._server = await asyncio.start_server(self._connected, host, port, ssl=context)
+            self._server = await asyncio.start_server(
+                self._connected,
+                sock=_listen(host, port),
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S if context else None,
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen for routes on {host}:{port}: {error.strerror}; "
@@ -70,11 +78,11 @@ class RouteFeeds:
         link = RouteLink(reader, writer)
         self._links.add(link)
         try:
-            if len(self._links) <= MAX_LINKS:
-                hello = await greet(link, self._security)
+            if len(self._links) <= MAX_LINKS and self._num_strangers < MAX_STRANGERS:
+                hello = await self._greeted(link)
                 await (self._feed(link) if hello.follows else self._hear(link, hello))
             else:
-                log.warning("more than %d connections for routes: refused", MAX_LINKS)
+                log.debug("too many connections for routes: one was refused")
         except Unavailable as error:
             log.debug("%s", error)  # it went, which is how each of them ends
         except RpcError as error:
@@ -82,6 +90,13 @@ class RouteFeeds:
         finally:
             link.close()
             self._links.discard(link)
+
+    async def _greeted(self, link: RouteLink) -> RouteHello:
+        self._num_strangers += 1
+        try:
+            return await greet(link, self._security)
+        finally:
+            self._num_strangers -= 1
 
     async def _hear(self, link: RouteLink, hello: RouteHello) -> None:
         """Take in what a worker tells, until it goes or has no lease any more."""
@@ -102,10 +117,18 @@ class RouteFeeds:
             link.send(wire.encode(routes))
         self._followers.add(link)
         try:
-            await link.receive()
+            await link.receive(0)
             raise BadMessage("a reader of routes has nothing to say")
         finally:
             self._followers.discard(link)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """One socket, so one port for all that the host's name stands for; `::` takes IPv4 too."""
+    if ":" not in host:
+        return socket.create_server((host, port))
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=both)
 
 
 class TurnRoutes:
@@ -149,6 +172,8 @@ class RoutePublisher:
     def feed(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
         """Of one turn: rooms with their ranks, and rooms that are over."""
         self._news.add(bound, ended)
+        if self._link is not None:
+            self._complaint = ""  # it stands: what comes next is news
         self._tell()
 
     def registered(self) -> None:
@@ -170,7 +195,7 @@ class RoutePublisher:
         self._link = link
         try:
             self.registered()
-            await link.receive()
+            await link.receive(0)
             raise BadMessage("a registry has nothing to say to who tells routes")
         finally:
             self._link = None

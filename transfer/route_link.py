@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 
 from transfer import wire
-from transfer.errors import BadMessage, Unauthenticated, Unavailable
+from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, client_context
 from transfer.rpc import Security
 
@@ -99,6 +99,7 @@ async def open_link(
     """Connect to a registry. Raises Unavailable, Unauthenticated or BadMessage."""
     with _as_unavailable():
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            # Read anew each time, so a file that is being replaced is no end of it.
             streams = await asyncio.open_connection(host, port, ssl=client_context(security))
             link = RouteLink(*streams)
             try:
@@ -144,6 +145,8 @@ def _as_unavailable() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise Unavailable("routes: no answer in time") from error
+    except ConfigError as error:
+        raise Unavailable(f"routes: {error}") from error
     except asyncio.IncompleteReadError as error:
         raise Unavailable("routes: the connection was closed") from error
     except OSError as error:
