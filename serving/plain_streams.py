@@ -78,8 +78,9 @@ class PlainStreams:
         if num_runs < LEAST_RUNS:
             return
         for generation in invited:
-            # One that has moved meanwhile hears from prefill first.
-            if generation.lent_to is None and generation.decoding and generation.in_order:
+            # One that ended meanwhile has no room; one that moved hears from prefill first.
+            settled = generation.room and generation.decoding and generation.in_order
+            if settled and generation.lent_to is None:
                 self._seat(generation)
 
     def give_back(self, generation: Generation) -> None:

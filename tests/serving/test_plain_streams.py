@@ -246,6 +246,18 @@ async def test_a_generation_that_moved_since_it_was_invited_does_not_lend(
     assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
 
 
+async def test_a_generation_that_left_since_it_was_invited_does_not_lend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 99)
+    crowd = await begun()
+    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
+    gone, *others = crowd.generations
+    crowd.cluster.leave(gone)
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in others])
+    assert [g.lent_to is not None for g in crowd.generations] == [False, True, True]
+
+
 async def test_tokens_are_counted_and_their_gaps_measured() -> None:
     crowd = await begun()
     crowd.clock.advance(0.5)
