@@ -88,6 +88,8 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
         "--server-args", default="", help="of `kvferry serve`, where it is measured"
     )
     parser.add_argument("--design", action="append", help="naive, all, ..., repeatable")
+    parser.add_argument("--sglang-python", metavar="PATH", help="Python with it, for that design")
+    parser.add_argument("--vllm-python", metavar="PATH", help="Python with it, for that design")
     parser.add_argument("--streams", type=int, action="append", help="repeatable")
     parser.add_argument("--interval", type=int, action="append", help="of `all`, repeatable")
     parser.add_argument("--pace", action="append", help="saturated, paced, ..., repeatable")

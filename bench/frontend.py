@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from bench.frontend_cases import Case, Design, cases_of
+from bench.frontend_cases import PEER_NAMES, Case, Design, cases_of
+from bench.frontend_peers import version_in
 from bench.frontend_plan import Cell, tokens_of
 from bench.frontend_processes import (
     Target,
@@ -33,11 +34,15 @@ def run(args: argparse.Namespace, report: Report) -> int:
     cases = cases_of(args)
     model_path = Path(args.model_path)
     ids, texts = tokens_of(model_path)
+    pythons = {name: getattr(args, f"{name}_python") for name in PEER_NAMES}
+    for peer in {design.name for case in cases for design in case.designs if design.is_peer}:
+        report.surroundings.versions[peer] = version_in(pythons[peer], peer)
     with tempfile.TemporaryDirectory() as name:
         for _, some in groupby(cases, key=lambda case: case.cell.num_streams):
             same_streams = list(some)
             designs = list(dict.fromkeys(d for case in same_streams for d in case.designs))
-            with targets(designs, model_path, ids, texts, args.server_args) as ready:
+            words = designs, model_path, ids, texts, args.server_args, pythons
+            with targets(*words) as ready:
                 bench = _Bench(ready, Path(name) / "received.npy", args.tokens)
                 for case in same_streams:
                     report_case(report, case, bench.measure(case), args.server_args)
@@ -78,7 +83,8 @@ class _Bench:
         )
         measured = Measured()
         self._play(cell, design, measured)
-        if design.interval <= 1:  # unhurried, no server merges pieces, so these are of one token
+        # Unhurried, no server merges pieces, so these are of one token; a peer spells its own way.
+        if design.interval <= 1 and not design.is_peer:
             self._piece_bytes = measured.piece_bytes
         self._warm.add(self._ready[design].pid)
 
@@ -104,6 +110,7 @@ class _Bench:
             host=target.server.host,
             port=target.server.port,
             payload=design.payload(cell),
+            naming=design.naming,
             path=str(self._path),
         )
         load = (engine.pid, client.pid)

@@ -30,6 +30,8 @@ class Design:
     module: str
     server_args: tuple[str, ...] = ()
     interval: int = 1
+    # Field of a request that has its id, and what its events have before that id.
+    naming: tuple[str, str] = ("rid", "")
 
     @property
     def is_floor(self) -> bool:
@@ -42,13 +44,20 @@ class Design:
         return self == NATIVE_FLOOR
 
     @property
+    def is_peer(self) -> bool:
+        """Whether it is another project's, run by a Python of its own."""
+        return self in PEERS
+
+    @property
     def is_product(self) -> bool:
         return self.module == _PRODUCT
 
     def payload(self, cell: Cell) -> dict[str, Any]:
         """Of a request of the cell."""
         payload = _PAYLOAD | {"max_tokens": cell.output_tokens}
-        return payload | {"stream_interval": self.interval} if self.interval else payload
+        if self.is_peer or not self.interval:
+            return payload
+        return payload | {"stream_interval": self.interval}
 
 
 _PRODUCT = "serving"
@@ -57,7 +66,12 @@ AUTO = Design("auto", _PRODUCT, ("--stream-interval", "auto"), interval=0)
 FLOOR = Design("floor", _FLOOR)
 NATIVE_FLOOR = Design("native floor", _FLOOR)
 COMPARED = [Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS]
-DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, FLOOR.name, NATIVE_FLOOR.name)
+PEERS = (
+    Design("sglang", "bench.frontend_sglang"),
+    Design("vllm", "bench.frontend_vllm", naming=("request_id", "chatcmpl-")),
+)
+PEER_NAMES = tuple(peer.name for peer in PEERS)
+DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, *PEER_NAMES, FLOOR.name, NATIVE_FLOOR.name)
 
 
 def all_of(interval: int) -> Design:
@@ -118,6 +132,9 @@ def _check(args: argparse.Namespace) -> None:
         for value in getattr(args, name) or ():
             if value not in known:
                 raise ValueError(f"--{name} {value!r} is unknown; known: {', '.join(known)}")
+    for name in PEER_NAMES:
+        if name in (args.design or ()) and not getattr(args, f"{name}_python"):
+            raise ValueError(f"--design {name} needs --{name}-python PATH, a Python with {name}")
     lowest = {"output_tokens": 2, "rounds": 1, "tokens": 1}
     for name, least in lowest.items():
         value = getattr(args, name)
@@ -145,7 +162,8 @@ def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple
         elif name == AUTO.name:
             found += [AUTO] if pace != "saturated" else []
         else:
-            found += [design for design in (*COMPARED, FLOOR, NATIVE_FLOOR) if design.name == name]
+            single = (*COMPARED, *PEERS, FLOOR, NATIVE_FLOOR)
+            found += [design for design in single if design.name == name]
     return tuple(found)
 
 

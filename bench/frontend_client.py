@@ -81,8 +81,13 @@ class Heard:
     piece_bytes: int  # of the second piece, as it went over the wire
 
     @classmethod
-    def of(cls, stream: int, reads: Reads, num_tokens: int, texts: Sequence[str]) -> "Heard":
-        """Raises BadStream unless every token came once, in order, and then the end."""
+    def of(
+        cls, stream: int, reads: Reads, num_tokens: int, texts: Sequence[str], prefix: str = ""
+    ) -> "Heard":
+        """prefix: what the server puts before the request's id.
+
+        Raises BadStream unless every token came once, in order, and then the end.
+        """
         raw = b"".join(reads.data)
         if not raw.startswith(b"HTTP/1.1 200 "):
             raise BadStream(f"stream {stream} was answered {raw[:300]!r}")
@@ -96,7 +101,7 @@ class Heard:
             if last == b"[DONE]":
                 continue
             event = orjson.loads(last)
-            if event.get("id") != request_id(stream) or not event.get("choices"):
+            if event.get("id") != prefix + request_id(stream) or not event.get("choices"):
                 raise BadStream(f"stream {stream} got {last[:300]!r}")
             choice = event["choices"][0]
             finish = choice.get("finish_reason") or finish
@@ -148,14 +153,22 @@ class LoadClient:
         for connection in self._sockets:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
-    def play(self, cell: Cell, payload: dict[str, Any], path: str) -> dict[str, Any]:
+    def play(
+        self, cell: Cell, payload: dict[str, Any], naming: Sequence[str], path: str
+    ) -> dict[str, Any]:
         """One round: a request on each connection, read to its end.
+
+        naming: field of the request that has its id, and what events have before that id.
 
         Says `started` when every stream has its first token, `ended` when all are read. Writes
         f64[streams, tokens + 1] to path: when each request left, then when each token came.
         Raises BadStream.
         """
-        requests = [self._request(stream, payload) for stream in range(cell.num_streams)]
+        id_field, prefix = naming
+        requests = [
+            self._request(payload | {id_field: request_id(stream)})
+            for stream in range(cell.num_streams)
+        ]
         reads = [Reads() for _ in requests]
         gc.collect()
         gc.disable()
@@ -163,7 +176,7 @@ class LoadClient:
         say(ended=True)
         gc.enable()
         heard = [
-            Heard.of(stream, one, cell.output_tokens, self._texts)
+            Heard.of(stream, one, cell.output_tokens, self._texts, prefix)
             for stream, one in enumerate(reads)
         ]
         table = np.empty((cell.num_streams, cell.output_tokens + 1))
@@ -178,8 +191,8 @@ class LoadClient:
             "end_s": max(one.times_s[-1] for one in reads),
         }
 
-    def _request(self, stream: int, payload: dict[str, Any]) -> bytes:
-        body = orjson.dumps(payload | {"rid": request_id(stream)})
+    def _request(self, payload: dict[str, Any]) -> bytes:
+        body = orjson.dumps(payload)
         lines = [
             "POST /v1/chat/completions HTTP/1.1",
             "Host: bench",
@@ -255,7 +268,7 @@ def main() -> None:
             try:
                 cell = Cell(**ask["cell"])
                 client.connect(ask["host"], ask["port"], cell.num_streams)
-                say(**client.play(cell, ask["payload"], ask["path"]))
+                say(**client.play(cell, ask["payload"], ask["naming"], ask["path"]))
             except (BadStream, OSError) as error:
                 say(error=str(error))
 

@@ -10,24 +10,13 @@ import asyncio
 import itertools
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import uvloop
 
-from bench.frontend_plan import (
-    REQUESTED,
-    STEER,
-    STEP,
-    Cell,
-    inherited_socket,
-    pieces_of,
-    say,
-    stream_of,
-    told,
-)
+from bench.frontend_plan import REQUESTED, STEP, Cell, inherited_socket, stream_of
+from bench.frontend_steps import Round, Way, run
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK
@@ -39,57 +28,7 @@ HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
 _MOST_WAITING = 32  # steps that wait for the pipe before the engine does, in backlog
-_PATIENCE_S = 180.0  # for the steps of a round
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
-
-
-class Round:
-    """What came in and what left since the cell was told. Times are monotonic seconds."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self.rooms = np.zeros(cell.num_streams, np.int64)
-        self.first_s = [0.0] * cell.num_streams
-        self.step_s: list[float] = []
-        self.complete = asyncio.Event()  # every stream can go on
-        self._num_begun = 0
-        self._num_ready = 0
-
-    def begin(self, streams: Sequence[int], now_s: float) -> None:
-        """Their first tokens leave now."""
-        for stream in streams:
-            self.first_s[stream] = now_s
-        self._num_begun += len(streams)
-        self._check()
-
-    def ready(self, num_streams: int) -> None:
-        """So many more are known to decode."""
-        self._num_ready += num_streams
-        self._check()
-
-    def _check(self) -> None:
-        if min(self._num_begun, self._num_ready) == self.cell.num_streams:
-            self.complete.set()
-
-
-class Way(Protocol):
-    """How tokens get to the server under test."""
-
-    async def start(self) -> dict[str, Any]:
-        """Connect or listen; what the parent must know."""
-        ...
-
-    def begin(self, cell: Cell) -> Round:
-        """A round begins: requests of these streams come soon."""
-        ...
-
-    def emit(self, token_idx: int) -> None:
-        """One token for every stream of the round."""
-        ...
-
-    async def room(self) -> None:
-        """Until the pipe to the server takes another step."""
-        ...
 
 
 class Worker:
@@ -301,70 +240,16 @@ class FloorSteps:
         self._writer.write(STEP.pack(token_idx, len(streams)) + np.array(streams, "<i4").tobytes())
 
 
-class Pacer:
-    """Sends the steps of a round: by the clock, as the client keeps up, or as the pipe takes."""
-
-    def __init__(self, way: Way, steering: socket.socket) -> None:
-        self._way = way
-        self._steering = steering
-
-    async def steps(self, current: Round) -> None:
-        """All tokens after the first, as frontend_plan.Drive says."""
-        await current.complete.wait()
-        cell = current.cell
-        next_s = time.monotonic()
-        held_pieces = 1
-        for token_idx in range(1, cell.output_tokens):
-            current.step_s.append(time.monotonic())
-            self._way.emit(token_idx)
-            if cell.drive == "paced":
-                next_s += cell.step_s
-                await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-                continue
-            await asyncio.sleep(0)  # for the step to leave
-            if cell.drive == "backlog":
-                await self._way.room()
-                continue
-            pieces = pieces_of(token_idx + 1, cell.interval)
-            if pieces > held_pieces and token_idx < cell.output_tokens - 1:
-                held_pieces = pieces
-                await self._held(cell.num_streams * (1 + pieces) - cell.num_streams // 4)
-
-    async def _held(self, num_events: int) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self._steering, STEER.pack(num_events))
-        await loop.sock_recv(self._steering, 1)
-
-
-async def serve(steering: socket.socket, floor: socket.socket | None) -> None:
-    """Run rounds until nothing more is asked."""
-    steering.setblocking(False)
-    setup = await asyncio.to_thread(told)
-    way: Way
-    if floor is None:
-        way = Workers(Security(setup["token"]), setup["ids"])
-    else:
-        way = FloorSteps(floor)
-    say(**await way.start())
-    pacer = Pacer(way, steering)
-    while ask := await asyncio.to_thread(told):
-        current = way.begin(Cell(**ask["cell"]))
-        say(ready=True)
-        await asyncio.to_thread(told)  # every stream has its first token
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await pacer.steps(current)
-        except TimeoutError:
-            say(error=f"{len(current.step_s)} steps left in {_PATIENCE_S:g} s, and no more")
-            return
-        say(first_s=current.first_s, step_s=current.step_s)
-
-
 def main() -> None:
     """`python -m bench.frontend_engine FD [FLOOR_FD]`."""
     floor = inherited_socket(sys.argv[2]) if len(sys.argv) > 2 else None
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(inherited_socket(sys.argv[1]), floor))
+
+    def way_of(setup: dict[str, Any]) -> Way:
+        if floor is not None:
+            return FloorSteps(floor)
+        return Workers(Security(setup["token"]), setup["ids"])
+
+    run(inherited_socket(sys.argv[1]), way_of)
 
 
 if __name__ == "__main__":

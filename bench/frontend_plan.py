@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from serving.tokenizer import Tokenizer
-
 TOKEN_CHARS = 5
 STEER = struct.Struct("<q")  # engine to client: tell me when you hold so many events
 STEP = struct.Struct("<ii")  # engine to floor: token index, number of streams; then i32 each
@@ -80,6 +78,8 @@ def pieces_of(num_tokens: int, interval: int) -> int:
 
 def tokens_of(model_path: Path) -> tuple[list[int], list[str]]:
     """(ids, texts) of the tokens that are five plain characters."""
+    from serving.tokenizer import Tokenizer  # not where another project's server runs
+
     tokenizer = Tokenizer.from_dir(model_path)
     found = [(idx, tokenizer.token_text(idx)) for idx in range(tokenizer.vocab_size)]
     kept = [

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import psutil
 
 from bench.client import Server
 from bench.frontend_cases import Design
+from bench.frontend_peers import PeerServer, environment
 from bench.serve import NoServer, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
@@ -33,17 +34,26 @@ class Child:
     """A process of this benchmark that answers lines of JSON with lines of JSON."""
 
     def __init__(
-        self, module: str, sockets: Sequence[socket.socket], core: int, more: Sequence[str] = ()
+        self,
+        module: str,
+        sockets: Sequence[socket.socket],
+        core: int,
+        more: Sequence[str] = (),
+        peer_python: str = "",
     ) -> None:
-        """more: arguments after the numbers of the sockets."""
+        """more: arguments after the numbers of the sockets. peer_python: what runs it, if not ours,
+        as an engine for the server of the same module."""
         numbers = [sock.fileno() for sock in sockets]
         self._module = module
+        ours = [sys.executable, "-m", module]
+        words = [peer_python, "-m", module, "engine"] if peer_python else ours
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, numbers), *more],
+            [*words, *map(str, numbers), *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=numbers,
+            env=environment() if peer_python else None,
         )
         os.sched_setaffinity(self._process.pid, {core})
 
@@ -97,13 +107,22 @@ class Target:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of user and system time of a process so far."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    """Seconds of user and system time so far of a process and those it started that live."""
+    times = [each.cpu_times() for each in _family(pid)]
+    return sum(each.user + each.system for each in times)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 def peak_rss_mb(pid: int) -> float:
-    """Most memory that was resident since `forget_peak_rss`."""
+    """Most memory that was resident since `forget_peak_rss`, of a process and those it started."""
+    return sum(_peak_rss_mb(each.pid) for each in _family(pid))
+
+
+def _peak_rss_mb(pid: int) -> float:
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -112,17 +131,24 @@ def peak_rss_mb(pid: int) -> float:
 
 def forget_peak_rss(pid: int) -> None:
     """What is resident now counts as the peak so far, where the kernel can forget."""
-    with suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+    for each in _family(pid):
+        with suppress(OSError):
+            Path(f"/proc/{each.pid}/clear_refs").write_text("5", encoding="ascii")
 
 
 @contextmanager
 def targets(
-    designs: Sequence[Design], model_path: Path, ids: list[int], texts: list[str], more_args: str
+    designs: Sequence[Design],
+    model_path: Path,
+    ids: list[int],
+    texts: list[str],
+    more_args: str,
+    pythons: Mapping[str, str],
 ) -> Iterator[dict[Design, Target]]:
     """A ready server for each design, those with the same command in one process.
 
     ids, texts: tokens of the model's vocabulary. more_args: for the product's servers.
+    pythons: what runs a peer, by its name.
     Raises NoServer with the end of a log.
     """
     with ExitStack() as stack:
@@ -131,7 +157,11 @@ def targets(
             if design.is_floor:
                 binary = stack.enter_context(_compiled()) if design.is_native else None
                 found[design] = stack.enter_context(_floor(texts, binary))
-        served = [design for design in designs if not design.is_floor]
+            elif design.is_peer:
+                python = pythons[design.name]
+                peer = _peer(design, python, model_path, ids, texts)
+                found[design] = stack.enter_context(peer)
+        served = [design for design in designs if not (design.is_floor or design.is_peer)]
         if served:
             load = stack.enter_context(_load(ids, texts))
             commands = {design: _command(design, model_path, load, more_args) for design in served}
@@ -159,9 +189,13 @@ def _socket_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @contextmanager
 def _child(
-    module: str, sockets: Sequence[socket.socket], core: int, more: Sequence[str] = ()
+    module: str,
+    sockets: Sequence[socket.socket],
+    core: int,
+    more: Sequence[str] = (),
+    peer_python: str = "",
 ) -> Iterator[Child]:
-    child = Child(module, sockets, core, more)
+    child = Child(module, sockets, core, more, peer_python)
     try:
         yield child
     finally:
@@ -212,6 +246,24 @@ def _floor(texts: list[str], binary: str | None) -> Iterator[Target]:
         engine.ask()
         server = Server("127.0.0.1", served["port"])
         yield Target(server, served["pid"], Load(engine, client), floor)
+
+
+@contextmanager
+def _peer(
+    design: Design, python: str, model_path: Path, ids: list[int], texts: list[str]
+) -> Iterator[Target]:
+    """Another project's front end with an engine that speaks to it, and a client."""
+    server_core, core = _cores()
+    with ExitStack() as stack:
+        steers, steered = stack.enter_context(_socket_pair())
+        peer = stack.enter_context(PeerServer(design, python, model_path, server_core))
+        words = design.module, [steers], core, (), python
+        engine = stack.enter_context(_child(*words))
+        client = stack.enter_context(_child("bench.frontend_client", [steered], core))
+        client.tell(texts=texts)
+        engine.ask(ids=ids, **peer.addresses())
+        peer.wait()
+        yield Target(peer.server, peer.pid, Load(engine, client))
 
 
 def _command(design: Design, model_path: Path, load: Load, more_args: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.frontend_cases import Case, Design
+from bench.frontend_cases import PEER_NAMES, Case, Design
 from bench.frontend_plan import Cell
 from bench.report import Report
 from bench.timing import percentile
@@ -111,7 +111,7 @@ def _beside(design: Design, case: Case) -> list[Design]:
     intervals of the product."""
     if not design.is_product:
         return []
-    names = ("grouped+json", "floor") if design.interval == 1 else ("all",)
+    names = ("grouped+json", *PEER_NAMES, "floor") if design.interval == 1 else ("all",)
     return [other for other in case.designs[1:] if other.name in names]
 
 

@@ -78,6 +78,14 @@ def test_every_token_is_stamped_by_the_read_that_ended_its_event():
     assert (found.num_pieces, found.piece_bytes) == (NUM_TOKENS, 240)
 
 
+def test_a_server_may_put_something_of_its_own_before_the_id():
+    reads = Reads()
+    reads.add(0.0, b"".join(spelt()).replace(b's-000003"', b'chat-s-000003"'))
+    assert Heard.of(3, reads, NUM_TOKENS, TEXTS, "chat-").num_pieces == NUM_TOKENS
+    with pytest.raises(BadStream, match="stream 3 got"):
+        Heard.of(3, reads, NUM_TOKENS, TEXTS)
+
+
 def test_tokens_of_one_piece_share_its_stamp():
     assert heard(spelt(interval=8)).token_s.tolist() == [0.0] + [8.0] * 8 + [11.0] * 3
 

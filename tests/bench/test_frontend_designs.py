@@ -117,6 +117,19 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
         (["--interval", "0"], "--interval must be at least 1, got 0"),
         (["--step-ms", "0"], "--step-ms must be above 0, got 0"),
         (["--overload-step-ms", "nan"], "--overload-step-ms must be above 0, got nan"),
+        (
+            ["--design", "sglang"],
+            "--design sglang needs --sglang-python PATH, a Python with sglang",
+        ),
+        (["--design", "vllm"], "--design vllm needs --vllm-python PATH, a Python with vllm"),
+        (
+            ["--design", "vllm", "--vllm-python", "/nowhere/python"],
+            "--vllm-python /nowhere/python does not run: ",
+        ),
+        (
+            ["--design", "sglang", "--sglang-python", sys.executable],
+            f"--sglang-python {sys.executable} has no sglang: ",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(words, told, capsys):

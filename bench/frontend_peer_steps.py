@@ -1,0 +1,83 @@
+"""The way of steps to another project's front end, whose messages its own module knows.
+
+Runs in that project's environment, as everything does that this imports.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bench.frontend_plan import Cell, stream_of, token_at
+from bench.frontend_steps import Round
+
+HOST = "127.0.0.1"
+CONTEXT_LENGTH = 4096
+
+
+class Messages(Protocol):
+    """What a front end says to its engine, and hears from it. Requests are of its own type."""
+
+    async def take(self) -> list[Any]:
+        """The requests that have come since, at least one; anything else is answered here."""
+        ...
+
+    def name(self, request: Any) -> str:
+        """The id that the client gave it."""
+        ...
+
+    def send(self, requests: Sequence[Any], token_ids: Sequence[int], idx: int, last: bool) -> None:
+        """Token idx of each request, in one message, as one step of a real engine leaves."""
+        ...
+
+
+class PeerSteps:
+    """A way (bench.frontend_steps): first tokens leave as requests come, the others when told."""
+
+    def __init__(self, messages: Messages, token_ids: Sequence[int]) -> None:
+        self._messages = messages
+        self._ids = token_ids
+        self._round: Round | None = None
+        self._requests: dict[int, Any] = {}  # by stream, of this round
+        self._taking: asyncio.Task[None] | None = None
+
+    async def start(self) -> dict[str, Any]:
+        self._taking = asyncio.create_task(self._take())
+        return {}
+
+    def begin(self, cell: Cell) -> Round:
+        self._round = Round(cell)
+        self._requests = {}
+        return self._round
+
+    def emit(self, token_idx: int) -> None:
+        self._send(range(len(self._requests)), token_idx)
+
+    async def room(self) -> None:
+        """ZeroMQ takes every step at once."""
+
+    async def _take(self) -> None:
+        while True:
+            requests = await self._messages.take()
+            assert self._round is not None, "a request outside of a round"
+            came = {stream_of(self._messages.name(request)): request for request in requests}
+            self._requests |= came
+            self._round.begin([*came], time.monotonic())
+            self._send([*came], 0)
+            self._round.ready(len(came))
+
+    def _send(self, streams: Sequence[int], token_idx: int) -> None:
+        assert self._round is not None, "a step outside of a round"
+        ids = [self._ids[token_at(stream, token_idx, len(self._ids))] for stream in streams]
+        requests = [self._requests[stream] for stream in streams]
+        last = token_idx == self._round.cell.output_tokens - 1
+        self._messages.send(requests, ids, token_idx, last)
+
+
+def tell_addresses(notify_fd: int, from_server: str, to_server: str) -> None:
+    """Say where the engine hears this server, and where this server hears the engine."""
+    line = json.dumps({"from_server": from_server, "to_server": to_server}) + "\n"
+    os.write(notify_fd, line.encode())
+    os.close(notify_fd)

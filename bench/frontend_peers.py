@@ -1,0 +1,110 @@
+"""Front ends of other projects: whether an environment has one, and its server's process."""
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from bench.client import Server
+from bench.frontend_cases import Design
+from bench.serve import NoServer, wait_ready
+
+_ROOT = Path(__file__).resolve().parents[1]
+_HOST = "127.0.0.1"
+_START_TIMEOUT_S = 180.0  # a first import of torch from a cold disk
+_ASK_TIMEOUT_S = 30.0
+_ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+
+
+def version_in(python: str, package: str) -> str:
+    """What version of a package a Python has. Raises NoServer where there is none."""
+    try:
+        words = [python, "-c", _ASK, package]
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=_ASK_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoServer(f"--{package}-python {python} does not run: {error}") from error
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise NoServer(f"--{package}-python {python} has no {package}: {last}")
+    return done.stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """Of a process that runs a module of ours by a peer's Python: offline, on the processor."""
+    ours = {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return os.environ | ours
+
+
+class PeerServer:
+    """Another project's server, from its start to its end, with all processes it starts."""
+
+    def __init__(self, design: Design, python: str, model_path: Path, core: int) -> None:
+        self._design = design
+        self._python = python
+        self._model_path = model_path
+        self._core = core
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile())
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            with socket.socket() as probe:
+                probe.bind((_HOST, 0))
+                self.server = Server(_HOST, probe.getsockname()[1])
+            read, write = os.pipe()
+            self._told = stack.enter_context(os.fdopen(read))
+            words = ["serve", str(write), str(self._model_path), str(self.server.port)]
+            self._process = subprocess.Popen(
+                [self._python, "-m", self._design.module, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write,),
+                env=environment() | {"TMPDIR": folder},
+            )
+            os.close(write)
+            stack.callback(self._end)
+            os.sched_setaffinity(self._process.pid, {self._core})
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def addresses(self) -> dict[str, Any]:
+        """Where it hears its engine and is heard. Raises NoServer when it ends before."""
+        line = self._told.readline()
+        if not line:
+            raise self._failed()
+        values: dict[str, Any] = json.loads(line)
+        return values
+
+    def wait(self) -> None:
+        """Until it is ready. Raises NoServer."""
+        if not wait_ready(self.server, self._process, _START_TIMEOUT_S):
+            raise self._failed()
+
+    def _failed(self) -> NoServer:
+        self._log.seek(0)
+        tail = self._log.read()[-2000:].decode(errors="replace")
+        return NoServer(f"{self._design.name} did not become ready:\n{tail}")
+
+    def _end(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self._process.kill()
+        self._process.wait()
