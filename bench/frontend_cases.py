@@ -10,7 +10,7 @@ from bench.frontend_plan import Cell
 
 STREAMS = (64, 256, 1024, 2048)
 INTERVALS = (1, 8)
-PACED_SPACING_S = 1e-3  # requests of paced cells: fewer a second than the server can take in
+_LEAST_SPACING_S = 1e-3  # requests of paced cells: at most as many a second as a server takes in
 _PAYLOAD = {
     "messages": [{"role": "user", "content": "Tell me of the harbour."}],
     "stream": True,
@@ -172,5 +172,7 @@ def _cell(pace: str, num_streams: int, args: argparse.Namespace) -> Cell:
         return Cell(num_streams, args.output_tokens, 1)
     if pace == "backlog":
         return Cell(num_streams, args.output_tokens, 1, "backlog")
-    step_ms = args.step_ms if pace == "paced" else args.overload_step_ms
-    return Cell(num_streams, args.output_tokens, 1, "paced", step_ms / 1e3, PACED_SPACING_S)
+    step_s = (args.step_ms if pace == "paced" else args.overload_step_ms) / 1e3
+    # As often as one of so many streams ends and another takes its place.
+    spacing_s = max(_LEAST_SPACING_S, args.output_tokens * step_s / num_streams)
+    return Cell(num_streams, args.output_tokens, 1, "paced", step_s, spacing_s)

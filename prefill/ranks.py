@@ -112,6 +112,7 @@ class Ranks:
                 prompt.rank = self._picked(prompt, cached, fitting)
             del self._ready[at], self._unbound[prompt.room]
             prompt.num_foreseen = cached[prompt.rank]
+            prompt.chain = None
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
             scheduler.grant(prompt.room)
@@ -120,7 +121,12 @@ class Ranks:
 
     def _cached(self, prompt: Prompt) -> tuple[list[bytes], list[int]]:
         """Digests of its pages, and by rank the tokens of it that its cache has."""
-        chain = self.ranks[0].cache.chain(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
+        chain = prompt.chain
+        if chain is None:
+            chain = self.ranks[0].cache.chain(
+                prompt.token_ids, prompt.salt, reusable_tokens(prompt)
+            )
+            prompt.chain = chain
         return chain, [rank.cache.cached_tokens(chain) for rank in self.ranks]
 
     def _fitting(self, prompt: Prompt, chain: Sequence[bytes], cached: Sequence[int]) -> set[int]:

@@ -26,6 +26,7 @@ class Prompt:
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
     rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
+    chain: list[bytes] | None = None  # digests of its pages, while it waits for a rank
     num_foreseen: int = 0  # tokens that its rank's cache had when it was bound
     granted: bool = False
     pages: list[int] = field(default_factory=list)

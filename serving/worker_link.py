@@ -87,6 +87,7 @@ class WorkerLink:
         self.api_id = ""
         self._context = context
         self._client = RpcClient(member.info.address, context.security)
+        self._calls = self._client.in_order()  # submits and aborts
         self.heard_s = 0.0  # monotonic, when the worker last said something
         self._progress_s = 0.0  # and when it was something new
         self._last_step = -1
@@ -231,6 +232,7 @@ class WorkerLink:
         self.open = False
         self._submits.clear()
         self._aborts.clear()
+        self._calls.reset()  # a worker that leaves waits for its streams to end
         logger.warning("worker %s broke off: %s", self.worker_id, message)
         self._context.owner.on_broken(self, message)
 
@@ -257,7 +259,7 @@ class WorkerLink:
         rooms = [submit.room for submit in submits]
         owner.on_sending(self, rooms)
         try:
-            reply = await self._client.call(
+            reply = await self._calls.call(
                 "Submit", wire.SubmitBatch(tuple(submits)), wire.SubmitReply, CALL_TIMEOUT_S
             )
         except RpcError as error:
@@ -279,7 +281,7 @@ class WorkerLink:
 
     async def _send_aborts(self, rooms: list[int]) -> None:
         try:
-            await self._client.call(
+            await self._calls.call(
                 "Abort", wire.AbortBatch(tuple(rooms)), wire.Empty, CALL_TIMEOUT_S
             )
         except RpcError as error:

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 
 SERVICE = "kvferry.v1"
+_CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
@@ -86,16 +87,37 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
+class _Call(wire.Message, frozen=True):
+    """One of the calls that share a stream."""
+
+    name: str
+    data: bytes  # the request, encoded
+
+
+class _Answer(wire.Message, frozen=True):
+    """To the oldest call of the stream that has none yet."""
+
+    data: bytes  # the reply, encoded; b"" when the call failed
+    status: str = ""  # why it failed: a name of gRPC's status codes, and a text
+    message: str = ""
+
+
 class RpcServer:
     """Serves unary and streaming methods that speak wire messages."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
-        self._methods: dict[str, grpc.RpcMethodHandler] = {}
+        self._unary: dict[str, tuple[type[msgspec.Struct], UnaryHandler]] = {}
+        self._methods: dict[str, grpc.RpcMethodHandler] = {
+            _CALLS: grpc.stream_stream_rpc_method_handler(self._answer_calls)
+        }
         self._server: grpc.aio.Server | None = None
 
     def unary(self, name: str, request: type[msgspec.Struct], handler: UnaryHandler) -> None:
-        """Register `handler(request) -> reply` under `name`, before start()."""
+        """Register `handler(request) -> reply` under `name`, before start().
+
+        It serves calls of their own (RpcClient.call) and those in order (OrderedCalls).
+        """
 
         async def behave(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             message = await self._accept(data, request, context)
@@ -108,6 +130,7 @@ class RpcServer:
                 await _abort_unexpected(name, error, context)
                 raise
 
+        self._unary[name] = (request, handler)
         self._methods[name] = grpc.unary_unary_rpc_method_handler(behave)
 
     def stream(self, name: str, request: type[msgspec.Struct], handler: StreamHandler) -> None:
@@ -164,13 +187,38 @@ class RpcServer:
             await self._server.stop(grace_s)
             self._server = None
 
-    async def _accept(
-        self, data: bytes, kind: type[msgspec.Struct], context: grpc.aio.ServicerContext
-    ) -> msgspec.Struct:
+    async def _answer_calls(
+        self, calls: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """One client's calls in order, each handled once the one before it was answered."""
+        await self._authenticate(context)
+        async for data in calls:
+            yield wire.encode(await self._answer(data))
+
+    async def _answer(self, data: bytes) -> _Answer:
+        what = "a call"
+        try:
+            call = wire.decode(data, _Call)
+            what = call.name
+            if what not in self._unary:
+                raise Incompatible(f"there is no {what} here")
+            request, handler = self._unary[what]
+            return _Answer(wire.encode(await handler(wire.decode(call.data, request))))
+        except RpcError as error:
+            return _Answer(b"", _status(error).name, str(error))
+        except Exception as error:
+            return _Answer(b"", grpc.StatusCode.INTERNAL.name, _unexpected(what, error))
+
+    async def _authenticate(self, context: grpc.aio.ServicerContext) -> None:
         metadata = dict(context.invocation_metadata() or ())
         given = str(metadata.get(_TOKEN_KEY, ""))
         if not hmac.compare_digest(given.encode(), self._security.token.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
+
+    async def _accept(
+        self, data: bytes, kind: type[msgspec.Struct], context: grpc.aio.ServicerContext
+    ) -> msgspec.Struct:
+        await self._authenticate(context)
         try:
             return wire.decode(data, kind)
         except BadMessage as error:
@@ -200,10 +248,7 @@ class RpcClient:
         except grpc.aio.AioRpcError as error:
             raise _translate(error, f"{name} at {self.address}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # gRPC ends the calls of a channel that is closed so; the caller was not cancelled.
+            _raise_if_cancelled()
             raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
         return wire.decode(data, reply)
 
@@ -221,8 +266,73 @@ class RpcClient:
         finally:
             call.cancel()
 
+    def in_order(self) -> "OrderedCalls":
+        """Calls that share one stream; ends with this client."""
+        method = self._channel.stream_stream(f"/{SERVICE}/{_CALLS}")
+        return OrderedCalls(self.address, lambda: method(metadata=self._metadata))
+
     async def close(self) -> None:
         await self._channel.close(None)
+
+
+class OrderedCalls:
+    """Calls to one peer over one stream, one at a time: a message each way, and no more.
+
+    A call of its own costs either end several times that. The stream opens with the first call; it
+    is given up when a call on it fails, and the next one opens another.
+    """
+
+    def __init__(self, address: str, open_stream: Callable[[], Any]) -> None:
+        self._address = address
+        self._open_stream = open_stream
+        self._stream: Any = None
+        self._turn = asyncio.Lock()
+
+    async def call[M: msgspec.Struct](
+        self, name: str, request: msgspec.Struct, reply: type[M], timeout_s: float
+    ) -> M:
+        """As RpcClient.call, after all that were made before; their time does not count."""
+        what = f"{name} at {self._address}"
+        data = wire.encode(_Call(name, wire.encode(request)))
+        async with self._turn:
+            answer = wire.decode(await self._exchange(data, what, timeout_s), _Answer)
+        if answer.status:
+            kind = _ERRORS.get(grpc.StatusCode[answer.status], RpcError)
+            raise kind(f"{what}: {answer.message}")
+        return wire.decode(answer.data, reply)
+
+    async def _exchange(self, data: bytes, what: str, timeout_s: float) -> bytes:
+        """The next message of the stream, which is of no use any more when this raises."""
+        if self._stream is None or self._stream.done():
+            self._stream = self._open_stream()
+        stream = self._stream
+        answer = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await stream.write(data)
+                answer = await stream.read()
+        except TimeoutError as error:
+            raise Unavailable(f"{what}: no answer in time") from error
+        except asyncio.InvalidStateError as error:  # it ended before it was written to
+            raise Unavailable(f"{what}: {await stream.details()}") from error
+        except grpc.aio.AioRpcError as error:
+            # What a handler says comes in an answer; this is the stream's own end.
+            raise _translate(error, what, Unavailable) from error
+        except asyncio.CancelledError:
+            _raise_if_cancelled()
+            raise Unavailable(f"{what}: the channel was closed") from None
+        finally:
+            if not isinstance(answer, bytes):
+                self.reset()
+        if not isinstance(answer, bytes):
+            raise Unavailable(f"{what}: the stream of calls ended")
+        return answer
+
+    def reset(self) -> None:
+        """End the stream; a call under way is Unavailable."""
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
 
 
 _STATUS: dict[type[RpcError], grpc.StatusCode] = {
@@ -243,16 +353,30 @@ async def _abort_unexpected(name: str, error: Exception, context: grpc.aio.Servi
     """A handler's bug: told here, since gRPC's own logger is silenced, and to the caller."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    await context.abort(grpc.StatusCode.INTERNAL, _unexpected(name, error))
+
+
+def _unexpected(name: str, error: Exception) -> str:
     log.error("%s failed", name, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed: {type(error).__name__}")
+    return f"{name} failed: {type(error).__name__}"
+
+
+def _raise_if_cancelled() -> None:
+    """Within `except CancelledError`: pass it on unless it is gRPC's, which ends a channel's calls
+    so when that is closed; then nobody has cancelled the caller."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise
 
 
 def _status(error: RpcError) -> grpc.StatusCode:
     return _STATUS.get(type(error), grpc.StatusCode.INTERNAL)
 
 
-def _translate(error: grpc.aio.AioRpcError, what: str) -> RpcError:
+def _translate(
+    error: grpc.aio.AioRpcError, what: str, otherwise: type[RpcError] = RpcError
+) -> RpcError:
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return Unavailable(f"{what}: no answer in time")
-    kind = _ERRORS.get(error.code(), RpcError)
+    kind = _ERRORS.get(error.code(), otherwise)
     return kind(f"{what}: {error.details()}")

@@ -154,6 +154,125 @@ async def test_a_call_under_way_when_its_client_closes_is_unavailable_not_a_canc
         ever.set()
 
 
+async def test_calls_in_order_share_a_stream_and_are_answered_one_by_one() -> None:
+    handled: list[int] = []
+    gate = asyncio.Event()
+
+    async def slow_at_first(batch: wire.AbortBatch) -> wire.AbortBatch:
+        handled.append(batch.rooms[0])
+        await gate.wait()
+        return batch
+
+    server = an_echo_server()
+    server.unary("Slow", wire.AbortBatch, slow_at_first)
+    async with served(server) as client:
+        calls = client.in_order()
+        both = asyncio.gather(
+            *(
+                calls.call("Slow", wire.AbortBatch((room,)), wire.AbortBatch, PATIENCE_S)
+                for room in (1, 2)
+            )
+        )
+        # Another way to the same server is not held up, so the second had its chance.
+        while not handled:
+            await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+        assert handled == [1]
+        gate.set()
+        assert [reply.rooms for reply in await both] == [(1,), (2,)]
+        assert await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+        assert handled == [1, 2]
+
+
+async def test_a_call_in_order_that_fails_says_why_and_the_next_one_goes_on() -> None:
+    async def fail(_: wire.Empty) -> wire.Empty:
+        raise Incompatible("page_size 16 here, 64 there")
+
+    async def bug(_: wire.Empty) -> wire.Empty:
+        raise ZeroDivisionError
+
+    server = an_echo_server()
+    server.unary("Fail", wire.Empty, fail)
+    server.unary("Bug", wire.Empty, bug)
+    async with served(server) as client:
+        calls = client.in_order()
+
+        async def ask(name: str) -> None:
+            await calls.call(name, wire.Empty(), wire.Empty, PATIENCE_S)
+
+        with pytest.raises(Incompatible, match=r"Fail at 127\.0\.0\.1:\d+: page_size 16 here"):
+            await ask("Fail")
+        with pytest.raises(RpcError, match="Bug failed: ZeroDivisionError"):
+            await ask("Bug")
+        with pytest.raises(Incompatible, match="there is no Foreign here"):
+            await ask("Foreign")
+        with pytest.raises(BadMessage, match="AbortBatch"):
+            await ask("Echo")
+        assert await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+
+
+@pytest.mark.parametrize("token", ["", "another-token-of-tests"])
+async def test_calls_in_order_are_refused_with_a_wrong_token(token: str) -> None:
+    async with served(an_echo_server(), Security(token)) as client:
+        with pytest.raises(Unauthenticated, match="token"):
+            await client.in_order().call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+
+
+async def test_foreign_bytes_among_calls_in_order_are_answered_as_malformed() -> None:
+    async with served(an_echo_server()) as client:
+        method = client._channel.stream_stream("/kvferry.v1/Calls")
+        stream = method(metadata=client._metadata)
+        await stream.write(b"\xff not a message")
+        assert b"INVALID_ARGUMENT" in await stream.read()
+        stream.cancel()
+
+
+async def test_calls_in_order_find_a_peer_that_was_away_or_hung() -> None:
+    server = an_echo_server()
+    hang = asyncio.Event()
+
+    async def hangs(_: wire.Empty) -> wire.Empty:
+        await hang.wait()
+        return wire.Empty()
+
+    server.unary("Hang", wire.Empty, hangs)
+    async with served(server) as client:
+        calls = client.in_order()
+        with pytest.raises(Unavailable, match="no answer in time"):
+            await calls.call("Hang", wire.Empty(), wire.Empty, 0.05)
+        assert await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+        await server.stop(0.0)
+        with pytest.raises(Unavailable, match="Echo at"):
+            await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+        again = an_echo_server()
+        await again.start("127.0.0.1", int(client.address.rpartition(":")[2]))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # gRPC connects again in its own time
+                with contextlib.suppress(Unavailable):
+                    await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
+                    break
+        await again.stop(0.0)
+
+
+async def test_a_call_in_order_under_way_when_its_stream_is_reset_is_unavailable() -> None:
+    begun, ever = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: wire.Empty) -> wire.Empty:
+        begun.set()
+        await ever.wait()
+        return wire.Empty()
+
+    server = RpcServer(SECURITY)
+    server.unary("Hang", wire.Empty, hang)
+    async with served(server) as client:
+        calls = client.in_order()
+        asked = asyncio.create_task(calls.call("Hang", wire.Empty(), wire.Empty, PATIENCE_S))
+        await begun.wait()
+        calls.reset()
+        with pytest.raises(Unavailable, match="closed"):
+            await asked
+        ever.set()
+
+
 async def test_a_port_in_use_is_a_config_error_that_names_it() -> None:
     first, second = an_echo_server(), an_echo_server()
     port = await first.start("127.0.0.1", 0)
