@@ -248,7 +248,8 @@ class RpcClient:
         except grpc.aio.AioRpcError as error:
             raise _translate(error, f"{name} at {self.address}") from error
         except asyncio.CancelledError:
-            _raise_if_cancelled()
+            if _is_cancelled():
+                raise
             raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
         return wire.decode(data, reply)
 
@@ -319,7 +320,8 @@ class OrderedCalls:
             # What a handler says comes in an answer; this is the stream's own end.
             raise _translate(error, what, Unavailable) from error
         except asyncio.CancelledError:
-            _raise_if_cancelled()
+            if _is_cancelled():
+                raise
             raise Unavailable(f"{what}: the channel was closed") from None
         finally:
             if not isinstance(answer, bytes):
@@ -361,12 +363,11 @@ def _unexpected(name: str, error: Exception) -> str:
     return f"{name} failed: {type(error).__name__}"
 
 
-def _raise_if_cancelled() -> None:
-    """Within `except CancelledError`: pass it on unless it is gRPC's, which ends a channel's calls
-    so when that is closed; then nobody has cancelled the caller."""
+def _is_cancelled() -> bool:
+    """Whether a CancelledError is meant for the caller. gRPC ends the calls of a channel that is
+    closed so, too."""
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise
+    return task is not None and task.cancelling() > 0
 
 
 def _status(error: RpcError) -> grpc.StatusCode:
