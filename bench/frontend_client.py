@@ -40,6 +40,7 @@ _TAIL_BYTES = len(_MARK) - 1  # too few to hold a mark, so none is counted twice
 _LAST_CHUNK = b"0\r\n\r\n"
 _READ_BYTES = 1 << 16
 _SENDS_A_TURN = 8
+_AHEAD = 64  # connections that wait for their requests, where these are spaced
 _PATIENCE_S = 60.0
 
 
@@ -127,24 +128,26 @@ class LoadClient:
     def __init__(self, steering: socket.socket, texts: Sequence[str]) -> None:
         self._steering = steering
         self._texts = texts
-        self._sockets: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []  # by stream
+        self._stream_at: dict[int, int] = {}  # by descriptor
+        self._address = ("", 0)
         self._epoll = select.epoll()
         self._epoll.register(steering.fileno(), select.EPOLLIN)
         self._threshold: float = math.inf  # events of this round of which the engine wants to know
         self._total = 0
 
-    def connect(self, host: str, port: int, count: int) -> None:
+    def connect(self, host: str, port: int, cell: Cell) -> None:
         """Fresh connections, all taken in by the server, which closes idle ones after a while.
 
-        Raises OSError, and BadStream when the server does not answer.
+        Requests that do not come all at once get theirs a little ahead. Raises OSError, and
+        BadStream when the server does not answer.
         """
         for connection in self._sockets:
             connection.close()  # leaves the epoll with it
         self._sockets = []
-        for _ in range(count):
-            connection = socket.create_connection((host, port), timeout=_PATIENCE_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets.append(connection)
+        self._stream_at = {}
+        self._address = (host, port)
+        self._connect(min(cell.num_streams, _AHEAD) if cell.spacing_s else cell.num_streams)
         # Connections are taken in the order they came: one answer on the last, and all are.
         last = self._sockets[-1]
         last.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
@@ -152,6 +155,14 @@ class LoadClient:
             raise BadStream(f"the server was asked for its health and said {answer!r}")
         for connection in self._sockets:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
+
+    def _connect(self, count: int) -> None:
+        """Until there are so many."""
+        while len(self._sockets) < count:
+            connection = socket.create_connection(self._address, timeout=_PATIENCE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._stream_at[connection.fileno()] = len(self._sockets)
+            self._sockets.append(connection)
 
     def play(
         self, cell: Cell, payload: dict[str, Any], naming: Sequence[str], path: str
@@ -203,7 +214,7 @@ class LoadClient:
 
     def _round(self, cell: Cell, requests: Sequence[bytes], reads: Sequence[Reads]) -> list[float]:
         """Send and read; returns when each request left."""
-        stream_at = {self._sockets[idx].fileno(): idx for idx in range(cell.num_streams)}
+        stream_at = self._stream_at
         steering = self._steering.fileno()
         self._total = 0
         sent_s: list[float] = []
@@ -250,6 +261,9 @@ class LoadClient:
                 return left_s
             self._sockets[len(sent_s)].sendall(requests[len(sent_s)])
             sent_s.append(now_s)
+            if len(self._sockets) < min(len(requests), len(sent_s) + _AHEAD):
+                self._connect(len(self._sockets) + 1)
+                self._epoll.register(self._sockets[-1].fileno(), select.EPOLLIN)
         return 0.0
 
     def _steer(self) -> None:
@@ -267,7 +281,7 @@ def main() -> None:
         while ask := told():
             try:
                 cell = Cell(**ask["cell"])
-                client.connect(ask["host"], ask["port"], cell.num_streams)
+                client.connect(ask["host"], ask["port"], cell)
                 say(**client.play(cell, ask["payload"], ask["naming"], ask["path"]))
             except (BadStream, OSError) as error:
                 say(error=str(error))
