@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
     model_path = Path(args.model_path)
     ids, texts = tokens_of(model_path)
     pythons = {name: getattr(args, f"{name}_python") for name in PEER_NAMES}
-    for peer in {design.name for case in cases for design in case.designs if design.is_peer}:
+    for peer in sorted({d.name for case in cases for d in case.designs if d.is_peer}):
         report.surroundings.versions[peer] = version_in(pythons[peer], peer)
     with tempfile.TemporaryDirectory() as name:
         for _, some in groupby(cases, key=lambda case: case.cell.num_streams):
