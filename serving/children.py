@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transfer import flags
+from transfer import flags, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
 
@@ -40,7 +40,7 @@ class ChildFailed(KvferryError):
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """How to start one process: `python -m argv`.
+    """How to start one process: `python -P -m argv`.
 
     environment: variables beside the parent's own. fds: open files that it inherits. drains:
     SIGTERM makes it finish its work first, so the end of all is SIGINT; and when it ends with
@@ -99,8 +99,7 @@ class Child:
             if not line:
                 return
             self.last_line = line.decode(errors="replace").strip()
-            sys.stderr.write(f"[{self.spec.name}] {self.last_line}\n")
-            sys.stderr.flush()
+            terminal.complain(f"[{self.spec.name}] {self.last_line}")
 
 
 class Supervisor:
@@ -127,6 +126,7 @@ class Supervisor:
         }
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # where we were started from may have a model.py of its own
             "-m",
             *spec.argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -207,7 +207,7 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
     try:
         asyncio.run(_until_told(command, supervisor, body))
     except ChildFailed as error:
-        sys.stderr.write(f"kvferry {command}: {error}\n")
+        terminal.complain(f"kvferry {command}: {error}")
         raise SystemExit(flags.EXIT_CONFIG if error.code == flags.EXIT_CONFIG else 1) from error
 
 
@@ -227,7 +227,7 @@ async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
         with contextlib.suppress(asyncio.CancelledError, ChildFailed):
             await running
         if stopped.done():
-            flags.say(f"kvferry {command}: stopping")
+            terminal.say(f"kvferry {command}: stopping")
         await supervisor.stop()
 
 

@@ -12,7 +12,7 @@ from model.devices import prepare_devices
 from model.orbax import save_orbax
 from model.sharding import make_mesh
 from model.transformer import Model
-from transfer import flags
+from transfer import flags, terminal
 from transfer.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,4 +50,4 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
             save_orbax(args.model_path, args.output, model, progress)
         except OSError as error:
             raise ConfigError(f"--output {args.output}: cannot write there: {error}") from error
-    flags.say(f"kvferry: wrote {args.output}; try: kvferry up --model-path {args.output}")
+    terminal.say(f"kvferry: wrote {args.output}; try: kvferry up --model-path {args.output}")

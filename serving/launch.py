@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
-from transfer import flags
+from transfer import flags, terminal
 
 COMMANDS = {
     "up": "start prefill, decode and the API on this machine",
@@ -20,19 +20,20 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
+    terminal.open_missing()
     argv = sys.argv[1:]
     name = argv[0] if argv else ""
     if name in ("-h", "--help", "help", ""):
-        sys.stdout.write(_usage())
+        terminal.say(_usage())
         raise SystemExit(0 if name else flags.EXIT_CONFIG)
     if name == "--version":
-        sys.stdout.write(f"kvferry {version('kvferry')}\n")
+        terminal.say(f"kvferry {version('kvferry')}")
         return
     if name == "bench":  # benchmarks stand above serving in the import order
-        os.execv(sys.executable, [sys.executable, "-m", "bench", *argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "bench", *argv[1:]])
     if name not in COMMANDS:
         takes = ", ".join([*COMMANDS, "bench", "test"])
-        sys.stderr.write(f"kvferry: unknown command {name!r}; it takes {takes}\n")
+        terminal.complain(f"kvferry: unknown command {name!r}; it takes {takes}")
         raise SystemExit(flags.EXIT_CONFIG)
     flags.run_main(name, lambda: _command(name)(argv[1:], f"kvferry {name}"))
 
@@ -71,7 +72,7 @@ def _usage() -> str:
     rows.append(("bench", "run benchmarks: kernels, transfer, serve, routing, compare"))
     rows.append(("test", "run the tests (./kvferry in a clone)"))
     lines = "\n".join(f"  {name:<10}{what}" for name, what in rows)
-    return f"usage: kvferry COMMAND [flags]\n\n{lines}\n\nkvferry COMMAND --help lists flags.\n"
+    return f"usage: kvferry COMMAND [flags]\n\n{lines}\n\nkvferry COMMAND --help lists flags."
 
 
 if __name__ == "__main__":

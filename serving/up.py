@@ -23,7 +23,7 @@ from serving.children import ChildSpec, Supervisor, in_time, supervise
 from serving.config import ServeConfig
 from serving.demo import demo_model_path
 from serving.listening import Address, claimed, refuse_two_addresses
-from transfer import flags
+from transfer import flags, terminal
 from transfer.errors import ConfigError
 from transfer.worker_config import WorkerConfig
 
@@ -95,7 +95,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
 
 
 async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, roles: Roles) -> None:
-    flags.say(
+    terminal.say(
         "kvferry: starting "
         + ", ".join(f"{getattr(args, role)} {role}" for role in roles)
         + f" and the API on {args.model_path}"
@@ -205,7 +205,7 @@ def _say_ready(address: Address, model: str, api_key: str) -> None:
         }
     )
     by = f"--unix-socket {shlex.quote(address.uds)} " if address.uds else ""
-    flags.say(
+    terminal.say(
         f"\nkvferry is ready: {address}  (model {model})\n\nStream a completion:\n\n"
         f"  curl -N {by}{address.url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
         f"\\\n    -d '{body}'\n\nCtrl-C stops every process.\n"

@@ -22,6 +22,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import ModelError
+from transfer import terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.rpc import Security
 
@@ -57,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        terminal.complain(f"{self.prog}: {message} (see {self.prog} --help)")
         raise SystemExit(EXIT_CONFIG)
 
 
@@ -274,16 +275,17 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
 
     Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
     """
+    terminal.open_missing()
     set_up_logging(prog)
     _watch_lifeline()
     code = 0
     try:
         main()
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
-        sys.stderr.write(f"kvferry {prog}: {' '.join(str(error).split())}\n")
+        terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = EXIT_CONFIG
     except KvferryError as error:
-        sys.stderr.write(f"kvferry {prog}: {' '.join(str(error).split())}\n")
+        terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = 1
     except KeyboardInterrupt:
         code = 130
@@ -292,8 +294,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     except BaseException:
         logging.getLogger(__name__).exception("kvferry %s failed", prog)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    terminal.flush()
     os._exit(code)
 
 
@@ -319,12 +320,6 @@ def log_config(config: Any) -> None:
     }
     log = logging.getLogger(__name__)
     log.info("config: %s", " ".join(f"{name}={value}" for name, value in values.items()))
-
-
-def say(text: str) -> None:
-    """A line for the person at the terminal, on stdout."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def notify_ready(**facts: Any) -> None:

@@ -1,13 +1,17 @@
 """The supervisor of child processes: ready or failed, started again, stopped whatever they do."""
 
 import asyncio
+import io
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from serving import children
+from tests.transfer.children import ROOT
 
 TELL_READY = "from transfer import flags; flags.notify_ready(port=1); "
 WAIT = "import time; time.sleep(60)"
@@ -23,7 +27,8 @@ async def supervisor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[children.
 
 
 def child(code: str) -> children.ChildSpec:
-    return children.ChildSpec("child", ("tests.serving.child", code))
+    found_in = ("PYTHONPATH", str(ROOT))  # the tests are no part of what is installed
+    return children.ChildSpec("child", ("tests.serving.child", code), (found_in,))
 
 
 async def test_a_ready_child_tells_its_facts(supervisor: children.Supervisor) -> None:
@@ -50,6 +55,28 @@ async def test_a_line_of_any_length_does_not_stop_a_child(
     await running.output
     assert running.last_line == "done"
     assert capfd.readouterr().err.endswith("[child] done\n")
+
+
+async def test_a_child_goes_on_though_nobody_reads_what_it_says(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    running = await supervisor.start(child("for k in range(100_000): print('x' * 50)"))
+    assert await asyncio.wait_for(running.process.wait(), 20) == 0
+    await running.output
+
+
+async def test_what_lies_where_it_was_started_hides_nothing_of_ours_from_a_child(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "transfer.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    running = await supervisor.start(child(TELL_READY + WAIT))
+    assert await running.wait_ready() == {"port": 1}
 
 
 async def test_a_killed_child_is_started_again_the_same(supervisor: children.Supervisor) -> None:
