@@ -69,7 +69,7 @@ def _command(name: str) -> Callable[[Sequence[str], str], None]:
 
 def _usage() -> str:
     rows = [*COMMANDS.items()]
-    rows.append(("bench", "run benchmarks: kernels, transfer, serve, routing, compare"))
+    rows.append(("bench", "run and compare benchmarks (kvferry bench --help)"))
     rows.append(("test", "run the tests (./kvferry in a clone)"))
     lines = "\n".join(f"  {name:<10}{what}" for name, what in rows)
     return f"usage: kvferry COMMAND [flags]\n\n{lines}\n\nkvferry COMMAND --help lists flags."

@@ -213,7 +213,7 @@ class CompletionReader:
                 prompts.append(Prompt(given, text))
         return _request(
             fields,
-            request_id_of(fields.rid or fields.request_id, request_id, "cmpl-"),
+            request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
             prompts,
             self._n,
             self._sampling,
@@ -304,7 +304,7 @@ class ChatReader:
         max_new = fit_tokens(len(ids), self._max_tokens, None, length, "messages", self._max_name)
         return _request(
             fields,
-            request_id_of(fields.rid or fields.request_id, request_id, "chatcmpl-"),
+            request_id_of(request_id, "chatcmpl-", fields.rid, fields.request_id),
             [Prompt(ids, shown_text)],
             self._n,
             self._sampling,

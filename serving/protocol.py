@@ -126,6 +126,7 @@ class ServedModel:
             else SamplingDefaults()
         )
         self.takes_parts = _takes_parts(tokenizer)
+        _check_defaults(self)
         self._own_context_length = model_config.max_position_embeddings
         self._workers_context_length = workers_context_length
         self._workers_dp_size = workers_dp_size
@@ -195,7 +196,28 @@ def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> Sampli
         "min_p": found.get("min_p"),
         "repetition_penalty": found.get("repetition_penalty"),
     }
-    return SamplingDefaults(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{file}: {name} is {value!r}; accepted: a number")
+    return SamplingDefaults(**given)
+
+
+def _check_defaults(model: ServedModel) -> None:
+    """Raises ConfigError for what would otherwise fail every request that says nothing else."""
+    try:
+        sampling_of(
+            SamplingFields(),
+            model,
+            model.defaults,
+            max_tokens=None,
+            min_tokens=None,
+            num_top_logprobs=-1,
+            prompt_logprobs_start=-1,
+        )
+    except ApiError as error:
+        file = model.config.model_path / "generation_config.json"
+        raise ConfigError(f"{file}: {error}") from error
 
 
 # --- fields both APIs have ------------------------------------------------------------------------
@@ -366,12 +388,17 @@ def seed_of(seed: int | None, choice: int) -> int:
     return (seed + choice) & ((1 << 63) - 1)
 
 
-def request_id_of(asked: str | None, header: str | None, prefix: str) -> str:
-    """`rid` of the body, else X-Request-Id, else one of our own."""
-    asked = asked or header or f"{prefix}{secrets.token_hex(16)}"
-    if len(asked) > MAX_REQUEST_ID:
-        raise bad_field("rid", f"at most {MAX_REQUEST_ID} characters, got {len(asked)}")
-    return asked
+def request_id_of(
+    header: str | None, prefix: str, rid: str | None, request_id: str | None = None
+) -> str:
+    """`rid` or `request_id` of the body, else X-Request-Id, else one of our own."""
+    given = {"rid": rid, "request_id": request_id, "X-Request-Id": header}
+    for name, asked in given.items():
+        if asked:
+            if len(asked) > MAX_REQUEST_ID:
+                raise bad_field(name, f"at most {MAX_REQUEST_ID} characters, got {len(asked)}")
+            return asked
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def fit_tokens(

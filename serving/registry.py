@@ -15,6 +15,7 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.routes import MAX_ROOMS, TTL_S, RouteTable
 from transfer.rpc import Security, host_port
+from transfer.worker import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,11 @@ class RegistryConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.routes_port <= 65535:
             raise ConfigError(f"--routes-port must be 0 to 65535, got {self.routes_port}")
-        if self.lease_ttl_s <= 0:
-            raise ConfigError(f"--lease-ttl must be above 0, got {self.lease_ttl_s}")
+        if self.lease_ttl_s < 2 * HEARTBEAT_S:
+            raise ConfigError(
+                f"--lease-ttl must be at least {2 * HEARTBEAT_S:g}, since workers say every "
+                f"{HEARTBEAT_S:g} s that they live, got {self.lease_ttl_s}"
+            )
         if self.route_ttl_s <= 0:
             raise ConfigError(f"--route-ttl must be above 0, got {self.route_ttl_s}")
         if self.max_routes < 1:

@@ -176,7 +176,7 @@ class GenerateReader:
                 )
             # One header cannot name several prompts.
             header = None if self.is_batch else request_id
-            own_id = request_id_of(self._rids[prompt_idx], header, "")
+            own_id = request_id_of(header, "", self._rids[prompt_idx])
             for choice in range(n):
                 sampling = msgspec.structs.replace(
                     self._sampling[prompt_idx],

@@ -54,7 +54,7 @@ class RouteFeeds:
         except OSError as error:
             raise ConfigError(
                 f"cannot listen for routes on {host}:{port}: {error.strerror}; "
-                "choose another --routes-port"
+                "choose another --host or --routes-port"
             ) from error
         return int(self._server.sockets[0].getsockname()[1])
 

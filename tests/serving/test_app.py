@@ -475,6 +475,11 @@ async def test_the_id_of_a_request_comes_back() -> None:
         response = await live.post("/v1/completions", {**ASK, "rid": "été\n"})
         assert response.json()["id"] == "été\n"
         assert "x-request-id" not in response.headers
+        for name in ("rid", "request_id"):
+            response = await live.post("/v1/completions", {**ASK, name: "i" * 257})
+            assert error_of(response)["param"] == name
+        response = await live.post("/v1/completions", ASK, **{"X-Request-Id": "i" * 257})
+        assert error_of(response)["param"] == "X-Request-Id"
         context, response, lines = await start_stream(live, {**ASK, "rid": "mine"})
         assert response.headers["x-request-id"] == "mine"
         assert response.headers["content-type"].startswith("text/event-stream")

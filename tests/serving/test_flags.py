@@ -258,7 +258,7 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
             {"api_workers": 3, "max_inflight_requests": 2},
             "--max-inflight-requests, which they share (2), got 3",
         ),
-        (RegistryConfig, {"lease_ttl_s": -1.0}, "--lease-ttl must be above 0, got -1.0"),
+        (RegistryConfig, {"lease_ttl_s": 0.3}, "--lease-ttl must be at least 1, since workers say"),
         (RegistryConfig, {"route_ttl_s": 0.0}, "--route-ttl must be above 0, got 0.0"),
         (RegistryConfig, {"max_routes": 0}, "--max-routes must be at least 1, got 0"),
         (

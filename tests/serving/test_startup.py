@@ -172,6 +172,14 @@ def test_a_context_that_pages_do_not_tile_is_rounded_down_unless_asked_for(tmp_p
         (write("tokenizer_config.json", "no"), "{}/tokenizer_config.json is no JSON: "),
         (remove("config.json"), "{}/config.json: no such file"),
         (write("chat_template.jinja", "{% if %}"), "{}/chat_template.jinja: "),
+        (
+            write("generation_config.json", '{"min_p": "low"}'),
+            "{}/generation_config.json: min_p is 'low'; accepted: a number",
+        ),
+        (
+            write("generation_config.json", '{"repetition_penalty": 0}'),
+            "{}/generation_config.json: repetition_penalty: must be at least 0.01, got 0",
+        ),
     ],
 )
 def test_the_api_refuses_what_it_cannot_read(
