@@ -26,6 +26,7 @@ from serving.timeline import RequestTimeline
 from serving.timeline_answer import timeline_of
 from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags
+from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.rpc import Security
@@ -78,6 +79,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     args = parser.parse_args(argv)
     refuse_two_addresses(argv)
     config = flags.config_from(ServeConfig, args)
+    registry_host(config.registry_address)  # an unreachable one is tried again, a wrong one is not
     security = flags.security_from(args)
     check_endpoint(config.otlp_traces_endpoint)
     seat = Seat.from_environment()

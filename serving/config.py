@@ -77,6 +77,8 @@ class ServeConfig:
                 raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
         if self.otlp_traces_endpoint and not self.timeline_requests:
             raise ConfigError("--otlp-traces-endpoint needs --timeline-requests above 0, got 0")
+        if not self.host:
+            raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be 0 to 65535, got {self.port}")
         if not 1 <= self.api_workers <= self.max_inflight_requests:

@@ -235,16 +235,21 @@ class RegistryServer:
                 watcher.set()
 
 
+def registry_host(address: str) -> str:
+    """The host of a --registry-address. Raises ConfigError unless it is host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise ConfigError(f"--registry-address must be host:port, got {address!r}")
+    return host.strip("[]")
+
+
 class RegistryClient:
     """A worker's lease, or an API process's view of the cluster. Survives registry restarts."""
 
     def __init__(self, address: str, security: Security, clock: Clock) -> None:
         """Raises ConfigError unless the address is host:port."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) <= 65535:
-            raise ConfigError(f"--registry-address must be host:port, got {address!r}")
+        self._host = registry_host(address)
         self._client = RpcClient(address, security)
-        self._host = host.strip("[]")
         self._security = security
         self._clock = clock
         self._lease: tuple[str, int] | None = None

@@ -47,6 +47,8 @@ class WorkerConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+        if not self.host:
+            raise ConfigError("--host must not be empty: peers reach this worker by it")
         reachable(self, "host")
         _check_experts(self.ep_size, self.tp_size, self.dp_size)
         if self.stall_timeout_s <= 0:

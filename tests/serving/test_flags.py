@@ -249,6 +249,8 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (DecodeConfig, {"data_port": -1}, "--data-port must be 0 to 65535, got -1"),
         (DecodeConfig, {"max_running_requests": -2}, "--max-running-requests must be at least 0"),
         (DecodeConfig, {"stall_timeout_s": 0.0}, "--stall-timeout must be above 0, got 0.0"),
+        (ServeConfig, {"host": ""}, "--host must not be empty; 0.0.0.0 stands for every address"),
+        (DecodeConfig, {"host": ""}, "--host must not be empty: peers reach this worker by it"),
         (ServeConfig, {"port": 70000}, "--port must be 0 to 65535, got 70000"),
         (ServeConfig, {"queue_timeout_s": 0.0}, "--queue-timeout must be above 0, got 0.0"),
         (ServeConfig, {"max_inflight_requests": 0}, "--max-inflight-requests must be at least 1"),

@@ -241,9 +241,15 @@ def test_a_pair_that_cannot_work_is_refused_with_both_values(
 
 
 @pytest.mark.parametrize("address", ["", "registry", ":8998", "host:", "host:http", "host:0"])
-def test_an_address_without_host_or_port_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="--registry-address must be host:port, got "):
+def test_an_address_without_host_or_port_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(flags.TOKEN_ENV, TOKEN)
+    refusal = "--registry-address must be host:port, got "
+    with pytest.raises(ConfigError, match=refusal):
         RegistryClient(address, Security(TOKEN), SYSTEM_CLOCK)
+    with pytest.raises(ConfigError, match=refusal):
+        api.main([f"--model-path={MODEL}", f"--registry-address={address}", "--port=0"])
 
 
 # --- real commands ---------------------------------------------------------------------------
