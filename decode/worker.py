@@ -4,7 +4,6 @@ One turn seats and starts rooms, dispatches step n+1, then reads step n's tokens
 work overlaps the device. Everything of one step leaves as one message per API process.
 """
 
-import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from decode.admission import Admission
 from decode.config import DecodeConfig
 from decode.engine import DecodeEngine, SlotStart, StepInFlight
+from decode.grants import GrantSender
 from decode.held import (
     Finished,
     GrantFailed,
@@ -39,18 +39,17 @@ from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, Rows, StepEmitter, first_rows
-from transfer.errors import Code, RpcError
+from transfer.errors import Code
 from transfer.pages import PagePool
 from transfer.role import PoolFacts, RoleWorker, describe, micros, open_configured
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
-from transfer.rpc import RpcClient, Security
+from transfer.rpc import Security
 from transfer.stops import finish_of
 from transfer.wire import SamplingParams
 
 log = logging.getLogger(__name__)
 
-GRANT_TIMEOUT_S = 5.0
 MAX_ROUTES = 1 << 16  # rooms of all prefill workers whose ranks are remembered
 
 
@@ -82,8 +81,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._starts: list[tuple[Held, FirstToken]] = []
         self._started: list[Held] = []  # since the last step
         self._inflight: deque[StepFlight | LocalFlight] = deque()
-        self._clients: dict[str, RpcClient] = {}  # loop thread only
-        self._grant_tasks: set[asyncio.Task[None]] = set()
+        self._grants = GrantSender(  # loop thread only
+            security, lambda rooms, message: self.inbox.post(GrantFailed(rooms, message))
+        )
         # Written by the loop and read by the engine, one look-up at a time.
         self._prefill_routes = RouteTable(MAX_ROUTES)
 
@@ -403,18 +403,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _send_grants(self, grants: dict[str, list[wire.Grant]]) -> None:
         for address, batch in grants.items():
-            task = asyncio.create_task(self._send_grant(address, tuple(batch)))
-            self._grant_tasks.add(task)
-            task.add_done_callback(self._grant_tasks.discard)
-
-    async def _send_grant(self, address: str, grants: tuple[wire.Grant, ...]) -> None:
-        client = self._clients.get(address)
-        if client is None:
-            client = self._clients[address] = RpcClient(address, self.security)
-        try:
-            await client.call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
-        except RpcError as error:
-            self.inbox.post(GrantFailed(tuple(grant.room for grant in grants), str(error)))
+            self._grants.send(address, batch)
 
     # --- what others may know --------------------------------------------------------------------
 

@@ -1,0 +1,54 @@
+"""Grants on their way to prefill: told when they fail, over clients whose number has a bound."""
+
+import asyncio
+
+import pytest
+
+from decode import grants
+from tests.recording import until
+from transfer import wire
+from transfer.rpc import RpcServer, Security
+
+SECURITY = Security("a token of the tests")
+
+
+def a_grant(room: int) -> wire.Grant:
+    return wire.Grant(room, 1, "tcp://127.0.0.1:1", b"", 1, 1)
+
+
+async def test_a_grant_that_does_not_get_there_fails_its_rooms() -> None:
+    failed: list[tuple[tuple[int, ...], str]] = []
+    sender = grants.GrantSender(SECURITY, lambda *failure: failed.append(failure))
+    sender.send("127.0.0.1:1", [a_grant(7), a_grant(8)])
+    await until(lambda: bool(failed))
+    assert failed[0][0] == (7, 8)
+    assert "Grant at 127.0.0.1:1" in failed[0][1]
+
+
+async def test_workers_that_were_started_anew_leave_no_clients_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grants, "MAX_CLIENTS", 2)
+    heard: list[int] = []
+
+    async def take(batch: wire.GrantBatch) -> wire.Empty:
+        heard.extend(grant.room for grant in batch.grants)
+        return wire.Empty()
+
+    servers = [RpcServer(SECURITY) for _ in range(4)]
+    addresses = []
+    for server in servers:
+        server.unary("Grant", wire.GrantBatch, take)
+        addresses.append(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
+    sender = grants.GrantSender(SECURITY, lambda *failure: pytest.fail(str(failure)))
+    order = [0, 1, 0, 2, 3, 0]
+    for room, number in enumerate(order):
+        sender.send(addresses[number], [a_grant(room)])
+        await until(lambda: len(heard) == room + 1)  # noqa: B023  (awaited here)
+        assert len(sender._clients) <= 2
+    assert heard == list(range(len(order)))
+    assert list(sender._clients) == [addresses[3], addresses[0]]
+    await until(lambda: not sender._tasks)
+    await asyncio.gather(*(server.stop(0.0) for server in servers))
+    for client in sender._clients.values():
+        await client.close()
