@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 1024
 _IDLE_WAIT_S = 60.0
+_ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken
 _IDLE_BUFFER_BYTES = 256 << 20
 _NO_PAYLOAD = np.empty(0, np.uint8)
 
@@ -220,6 +221,7 @@ class TcpReceiver(Receiver):
         self._host, self._port = host, port
         self._connections: set[TcpFeeder] = set()
         self._listeners: list[socket.socket] = []
+        self._closing = threading.Event()
 
     def start(self) -> str:
         """Raises ConfigError when the address cannot be listened on."""
@@ -241,6 +243,7 @@ class TcpReceiver(Receiver):
 
     def close(self) -> None:
         self._closed = True
+        self._closing.set()
         for listener in self._listeners:
             # Wakes the accepting thread, which closing alone would not.
             with contextlib.suppress(OSError):
@@ -272,13 +275,17 @@ class TcpReceiver(Receiver):
         super().left(feeder, message)
 
     def _accept(self, listener: socket.socket, kind: "type[TcpFeeder]") -> None:
+        complaint = ""
         while not self._closed:
             try:
                 sock, address = listener.accept()
             except OSError as error:
-                if not self._closed:
-                    log.error("page listener failed: %s", error)
-                return
+                # Of one connection, or of this process's open files: the next may be taken.
+                if str(error) != complaint and not self._closing.is_set():
+                    complaint = str(error)
+                    log.error("a page connection cannot be taken: %s", complaint)
+                self._closing.wait(_ACCEPT_AGAIN_S)
+                continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
             feeder = kind(self, sock, name)
             if self.joined(feeder):

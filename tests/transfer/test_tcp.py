@@ -1,6 +1,7 @@
 """TCP against the world: hostile bytes, dead and frozen processes, silence, TLS."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -356,6 +357,31 @@ def test_a_port_in_use_is_a_config_error_that_names_it(ends: TcpEnds) -> None:
     second = TcpReceiver(SECURITY, host, port, KV, 1, print, print, print)
     with pytest.raises(ConfigError, match=str(port)):
         second.start()
+
+
+class Exhausted(socket.socket):
+    """A listening socket of a process that has as many open files as it may, for a while."""
+
+    failures = 2
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_a_connection_that_cannot_be_taken_is_not_the_last(ends: TcpEnds) -> None:
+    listener = Exhausted(socket.AF_INET)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    assert isinstance(ends.receiver, TcpReceiver)
+    ends.receiver.listen(listener, ends.receiver.feeder)
+    with raw_peer(f"tcp://127.0.0.1:{listener.getsockname()[1]}") as (sock, _):
+        ends.receiver.expect(1, 1, 2)
+        sock.sendall(pages_frame())
+        ends.until(lambda: len(ends.diary.pages) == 1)
+    assert not listener.failures
 
 
 def test_an_address_of_another_scheme_loses_the_room(ends: TcpEnds) -> None:
