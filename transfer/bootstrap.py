@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from transfer import wire
 from transfer.clock import Clock
+from transfer.complaint import Complaint
 from transfer.errors import ConfigError, Incompatible, RpcError, Unavailable
 from transfer.layout import check_pair
 from transfer.route_feeds import RouteFeeds
@@ -253,7 +254,6 @@ class RegistryClient:
         self._security = security
         self._clock = clock
         self._lease: tuple[str, int] | None = None
-        self._complaint = ""
         self._hurry = asyncio.Event()
         self.registered = asyncio.Event()
         self.on_registered: Callable[[], None] = lambda: None  # each time
@@ -272,6 +272,7 @@ class RegistryClient:
         An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or
         BadMessage at once.
         """
+        complaint = self._complaint()
         known = False
         while True:
             try:
@@ -287,10 +288,10 @@ class RegistryClient:
                     "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
                 )
                 known = reply.known
-                self._complaint = ""
+                complaint.settle()
                 await self._pause(interval_s if known else 0)
             except Unavailable as error:
-                self._complain(error)
+                complaint.tell(error)
                 await asyncio.sleep(RETRY_S)
 
     def hurry(self) -> None:
@@ -316,15 +317,16 @@ class RegistryClient:
         self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"
     ) -> None:
         """Call on_view with each view until cancelled; reconnects for ever."""
+        complaint = self._complaint()
         while True:
             try:
                 async for view in self._client.stream(
                     "Watch", wire.Watch(watcher_id), wire.ClusterView
                 ):
-                    self._complaint = ""
+                    complaint.settle()
                     on_view(view)
             except RpcError as error:
-                self._complain(error)
+                complaint.tell(error)
             await asyncio.sleep(RETRY_S)
 
     async def connect_routes(
@@ -350,17 +352,18 @@ class RegistryClient:
 
         on_news: called with what the table has just taken in.
         """
+        complaint = self._complaint()
         while True:
             try:
                 link = await self.connect_routes(watcher_id, follows=True)
-                self._complaint = ""
+                complaint.settle()
                 table.clear()  # what follows is all that is known
                 try:
                     await self._follow(link, table, on_news)
                 finally:
                     link.close()
             except RpcError as error:
-                self._complain(error)
+                complaint.tell(error)
             await asyncio.sleep(RETRY_S)
 
     async def _follow(
@@ -374,11 +377,9 @@ class RegistryClient:
             table.apply(routes, now_s)
             on_news(routes)
 
-    def _complain(self, error: RpcError) -> None:
-        """Tell of a registry that does not answer as it should, each way of it once."""
-        if str(error) != self._complaint:
-            self._complaint = str(error)
-            log.warning("registry %s: trying again: %s", self._client.address, error)
+    def _complaint(self) -> Complaint:
+        """Of one of the calls that go on for ever: another's may fail in another way."""
+        return Complaint(log, f"registry {self._client.address}: trying again")
 
     async def close(self) -> None:
         await self._client.close()

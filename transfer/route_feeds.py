@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from transfer import wire
 from transfer.clock import Clock
+from transfer.complaint import Complaint
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, server_context
 from transfer.route_link import RouteHello, RouteLink, greet
@@ -167,13 +168,13 @@ class RoutePublisher:
         self._news = RouteNews(worker_id, epoch)
         self._connect = lambda: connect(worker_id, epoch)
         self._link: RouteLink | None = None
-        self._complaint = ""
+        self._complaint = Complaint(log, "routes are not told")
 
     def feed(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
         """Of one turn: rooms with their ranks, and rooms that are over."""
         self._news.add(bound, ended)
         if self._link is not None:
-            self._complaint = ""  # it stands: what comes next is news
+            self._complaint.settle()  # it stands: what comes next is news
         self._tell()
 
     def registered(self) -> None:
@@ -187,7 +188,7 @@ class RoutePublisher:
             try:
                 await self._serve(await self._connect())
             except RpcError as error:
-                self._complain(error)
+                self._complaint.tell(error)
             await asyncio.sleep(RETRY_S)
 
     async def _serve(self, link: RouteLink) -> None:
@@ -206,8 +207,3 @@ class RoutePublisher:
             routes = self._news.take()
             if routes is not None:
                 self._link.send(wire.encode(routes))
-
-    def _complain(self, error: RpcError) -> None:
-        if str(error) != self._complaint:
-            self._complaint = str(error)
-            log.warning("routes are not told: %s", error)

@@ -18,6 +18,7 @@ from model.config import KVSpec
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
+from transfer.complaint import Complaint
 from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
 from transfer.framing import Connection, Incoming, connection_over
 from transfer.handshake import (
@@ -275,15 +276,14 @@ class TcpReceiver(Receiver):
         super().left(feeder, message)
 
     def _accept(self, listener: socket.socket, kind: "type[TcpFeeder]") -> None:
-        complaint = ""
+        complaint = Complaint(log, "a page connection cannot be taken")
         while not self._closed:
             try:
                 sock, address = listener.accept()
             except OSError as error:
                 # Of one connection, or of this process's open files: the next may be taken.
-                if str(error) != complaint and not self._closing.is_set():
-                    complaint = str(error)
-                    log.error("a page connection cannot be taken: %s", complaint)
+                if not self._closing.is_set():
+                    complaint.tell(error)
                 self._closing.wait(_ACCEPT_AGAIN_S)
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"

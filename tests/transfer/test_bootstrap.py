@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.recording import until
 from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
-from transfer import wire
+from transfer import bootstrap, wire
 from transfer.bootstrap import Leases, RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
 from transfer.errors import Incompatible, Unauthenticated, Unavailable
+from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
 
 TTL_S = 3.0
@@ -293,6 +296,31 @@ async def test_a_worker_registers_once_its_registry_is_there() -> None:
         await registry.start()
         await registered(client)
         assert registry.members == [("decode-0", 1)]
+
+
+async def test_a_registry_that_is_away_is_complained_of_once_by_each_who_wants_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bootstrap, "RETRY_S", 0.0)
+    client = RegistryClient("127.0.0.1:1", SECURITY, SYSTEM_CLOCK)
+    asked: Counter[str] = Counter()
+
+    async def refuse(name: str, *_: object) -> None:
+        asked[name] += 1
+        raise Unavailable(f"{name}: connection refused")
+
+    monkeypatch.setattr(client._client, "call", refuse)
+    tasks = [
+        asyncio.create_task(client.run_worker(a_worker(), 1, lambda: (wire.Load(), False))),
+        asyncio.create_task(client.watch_routes(RouteTable())),
+    ]
+    await until(lambda: min(asked["Register"], asked["FindRoutes"]) > 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.close()
+    told = [record.getMessage().split(": ", 2)[2] for record in caplog.records]
+    assert sorted(told) == ["FindRoutes: connection refused", "Register: connection refused"]
 
 
 async def test_a_newer_life_takes_over_and_the_older_one_ends() -> None:
