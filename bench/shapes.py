@@ -1,6 +1,6 @@
 """Named shapes: the networks and batch sizes that benchmarks and tests speak of, each once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.config import DTYPE_BYTES, ModelConfig, RopeConfig
 
@@ -82,6 +82,48 @@ DEMO_MOE = Shape(
     chunks=(64,),
 )
 
+# Between the demos, which lie in a processor's caches, and models that want a GPU: 663 MB and
+# 1.1 GB in float32, whose weights a CPU reads from memory at every step.
+MIDDLE = Shape(
+    name="middle",
+    cfg=replace(
+        DEMO.cfg,
+        vocab_size=8192,
+        hidden_size=1024,
+        num_layers=10,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        moe_layers=(False,) * 10,
+    ),
+    dtype="float32",
+    page_size=16,
+    slots=(1, 8),
+    context=128,
+    chunks=(128,),
+)
+
+MIDDLE_MOE = Shape(
+    name="middle-moe",
+    cfg=replace(
+        DEMO_MOE.cfg,
+        vocab_size=8192,
+        hidden_size=1024,
+        num_layers=6,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        moe_intermediate_size=768,
+        moe_layers=(True,) * 6,
+    ),
+    dtype="float32",
+    page_size=16,
+    slots=(1, 8),
+    context=128,
+    chunks=(128,),
+)
+
 QWEN3_8B = Shape(
     name="qwen3-8b",
     cfg=ModelConfig(
@@ -136,7 +178,9 @@ QWEN3_30B_A3B = Shape(
     chunks=(2048, 8192),
 )
 
-SHAPES = {shape.name: shape for shape in (DEMO, DEMO_MOE, QWEN3_8B, QWEN3_30B_A3B)}
+SHAPES = {
+    shape.name: shape for shape in (DEMO, DEMO_MOE, MIDDLE, MIDDLE_MOE, QWEN3_8B, QWEN3_30B_A3B)
+}
 
 # Parts of `kvferry bench kernels`, in the order they run.
 KERNEL_PARTS = ("decode", "prefill", "attention", "experts", "sampling", "pages")
