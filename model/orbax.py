@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from jax import Array
 
 from model.checkpoint import Checkpoint
 from model.errors import ModelError
-from model.params import Leaf, Params, param_leaves
+from model.params import Leaf, Params, param_leaves, segments
 from model.sharding import Dims
 from model.tensors import checked_sources
 from model.transformer import Model
@@ -78,13 +79,15 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     Raises ModelError, one line, when something is missing, misshapen or not readable.
     """
     params = folder.absolute() / _PARAMS
-    leaves = _flat(_named(model.param_leaves()))
+    stacked = replace(model.dims, stacked=True)
+    leaves = _flat(_named(param_leaves(model.cfg, stacked, model.dtype)))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         _check(params, checkpointer, leaves)
         made: dict[tuple[str, ...], Array] = {}
         for name, leaf in leaves.items():
-            made[name] = _restore(params, checkpointer, name, leaf, model)
-            arrived(sum(shard.data.nbytes for shard in made[name].addressable_shards))
+            value = _restore(params, checkpointer, name, leaf, model)
+            arrived(sum(shard.data.nbytes for shard in value.addressable_shards))
+            made |= _parted(name, value, model)
     flat, tree = jax.tree.flatten_with_path(model.param_leaves())
     return jax.tree.unflatten(tree, [made[_path(path)] for path, _ in flat])
 
@@ -122,6 +125,31 @@ def _restore(
         return value
     stored = leaf.expand(np.asarray(value).astype(leaf.dtype), np)
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: stored[index])
+
+
+def _parted(name: tuple[str, ...], value: Array, model: Model) -> dict[tuple[str, ...], Array]:
+    """A stack as the model's segments have it: whole, or each layer's part under its own name."""
+    if name[0] != "layers":
+        return {name: value}
+    run = segments(model.cfg, stacked=True)[int(name[1])]
+    found: dict[tuple[str, ...], Array] = {}
+    for idx, part in enumerate(segments(model.cfg, model.dims.stacked)):
+        at = part.first - run.first
+        if part == run:
+            found["layers", str(idx), *name[2:]] = value
+        elif 0 <= at < run.num_layers:
+            found["layers", str(idx), *name[2:]] = _layers(value, at, at + part.num_layers)
+    return found
+
+
+def _layers(stack: Array, first: int, end: int) -> Array:
+    """Some layers of a stack, sharded as it is; its layers are not."""
+    parts = [
+        jax.device_put(np.asarray(shard.data)[first:end], shard.device)
+        for shard in stack.addressable_shards
+    ]
+    shape = (end - first, *stack.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, stack.sharding, parts)
 
 
 def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf]) -> None:

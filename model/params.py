@@ -29,11 +29,11 @@ class Segment(NamedTuple):
     moe: bool
 
 
-def segments(cfg: ModelConfig) -> tuple[Segment, ...]:
-    """The network's layers as the fewest runs, in order."""
+def segments(cfg: ModelConfig, stacked: bool) -> tuple[Segment, ...]:
+    """The layers in order, as the fewest runs; unless stacked, each dense one by itself."""
     runs: list[Segment] = []
     for layer, moe in enumerate(cfg.moe_layers):
-        if runs and runs[-1].moe == moe:
+        if runs and runs[-1].moe == moe and (stacked or moe):
             runs[-1] = runs[-1]._replace(num_layers=runs[-1].num_layers + 1)
         else:
             runs.append(Segment(layer, 1, moe))
@@ -94,13 +94,24 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
     embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
     tree: Params = {
         "embed": embed,
-        "layers": tuple(_layer_leaves(cfg, dims, dtype, run) for run in segments(cfg)),
+        "layers": tuple(
+            _layer_leaves(cfg, dims, dtype, run) for run in segments(cfg, dims.stacked)
+        ),
         "norm": _plain((hidden,), dtype, 0.0),
     }
     if not cfg.tie_word_embeddings:
         head = (hidden, vocab), (hidden, dims.vocab)
         tree["lm_head"] = Leaf(*head, P(None, SHARDS), dtype, std)
     return tree
+
+
+def dense_layer_bytes(cfg: ModelConfig, dims: Dims, dtype: Any) -> int:
+    """Bytes of one layer without experts, over all shards of a rank; 0 if there is none."""
+    for run in segments(cfg, stacked=True):
+        if not run.moe:
+            leaves = _layer_leaves(cfg, dims, dtype, run).values()
+            return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
+    return 0
 
 
 def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:

@@ -103,6 +103,7 @@ class Dims:
     tp: int  # devices of a rank
     ep: int  # parts of the experts; above tp they are parted over all ranks
     dp: int = 1
+    stacked: bool = True  # dense layers of one structure share arrays; else each has its own
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads

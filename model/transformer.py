@@ -1,9 +1,9 @@
-"""The network: layers stacked, looped, over a pool that is carried; of one rank, and of a mesh."""
+"""The network: layers looped over, and a pool that is carried; of one rank, and of a mesh."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,18 @@ from jaxtyping import Bool, Float, Int32
 
 from model import kernels
 from model.attention import Attend, ChunkBatch, Rows, attention
+from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kv import PagePool
 from model.layers import embed, feed_forward, product, rms_norm, rope_frequencies, rope_tables
 from model.moe import moe
-from model.params import Params, Segment, param_leaves, random_leaves, segments
+from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
+
+# On CPU, dense layers from this size on have arrays of their own (docs/adr/0029); smaller ones
+# stay in the processor's cache, and a copy out of a stack costs less than compiling every layer.
+OWN_ARRAYS_BYTES: Final = 2 * 2**20
 
 
 class Kernels(NamedTuple):
@@ -45,9 +50,16 @@ class Model:
 
     @staticmethod
     def create(
-        cfg: ModelConfig, mesh: Mesh, dtype: Any, page_size: int, share_experts: bool = False
+        cfg: ModelConfig,
+        mesh: Mesh,
+        dtype: Any,
+        page_size: int,
+        share_experts: bool = False,
+        stacked: bool | None = None,
     ) -> "Model":
-        """Choose sizes and kernels. dtype: of parameters and activations. share_experts: see Dims.
+        """Choose sizes and kernels. dtype: of parameters and activations.
+
+        share_experts, stacked: see Dims; None: as is fastest on this platform.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
         """
@@ -56,6 +68,9 @@ class Model:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
         dims = Dims.of(cfg, mesh, share_experts)
         platform = mesh.devices.flat[0].platform
+        if stacked is None:
+            stacked = platform != "cpu" or dense_layer_bytes(cfg, dims, kind) < OWN_ARRAYS_BYTES
+        dims = replace(dims, stacked=stacked)
         shape = kernels.AttentionShape(
             platform, kind.name, page_size, dims.kv_heads // dims.tp, dims.group, cfg.head_dim
         )
@@ -88,14 +103,7 @@ class Model:
         return specs
 
 
-class Captured(NamedTuple):
-    """What tests look at inside a forward pass, float32; layers without experts hold zeros."""
-
-    embed: Float[Array, "rows hidden"]
-    layers: Float[Array, "layers rows hidden"]
-    router_logits: Float[Array, "layers rows experts"]
-    expert_ids: Int32[Array, "layers rows chosen"]
-    expert_weights: Float[Array, "layers rows chosen"]
+Weights = dict[str, Array]
 
 
 class _Inputs(NamedTuple):
@@ -291,77 +299,72 @@ def _layers(
     x = embed(params["embed"], inputs.token_ids)
     freq = rope_frequencies(cfg.rope, cfg.head_dim)
     rows = Rows(*rope_tables(freq, inputs.positions), inputs.kv_idx)
-    carry = _Carry(x, pool, _nothing_captured(cfg, x) if capture else None)
-    for run, stacks in zip(segments(cfg), params["layers"], strict=True):
-        carry = _run(model, run, stacks, carry, inputs, rows, expert_map, attend)
+    carry = _Carry(x, pool, nothing_captured(cfg, x) if capture else None)
+
+    @partial(jax.jit, static_argnums=0)  # traced once, however many layers have own arrays
+    def block(moe_layer: bool, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
+        return _block(
+            model, moe_layer, idx, layer, weights, carry, inputs, rows, expert_map, attend
+        )
+
+    for run, stacks in zip(segments(cfg, model.dims.stacked), params["layers"], strict=True):
+        carry = _run(run, stacks, carry, block)
     with jax.named_scope("final_norm"):
         return carry._replace(x=rms_norm(carry.x, params["norm"], cfg.rms_norm_eps))
 
 
-def _run(
+def _run(run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Carry]) -> _Carry:
+    """Layers of identical structure. Expert stacks go whole to their kernel, which indexes them.
+
+    XLA on CPU takes each layer's part out of a stack by copying it, unless there is but one layer:
+    then it drops the loop, and the stack is the layer.
+    """
+    small = [name for name in stacks if not name.startswith("experts_")]
+
+    def layer_body(i: Array, carry: _Carry) -> _Carry:
+        own = {name: lax.dynamic_index_in_dim(stacks[name], i, keepdims=False) for name in small}
+        return block(run.moe, i, i + np.int32(run.first), stacks | own, carry)
+
+    with jax.named_scope(f"layers_{run.first}_to_{run.first + run.num_layers - 1}"):
+        return lax.fori_loop(np.int32(0), np.int32(run.num_layers), layer_body, carry)
+
+
+def _block(
     model: Model,
-    run: Segment,
-    stacks: dict[str, Array],
+    moe_layer: bool,
+    idx: Array,
+    layer: Array,
+    weights: Weights,
     carry: _Carry,
     inputs: _Inputs,
     rows: Rows,
     expert_map: Array,
     attend: Attend,
 ) -> _Carry:
-    """Layers of identical structure. Expert stacks go whole to their kernel, which indexes them."""
+    """One layer. weights: its own, but for experts' stacks, of which `idx` is this layer's."""
     cfg = model.cfg
-    small = {name: stack for name, stack in stacks.items() if not name.startswith("experts_")}
-
-    def layer_body(i: Array, carry: _Carry) -> _Carry:
-        x, pool, captured = carry
-        layer = i + np.int32(run.first)
-        weights = {
-            name: lax.dynamic_index_in_dim(stack, i, keepdims=False)
-            for name, stack in small.items()
-        }
-        inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
-        out, pool = attention(cfg, weights, inner, pool, layer, rows, attend)
-        x = x + out.astype(x.dtype)
-        inner = rms_norm(x, weights["mlp_norm"], cfg.rms_norm_eps)
-        routing = None
-        if run.moe:
-            out, routing = moe(
-                cfg,
-                inner,
-                weights["router"],
-                stacks["experts_gate_up"],
-                stacks["experts_down"],
-                i,
-                expert_map[layer],
-                inputs.live,
-                model.kernels.experts,
-                model.dims.ranks_share_experts,
-            )
-        else:
-            out = feed_forward(inner, weights["gate_up"], weights["down"])
-        x = x + out.astype(x.dtype)
-        if captured is not None:
-            captured = captured._replace(
-                layers=captured.layers.at[layer].set(x.astype(jnp.float32))
-            )
-            if routing is not None:
-                captured = captured._replace(
-                    router_logits=captured.router_logits.at[layer].set(routing.logits),
-                    expert_ids=captured.expert_ids.at[layer].set(routing.expert_ids),
-                    expert_weights=captured.expert_weights.at[layer].set(routing.weights),
-                )
-        return _Carry(x, pool, captured)
-
-    with jax.named_scope(f"layers_{run.first}_to_{run.first + run.num_layers - 1}"):
-        return lax.fori_loop(np.int32(0), np.int32(run.num_layers), layer_body, carry)
-
-
-def _nothing_captured(cfg: ModelConfig, x: Array) -> Captured:
-    rows, layers = x.shape[0], cfg.num_layers
-    return Captured(
-        x.astype(jnp.float32),
-        jnp.zeros((layers, rows, cfg.hidden_size), jnp.float32),
-        jnp.zeros((layers, rows, cfg.num_experts), jnp.float32),
-        jnp.zeros((layers, rows, cfg.num_experts_per_tok), jnp.int32),
-        jnp.zeros((layers, rows, cfg.num_experts_per_tok), jnp.float32),
-    )
+    x, pool, captured = carry
+    inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
+    out, pool = attention(cfg, weights, inner, pool, layer, rows, attend)
+    x = x + out.astype(x.dtype)
+    inner = rms_norm(x, weights["mlp_norm"], cfg.rms_norm_eps)
+    routing = None
+    if moe_layer:
+        out, routing = moe(
+            cfg,
+            inner,
+            weights["router"],
+            weights["experts_gate_up"],
+            weights["experts_down"],
+            idx,
+            expert_map[layer],
+            inputs.live,
+            model.kernels.experts,
+            model.dims.ranks_share_experts,
+        )
+    else:
+        out = feed_forward(inner, weights["gate_up"], weights["down"])
+    x = x + out.astype(x.dtype)
+    if captured is not None:
+        captured = capture_layer(captured, layer, x, routing)
+    return _Carry(x, pool, captured)

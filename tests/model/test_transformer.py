@@ -1,5 +1,6 @@
 """The network against plain numpy, with sizes no mesh divides; what padding must not change."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def test_a_seed_gives_every_mesh_the_same_random_model() -> None:
         found.append(np.asarray(jax.jit(logits, static_argnums=0)(model, params, hidden)))
     assert found[0].shape == (3, cfg.vocab_size)
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
+def test_on_cpu_large_layers_have_arrays_of_their_own() -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / "llama" / "model")
+    large = dataclasses.replace(cfg, intermediate_size=1 << 16)
+    small, apart = (Model.create(c, make_mesh(1, 1), "float32", 16) for c in (cfg, large))
+    assert (small.dims.stacked, apart.dims.stacked) == (True, False)
+    assert len(small.param_leaves()["layers"]) < cfg.num_layers
+    assert len(apart.param_leaves()["layers"]) == cfg.num_layers
 
 
 def test_a_dtype_no_one_serves_is_refused() -> None:
