@@ -10,11 +10,25 @@ def prepare_devices(num_devices: int) -> None:
     """Give CPU as many virtual devices as the mesh wants, and keep compiled programs on disk.
 
     Call once, before the first array. On an accelerator the devices are those of the machine.
-    The cache folder is JAX_COMPILATION_CACHE_DIR, or kvferry/jax under the user's cache folder.
+    The cache folder is JAX_COMPILATION_CACHE_DIR, or kvferry/jax under the user's cache folder; a
+    user without a home has none.
     """
+    jax.config.update("jax_enable_x64", False)  # JAX_ENABLE_X64 would widen what programs index by
     jax.config.update("jax_num_cpu_devices", num_devices)
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(base / "kvferry" / "jax"))
+    folder = _cache_folder()
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "kvferry" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cache_folder() -> Path | None:
+    """The user's; None when JAX has one of its own, or there is none."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return None
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and a user id that nobody has
+        return None

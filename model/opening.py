@@ -1,6 +1,7 @@
 """Open a checkpoint for one role: resolve what flags leave open, load weights, size the pool."""
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,12 @@ class OpenedModel:
 
 
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    """Whether the first device is a CPU. Raises ModelError when JAX finds none at all."""
+    try:
+        return jax.default_backend() == "cpu"
+    except (RuntimeError, AssertionError) as error:  # the latter, wordless, without its plugin
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise ModelError(f"JAX finds no device, JAX_PLATFORMS is {asked!r}: {error}") from error
 
 
 def open_model(

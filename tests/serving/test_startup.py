@@ -161,6 +161,16 @@ def test_a_context_that_pages_do_not_tile_is_rounded_down_unless_asked_for(tmp_p
     assert opened.context_length == 496
 
 
+def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> str:
+        raise AssertionError  # as JAX does where the plugin is missing
+
+    monkeypatch.setattr("jax.default_backend", none_found)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ModelError, match="JAX finds no device, JAX_PLATFORMS is 'cuda'"):
+        open_model(MODEL, "auto", "auto", 1, 1, 16, 64)
+
+
 # --- the API process, in this process --------------------------------------------------------
 
 

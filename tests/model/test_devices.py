@@ -1,0 +1,44 @@
+"""What a worker sets of JAX, whatever its surroundings say."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from model import devices
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is set in these surroundings; this process's own JAX is left alone."""
+    told: dict[str, Any] = {}
+    with monkeypatch.context() as inside:
+        inside.setattr(jax.config, "update", told.__setitem__)
+        devices.prepare_devices(3)
+    assert told["jax_num_cpu_devices"] == 3
+    assert told["jax_enable_x64"] is False
+    return told
+
+
+def test_programs_are_kept_where_the_user_keeps_such_things(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = prepared(monkeypatch)["jax_compilation_cache_dir"]
+    assert folder == f"{tmp_path}/.cache/kvferry/jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
+    assert prepared(monkeypatch)["jax_compilation_cache_dir"] == "/else/kvferry/jax"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/own")
+    assert "jax_compilation_cache_dir" not in prepared(monkeypatch)
+
+
+def test_a_user_without_a_home_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert "jax_compilation_cache_dir" not in prepared(monkeypatch)
