@@ -47,8 +47,14 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse, but a misspelt flag is told before the one it leaves missing."""
+        """As argparse, but a misspelt flag is told before the one it leaves missing.
+
+        So is a word that is no UTF-8: names and paths travel in messages and answers.
+        """
         words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            if word != word.encode(errors="replace").decode():
+                self.error(f"expected UTF-8, got {word!r}")
         flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
         for flag in flags:
             if flag not in self._option_string_actions:

@@ -178,6 +178,7 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--kv-cache-dtype", "fp8"], "invalid choice: 'fp8' (choose from 'auto', 'float32'"),
         (["--disable-radix-cache=1"], "argument --disable-radix-cache/--no-disable-radix-cache: "),
         (["spare"], "unrecognized arguments: spare ("),
+        (["--worker-id=\udcff"], "expected UTF-8, got '--worker-id=\\udcff' ("),
         ([], "the following arguments are required: --model-path, --registry-address ("),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +17,19 @@ from model.errors import ModelError
 from model.opening import open_model
 from serving import api
 from tests.serving.commands import (
+    END_TIMEOUT_S,
     GOLDENS,
     MODEL,
     SMALL,
     TOKEN,
     Command,
     copy_of,
+    environment,
     refused,
     start,
     truncate,
 )
+from tests.transfer.children import ROOT
 from transfer import flags
 from transfer.bootstrap import Leases, RegistryClient
 from transfer.clock import SYSTEM_CLOCK
@@ -372,3 +376,21 @@ def test_the_version_and_help_of_the_command_itself(tmp_path: Path) -> None:
     assert version.text.startswith("kvferry 0.")
     assert usage.text == bare.text
     assert usage.text.startswith("usage: kvferry COMMAND [flags]\n")
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".venv/stamp-requirements-dev.lock").exists(),
+    reason="the clone was not set up by ./kvferry, which would do it now",
+)
+def test_a_clone_is_found_whatever_cd_would_find(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", f"{ROOT.name}/kvferry", "test", "--version"],
+        cwd=ROOT.parent,
+        env={**environment(), "CDPATH": f"{tmp_path}:{ROOT.parent}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=END_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("pytest ")
