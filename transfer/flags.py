@@ -268,7 +268,7 @@ def listen(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag}"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag} or --host"
         ) from error
     return sock
 

@@ -236,7 +236,7 @@ class TcpReceiver(Receiver):
             listener.close()
             raise ConfigError(
                 f"cannot take pages on {self._host}:{self._port}: {error.strerror}; "
-                "choose another --data-port"
+                "choose another --data-port or --data-host"
             ) from error
         self.listen(listener, self.feeder)
         host = f"[{self._host}]" if family == socket.AF_INET6 else self._host
