@@ -1,5 +1,6 @@
 """The routes beside generation: health, models, tokens, the cluster's state, abort and flush."""
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from serving.protocol import (
 from serving.siblings import Siblings
 from transfer import wire
 from transfer.errors import RpcError
+
+INLINE_TOKENS = 4096  # more are put into words beside the loop, which has streams to serve
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -180,23 +183,31 @@ class Admin:
             "token_strs": None,
         }
         if fields.return_token_strs:
-            strings = [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
+            strings = await asyncio.to_thread(self._strings_of, lists)
             data["token_strs"] = strings if is_batch else strings[0]
         return _json(data)
+
+    def _strings_of(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
+        return [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """Text of ids, special tokens included unless they are to be skipped."""
         fields = read_json(_detokenizes, await self._body(request))
         check_model(fields.model, self._model)
+        if len(fields.tokens) <= INLINE_TOKENS:
+            texts = self._texts_of(fields)
+        else:
+            texts = await asyncio.to_thread(self._texts_of, fields)
+        return _json({"prompt": texts, "text": texts})
+
+    def _texts_of(self, fields: DetokenizeFields) -> str | list[str]:
         flat = [item for item in fields.tokens if isinstance(item, int)]
         if flat and len(flat) < len(fields.tokens):
             raise bad_field("tokens", "must be token ids, or lists of them, not both")
         nested = [item for item in fields.tokens if not isinstance(item, int)]
-        texts: str | list[str]
-        texts = (
-            [self._decode(fields, ids) for ids in nested] if nested else self._decode(fields, flat)
-        )
-        return _json({"prompt": texts, "text": texts})
+        if nested:
+            return [self._decode(fields, ids) for ids in nested]
+        return self._decode(fields, flat)
 
     def _decode(self, fields: DetokenizeFields, ids: Sequence[int]) -> str:
         if ids:

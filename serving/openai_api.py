@@ -21,6 +21,7 @@ from serving.protocol import (
     check_logprobs,
     check_model,
     check_room,
+    check_size,
     check_token_ids,
     fit_tokens,
     interval_of,
@@ -187,6 +188,7 @@ class CompletionReader:
         check_model(fields.model, model)
         self._fields = fields
         self._model = model
+        check_size("prompt", fields.prompt, model)
         self._prompts = _prompts_of(fields.prompt, model.vocab_size)
         self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
         if fields.max_tokens is not None and fields.max_tokens < 1 and not self._drop_output:

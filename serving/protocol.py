@@ -354,6 +354,29 @@ def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None
         )
 
 
+def check_size(name: str, given: str | Sequence[Any], model: ServedModel) -> None:
+    """Raises ApiError for more ids, or prompts, than are served in one request.
+
+    Seen by the first item alone: a body may hold ten million, and whoever looks at each of them
+    keeps every stream waiting.
+    """
+    if isinstance(given, str) or not given:
+        return
+    if not isinstance(given[0], int):
+        check_room(name, len(given), 1, model.config)
+    elif len(given) >= model.context_length():
+        raise _no_room_left(name, len(given), model.context_length())
+
+
+def _no_room_left(name: str, num_prompt: int, context_length: int) -> ApiError:
+    return bad_field(
+        name,
+        f"the prompt has {num_prompt} tokens; the context length is {context_length} tokens, "
+        "prompt and output together",
+        "context_length_exceeded",
+    )
+
+
 def interval_of(asked: int | None) -> int | None:
     """Tokens a piece of a stream has, after the first; None: as the server has it."""
     return None if asked is None else _in("stream_interval", asked, 1, None)
@@ -415,12 +438,7 @@ def fit_tokens(
     """
     left = context_length - num_prompt
     if left < 1:
-        raise bad_field(
-            prompt_name,
-            f"the prompt has {num_prompt} tokens; the context length is {context_length} tokens, "
-            "prompt and output together",
-            "context_length_exceeded",
-        )
+        raise _no_room_left(prompt_name, num_prompt, context_length)
     if asked is None:
         return left if default is None else min(default, left)
     if asked > left:

@@ -22,6 +22,7 @@ from serving.protocol import (
     Shown,
     check_logprobs,
     check_room,
+    check_size,
     check_token_ids,
     fit_tokens,
     interval_of,
@@ -108,6 +109,8 @@ class GenerateReader:
         """Raises ApiError for what is wrong in any field."""
         self._fields = fields
         self._model = model
+        check_size("text", fields.text or "", model)
+        check_size("input_ids", fields.input_ids or "", model)
         self._prompts, self.is_batch = _prompts_of(fields, model.vocab_size)
         num_prompts = len(self._prompts)
         self._params = _each("sampling_params", fields.sampling_params, num_prompts)

@@ -396,16 +396,37 @@ async def test_texts_and_ids_are_translated_as_the_tokenizer_does() -> None:
         skipped = await live.post("/detokenize", {"tokens": [EOS], "skip_special_tokens": True})
         assert skipped.json()["text"] == ""
         assert (await live.post("/detokenize", {"tokens": []})).json()["text"] == ""
+        many = await live.post("/detokenize", {"tokens": [64] * 5000})
+        assert many.json()["text"] == "a" * 5000
         for path, body, param in (
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
             ("/detokenize", {}, "tokens"),
             ("/detokenize", {"tokens": [9999]}, "tokens"),
+            ("/detokenize", {"tokens": [64] * 5000 + [9999]}, "tokens"),
             ("/detokenize", {"tokens": "abc"}, "tokens"),
         ):
             response = await live.post(path, body)
             assert response.status_code == 400
             assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/completions", "prompt"), ("/generate", "input_ids")]
+)
+async def test_more_than_can_be_served_is_refused_before_each_item_is_looked_at(
+    path: str, name: str
+) -> None:
+    async with live_server(max_inflight_requests=4) as live:
+        for given, code in (
+            ([1 << 40] * 512, "context_length_exceeded"),
+            ([[-1]] * 5, "invalid_value"),
+        ):
+            response = await live.post(path, {name: given})
+            assert response.status_code == 400
+            error = error_of(response)
+            assert (error["param"], error["code"]) == (name, code)
+            assert "512 tokens" in error["message"] or "at most 4 are served" in error["message"]
 
 
 async def test_the_cluster_shows_its_state_and_flushes_its_cache() -> None:
