@@ -411,24 +411,6 @@ async def test_texts_and_ids_are_translated_as_the_tokenizer_does() -> None:
             assert error_of(response)["param"] == param
 
 
-@pytest.mark.parametrize(
-    ("path", "name"), [("/v1/completions", "prompt"), ("/generate", "input_ids")]
-)
-async def test_more_than_can_be_served_is_refused_before_each_item_is_looked_at(
-    path: str, name: str
-) -> None:
-    async with live_server(max_inflight_requests=4) as live:
-        for given, code in (
-            ([1 << 40] * 512, "context_length_exceeded"),
-            ([[-1]] * 5, "invalid_value"),
-        ):
-            response = await live.post(path, {name: given})
-            assert response.status_code == 400
-            error = error_of(response)
-            assert (error["param"], error["code"]) == (name, code)
-            assert "512 tokens" in error["message"] or "at most 4 are served" in error["message"]
-
-
 async def test_the_cluster_shows_its_state_and_flushes_its_cache() -> None:
     async with live_server() as live:
         prompt = list(range(20))

@@ -3,6 +3,8 @@
 import itertools
 from typing import Any
 
+import pytest
+
 from tests.fakes import logprob_of, top_of
 from tests.serving.live import EOS, LETTER_A, letters, live_server
 
@@ -153,3 +155,21 @@ async def test_a_bad_field_is_a_400_that_names_it() -> None:
         response = await live.post("/generate", {"text": "a", "sampling_params": {"top_p": 9}})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "top_p"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/v1/completions", "prompt"), ("/generate", "input_ids")]
+)
+async def test_more_than_can_be_served_is_refused_before_each_item_is_looked_at(
+    path: str, name: str
+) -> None:
+    async with live_server(max_inflight_requests=4) as live:
+        for given, code in (
+            ([1 << 40] * 512, "context_length_exceeded"),
+            ([[-1]] * 5, "invalid_value"),
+        ):
+            response = await live.post(path, {name: given})
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (name, code)
+            assert "512 tokens" in error["message"] or "at most 4 are served" in error["message"]
