@@ -298,7 +298,7 @@ class OrderedCalls:
         async with self._turn:
             answer = wire.decode(await self._exchange(data, what, timeout_s), _Answer)
         if answer.status:
-            kind = _ERRORS.get(grpc.StatusCode[answer.status], RpcError)
+            kind = _ERROR_NAMES.get(answer.status, RpcError)
             raise kind(f"{what}: {answer.message}")
         return wire.decode(answer.data, reply)
 
@@ -344,6 +344,7 @@ _STATUS: dict[type[RpcError], grpc.StatusCode] = {
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
 _ERRORS = {status: kind for kind, status in _STATUS.items()}
+_ERROR_NAMES = {status.name: kind for status, kind in _ERRORS.items()}
 
 
 def host_port(host: str, port: int) -> str:
