@@ -6,6 +6,11 @@ WIDEN_LAG_S = 0.05  # behind by so much, the loop does not keep up
 NARROW_LAG_S = 0.01
 # Half the interval costs at most twice the time, so below this the loop keeps up with it too.
 NARROW_LOAD = 0.4
+# A loop that computes for less of the time is not behind by its own work, as on a host whose other
+# processes take its processor: wider intervals would only make clients wait.
+WIDEN_LOAD = 0.25
+# Twice this is still too little to widen for, whatever lag there is.
+_HARDLY_ANY_LOAD = 0.1
 MOST_TOKENS = 64
 _SETTLE_S = 0.25  # from one change to the next: what it did must show first
 _WINDOW_S = 1.0
@@ -52,19 +57,29 @@ class Lag:
 class AutoInterval(Interval):
     """1 while the loop keeps up; doubles as the lag grows; halves when the lag would stay away.
 
+    It grows with a lag that is of the loop's own making only: with work to do, not without.
     That the lag is gone says little, for the wide interval did it. A low load says that half would
     do as well. At a higher one half is tried after a while without lag; each time that brings the
     lag back, the next try waits twice as long.
     """
 
-    __slots__ = ("_calm_s", "_changed_s", "_load_s", "_narrowed", "_patience_s", "_window_s")
+    __slots__ = (
+        "_calm_s",
+        "_changed_s",
+        "_cpu_s",
+        "_load",
+        "_narrowed",
+        "_patience_s",
+        "_window_s",
+    )
 
     def __init__(self) -> None:
         super().__init__(1)
         self._changed_s = 0.0
         self._calm_s = 0.0  # since when there is no lag
         self._window_s = 0.0  # since when load is measured, and the loop's processor time then
-        self._load_s = 0.0
+        self._cpu_s = 0.0
+        self._load = 0.0  # share of the time, as last measured
         self._narrowed = False  # by the latest change
         self._patience_s = _PATIENCE_S
 
@@ -72,15 +87,23 @@ class AutoInterval(Interval):
         """A step is handled. Seconds: monotonic, and of processor time of the loop's thread."""
         if lag_s > NARROW_LAG_S:
             self._calm_s = now_s
-        if lag_s > WIDEN_LAG_S and self.tokens < MOST_TOKENS:
+        is_window_over = self._measure(now_s, loop_cpu_s)
+        if lag_s > WIDEN_LAG_S and self.tokens < MOST_TOKENS and self._load >= WIDEN_LOAD:
             if now_s - self._changed_s >= _SETTLE_S:
                 self._widen(now_s)
-        elif now_s - self._window_s >= _WINDOW_S:
-            load = (loop_cpu_s - self._load_s) / (now_s - self._window_s)
-            self._window_s = now_s
-            self._load_s = loop_cpu_s
-            if self.tokens > 1:
-                self._consider(load, now_s)
+        elif is_window_over and self.tokens > 1:
+            self._consider(now_s)
+
+    def _measure(self, now_s: float, loop_cpu_s: float) -> bool:
+        """Measure the load; whether the window is over, and another begins."""
+        elapsed_s = now_s - self._window_s
+        if elapsed_s >= _SETTLE_S:
+            self._load = (loop_cpu_s - self._cpu_s) / elapsed_s
+        if elapsed_s < _WINDOW_S:
+            return False
+        self._window_s = now_s
+        self._cpu_s = loop_cpu_s
+        return True
 
     def _widen(self, now_s: float) -> None:
         came_back = self._narrowed and now_s - self._changed_s < self._patience_s
@@ -88,11 +111,13 @@ class AutoInterval(Interval):
             self._patience_s = min(2 * self._patience_s, _LONGEST_PATIENCE_S)
         self._change(2 * self.tokens, now_s, narrowed=False)
 
-    def _consider(self, load: float, now_s: float) -> None:
+    def _consider(self, now_s: float) -> None:
         """Whether half would do."""
+        is_low = self._load < NARROW_LOAD
         calm_s = now_s - max(self._calm_s, self._changed_s)
-        if calm_s >= (_WINDOW_S if load < NARROW_LOAD else self._patience_s):
-            if self.tokens == 2 and load < NARROW_LOAD:
+        calm_enough = calm_s >= (_WINDOW_S if is_low else self._patience_s)
+        if calm_enough or self._load < _HARDLY_ANY_LOAD:
+            if self.tokens == 2 and is_low:
                 self._patience_s = _PATIENCE_S  # that storm is over
             self._change(self.tokens // 2, now_s, narrowed=True)
 

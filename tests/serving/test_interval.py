@@ -50,8 +50,16 @@ def test_a_loop_that_keeps_up_stays_at_one_token_a_chunk():
 
 def test_lag_widens_it_step_by_step_up_to_a_bound():
     loop = Loop()
-    assert loop.run(0.2, lag_s=0.2, load=1.0) == [1, 2], "what a change did must show first"
+    assert loop.run(0.4, lag_s=0.2, load=1.0) == [1, 2], "what a change did must show first"
     assert loop.run(30.0, lag_s=0.2, load=1.0)[-1] == MOST_TOKENS
+
+
+def test_lag_that_is_not_of_the_loops_making_widens_nothing():
+    loop = Loop()
+    assert loop.run(30.0, lag_s=0.2, load=0.15) == [1]
+    loop.run(2.0, lag_s=0.2, load=1.0)
+    assert loop.interval.tokens > 2
+    assert loop.run(10.0, lag_s=0.2, load=0.05)[-1] == 1
 
 
 def test_it_narrows_at_once_when_the_loop_could_do_twice_the_work():
@@ -66,7 +74,7 @@ def test_it_narrows_at_once_when_the_loop_could_do_twice_the_work():
 
 def test_at_a_higher_load_it_tries_half_and_waits_longer_each_time_that_fails():
     loop = Loop()
-    loop.run(0.1, lag_s=0.2, load=1.0)
+    loop.run(0.4, lag_s=0.2, load=1.0)
     assert loop.interval.tokens == 2
     waited_s = []
     for _ in range(3):
