@@ -31,6 +31,20 @@ def an_echo_server(security: Security = SECURITY) -> RpcServer:
     return server
 
 
+def a_hanging_server() -> tuple[RpcServer, asyncio.Event, asyncio.Event]:
+    """A server whose Hang sets the first event when it begins, and waits for the second."""
+    begun, ever = asyncio.Event(), asyncio.Event()
+
+    async def hang(_: wire.Empty) -> wire.Empty:
+        begun.set()
+        await ever.wait()
+        return wire.Empty()
+
+    server = RpcServer(SECURITY)
+    server.unary("Hang", wire.Empty, hang)
+    return server, begun, ever
+
+
 @contextlib.asynccontextmanager
 async def served(
     server: RpcServer, security: Security = SECURITY, host: str = "127.0.0.1"
@@ -129,15 +143,7 @@ async def test_a_handler_that_hangs_is_unavailable_after_the_time() -> None:
 
 
 async def test_a_call_under_way_when_its_client_closes_is_unavailable_not_a_cancel() -> None:
-    begun, ever = asyncio.Event(), asyncio.Event()
-
-    async def hang(_: wire.Empty) -> wire.Empty:
-        begun.set()
-        await ever.wait()
-        return wire.Empty()
-
-    server = RpcServer(SECURITY)
-    server.unary("Hang", wire.Empty, hang)
+    server, begun, ever = a_hanging_server()
     async with served(server) as client:
 
         async def ask() -> wire.Empty:
@@ -254,15 +260,7 @@ async def test_calls_in_order_find_a_peer_that_was_away_or_hung() -> None:
 
 
 async def test_a_call_in_order_under_way_when_its_stream_is_reset_is_unavailable() -> None:
-    begun, ever = asyncio.Event(), asyncio.Event()
-
-    async def hang(_: wire.Empty) -> wire.Empty:
-        begun.set()
-        await ever.wait()
-        return wire.Empty()
-
-    server = RpcServer(SECURITY)
-    server.unary("Hang", wire.Empty, hang)
+    server, begun, ever = a_hanging_server()
     async with served(server) as client:
         calls = client.in_order()
         asked = asyncio.create_task(calls.call("Hang", wire.Empty(), wire.Empty, PATIENCE_S))
