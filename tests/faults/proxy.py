@@ -14,6 +14,7 @@ from transfer import wire
 from transfer.backend import DIGEST_BYTES, HEADER_BYTES, Frame, Kind
 from transfer.handshake import Hello
 
+_ESTABLISHED = 1  # of the kernel's TCP states
 Harm = Literal["none", "flip", "cut", "delay", "stall"]
 
 
@@ -160,6 +161,8 @@ class _Passage:
             middle = len(data)
         try:
             await self._send(data[:middle])
+            if _left(self._to_sender):
+                raise ConnectionResetError("the sender has given this connection up")
         except (OSError, asyncio.CancelledError):
             trap.pair = None  # this connection was over already: wait for another
             raise
@@ -182,6 +185,13 @@ class _Passage:
     async def _send(self, data: bytes | bytearray) -> None:
         self._to_decode.write(data)
         await self._to_decode.drain()
+
+
+def _left(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end has closed, though what it sent before may still have to be read."""
+    sock = writer.get_extra_info("socket")
+    state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state != _ESTABLISHED
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

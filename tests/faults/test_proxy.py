@@ -34,13 +34,47 @@ async def test_a_trap_whose_connection_ends_before_it_springs_waits_for_another(
     assert not await told.read()
     assert not trap.sprung.is_set()
 
+    await _springs(trap, port, ends)
+    over.close()
+    await proxy.close()
+    decode.close()
+
+
+@pytest.mark.timeout(30)
+async def test_what_a_sender_left_behind_springs_no_trap() -> None:
+    ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
+    proxy = Proxy("decode-0", decode.sockets[0].getsockname()[1])
+    port = free_port()
+    await proxy.start(port)
+
+    _, gone = await asyncio.open_connection("127.0.0.1", port)
+    first = whole_frame(Frame(Kind.PAGES), payload=[LONG])
+    gone.write(first)
+    gone.write(whole_frame(Frame(Kind.PAGES), payload=[LONG[:4096]]))
+    gone.close()
+    await gone.wait_closed()
+    reader, writer = await ends.get()
+    await reader.readexactly(HEADER_BYTES)  # the first frame is on its way
+    proxy.trap = trap = Trap("mid_frame", "cut")
+    await reader.readexactly(len(first) - HEADER_BYTES)
+    assert len(await reader.read()) < 4096 + HEADER_BYTES
+    assert not trap.sprung.is_set()
+    writer.close()
+
+    await _springs(trap, port, ends)
+    await proxy.close()
+    decode.close()
+
+
+async def _springs(
+    trap: Trap, port: int, ends: "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"
+) -> None:
+    """The trap, at the next frame of another connection."""
     _, well = await asyncio.open_connection("127.0.0.1", port)
     well.write(whole_frame(Frame(Kind.PAGES), payload=[LONG[:4096]]))
     reader, writer = await ends.get()
     await reader.readexactly(HEADER_BYTES)
     await trap.sprung.wait()
-
-    for end in (over, well, writer):
-        end.close()
-    await proxy.close()
-    decode.close()
+    well.close()
+    writer.close()
