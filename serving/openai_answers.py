@@ -141,6 +141,10 @@ class _Answer:
             "created": created,
             "model": model_name,
         }
+        # What all chunks of one choice each have around it.
+        head = self._head | {"object": shape.chunk_object}
+        self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
 
     # --- whole ---
 
@@ -182,6 +186,8 @@ class _Answer:
     def _chunk(
         self, choice: Choice, item: dict[str, Any], extras: dict[str, Any] | None = None
     ) -> bytes:
+        if not (extras or self._request.continuous_usage):
+            return self._before + dumps(item) + self._after
         data = {**self._head, "object": self._shape.chunk_object, "choices": [item]}
         if self._request.continuous_usage:
             data["usage"] = usage_of([choice])

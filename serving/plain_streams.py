@@ -21,7 +21,7 @@ from serving.step_rows import Runs
 from serving.stream import Loan, StreamedChoice
 from transfer import wire
 
-LEAST_RUNS = 16  # below, the fixed cost of the arrays is more than they save
+LEAST_STREAMS = 16  # below, the fixed cost of the arrays is more than they save
 RECENT = 64  # tokens of a slot that wait to be put with its stream's own
 _FIRST_CAPACITY = 256
 _UNKNOWN: list[bytes | None] = []
@@ -44,6 +44,7 @@ class PlainStreams:
         """interval: of streams that did not ask for one."""
         self._interval = interval
         self._invited: list[Generation] = []
+        self._just_begun: list[Generation] = []
         self._workers: dict[Key, int] = {}
         self._free: list[int] = []
         self._seating: _Seating | None = None  # of the last step, while nobody came or left
@@ -52,6 +53,7 @@ class PlainStreams:
         self._worker = np.zeros(0, np.int32)
         self._next_idx = np.zeros(0, np.int32)
         self._last_s = np.zeros(0, np.float64)
+        self._begun = np.zeros(0, bool)  # decode's first token was told
         self._own_interval = np.zeros(0, np.int32)  # 0: the shared one
         self._waiting = np.zeros(0, np.int64)  # tokens since the last event
         self._held = np.zeros(0, np.int64)  # of these, not detokenized
@@ -67,21 +69,35 @@ class PlainStreams:
         self._send: list[DrivenSend] = []
 
     def invite(self, generation: Generation) -> None:
-        """Decode's latest tokens were told to it. It may lend from the next step on."""
+        """Tokens of its attempt were told to it. It may lend once they are written."""
         sink = generation.sink
         if isinstance(sink, StreamedChoice) and sink.lends:
             self._invited.append(generation)
 
-    def seat_invited(self, num_runs: int) -> None:
-        """Before a step of so many runs is told."""
+    def seat_invited(self, num_streams: int) -> None:
+        """Seat those that have settled. num_streams: there are in all."""
         invited, self._invited = self._invited, []
-        if num_runs < LEAST_RUNS:
+        if num_streams < LEAST_STREAMS:
             return
+        rows: list[tuple[float, ...]] = []
         for generation in invited:
             # One that ended meanwhile has no room; one that moved hears from prefill first.
-            settled = generation.room and generation.decoding and generation.in_order
+            settled = generation.room and generation.computed and generation.in_order
             if settled and generation.lent_to is None:
-                self._seat(generation)
+                sink = generation.sink
+                assert isinstance(sink, StreamedChoice), "only those are invited"
+                if (loan := sink.lend()) is not None:
+                    rows.append(self._seat(generation, loan))
+        if rows:
+            self._fill(rows)
+
+    def begun(self) -> list[Generation]:
+        """Who was told decode's first token since the last call, unless it moved or ended."""
+        begun, self._just_begun = self._just_begun, []
+        for generation in begun:
+            if generation.lent_to is self:
+                self._fold(generation.slot)
+        return [generation for generation in begun if generation.decoding]
 
     def give_back(self, generation: Generation) -> None:
         """It takes and tells its own tokens again."""
@@ -103,18 +119,19 @@ class PlainStreams:
     def tell(self, worker: Key, runs: Runs, now_s: float) -> tuple[np.ndarray, np.ndarray]:
         """Tell the runs that are the next tokens of seated streams; now_s is monotonic.
 
-        Returns which runs are left, i64[n], whose streams have no seat any more, and of the
-        tokens told the seconds since the one before, f64[m].
+        Returns which runs are left, i64[n], some of streams that are to be given back first, and
+        of the tokens told the seconds since the one before, f64[m].
         """
+        known = self._workers.get(worker)
+        if known is None:  # prefill, mostly
+            return np.arange(len(runs)), np.zeros(0)
         seating = self._seating_of(runs.rooms)
         slots = seating.slots
         if not seating.seated.any():
             return np.arange(len(runs)), np.zeros(0)
-        mine = seating.seated & (self._worker[slots] == self._workers.get(worker, -1))
-        fit = mine & seating.once
-        fit &= (self._next_idx[slots] == runs.first_idx) & (runs.finish == wire.RUNNING)
-        for slot in set(slots[mine & ~fit].tolist()):
-            self._give_back_slot(slot)
+        fit = seating.seated & (self._worker[slots] == known)
+        fit &= seating.once & (self._next_idx[slots] == runs.first_idx)
+        fit &= runs.finish == wire.RUNNING
         told = np.flatnonzero(fit)
         return np.flatnonzero(~fit), self._tell(runs, told, slots[told], now_s)
 
@@ -131,6 +148,8 @@ class PlainStreams:
         self._waiting[slots] = np.where(due, 0, waiting)
         self._held[slots] = np.where(due, 0, held)
         self._keep(runs, told, slots)
+        if not self._begun[slots].all():
+            self._begin(slots)
         if not due.any():
             return gaps_s
         slots = slots[due]
@@ -143,23 +162,37 @@ class PlainStreams:
             self._num_writes[slots] -= 1
         return gaps_s
 
+    def _begin(self, slots: np.ndarray) -> None:
+        """Note whose first token of decode this is."""
+        slots = slots[~self._begun[slots]]
+        self._begun[slots] = True
+        self._just_begun += [seat[0] for slot in slots.tolist() if (seat := self._seats[slot])]
+
     def _keep(self, runs: Runs, told: np.ndarray, slots: np.ndarray) -> None:
         """Put the tokens where each generation finds its own: first side by side, later there."""
-        if len(runs.token_ids) == len(runs):
-            places = self._num_recent[slots]
-            self._recent[slots, places] = runs.token_ids[runs.starts[told]]
-            self._num_recent[slots] = places + 1
-            for slot in slots[places == RECENT - 1].tolist():
-                self._fold(slot)
-            return
-        for slot in slots[self._num_recent[slots] > 0].tolist():
+        counts, starts = runs.counts[told], runs.starts[told]
+        for slot in slots[self._num_recent[slots] + counts > RECENT].tolist():
             self._fold(slot)
-        token_ids = self._token_ids
-        ids = memoryview(np.ascontiguousarray(runs.token_ids)).cast("B")
-        starts = 4 * runs.starts[told]
-        ends = starts + 4 * runs.counts[told]
-        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            token_ids[slot].frombytes(ids[start:end])
+        if len(counts) and counts.max() > RECENT:
+            self._keep_long(runs.token_ids, slots, starts, starts + counts)
+            return
+        places = self._num_recent[slots]
+        self._num_recent[slots] = places + counts
+        if len(runs.token_ids) > len(runs):
+            nth = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            slots, places, starts = (np.repeat(each, counts) for each in (slots, places, starts))
+            places, starts = places + nth, starts + nth
+        self._recent[slots, places] = runs.token_ids[starts]
+
+    def _keep_long(
+        self, token_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """The same where some have more tokens than have room side by side."""
+        ids = memoryview(np.ascontiguousarray(token_ids)).cast("B")
+        bounds = (4 * starts).tolist(), (4 * ends).tolist()
+        for slot, start, end in zip(slots.tolist(), *bounds, strict=True):
+            self._fold(slot)
+            self._token_ids[slot].frombytes(ids[start:end])
 
     def _fold(self, slot: int) -> None:
         """Put its recent tokens with its stream's own."""
@@ -252,36 +285,49 @@ class PlainStreams:
         once[:-1] &= ~again
         return _Seating(rooms, taken[at], known[at] == rooms, once)
 
-    def _seat(self, generation: Generation) -> None:
-        sink = generation.sink
-        assert isinstance(sink, StreamedChoice), "only those are invited"
+    def _fill(self, rows: list[tuple[float, ...]]) -> None:
+        """Put what `_seat` returned into the columns."""
+        columns = zip(*rows, strict=True)
+        slot, room, worker, next_idx, last_s, begun, own_interval, waiting, held = columns
+        slots = np.array(slot)
+        self._room[slots] = room
+        self._worker[slots] = worker
+        self._next_idx[slots] = next_idx
+        self._last_s[slots] = last_s
+        self._begun[slots] = begun
+        self._own_interval[slots] = own_interval
+        self._waiting[slots] = waiting
+        self._held[slots] = held
+        self._num_writes[slots] = self._num_recent[slots] = 0
+        self._seating = None
+
+    def _seat(self, generation: Generation, loan: Loan) -> tuple[float, ...]:
+        """Returns its slot and what the columns have of it."""
         key = generation.decode_key
         assert key is not None, "a room has a pair"
-        loan = sink.lend()
-        if loan is None:
-            return
         if not self._free:
             self._grow()
         slot = self._free.pop()
         generation.lent_to = self
         generation.slot = slot
-        self._room[slot] = generation.room
-        self._worker[slot] = self._workers.setdefault(key, len(self._workers))
-        self._next_idx[slot] = len(generation.token_ids)
-        self._last_s[slot] = generation.last_token_s
-        shared = loan.interval is self._interval
-        self._own_interval[slot] = 0 if shared else loan.interval.tokens
-        self._waiting[slot] = loan.waiting
-        self._held[slot] = loan.held
-        self._num_writes[slot] = 0
-        self._num_recent[slot] = 0
         self._seats[slot] = generation, loan
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
         self._before[slot] = loan.before + b'"'
         self._after[slot] = _same(b'"' + loan.after)
         self._send[slot] = loan.stream.send_body
-        self._seating = None
+        shared = loan.interval is self._interval
+        return (
+            slot,
+            generation.room,
+            self._workers.setdefault(key, len(self._workers)),
+            len(generation.token_ids),
+            generation.last_token_s,
+            generation.decoding,
+            0 if shared else loan.interval.tokens,
+            loan.waiting,
+            loan.held,
+        )
 
     def _give_back_slot(self, slot: int) -> Loan:
         seat = self._seats[slot]
@@ -304,7 +350,7 @@ class PlainStreams:
         old = len(self._room)
         new = max(_FIRST_CAPACITY, old)
         for name in (
-            "_room", "_worker", "_next_idx", "_last_s", "_own_interval", "_waiting", "_held",
+            "_room", "_worker", "_next_idx", "_last_s", "_begun", "_own_interval", "_waiting", "_held",
             "_num_writes", "_recent", "_num_recent",
         ):  # fmt: skip
             column = getattr(self, name)

@@ -66,7 +66,6 @@ class Steps:
         """
         self._keep_pace(link, batch)
         runs = runs_of(unpack_rows(batch))
-        self._plain.seat_invited(len(runs))
         group = self._group_size or len(runs)
         for start in range(0, len(runs), group):
             if start:
@@ -77,6 +76,14 @@ class Steps:
             self._metrics.step(len(gaps_s), gaps_s)
             if len(rest):
                 self._tell_runs(link, part, rest, now_s)
+        # What was told is sent in the loop's next turn, and written at its end: that goes first.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._settle)
+
+    def _settle(self) -> None:
+        for generation in self._plain.begun():
+            self._placement.progressed(generation)
+        self._plain.seat_invited(len(self._placement))
 
     def forget(self, worker: Key) -> None:
         """That incarnation is gone."""
@@ -103,6 +110,7 @@ class Steps:
             if generation is None:
                 self._stray(link, room)
                 continue
+            generation.reclaim()
             try:
                 tokens = generation.accept(*run)
                 if tokens is None:
@@ -126,7 +134,7 @@ class Steps:
                 self._placement.progressed(generation)
             if generation.finish:
                 self._owner.finish(generation)
-            elif generation.decoding:
+            else:
                 self._plain.invite(generation)
         self._metrics.step(num_tokens, gaps_s)
 

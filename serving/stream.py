@@ -48,7 +48,7 @@ class Events(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Loan:
     """What it takes to write a stream's events in its place.
 

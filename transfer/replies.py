@@ -8,8 +8,9 @@ from transfer import wire
 # A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
 MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
-# Of one message, so that it stays below what gRPC takes and a loop handles in one go.
-_ROWS_PER_MESSAGE = 1 << 15
+# Rows of one message, so that a loop handles it in one go: 61,680 without logprobs, of which a reader
+# may have 30 of each of 2,048 streams to write at once. Those with logprobs cost it more, and have more.
+_ROW_BYTES_PER_MESSAGE = 1 << 20
 
 
 class Replies:
@@ -58,10 +59,10 @@ class Replies:
         if self._ended or not self._waiting:
             return None
         taken: list[wire.StepBatch] = []
-        num_rows = 0
+        num_bytes = 0
         for batch in self._waiting:
-            num_rows += batch.num_rows
-            if taken and num_rows > _ROWS_PER_MESSAGE:
+            num_bytes += batch.row_bytes
+            if taken and num_bytes > _ROW_BYTES_PER_MESSAGE:
                 break
             taken.append(batch)
         del self._waiting[: len(taken)]

@@ -52,6 +52,9 @@ class Cluster:
         self.rooms: dict[int, Generation] = {}
         self.failed: list[Generation] = []
 
+    def __len__(self) -> int:
+        return len(self.rooms)
+
     def at(self, room: int, key: Key) -> Generation | None:
         generation = self.rooms.get(room)
         return generation if generation is not None and generation.involves(key) else None
@@ -110,7 +113,12 @@ class Crowd:
         self.cluster.rooms[room] = generation
 
     async def tell(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
-        """rows: (room, token index, id, finish). All that is written leaves."""
+        """rows: (room, token index, id, finish). All that is written leaves, and streams settle."""
+        await self.tell_only(key, rows)
+        await turns(2)
+
+    async def tell_only(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
+        """The same up to where they settle."""
         rooms, idx, ids, finish = zip(*rows, strict=True)
         batch = wire.StepBatch(
             key[0],
@@ -137,6 +145,12 @@ class Crowd:
         return [stream.bench.wire.bodies for stream in self.streams]
 
 
+async def turns(count: int) -> None:
+    """Of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 class _Pair:
     decode_key = DECODE
     prefill_key = PREFILL
@@ -144,8 +158,8 @@ class _Pair:
 
 @pytest.fixture(autouse=True)
 def _any_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
-    monkeypatch.setattr(plain_streams, "RECENT", 4)  # so that it is full now and then
+    monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 1)
+    monkeypatch.setattr(plain_streams, "RECENT", 2)  # so that it is full now and then
 
 
 async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
@@ -192,8 +206,7 @@ async def test_a_slow_client_takes_its_stream_back_and_delays_nobody() -> None:
     assert crowd.num_lent == 2
     assert crowd.streams[1].texts() == list("abcdefgh")
     slow.bench.wire.free.set()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await turns(2)
     assert slow.texts() == list("abcdefgh")
     # What came meanwhile left in one write, and after the next step it lends again.
     assert b"".join(slow.bench.wire.bodies[-1:]).count(b"data: ") == 3
@@ -232,16 +245,14 @@ async def test_a_generation_that_moves_takes_all_its_tokens_along() -> None:
 async def test_a_generation_that_moved_since_it_was_invited_does_not_lend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 99)
-    crowd = await begun(interval=3)
-    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
-    moved, *others = crowd.generations
+    crowd = await invited(monkeypatch, interval=3)
+    moved = crowd.generations[0]
     crowd.cluster.leave(moved)
     crowd.attempt(moved, FIRST_ROOM + 99)
-    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in others])
+    await turns(2)
     assert [g.lent_to is not None for g in crowd.generations] == [False, True, True]
-    for idx in range(4, 9):
-        key = PREFILL if idx == 4 else DECODE
+    for idx in range(5, 9):
+        key = PREFILL if idx == 5 else DECODE
         await crowd.tell(key, [(moved.room, idx, LETTER_A + idx, 0)])
     assert crowd.streams[0].texts() == ["a", "bcd", "efg"]
 
@@ -249,13 +260,20 @@ async def test_a_generation_that_moved_since_it_was_invited_does_not_lend(
 async def test_a_generation_that_left_since_it_was_invited_does_not_lend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 99)
-    crowd = await begun()
-    monkeypatch.setattr(plain_streams, "LEAST_RUNS", 1)
-    gone, *others = crowd.generations
-    crowd.cluster.leave(gone)
-    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in others])
+    crowd = await invited(monkeypatch)
+    crowd.cluster.leave(crowd.generations[0])
+    await turns(2)
     assert [g.lent_to is not None for g in crowd.generations] == [False, True, True]
+
+
+async def invited(monkeypatch: pytest.MonkeyPatch, **asks: Any) -> Crowd:
+    """All of them may lend in a moment, and have not lent before."""
+    monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 99)
+    crowd = await begun(**asks)
+    assert not crowd.num_lent
+    monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 1)
+    await crowd.tell_only(DECODE, [(g.room, 4, LETTER_A + 4, 0) for g in crowd.generations])
+    return crowd
 
 
 async def test_tokens_are_counted_and_their_gaps_measured() -> None:
@@ -295,8 +313,8 @@ def test_columns_write_the_bytes_that_each_stream_alone_would_write(
 ) -> None:
     ids = [random.choices(TOKENS, k=90) for _ in range(3)]
 
-    async def written(least_runs: int) -> tuple[list[list[bytes]], int]:
-        plain_streams.LEAST_RUNS = least_runs
+    async def written(least_streams: int) -> tuple[list[list[bytes]], int]:
+        plain_streams.LEAST_STREAMS = least_streams
         crowd = Crowd(3, interval, own, group_size)
         lent = await _play(crowd, ids, plan)
         return crowd.bodies(), lent
@@ -337,15 +355,13 @@ async def _play(crowd: Crowd, ids: list[list[int]], plan: list[tuple[str, list[i
             crowd.steps.interval.tokens = 1 + sum(counts)
         if rows:
             await crowd.tell(DECODE, rows)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns(3)
         num_lent += crowd.num_lent
     crowd.streams[0].bench.wire.free.set()
     rows = [*held, *((g.room, told[at], LETTER_A, wire.STOP) for at, g in
                      enumerate(crowd.generations))]  # fmt: skip
     await crowd.tell(DECODE, rows)
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns(5)
     crowd.flush()
     assert crowd.num_lent == 0
     return num_lent
