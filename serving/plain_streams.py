@@ -350,8 +350,8 @@ class PlainStreams:
         old = len(self._room)
         new = max(_FIRST_CAPACITY, old)
         for name in (
-            "_room", "_worker", "_next_idx", "_last_s", "_begun", "_own_interval", "_waiting", "_held",
-            "_num_writes", "_recent", "_num_recent",
+            "_room", "_worker", "_next_idx", "_last_s", "_begun", "_own_interval", "_waiting",
+            "_held", "_num_writes", "_recent", "_num_recent",
         ):  # fmt: skip
             column = getattr(self, name)
             more = np.zeros((new, *column.shape[1:]), column.dtype)

@@ -11,6 +11,7 @@ import numpy as np
 from tests.fake_network import logprob_of, prompt_logprobs, top_arrays
 from tests.recording import until
 from transfer import wire
+from transfer.clock import Clock
 from transfer.emit import Rows, StepEmitter
 from transfer.errors import Code
 from transfer.rpc import RpcServer, Security
@@ -94,6 +95,7 @@ class FakeHome(Protocol):
     security: Security
     registry: FakeRegistry
     context_length: int
+    clock: Clock
 
     @property
     def network(self) -> Callable[[Sequence[int]], int]: ...
@@ -314,7 +316,8 @@ class FakeWorker:
         self._flush_emitter()
 
     def _flush_emitter(self) -> None:
-        for api_id, batch in self._emitter.take(0.0).items():
+        now_s = self.cluster.clock.monotonic_s()
+        for api_id, batch in self._emitter.take(now_s).items():
             self._send(api_id, batch)
 
     def _send(self, api_id: str, batch: wire.StepBatch) -> None:

@@ -8,9 +8,9 @@ from transfer import wire
 # A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
 MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
-# Rows of one message, so that a loop handles it in one go: 61,680 without logprobs, of which a reader
-# may have 30 of each of 2,048 streams to write at once. Those with logprobs cost it more, and have more.
-_ROW_BYTES_PER_MESSAGE = 1 << 20
+# Of the rows of one message, so that a loop handles it in one go: 61,680 rows without logprobs, 30
+# of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
+ROW_BYTES_PER_MESSAGE = 1 << 20
 
 
 class Replies:
@@ -62,7 +62,7 @@ class Replies:
         num_bytes = 0
         for batch in self._waiting:
             num_bytes += batch.row_bytes
-            if taken and num_bytes > _ROW_BYTES_PER_MESSAGE:
+            if taken and num_bytes > ROW_BYTES_PER_MESSAGE:
                 break
             taken.append(batch)
         del self._waiting[: len(taken)]

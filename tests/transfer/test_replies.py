@@ -89,7 +89,7 @@ async def test_legs_of_all_steps_come_in_order_and_count_as_events(
 
 async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: pytest.MonkeyPatch):
     plain = step(0, [1, 2]).row_bytes
-    monkeypatch.setattr(transfer.replies, "_ROW_BYTES_PER_MESSAGE", 2 * plain)
+    monkeypatch.setattr(transfer.replies, "ROW_BYTES_PER_MESSAGE", 2 * plain)
     replies = Replies()
     for idx in range(5):
         replies.offer(step(idx, [1, 2]))
@@ -102,7 +102,8 @@ async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: p
     for idx in range(2):  # each row of these takes as much as several without logprobs
         replies.offer(step(idx, [1, 2], top=[0, 1]))
     merged = await replies.take(1.0)
-    assert merged is not None and merged.num_rows == 2
+    assert merged is not None
+    assert merged.num_rows == 2
     assert await replies.take(1.0) is not None
     with pytest.raises(TimeoutError):
         await replies.take(0.0)
