@@ -27,9 +27,10 @@ _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
 # A step that waited for so long has others behind it: they are told together, which costs little
-# more than one of them does.
+# more than one of them does. The next may come within a tenth of what this one has waited.
 _BEHIND_S = 0.01
-_NEXT_WITHIN_S = 0.0005
+_NEXT_WITHIN = 0.1
+_NEXT_WITHIN_S = 0.004
 
 
 class LinkOwner(Protocol):
@@ -259,7 +260,7 @@ class WorkerLink:
         """Further steps that have come, or do so at once. row_bytes: of those before."""
         waiting: list[wire.StepBatch] = []
         while row_bytes < ROW_BYTES_PER_MESSAGE:
-            batch = await ahead.next_within(_NEXT_WITHIN_S)
+            batch = await ahead.next_within(min(_NEXT_WITHIN * self.lag_s, _NEXT_WITHIN_S))
             if batch is None:
                 break
             if self._takes(batch):

@@ -107,23 +107,26 @@ async def test_steps_that_waited_are_told_together(monkeypatch: pytest.MonkeyPat
     async with FakeCluster(auto_step=False, clock=ManualClock()) as cluster:
         dispatcher = await cluster.dispatcher()
         told = _rows_told(dispatcher, monkeypatch)
-        sink, spec = RecordingSink(), cluster.spec()
-        dispatcher.submit(spec, sink)
+        sink, spec = RecordingSink(), cluster.spec(max_new_tokens=20)
+        generation = dispatcher.submit(spec, sink)
         await running(cluster, sink, 3)
-        assert told == [1, 1, 1], "these came as they were made"
-
         decode, clock = cluster.decode[0], cluster.clock
+        num_tokens = decode.rooms[generation.room].next_idx
+        await sink.received(num_tokens)
+        assert told == [1] * num_tokens, "these came as they were made"
+
         row_bytes = 17
         monkeypatch.setattr(worker_link, "ROW_BYTES_PER_MESSAGE", 3 * row_bytes)
-        monkeypatch.setattr(worker_link, "_NEXT_WITHIN_S", 10.0)
+        for name in ("_NEXT_WITHIN", "_NEXT_WITHIN_S"):
+            monkeypatch.setattr(worker_link, name, 1000.0)
         decode.hold()
         for _ in range(3):
             cluster.step()
         assert isinstance(clock, ManualClock)
         clock.advance(0.05)
         decode.release()
-        await sink.received(6)
-        assert told[3:] == [3]
+        await sink.received(num_tokens + 3)
+        assert told[num_tokens:] == [3]
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
 
