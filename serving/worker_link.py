@@ -15,7 +15,7 @@ from serving.timers import Timers, pause
 from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import Code, Incompatible, RpcError, Unavailable
-from transfer.replies import ROW_BYTES_PER_MESSAGE, merge
+from transfer.replies import ROW_BYTES_PER_MESSAGE, merge, row_bytes
 from transfer.rpc import RpcClient, Security
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
 # A step that waited for so long has others behind it: they are told together, which costs little
-# more than one of them does. The next may come within a tenth of what this one has waited.
+# more than one of them does. They may come within a tenth of what this one has waited.
 _BEHIND_S = 0.01
 _NEXT_WITHIN = 0.1
 _NEXT_WITHIN_S = 0.004
@@ -98,7 +98,8 @@ class Ahead:
     async def next_within(self, timeout_s: float) -> wire.StepBatch | None:
         """The same if it comes in time. Leaves the end, and errors, to `next`."""
         reading = self._reading
-        await asyncio.wait((reading,), timeout=timeout_s)
+        if timeout_s > 0:
+            await asyncio.wait((reading,), timeout=timeout_s)
         if not reading.done() or reading.cancelled() or reading.exception() is not None:
             return None
         return await self.next()
@@ -251,21 +252,25 @@ class WorkerLink:
                     logger.info("worker %s is open", self.worker_id)
                     context.owner.on_open(self)
                 if batch.rooms:
-                    self.lag_s = lag.measure(batch.emitted_s, self.heard_s)
-                    if self.lag_s > _BEHIND_S:
-                        batch = merge([batch, *await self._waiting(ahead, batch.row_bytes)])
+                    batch = merge([batch, *await self._waiting(ahead, batch, lag)])
                 await context.owner.on_batch(self, batch)
 
-    async def _waiting(self, ahead: Ahead, row_bytes: int) -> list[wire.StepBatch]:
-        """Further steps that have come, or do so at once. row_bytes: of those before."""
+    async def _waiting(self, ahead: Ahead, batch: wire.StepBatch, lag: Lag) -> list[wire.StepBatch]:
+        """Further steps that have come behind one that waited, or do so soon."""
+        clock = self._context.clock
+        self.lag_s = lag.measure(batch.emitted_s, self.heard_s)
+        if self.lag_s < _BEHIND_S:
+            return []
+        until_s = clock.monotonic_s() + min(_NEXT_WITHIN * self.lag_s, _NEXT_WITHIN_S)
+        num_bytes = row_bytes(batch)
         waiting: list[wire.StepBatch] = []
-        while row_bytes < ROW_BYTES_PER_MESSAGE:
-            batch = await ahead.next_within(min(_NEXT_WITHIN * self.lag_s, _NEXT_WITHIN_S))
-            if batch is None:
+        while num_bytes < ROW_BYTES_PER_MESSAGE:
+            found = await ahead.next_within(until_s - clock.monotonic_s())
+            if found is None:
                 break
-            if self._takes(batch):
-                waiting.append(batch)
-                row_bytes += batch.row_bytes
+            if self._takes(found):
+                waiting.append(found)
+                num_bytes += row_bytes(found)
         return waiting
 
     def _takes(self, batch: wire.StepBatch) -> bool:

@@ -61,7 +61,7 @@ class Replies:
         taken: list[wire.StepBatch] = []
         num_bytes = 0
         for batch in self._waiting:
-            num_bytes += batch.row_bytes
+            num_bytes += row_bytes(batch)
             if taken and num_bytes > ROW_BYTES_PER_MESSAGE:
                 break
             taken.append(batch)
@@ -106,6 +106,13 @@ def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
         events=tuple([event for batch in batches for event in batch.events]),
         legs=tuple([leg for batch in batches for leg in batch.legs]),
     )
+
+
+def row_bytes(batch: wire.StepBatch) -> int:
+    """Of all arrays of its rows."""
+    always = len(batch.rooms) + len(batch.token_ids) + len(batch.token_idx) + len(batch.finish)
+    top = len(batch.top_rows) + len(batch.top_ids) + len(batch.top_logprobs)
+    return always + len(batch.logprobs) + top
 
 
 def _num_events(batch: wire.StepBatch) -> int:

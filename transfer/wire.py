@@ -225,13 +225,6 @@ class StepBatch(Message):
     def num_rows(self) -> int:
         return len(self.rooms) // 8
 
-    @property
-    def row_bytes(self) -> int:
-        """Of all arrays of the rows."""
-        always = len(self.rooms) + len(self.token_ids) + len(self.token_idx) + len(self.finish)
-        top = len(self.top_rows) + len(self.top_ids) + len(self.top_logprobs)
-        return always + len(self.logprobs) + top
-
 
 class Subscribe(Message):
     """An API process opens its reply stream; when it breaks, its rooms are dropped."""
