@@ -302,6 +302,7 @@ class Dispatcher:
 
     def on_broken(self, link: WorkerLink, message: str) -> None:
         self._placement.worker_lost(link.key, message, link.drained)
+        self._steps.forget(link.key)
         self._membership.broken(link)
 
     def on_refused(self, link: WorkerLink, refusal: wire.Refusal) -> None:

@@ -1,6 +1,6 @@
 """How many tokens a streamed chunk has: as asked, or by how far the loop is behind the steps."""
 
-import math
+from serving.router import Key
 
 WIDEN_LAG_S = 0.05  # behind by so much, the loop does not keep up
 NARROW_LAG_S = 0.01
@@ -30,23 +30,28 @@ class Interval:
 
 
 class Lag:
-    """How far behind a worker's steps this loop is.
+    """How far behind the steps this loop is, by worker.
 
     A step's time is on its worker's clock, so what counts is how much longer a step took to get
     here than the quickest one did: time that it waited for gRPC's flow control and for the loop.
     """
 
     def __init__(self) -> None:
-        self._quickest_s = math.inf
-        self._heard_s = 0.0
+        self._quickest_s: dict[Key, float] = {}
+        self._heard_s: dict[Key, float] = {}
 
-    def measure(self, emitted_s: float, now_s: float) -> float:
+    def measure(self, worker: Key, emitted_s: float, now_s: float) -> float:
         """Seconds that a step which is handled now has waited."""
         took_s = now_s - emitted_s
-        drifted_s = self._quickest_s + _DRIFT * (now_s - self._heard_s)
-        self._quickest_s = min(took_s, drifted_s)
-        self._heard_s = now_s
-        return took_s - self._quickest_s
+        since_s = now_s - self._heard_s.get(worker, now_s)
+        quickest_s = min(took_s, self._quickest_s.get(worker, took_s) + _DRIFT * since_s)
+        self._quickest_s[worker] = quickest_s
+        self._heard_s[worker] = now_s
+        return took_s - quickest_s
+
+    def forget(self, worker: Key) -> None:
+        self._quickest_s.pop(worker, None)
+        self._heard_s.pop(worker, None)
 
 
 class AutoInterval(Interval):

@@ -7,10 +7,11 @@ import numpy as np
 
 from serving.config import ServeConfig
 from serving.generation import Generation
-from serving.interval import AutoInterval, Interval
+from serving.interval import AutoInterval, Interval, Lag
 from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.plain_streams import PlainStreams
+from serving.router import Key
 from serving.step_rows import Runs, runs_of, unpack_rows
 from serving.worker_link import WorkerLink
 from transfer import wire
@@ -54,6 +55,7 @@ class Steps:
         self._metrics = metrics
         self._clock = clock
         self._owner = owner
+        self._lag = Lag()
         self._plain = PlainStreams(self.interval)
         self._strays: dict[tuple[str, int], int] = {}
 
@@ -62,7 +64,7 @@ class Steps:
 
         Raises BadMessage when its arrays disagree.
         """
-        self._keep_pace(link)
+        self._keep_pace(link, batch)
         runs = runs_of(unpack_rows(batch))
         group = self._group_size or len(runs)
         for start in range(0, len(runs), group):
@@ -83,10 +85,14 @@ class Steps:
             self._placement.progressed(generation)
         self._plain.seat_invited(len(self._placement))
 
-    def _keep_pace(self, link: WorkerLink) -> None:
-        self.lag_s = link.lag_s
+    def forget(self, worker: Key) -> None:
+        """That incarnation is gone."""
+        self._lag.forget(worker)
+
+    def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
+        now_s = self._clock.monotonic_s()
+        self.lag_s = self._lag.measure(link.key, batch.emitted_s, now_s)
         if isinstance(self.interval, AutoInterval):
-            now_s = self._clock.monotonic_s()
             self.interval.observe(self.lag_s, now_s, self._clock.thread_cpu_s())
 
     def _tell_runs(self, link: WorkerLink, runs: Runs, which: np.ndarray, now_s: float) -> None:

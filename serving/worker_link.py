@@ -4,18 +4,17 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, Self, cast
+from typing import Protocol, cast
 
 import msgspec
 
-from serving.interval import Lag
 from serving.router import Key, key_of
 from serving.timers import Timers, pause
 from transfer import wire
 from transfer.clock import Clock
 from transfer.errors import Code, Incompatible, RpcError, Unavailable
-from transfer.replies import ROW_BYTES_PER_MESSAGE, merge, row_bytes
 from transfer.rpc import RpcClient, Security
 
 logger = logging.getLogger(__name__)
@@ -26,11 +25,6 @@ MAX_BATCH = 256  # submits in one call
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
-# A step that waited for so long has others behind it: they are told together, which costs little
-# more than one of them does. They may come within a tenth of what this one has waited.
-_BEHIND_S = 0.01
-_NEXT_WITHIN = 0.1
-_NEXT_WITHIN_S = 0.004
 
 
 class LinkOwner(Protocol):
@@ -77,49 +71,6 @@ class Context:
     stream_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
-class Ahead:
-    """Reads a stream of steps one message ahead of whoever handles them.
-
-    What has come while a step was handled is so there at once. A context manager, which ends the
-    stream's call with it, and not when the garbage collector comes by.
-    """
-
-    def __init__(self, batches: AsyncGenerator[wire.StepBatch, None]) -> None:
-        self._batches = batches
-        self._reading = self._read()
-
-    async def next(self) -> wire.StepBatch | None:
-        """The next message; None when the stream has ended. Raises what the stream raises."""
-        batch = await self._reading
-        if batch is not None:
-            self._reading = self._read()
-        return batch
-
-    async def next_within(self, timeout_s: float) -> wire.StepBatch | None:
-        """The same if it comes in time. Leaves the end, and errors, to `next`."""
-        reading = self._reading
-        if timeout_s > 0:
-            await asyncio.wait((reading,), timeout=timeout_s)
-        if not reading.done() or reading.cancelled() or reading.exception() is not None:
-            return None
-        return await self.next()
-
-    def _read(self) -> asyncio.Task[wire.StepBatch | None]:
-        return asyncio.ensure_future(_next_of(self._batches))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
-        await self._batches.aclose()
-
-
-async def _next_of(batches: AsyncGenerator[wire.StepBatch, None]) -> wire.StepBatch | None:
-    return await anext(batches, None)
-
-
 class WorkerLink:
     """Keeps one reply stream open until retired, and sends submits and aborts in order.
 
@@ -132,7 +83,6 @@ class WorkerLink:
         self.member = member
         self.key: Key = key_of(member)
         self.open = False
-        self.lag_s = 0.0  # what the last step waited to be handled
         self.drained = False  # it said that nothing of ours is left there
         self.api_id = ""
         self._context = context
@@ -242,47 +192,21 @@ class WorkerLink:
         context = self._context
         self.api_id = f"{context.api_id}.{next(context.stream_numbers)}"
         stream = self._client.stream("Subscribe", wire.Subscribe(self.api_id), wire.StepBatch)
-        async with Ahead(cast(AsyncGenerator[wire.StepBatch, None], stream)) as ahead:
-            lag = Lag()
-            while (batch := await ahead.next()) is not None:
-                if not self._takes(batch):
+        # Left early, its call must end now and not when the garbage collector comes by.
+        async with aclosing(cast(AsyncGenerator[wire.StepBatch, None], stream)) as batches:
+            async for batch in batches:
+                if (batch.worker_id, batch.epoch) != self.key:
+                    self._reject(batch)
                     continue
+                self.heard_s = context.clock.monotonic_s()
+                if batch.step != self._last_step or batch.rooms or not self.open:
+                    self._last_step = batch.step
+                    self._progress_s = self.heard_s
                 if not self.open:
                     self.open = True
                     logger.info("worker %s is open", self.worker_id)
                     context.owner.on_open(self)
-                if batch.rooms:
-                    batch = merge([batch, *await self._waiting(ahead, batch, lag)])
                 await context.owner.on_batch(self, batch)
-
-    async def _waiting(self, ahead: Ahead, batch: wire.StepBatch, lag: Lag) -> list[wire.StepBatch]:
-        """Further steps that have come behind one that waited, or do so soon."""
-        clock = self._context.clock
-        self.lag_s = lag.measure(batch.emitted_s, self.heard_s)
-        if self.lag_s < _BEHIND_S:
-            return []
-        until_s = clock.monotonic_s() + min(_NEXT_WITHIN * self.lag_s, _NEXT_WITHIN_S)
-        num_bytes = row_bytes(batch)
-        waiting: list[wire.StepBatch] = []
-        while num_bytes < ROW_BYTES_PER_MESSAGE:
-            found = await ahead.next_within(until_s - clock.monotonic_s())
-            if found is None:
-                break
-            if self._takes(found):
-                waiting.append(found)
-                num_bytes += row_bytes(found)
-        return waiting
-
-    def _takes(self, batch: wire.StepBatch) -> bool:
-        """Whether this incarnation says it, which then lives. Raises Incompatible."""
-        if (batch.worker_id, batch.epoch) != self.key:
-            self._reject(batch)
-            return False
-        self.heard_s = self._context.clock.monotonic_s()
-        if batch.step != self._last_step or batch.rooms or not self.open:
-            self._last_step = batch.step
-            self._progress_s = self.heard_s
-        return True
 
     def _reject(self, batch: wire.StepBatch) -> None:
         """Drop what another incarnation says; raise Incompatible when it lives at this address."""

@@ -4,20 +4,23 @@ import pytest
 
 from serving.interval import MOST_TOKENS, AutoInterval, Lag
 
+WORKER = ("d", 1)
+
 
 def test_lag_is_what_a_step_took_beyond_the_quickest_one():
     lag = Lag()
     ahead_s = -5000.0  # the worker's clock is another host's
-    assert lag.measure(10.0 - ahead_s, 10.002) == 0.0
-    assert lag.measure(11.0 - ahead_s, 11.032) == pytest.approx(0.030, abs=2e-3)
-    assert lag.measure(12.0 - ahead_s, 12.001) == pytest.approx(0.0, abs=1e-9)
+    assert lag.measure(WORKER, 10.0 - ahead_s, 10.002) == 0.0
+    assert lag.measure(WORKER, 11.0 - ahead_s, 11.032) == pytest.approx(0.030, abs=2e-3)
+    assert lag.measure(WORKER, 12.0 - ahead_s, 12.001) == pytest.approx(0.0, abs=1e-9)
+    assert lag.measure(("p", 1), 0.0, 12.5) == 0.0, "each worker has its own clock"
 
 
 def test_a_path_that_got_longer_is_no_lag_for_ever():
     lag = Lag()
-    lag.measure(0.0, 0.001)
-    assert lag.measure(1.0, 1.101) == pytest.approx(0.1, rel=0.1)
-    assert lag.measure(300.0, 300.101) == 0.0
+    lag.measure(WORKER, 0.0, 0.001)
+    assert lag.measure(WORKER, 1.0, 1.101) == pytest.approx(0.1, rel=0.1)
+    assert lag.measure(WORKER, 300.0, 300.101) == 0.0
 
 
 class Loop:

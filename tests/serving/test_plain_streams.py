@@ -35,7 +35,6 @@ TOKENS = [LETTER_A, LETTER_A + 1, FIRST_BYTE, SECOND_BYTE, EOS, 1 << 20]
 @dataclass
 class Link:
     key: Key
-    lag_s: float = 0.0
     aborted: list[int] = field(default_factory=list)
 
     @property

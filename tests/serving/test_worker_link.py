@@ -1,21 +1,10 @@
-"""What is sent to one worker: in order, together, and never after its stream is gone.
+"""What is sent to one worker: in order, together, and never after its stream is gone."""
 
-And what comes from it: steps that waited are told together.
-"""
+from collections.abc import Callable
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
-
-import pytest
-
-from serving import worker_link
-from serving.dispatch import Dispatcher
-from serving.worker_link import Ahead, WorkerLink
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
-from tests.serving.test_placement import played, running
-from transfer import wire
-from transfer.clock import ManualClock
-from transfer.errors import Code, Unavailable
+from tests.serving.test_placement import played
+from transfer.errors import Code
 
 
 def holds(worker: FakeWorker, num_rooms: int) -> Callable[[], bool]:
@@ -101,75 +90,3 @@ async def test_a_broken_stream_is_opened_again_under_another_name():
         assert cluster.decode[0].rooms[generation.room].submit.api_id != before
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
-
-
-async def test_steps_that_waited_are_told_together(monkeypatch: pytest.MonkeyPatch):
-    async with FakeCluster(auto_step=False, clock=ManualClock()) as cluster:
-        dispatcher = await cluster.dispatcher()
-        told = _rows_told(dispatcher, monkeypatch)
-        sink, spec = RecordingSink(), cluster.spec(max_new_tokens=20)
-        generation = dispatcher.submit(spec, sink)
-        await running(cluster, sink, 3)
-        decode, clock = cluster.decode[0], cluster.clock
-        num_tokens = decode.rooms[generation.room].next_idx
-        await sink.received(num_tokens)
-        assert told == [1] * num_tokens, "these came as they were made"
-
-        row_bytes = 17
-        monkeypatch.setattr(worker_link, "ROW_BYTES_PER_MESSAGE", 3 * row_bytes)
-        for name in ("_NEXT_WITHIN", "_NEXT_WITHIN_S"):
-            monkeypatch.setattr(worker_link, name, 1000.0)
-        decode.hold()
-        for _ in range(3):
-            cluster.step()
-        assert isinstance(clock, ManualClock)
-        clock.advance(0.05)
-        decode.release()
-        await sink.received(num_tokens + 3)
-        assert told[num_tokens:] == [3]
-        await played(cluster, sink)
-        assert sink.token_ids == cluster.expected(spec)
-
-
-def _rows_told(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each batch has that the dispatcher is told, from now on."""
-    told: list[int] = []
-    on_batch = dispatcher.on_batch
-
-    async def noted(link: WorkerLink, batch: wire.StepBatch) -> None:
-        if batch.rooms:
-            told.append(batch.num_rows)
-        await on_batch(link, batch)
-
-    monkeypatch.setattr(dispatcher, "on_batch", noted)
-    return told
-
-
-async def test_what_is_read_ahead_is_lost_to_nobody():
-    steps: asyncio.Queue[wire.StepBatch | None] = asyncio.Queue()
-    ended: list[bool] = []
-
-    async def stream() -> AsyncGenerator[wire.StepBatch, None]:
-        try:
-            while (step := await steps.get()) is not None:
-                yield step
-            raise Unavailable("the worker is gone")
-        finally:
-            ended.append(True)
-
-    first, second = (wire.StepBatch("d", 1, step, 0.0) for step in (1, 2))
-    async with Ahead(stream()) as ahead:
-        assert await ahead.next_within(0.0) is None
-        steps.put_nowait(first)
-        assert await ahead.next() is first
-        steps.put_nowait(second)
-        steps.put_nowait(None)
-        assert await ahead.next_within(10.0) is second
-        assert await ahead.next_within(10.0) is None, "why it ended is for next() to say"
-        with pytest.raises(Unavailable):
-            await ahead.next()
-    assert ended == [True]
-
-    async with Ahead(stream()):
-        await asyncio.sleep(0)
-    assert ended == [True, True], "the stream ends with who reads it, though nothing came"
