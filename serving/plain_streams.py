@@ -79,7 +79,7 @@ class PlainStreams:
         invited, self._invited = self._invited, []
         if num_streams < LEAST_STREAMS:
             return
-        rows: list[tuple[float, ...]] = []
+        rows: list[tuple[int | float, ...]] = []
         for generation in invited:
             # One that ended meanwhile has no room; one that moved hears from prefill first.
             settled = generation.room and generation.computed and generation.in_order
@@ -285,7 +285,7 @@ class PlainStreams:
         once[:-1] &= ~again
         return _Seating(rooms, taken[at], known[at] == rooms, once)
 
-    def _fill(self, rows: list[tuple[float, ...]]) -> None:
+    def _fill(self, rows: list[tuple[int | float, ...]]) -> None:
         """Put what `_seat` returned into the columns."""
         columns = zip(*rows, strict=True)
         slot, room, worker, next_idx, last_s, begun, own_interval, waiting, held = columns
@@ -301,7 +301,7 @@ class PlainStreams:
         self._num_writes[slots] = self._num_recent[slots] = 0
         self._seating = None
 
-    def _seat(self, generation: Generation, loan: Loan) -> tuple[float, ...]:
+    def _seat(self, generation: Generation, loan: Loan) -> tuple[int | float, ...]:
         """Returns its slot and what the columns have of it."""
         key = generation.decode_key
         assert key is not None, "a room has a pair"

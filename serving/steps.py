@@ -110,7 +110,7 @@ class Steps:
             if generation is None:
                 self._stray(link, room)
                 continue
-            generation.reclaim()
+            generation.reclaim()  # the columns have it, and could not tell this run
             try:
                 tokens = generation.accept(*run)
                 if tokens is None:

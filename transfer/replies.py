@@ -10,7 +10,7 @@ MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
 # Of the rows of one message, so that a loop handles it in one go: 61,680 rows without logprobs, 30
 # of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
-ROW_BYTES_PER_MESSAGE = 1 << 20
+_ROW_BYTES_PER_MESSAGE = 1 << 20
 
 
 class Replies:
@@ -61,8 +61,8 @@ class Replies:
         taken: list[wire.StepBatch] = []
         num_bytes = 0
         for batch in self._waiting:
-            num_bytes += row_bytes(batch)
-            if taken and num_bytes > ROW_BYTES_PER_MESSAGE:
+            num_bytes += _row_bytes(batch)
+            if taken and num_bytes > _ROW_BYTES_PER_MESSAGE:
                 break
             taken.append(batch)
         del self._waiting[: len(taken)]
@@ -108,7 +108,7 @@ def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
     )
 
 
-def row_bytes(batch: wire.StepBatch) -> int:
+def _row_bytes(batch: wire.StepBatch) -> int:
     """Of all arrays of its rows."""
     always = len(batch.rooms) + len(batch.token_ids) + len(batch.token_idx) + len(batch.finish)
     top = len(batch.top_rows) + len(batch.top_ids) + len(batch.top_logprobs)

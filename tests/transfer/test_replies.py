@@ -8,7 +8,7 @@ import pytest
 import transfer.replies
 from transfer import wire
 from transfer.emit import Rows, StepEmitter
-from transfer.replies import Replies, merge, row_bytes
+from transfer.replies import Replies, merge
 
 EMITTER = StepEmitter("d", 3)
 
@@ -88,8 +88,8 @@ async def test_legs_of_all_steps_come_in_order_and_count_as_events(
 
 
 async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: pytest.MonkeyPatch):
-    plain = row_bytes(step(0, [1, 2]))
-    monkeypatch.setattr(transfer.replies, "ROW_BYTES_PER_MESSAGE", 2 * plain)
+    row_bytes = 8 + 4 + 4 + 1
+    monkeypatch.setattr(transfer.replies, "_ROW_BYTES_PER_MESSAGE", 4 * row_bytes)
     replies = Replies()
     for idx in range(5):
         replies.offer(step(idx, [1, 2]))
