@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from serving.demo import demo_model_path
 from tests.faults.member import Line, Member
 from tests.faults.network import Loopback, Network
 from tests.faults.proxy import Proxy
+from tests.ports import free_port
 
 CONTEXT = 512
 START_TIMEOUT_S = 240.0
@@ -100,7 +100,11 @@ class System:
                 self.open[api.name] == workers for api in self.named("api")
             )
 
-        await until(is_whole, START_TIMEOUT_S, lambda: f"not whole: {self.describe()}")
+        await until(
+            is_whole,
+            START_TIMEOUT_S,
+            lambda: f"not whole: {self.describe()}; {self.unexpected}\n{self.logs()}",
+        )
 
     def describe(self) -> str:
         """Who is in what state, in a line."""
@@ -224,14 +228,6 @@ class System:
             elif found := _BROKE.search(line.text):
                 self.open[line.member].discard(found[1])
         self._on_line(line)
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 async def until(true: Callable[[], bool], timeout_s: float, why: Callable[[], str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.plan import Phase
 from tests.faults.proxy import Proxy, Trap
-from tests.faults.system import free_port
+from tests.ports import free_port
 from transfer.backend import HEADER_BYTES, Frame, Kind, whole_frame
 
 # More than the sockets on its way hold: who sends it waits until it is read.

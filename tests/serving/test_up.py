@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster import up, wait_until
+from tests.ports import free_port
 from tests.serving.commands import (
     MODEL,
     SMALL_DECODE,
@@ -43,12 +43,6 @@ def commands(tmp_path: Path) -> Iterator[list[Command]]:
     yield started
     for command in started:
         command.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def ask(n: int, max_new_tokens: int) -> dict[str, Any]:
