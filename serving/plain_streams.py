@@ -7,6 +7,7 @@ arrays over all streams. It gets everything back at once when a row is anything 
 when its client is slow, and at whatever ends or moves it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,15 @@ class _Seating:
     slots: np.ndarray  # i64, anyone's where the room has none
     seated: np.ndarray  # bool: it has one
     once: np.ndarray  # bool: it has no other run
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Events that leave one after the other, and which does now."""
+
+    slot: int = -1
+    num_bytes: int = 0  # of its event
+    parted: bool = False  # its send did not end at once; the others go on without it
 
 
 class PlainStreams:
@@ -246,24 +256,39 @@ class PlainStreams:
     def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
         """Send each its event. Returns the places of those that have no text to show."""
         silent: list[int] = []
+        events = zip(range(len(slots)), slots, texts, strict=True)
+        while True:
+            burst = _Burst()
+            sending = self._send_each(burst, events, silent)
+            try:
+                awaited = sending.send(None)
+            except StopIteration:
+                return silent
+            except Exception as error:  # likewise
+                self._give_back_slot(burst.slot).stream.broke(error)
+            else:  # this slot's send waits; what is left of the coroutine belongs to its stream
+                burst.parted = True
+                loan = self._give_back_slot(burst.slot)
+                loan.stream.stalled(sending, awaited, burst.num_bytes)
+
+    async def _send_each(
+        self, burst: "_Burst", events: Iterator[tuple[int, int, bytes]], silent: list[int]
+    ) -> None:
+        """Await the sends of all events, or one that did not end at once.
+
+        One coroutine for all: to run each stream's by hand costs an exception for every token.
+        """
         before, after, send = self._before, self._after, self._send
-        for place, (slot, text) in enumerate(zip(slots, texts, strict=True)):
+        for place, slot, text in events:
             if not text:
                 silent.append(place)
                 continue
+            burst.slot = slot
             data = before[slot] + text + after[slot]
-            try:
-                sending = send[slot](
-                    {"type": "http.response.body", "body": data, "more_body": True}
-                )
-                awaited = sending.send(None)
-            except StopIteration:
-                continue
-            except Exception as error:  # likewise
-                self._give_back_slot(slot).stream.broke(error)
-            else:
-                self._give_back_slot(slot).stream.stalled(sending, awaited, len(data))
-        return silent
+            burst.num_bytes = len(data)
+            await send[slot]({"type": "http.response.body", "body": data, "more_body": True})
+            if burst.parted:
+                return
 
     def _seating_of(self, rooms: np.ndarray) -> "_Seating":
         """Who sits where, of rooms i64[n]; mostly they are those of the step before."""
