@@ -27,7 +27,6 @@ from transfer.rpc import RpcServer, Security
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
-_MOST_WAITING = 32  # steps that wait for the pipe before the engine does, in backlog
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
 
 
@@ -42,11 +41,7 @@ class Worker:
         # Begun by Submit, over by its last token or Abort.
         self.rooms: dict[int, wire.Submit] = {}
         self._workers = workers
-        # Bounded by the steps of a round, and by _MOST_WAITING for who asks for room.
-        self._streams: dict[str, Replies] = {}
-        self._newest_step = 0
-        self._taken_step = 0  # by the pipe
-        self._taken = asyncio.Event()
+        self._streams: dict[str, Replies] = {}  # bounded by the steps of a round
         self._server = RpcServer(workers.security)
 
     async def start(self) -> wire.WorkerInfo:
@@ -80,19 +75,12 @@ class Worker:
     def send(self) -> None:
         """Everything the emitter has, to the streams it is for."""
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
-            self._newest_step = batch.step
             assert self._streams[api_id].offer(batch), "a round is within what may wait"
 
     def over(self, rooms: Iterable[int]) -> None:
         """These had their last token here."""
         for room in rooms:
             self.rooms.pop(room, None)
-
-    async def room(self, most_waiting: int = _MOST_WAITING) -> None:
-        """Until fewer steps wait for the pipe, which takes one when gRPC's flow control lets it."""
-        while self._newest_step - self._taken_step >= most_waiting:
-            self._taken.clear()
-            await self._taken.wait()
 
     async def _submit(self, batch: wire.SubmitBatch) -> wire.SubmitReply:
         self.rooms.update({submit.room: submit for submit in batch.submits})
@@ -122,8 +110,6 @@ class Worker:
                     yield wire.StepBatch(self.worker_id, self.epoch, turn, 0.0)
                     continue
                 assert batch is not None, "nobody ends this stream"
-                self._taken_step = max(self._taken_step, batch.step)
-                self._taken.set()
                 yield batch
         finally:
             del self._streams[request.api_id]
@@ -182,9 +168,6 @@ class Workers:
         if token_idx == self._round.cell.output_tokens - 1:
             self._decode.over(rows.rooms.tolist())
 
-    async def room(self) -> None:
-        await self._decode.room()
-
     def _rows(self, streams: np.ndarray, rooms: np.ndarray, token_idx: int) -> Rows:
         assert self._round is not None, "rows outside of a round"
         last = token_idx == self._round.cell.output_tokens - 1
@@ -218,10 +201,6 @@ class FloorSteps:
 
     def emit(self, token_idx: int) -> None:
         self._write(token_idx, self._streams)
-
-    async def room(self) -> None:
-        assert self._writer is not None, "not started"
-        await self._writer.drain()
 
     async def _take(self, reader: asyncio.StreamReader) -> None:
         data = b""

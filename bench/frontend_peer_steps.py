@@ -55,9 +55,6 @@ class PeerSteps:
     def emit(self, token_idx: int) -> None:
         self._send(range(len(self._requests)), token_idx)
 
-    async def room(self) -> None:
-        """ZeroMQ takes every step at once."""
-
     async def _take(self) -> None:
         while True:
             requests = await self._messages.take()

@@ -21,7 +21,7 @@ REQUESTED = struct.Struct("<i")  # floor to engine: this stream was asked for
 
 
 # When the next step leaves. saturated: when the client holds all but a quarter of the last. paced:
-# by the clock. backlog: when the pipe to the server takes it, whatever the client has.
+# by the clock. backlog: at once, whatever the client has.
 Drive = Literal["saturated", "paced", "backlog"]
 
 

@@ -61,13 +61,9 @@ class Way(Protocol):
         """One token for every stream of the round."""
         ...
 
-    async def room(self) -> None:
-        """Until the pipe to the server takes another step."""
-        ...
-
 
 class Pacer:
-    """Sends the steps of a round: by the clock, as the client keeps up, or as the pipe takes."""
+    """Sends the steps of a round: by the clock, as the client keeps up, or all at once."""
 
     def __init__(self, way: Way, steering: socket.socket) -> None:
         self._way = way
@@ -88,7 +84,6 @@ class Pacer:
                 continue
             await asyncio.sleep(0)  # for the step to leave
             if cell.drive == "backlog":
-                await self._way.room()
                 continue
             pieces = pieces_of(token_idx + 1, cell.interval)
             if pieces > held_pieces and token_idx < cell.output_tokens - 1:

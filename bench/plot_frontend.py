@@ -17,7 +17,7 @@ _INK = "#7d8590"
 _COLOURS = ("#3b82f6", "#d9730d", "#2f9e63", "#a371f7")
 _TITLES = {
     "saturated": "a step when the client has the last",
-    "backlog": "steps as fast as the pipe takes them",
+    "backlog": "all steps at once",
 }
 _SETTINGS: Any = {
     "svg.hashsalt": "kvferry",

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import shutil
+import socket
 import sys
 from collections import defaultdict
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 from bench import cli
 from bench.frontend_cases import PACES, Case, all_of, cases_of
 from bench.frontend_designs import DESIGNS, main
-from bench.frontend_engine import Worker, Workers
+from bench.frontend_engine import Workers
 from bench.frontend_plan import Cell
 from bench.frontend_rows import Measured, report_case
+from bench.frontend_steps import Pacer
 from bench.frontend_typed import TypedEvents
 from bench.report import Report
 from bench.surroundings import Surroundings
@@ -215,19 +217,25 @@ def test_other_intervals_stand_beside_an_event_a_token_unless_that_is_the_baseli
 # --- the engine in backlog ------------------------------------------------------------------------
 
 
-async def test_in_backlog_the_engine_waits_for_the_pipe_and_for_nothing_else():
-    worker = Worker("decode", Workers(Security("a token of this test"), [1, 2]))
-    pipe = worker._subscribe(wire.Subscribe("api"))
-    await anext(pipe)
-    for room in range(32):
-        await asyncio.wait_for(worker.room(), 5.0)
-        worker.emitter.event("api", wire.RoomEvent(room, "prefilled"))
-        worker.send()
-    waiting = asyncio.ensure_future(worker.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await anext(pipe)
-    await asyncio.wait_for(waiting, 5.0)
+async def test_in_backlog_all_steps_leave_and_nothing_is_waited_for():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        left: list[int] = []
+
+        class Listed(Workers):
+            def emit(self, token_idx: int) -> None:
+                left.append(token_idx)
+
+        way = Listed(Security("a token of this test"), [1, 2])
+        current = way.begin(Cell(2, 5, 1, "backlog"))
+        current.begin([0, 1], 0.0)
+        current.ready(2)
+        await asyncio.wait_for(Pacer(way, ours).steps(current), 5.0)
+        assert left == [1, 2, 3, 4]
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody was asked what the client has
+            theirs.recv(1)
 
 
 def test_the_native_floor_without_a_compiler_says_what_it_takes(monkeypatch, tmp_path, capsys):

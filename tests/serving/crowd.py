@@ -130,7 +130,9 @@ class Crowd(Workers):
 
     async def taken(self) -> None:
         """Until the pipe to the API process took every step, so that none merges with the next."""
-        await self._decode.room(1)
+        streams = self._decode._streams.values()
+        while any(replies._waiting for replies in streams):  # noqa: ASYNC110  (gRPC takes them)
+            await asyncio.sleep(0.001)
 
 
 def _rows(numbers: Sequence[int], rooms: Sequence[Room]) -> Rows:
