@@ -440,7 +440,8 @@ async def test_dictated_ranks_reach_both_workers_and_the_load_shows_every_rank()
         prefill.ranks = tuple(wire.Load(queued_tokens=at) for at in range(4))
         for worker in (prefill, decode):
             worker.announce()
-        await until(lambda: live.dispatcher.dp_size("prefill") == 4)
+        dp_size = live.dispatcher.dp_size  # the registry tells of each worker apart
+        await until(lambda: (dp_size("prefill"), dp_size("decode")) == (4, 2))
         loads = {load["role"]: load for load in (await live.http.get("/get_load")).json()}
         assert [rank["queued_tokens"] for rank in loads["prefill"]["ranks"]] == [0, 1, 2, 3]
         assert {role: load["dp_size"] for role, load in loads.items()} == {
