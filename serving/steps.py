@@ -76,7 +76,7 @@ class Steps:
             self._metrics.step(len(gaps_s), gaps_s)
             if len(rest):
                 self._tell_runs(link, part, rest, now_s)
-        # What was told is sent in the loop's next turn, and written at its end: that goes first.
+        # What was told is sent in the loop's next turn, and written then or at its end: first that.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._settle)
 

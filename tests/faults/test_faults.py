@@ -31,8 +31,8 @@ async def test_fifty_faults_on_real_processes_change_no_token(tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 async def test_faults_between_workers_that_share_memory_change_no_token(tmp_path: Path) -> None:
-    played = await play(tmp_path, faults=8, seed=3, backend="shm", settle_every=8, long_share=0.0)
-    assert len(played.strikes) == 8
+    played = await play(tmp_path, faults=12, seed=3, backend="shm", settle_every=12, long_share=0.0)
+    assert len(played.strikes) == 12
     assert played.ends["done"]
 
 
@@ -41,8 +41,8 @@ async def test_hosts_that_cannot_be_reached_change_no_token(tmp_path: Path) -> N
     if why := why_no_namespaces():
         pytest.skip(f"no network namespaces: {why}")
     played = await play(
-        tmp_path, faults=6, seed=5, network="namespaces", settle_every=6, long_share=0.3
+        tmp_path, faults=8, seed=5, network="namespaces", settle_every=8, long_share=0.3
     )
-    assert len(played.strikes) == 6
+    assert len(played.strikes) == 8
     assert any(strike.fault.kind == "part" for strike in played.strikes)
     assert played.ends["done"]
