@@ -30,6 +30,7 @@ from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.rpc import Security
+from transfer.signals import on_signals
 
 log = logging.getLogger(__name__)
 
@@ -142,24 +143,23 @@ async def serve(
     await dispatcher.start()
     calm_collector()
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    stopped = asyncio.create_task(stop.wait())
-    address = address_of(sock)
-    log.info("HTTP server listens on %s", address)
-    flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
-    try:
-        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        # Streams end first, each with its final frame; then sockets close.
-        await dispatcher.stop()
-        server.should_exit = True
-        await serving
-        await siblings.stop()
-        stopped.cancel()
-        if exporter is not None:
-            await asyncio.to_thread(exporter.close)
+    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        stopped = asyncio.create_task(stop.wait())
+        address = address_of(sock)
+        log.info("HTTP server listens on %s", address)
+        flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
+        try:
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Streams end first, each with its final frame; then sockets close.
+            await dispatcher.stop()
+            server.should_exit = True
+            await serving
+            await siblings.stop()
+            stopped.cancel()
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)
 
 
 def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:

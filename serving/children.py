@@ -20,6 +20,7 @@ from typing import Any
 from transfer import flags, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
+from transfer.signals import on_signals
 
 log = logging.getLogger(__name__)
 
@@ -213,22 +214,20 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
 
 async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    stopped = asyncio.create_task(stop.wait())
-    running = asyncio.create_task(body(supervisor))
-    try:
-        await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ChildFailed):
-            await running
-        if stopped.done():
-            terminal.say(f"kvferry {command}: stopping")
-        await supervisor.stop()
+    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
+        stopped = asyncio.create_task(stop.wait())
+        running = asyncio.create_task(body(supervisor))
+        try:
+            await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ChildFailed):
+                await running
+            if stopped.done():
+                terminal.say(f"kvferry {command}: stopping")
+            await supervisor.stop()
 
 
 async def in_time[T](awaited: Awaitable[T]) -> T:

@@ -15,6 +15,7 @@ from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.routes import MAX_ROOMS, TTL_S, RouteTable
 from transfer.rpc import Security, host_port
+from transfer.signals import on_signals
 from transfer.worker import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
@@ -75,14 +76,13 @@ async def serve(config: RegistryConfig, security: Security) -> None:
     """Listen, say so, and wait for SIGINT or SIGTERM."""
     flags.log_config(config)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     routes = RouteTable(config.max_routes, config.route_ttl_s)
     server = RegistryServer(security, SYSTEM_CLOCK, config.lease_ttl_s, routes)
-    port = await server.start(config.host, config.disaggregation_bootstrap_port, config.routes_port)
-    address = host_port(config.host, port)
-    log.info("registry is ready on %s", address)
-    calm_collector()
-    flags.notify_ready(address=address)
-    await stop.wait()
-    await server.stop()
+    ports = (config.disaggregation_bootstrap_port, config.routes_port)
+    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
+        address = host_port(config.host, await server.start(config.host, *ports))
+        log.info("registry is ready on %s", address)
+        calm_collector()
+        flags.notify_ready(address=address)
+        await stop.wait()
+        await server.stop()

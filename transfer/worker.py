@@ -28,6 +28,7 @@ from transfer.errors import Code, KvferryError, Unavailable
 from transfer.leaving import Leaving
 from transfer.replies import Replies
 from transfer.rpc import RpcServer, Security
+from transfer.signals import on_signals
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +168,36 @@ class Worker(ABC):
         SIGTERM drains; SIGINT, or SIGTERM again, or before ready, ends at once.
         """
         self._loop = asyncio.get_running_loop()
+        told = {signal.SIGINT: self.leaving.over.set, signal.SIGTERM: self._terminated}
+        with on_signals(told):
+            await self._run(registry_address, on_ready)
+        if self._engine_error is not None:
+            raise self._engine_error
+
+    def drain(self) -> wire.DrainReply:
+        """Begin to leave (loop thread): tell everybody, take nothing new, finish what has begun."""
+        began = not self.leaving.draining
+        if began:
+            self.leaving.drain(self.drain_timeout_s, self.num_held)
+            self.inbox.post(Drain())
+            if self._registry is not None:
+                self._registry.hurry()
+        return wire.DrainReply(self.num_held(), self.drain_timeout_s, began)
+
+    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
+        """Send each API process its batch: one wake-up of the loop (engine thread)."""
+        if batches and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, batches)
+
+    def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
+        """Run something on the loop (any thread)."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *args)
+
+    # --- loop thread -------------------------------------------------------------------------
+
+    async def _run(self, registry_address: str, on_ready: Callable[[str], None]) -> None:
         stop = self.leaving.over
-        self._loop.add_signal_handler(signal.SIGINT, stop.set)
-        self._loop.add_signal_handler(signal.SIGTERM, self._terminated)
         server = self._make_server()
         self.port = await server.start(self.host, self.port)
         stopped = asyncio.create_task(stop.wait())
@@ -212,30 +240,6 @@ class Worker(ABC):
                 await registry.deregister()
             await server.stop(FAREWELL_S if self.leaving.drained else 0.2)
             self.close()
-        if self._engine_error is not None:
-            raise self._engine_error
-
-    def drain(self) -> wire.DrainReply:
-        """Begin to leave (loop thread): tell everybody, take nothing new, finish what has begun."""
-        began = not self.leaving.draining
-        if began:
-            self.leaving.drain(self.drain_timeout_s, self.num_held)
-            self.inbox.post(Drain())
-            if self._registry is not None:
-                self._registry.hurry()
-        return wire.DrainReply(self.num_held(), self.drain_timeout_s, began)
-
-    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        """Send each API process its batch: one wake-up of the loop (engine thread)."""
-        if batches and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, batches)
-
-    def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something on the loop (any thread)."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *args)
-
-    # --- loop thread -------------------------------------------------------------------------
 
     def _terminated(self) -> None:
         if self._ready and not self.leaving.draining:

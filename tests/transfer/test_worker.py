@@ -1,8 +1,9 @@
 """The shell around both roles: what is refused, whom a step reaches, and how an engine ends."""
 
 import asyncio
+import signal
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, cast
 
 import pytest
@@ -323,6 +324,17 @@ async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
     assert not starting.leaving.draining
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """What the process does on signals, put back behind a worker that ran to its end in it."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 async def test_a_worker_that_stops_ends_its_streams_even_while_the_registry_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,25 @@
+"""SIGINT and SIGTERM, from the first await of a process to its exit."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+
+
+@contextlib.contextmanager
+def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
+    """Call what belongs to a signal on the running loop while the block lasts (main thread).
+
+    Afterwards the process ignores them: it is about to exit, and how is settled. A loop that
+    closes with handlers would let one that comes meanwhile write to a closed file (a complaint
+    of the interpreter on stderr) or kill the process before it has said why it ends.
+    """
+    loop = asyncio.get_running_loop()
+    for number, action in actions.items():
+        loop.add_signal_handler(number, action)
+    try:
+        yield
+    finally:
+        for number in actions:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
