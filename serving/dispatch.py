@@ -366,7 +366,7 @@ class Dispatcher:
         """Its last token was told just now. Decode knows, unless the token was prefill's: the
         pages may still travel then, and nobody needs them."""
         if self._close(generation, tell_workers=not generation.decoding):
-            reason: FinishReason = "stop" if generation.finish == wire.STOP else "length"
+            reason = generation.finish_reason
             self._observe_end(generation, reason)
             self._tell(generation, lambda: generation.sink.on_end(reason))
 

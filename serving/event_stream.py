@@ -155,6 +155,14 @@ class EventStream:
         else:
             self.stalled(coroutine, awaited, len(data))
 
+    def end(self, data: bytes) -> None:
+        """The last events leave now: of a stream that was lent, and so has no others to send."""
+        if self._open:
+            assert self.idle, "what was lent is idle"
+            self._last = True
+            self._written = data
+            self.send()
+
     @property
     def idle(self) -> bool:
         """Begun, and with nothing to send: whoever borrows `send_body` may use it."""

@@ -181,6 +181,11 @@ class Generation:
         self._early = None
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Of one that came to its end."""
+        return "stop" if self.finish == wire.STOP else "length"
+
+    @property
     def in_order(self) -> bool:
         """Whether every token that came was told, and none of them was the last."""
         return self._early is None and not self.finish

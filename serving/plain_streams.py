@@ -3,8 +3,9 @@
 A stream's own objects (generation, choice, sink, event stream) lie on some two dozen cache lines,
 which the streams before it have pushed out when its next token comes. Once a stream has settled it
 lends what it takes to write its events, and its tokens touch little else: order, pace and gaps are
-arrays over all streams. It gets everything back at once when a row is anything but the next tokens,
-when its client is slow, and at whatever ends or moves it.
+arrays over all streams. The last token leaves so too, with the events that close the answer. It
+gets everything back at once when a row is anything but the next tokens, when its client is slow,
+and at whatever ends or moves it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.event_stream import DrivenSend
+from serving.event_stream import DrivenSend, EventStream
 from serving.generation import Generation
 from serving.interval import Interval
 from serving.router import Key
@@ -45,6 +46,20 @@ class _Burst:
     slot: int = -1
     num_bytes: int = 0  # of its event
     parted: bool = False  # its send did not end at once; the others go on without it
+
+
+@dataclass(slots=True)
+class Told:
+    """What became of the runs of a step.
+
+    left: which of them were not told, i64[n], some of streams that are to be given back first.
+    gaps_s: of the tokens told, seconds since the one before, f64[m]. ended: whose last token was
+    among them; their answers are closed, and only the accounts know nothing of it.
+    """
+
+    left: np.ndarray
+    gaps_s: np.ndarray
+    ended: list[Generation]
 
 
 class PlainStreams:
@@ -111,41 +126,55 @@ class PlainStreams:
 
     def give_back(self, generation: Generation) -> None:
         """It takes and tells its own tokens again."""
-        slot = generation.slot
-        seat = self._seats[slot]
-        assert seat is not None, f"room {generation.room} has no seat"
-        loan = seat[1]
-        self._fold(slot)
-        generation.lent_to = None
-        generation.slot = -1
-        generation.last_token_s = float(self._last_s[slot])
-        loan.stream.num_writes += int(self._num_writes[slot])
-        assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
-        generation.sink.take_back(
-            generation.token_ids, int(self._held[slot]), int(self._waiting[slot])
-        )
-        self._vacate(slot)
+        self._give_back(np.array([generation.slot]))
 
-    def tell(self, worker: Key, runs: Runs, now_s: float) -> tuple[np.ndarray, np.ndarray]:
-        """Tell the runs that are the next tokens of seated streams; now_s is monotonic.
+    def _give_back(self, slots: np.ndarray) -> list[tuple[Generation, Loan]]:
+        """The same of several, each but once; who they were."""
+        recent = self._recent[slots].tobytes()
+        ends = (4 * (RECENT * np.arange(len(slots)) + self._num_recent[slots])).tolist()
+        columns = self._last_s, self._num_writes, self._held, self._waiting
+        values = (column[slots].tolist() for column in columns)
+        rows = zip(slots.tolist(), ends, *values, strict=True)
+        given: list[tuple[Generation, Loan]] = []
+        for nth, (slot, end, last_s, num_writes, held, waiting) in enumerate(rows):
+            seat = self._seats[slot]
+            assert seat is not None, f"nobody sits at {slot}"
+            given.append(seat)
+            generation, loan = seat
+            generation.token_ids.frombytes(recent[4 * RECENT * nth : end])
+            generation.lent_to = None
+            generation.slot = -1
+            generation.last_token_s = last_s
+            loan.stream.num_writes += num_writes
+            assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
+            generation.sink.take_back(generation.token_ids, held, waiting)
+            self._vacate(slot)
+        self._room[slots] = 0
+        self._seating = None
+        return given
 
-        Returns which runs are left, i64[n], some of streams that are to be given back first, and
-        of the tokens told the seconds since the one before, f64[m].
-        """
+    def tell(self, worker: Key, runs: Runs, now_s: float) -> Told:
+        """Tell the runs that are the next tokens of seated streams; now_s is monotonic."""
         known = self._workers.get(worker)
         if known is None:  # prefill, mostly
-            return np.arange(len(runs)), np.zeros(0)
+            return Told(np.arange(len(runs)), np.zeros(0), [])
         seating = self._seating_of(runs.rooms)
         slots = seating.slots
         if not seating.seated.any():
-            return np.arange(len(runs)), np.zeros(0)
+            return Told(np.arange(len(runs)), np.zeros(0), [])
         fit = seating.seated & (self._worker[slots] == known)
         fit &= seating.once & (self._next_idx[slots] == runs.first_idx)
-        fit &= runs.finish == wire.RUNNING
+        last = runs.finish != wire.RUNNING
+        if last.any():
+            fit &= ~last | self._begun[slots]  # the first of decode is noted before it is the last
         told = np.flatnonzero(fit)
-        return np.flatnonzero(~fit), self._tell(runs, told, slots[told], now_s)
+        gaps_s, ended = self._tell(runs, told, slots[told], now_s)
+        return Told(np.flatnonzero(~fit), gaps_s, ended)
 
-    def _tell(self, runs: Runs, told: np.ndarray, slots: np.ndarray, now_s: float) -> np.ndarray:
+    def _tell(
+        self, runs: Runs, told: np.ndarray, slots: np.ndarray, now_s: float
+    ) -> tuple[np.ndarray, list[Generation]]:
+        """Returns the gaps and who ended."""
         counts = runs.counts[told]
         self._next_idx[slots] += counts
         gaps_s = np.zeros(int(counts.sum()))  # tokens that come together have none
@@ -155,22 +184,63 @@ class PlainStreams:
         held = self._held[slots] + counts
         own = self._own_interval[slots]
         due = waiting >= np.where(own > 0, own, self._interval.tokens)
+        last = runs.finish[told] != wire.RUNNING
+        due |= last
         self._waiting[slots] = np.where(due, 0, waiting)
         self._held[slots] = np.where(due, 0, held)
         self._keep(runs, told, slots)
         if not self._begun[slots].all():
             self._begin(slots)
-        if not due.any():
-            return gaps_s
-        slots = slots[due]
+        due &= ~last
+        if due.any():
+            self._show(runs, told[due], slots[due], held[due], waiting[due])
+        if last.any():
+            return gaps_s, self._end(runs, told[last], slots[last], held[last])
+        return gaps_s, []
+
+    def _show(
+        self,
+        runs: Runs,
+        which: np.ndarray,
+        slots: np.ndarray,
+        held: np.ndarray,
+        waiting: np.ndarray,
+    ) -> None:
+        """Send each its event, with the text of the tokens held. which: of the runs."""
         self._num_writes[slots] += 1
-        texts = self._texts(slots, self._unshown(runs, told[due], slots, held[due]))
+        texts = self._texts(slots, self._unshown(runs, which, slots, held))
         silent = self._write(slots.tolist(), texts)
         if silent:  # still unsent: text that comes next is overdue
             slots = slots[silent]
-            self._waiting[slots] = waiting[due][silent]
+            self._waiting[slots] = waiting[silent]
             self._num_writes[slots] -= 1
-        return gaps_s
+
+    def _end(
+        self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
+    ) -> list[Generation]:
+        """Give each back with the last of its tokens told and its answer closed.
+
+        All last events are made, then all sent: in one burst, as those of a step's other streams.
+        """
+        texts = self._texts(slots, self._unshown(runs, which, slots, held))
+        alive = [place for place, slot in enumerate(slots.tolist()) if self._seats[slot]]
+        finish = runs.finish[which[alive]].tolist()
+        ended: list[Generation] = []
+        last_events: list[tuple[EventStream, bytes]] = []
+        seats = self._give_back(slots[alive])
+        for (generation, loan), place, how in zip(seats, alive, finish, strict=True):
+            generation.finish = how
+            ended.append(generation)
+            assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
+            try:
+                data = generation.sink.last_events(texts[place], generation.finish_reason)
+            except Exception as error:  # one stream's fault must not reach the others
+                loan.stream.broke(error)
+            else:
+                last_events.append((loan.stream, data))
+        for stream, data in last_events:
+            stream.end(data)
+        return ended
 
     def _begin(self, slots: np.ndarray) -> None:
         """Note whose first token of decode this is."""
@@ -355,20 +425,14 @@ class PlainStreams:
         )
 
     def _give_back_slot(self, slot: int) -> Loan:
-        seat = self._seats[slot]
-        assert seat is not None, f"nobody sits at {slot}"
-        generation, loan = seat
-        self.give_back(generation)
-        return loan
+        return self._give_back(np.array([slot]))[0][1]
 
     def _vacate(self, slot: int) -> None:
-        self._room[slot] = 0
         self._seats[slot] = self._token_ids[slot] = None
         self._json[slot] = _UNKNOWN
         self._before[slot] = self._after[slot] = b""
         self._send[slot] = _nobody
         self._free.append(slot)
-        self._seating = None
 
     def _grow(self) -> None:
         """Double the slots."""

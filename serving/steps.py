@@ -72,10 +72,12 @@ class Steps:
                 await asyncio.sleep(0)
             part = runs.part(start, start + group)
             now_s = self._clock.monotonic_s()
-            rest, gaps_s = self._plain.tell(link.key, part, now_s)
-            self._metrics.step(len(gaps_s), gaps_s)
-            if len(rest):
-                self._tell_runs(link, part, rest, now_s)
+            told = self._plain.tell(link.key, part, now_s)
+            self._metrics.step(len(told.gaps_s), told.gaps_s)
+            if len(told.left):
+                self._tell_runs(link, part, told.left, now_s)
+            for generation in told.ended:
+                self._owner.finish(generation)
         # What was told is sent in the loop's next turn, and written then or at its end: first that.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._settle)

@@ -96,9 +96,13 @@ class StreamedAnswer:
 
     def end_one(self, data: bytes) -> None:
         """A choice ended with these events; the last one closes the answer."""
+        data = self.last_of_one(data)
+        self.stream.write(data, last=not self._num_running)
+
+    def last_of_one(self, data: bytes) -> bytes:
+        """The same events, and after those of the last choice what closes the answer."""
         self._num_running -= 1
-        last = not self._num_running
-        self.stream.write(data + self.events.closing(self.choices) if last else data, last)
+        return data if self._num_running else data + self.events.closing(self.choices)
 
 
 class StreamedChoice:
@@ -113,6 +117,7 @@ class StreamedChoice:
         "_held_ids",
         "_interval",
         "_opened",
+        "_over",
         "_stream",
         "_text",
         "_waiting",
@@ -136,6 +141,7 @@ class StreamedChoice:
         self._held_ids: list[int] = []
         self._text = ""
         self._waiting = 0  # tokens since the last piece
+        self._over = False  # its last events are with somebody else
 
     def on_prefilled(self, cached_tokens: int, prompt_logprobs: wire.PromptLogprobs | None) -> None:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
@@ -224,14 +230,29 @@ class StreamedChoice:
         self._answer.abort(self.generation, "stop")
         self.on_end("stop")
 
+    def last_events(self, text: bytes, finish_reason: FinishReason) -> bytes:
+        """All that is still to be sent, by whoever had borrowed what it takes; on_end adds nothing.
+
+        text: of the last tokens, inside of a JSON string.
+        """
+        self._over = True
+        assert self._before is not None, "it lends"
+        piece = b'%b"%b"%b' % (self._before, text, self._after) if text else b""
+        return piece + self._answer.last_of_one(self._finish(finish_reason))
+
     def on_end(self, finish_reason: FinishReason) -> None:
+        if not self._over:
+            self._answer.end_one(self._finish(finish_reason))
+
+    def _finish(self, finish_reason: FinishReason) -> bytes:
+        """The last events of the choice."""
         if self._held_ids:
             self._text += self._choice.take(Tokens(self._held_ids))
         rest = self._choice.finish(finish_reason)
         piece = self._choice.drain()
         piece.text = self._text + rest
         opening = b"" if self._opened else self._opening()
-        self._answer.end_one(opening + self._answer.events.finish(self._choice, piece))
+        return opening + self._answer.events.finish(self._choice, piece)
 
     def on_error(self, error: RequestError) -> None:
         self._stream.fail(from_request_error(error))

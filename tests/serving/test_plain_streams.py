@@ -64,7 +64,7 @@ class Cluster:
 
     def finish(self, generation: Generation) -> None:
         self.leave(generation)
-        generation.sink.on_end("stop" if generation.finish == wire.STOP else "length")
+        generation.sink.on_end(generation.finish_reason)
 
     def stream_failed(self, generation: Generation, error: Exception) -> None:
         raise error
@@ -77,16 +77,21 @@ class Cluster:
 def _ask() -> ChoiceAsk:
     """Whose stop token shows nothing, so that text is all there is to show."""
     sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS,))
-    return dataclasses.replace(asked(), sampling=sampling)
+    return dataclasses.replace(asked(stop_ids=frozenset({EOS})), sampling=sampling)
 
 
 class Crowd:
     """Streams that are told by Steps, with or without columns."""
 
     def __init__(
-        self, num_streams: int, interval: int, own: Sequence[int | None], group_size: int = 0
+        self,
+        num_streams: int,
+        interval: int,
+        own: Sequence[int | None],
+        group_size: int = 0,
+        **request: Any,
     ) -> None:
-        """own: of each stream, the interval it asked for."""
+        """own: of each stream, the interval it asked for. request: what else all asked for."""
         self.cluster = Cluster()
         self.clock = ManualClock()
         self.metrics = Metrics()
@@ -97,7 +102,7 @@ class Crowd:
         self.steps = Steps(config, placement, self.metrics, self.clock, self.cluster)
         self.links = {key: Link(key) for key in (PREFILL, DECODE, OTHER)}
         self.streams = [
-            Streaming([_ask()], interval=self.steps.interval if one is None else one)
+            Streaming([_ask()], interval=self.steps.interval if one is None else one, **request)
             for one in own[:num_streams]
         ]
         self.generations: list[Generation] = []
@@ -172,7 +177,7 @@ async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
     return crowd
 
 
-async def test_settled_streams_lend_and_get_back_what_they_need_to_end() -> None:
+async def test_settled_streams_lend_until_they_end() -> None:
     crowd = await begun()
     assert crowd.num_lent == 3
     rows = [(g.room, 4, LETTER_A + 4, wire.STOP if at == 1 else 0) for at, g in
@@ -183,6 +188,61 @@ async def test_settled_streams_lend_and_get_back_what_they_need_to_end() -> None
     assert crowd.streams[1].choices[0].num_tokens == 5
     assert crowd.streams[1].events[-2]["choices"][0]["finish_reason"] == "stop"
     assert crowd.streams[1].bench.stream.num_writes == 5
+
+
+@pytest.mark.parametrize("interval", [1, 9])
+async def test_lent_streams_close_their_answers_with_all_that_is_left(interval: int) -> None:
+    crowd = await begun(4, interval, include_usage=True)
+    writes = [len(bodies) for bodies in crowd.bodies()]
+    ids = [LETTER_A + 4, FIRST_BYTE, EOS, LETTER_A + 4]
+    how = [wire.RUNNING, wire.LENGTH, wire.STOP, wire.LENGTH]
+    rooms = [generation.room for generation in crowd.generations]
+    await crowd.tell(DECODE, list(zip(rooms, [4] * 4, ids, how, strict=True)))
+    assert [*crowd.cluster.rooms.values()] == crowd.generations[:1]
+    told = []
+    for stream, before in zip(crowd.streams[1:], writes[1:], strict=True):
+        assert stream.answer.closed.result() is None
+        assert stream.bench.stream.num_writes == len(stream.bench.wire.bodies) == before + 1
+        *_, finish, usage, done = stream.events
+        assert done == "[DONE]"
+        assert usage["usage"]["completion_tokens"] == 5
+        reasons = [finish["choices"][0][name] for name in ("finish_reason", "stop_reason")]
+        told.append(("".join(stream.texts()), *reasons))
+    assert told == [
+        ("abcd\ufffd", "length", None),
+        ("abcd", "stop", EOS),
+        ("abcde", "length", None),
+    ]
+
+
+async def test_an_end_that_a_slow_client_does_not_take_delays_nobody() -> None:
+    crowd = await begun()
+    slow = crowd.streams[0]
+    slow.bench.wire.free.clear()
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, wire.STOP) for g in crowd.generations])
+    assert not crowd.cluster.rooms
+    assert [stream.answer.closed.done() for stream in crowd.streams] == [False, True, True]
+    slow.bench.wire.free.set()
+    await turns(3)
+    assert slow.answer.closed.result() is None
+    assert slow.texts() == list("abcde")
+    assert slow.events[-1] == "[DONE]"
+
+
+async def test_an_end_that_cannot_be_spelled_ends_its_stream_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crowd = await begun()
+
+    def finish(*_: Any) -> bytes:
+        raise RuntimeError("no word for it")
+
+    monkeypatch.setattr(crowd.streams[0].spelling, "finish", finish)
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, wire.STOP) for g in crowd.generations])
+    assert not crowd.cluster.rooms
+    with pytest.raises(RuntimeError, match="no word for it"):
+        crowd.streams[0].answer.closed.result()
+    assert [stream.texts() for stream in crowd.streams[1:]] == [list("abcde")] * 2
 
 
 async def test_a_row_of_another_worker_or_one_that_is_known_changes_nothing() -> None:
