@@ -54,7 +54,7 @@ class Told:
 
     left: which of them were not told, i64[n], some of streams that are to be given back first.
     gaps_s: of the tokens told, seconds since the one before, f64[m]. ended: whose last token was
-    among them; their answers are closed, and only the accounts know nothing of it.
+    among them; their last events are with the server, and only the accounts know nothing of it.
     """
 
     left: np.ndarray

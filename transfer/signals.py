@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, from the first await of a process to its exit."""
+"""SIGINT and SIGTERM, from where a process listens to them to its exit."""
 
 import asyncio
 import contextlib
