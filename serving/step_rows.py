@@ -6,6 +6,7 @@ import numpy as np
 
 from transfer import wire
 from transfer.errors import BadMessage
+from transfer.runs import gathered
 
 Top = list[tuple[int, float]]  # (token id, logprob), best first
 
@@ -116,26 +117,49 @@ class Runs:
         )
 
 
+def unpack_runs(batch: wire.StepBatch) -> Runs:
+    """All tokens of a batch. Raises BadMessage when its arrays disagree."""
+    if not batch.counts:
+        return runs_of(unpack_rows(batch))
+    counts = wire.unpack_i32(batch.counts).astype(np.int64)
+    runs = Runs(
+        wire.unpack_i64(batch.rooms),
+        wire.unpack_i32(batch.token_idx),
+        wire.unpack_u8(batch.finish),
+        counts,
+        counts.cumsum() - counts,
+        wire.unpack_i32(batch.token_ids),
+        None,
+    )
+    n = len(counts)
+    lengths = [len(runs.rooms), len(runs.first_idx), len(runs.finish)]
+    if any(length != n for length in lengths):
+        raise BadMessage(f"step {batch.step} of {batch.worker_id}: {n} runs but arrays {lengths}")
+    if counts.min() < 1 or counts.sum() != len(runs.token_ids):
+        raise BadMessage(
+            f"step {batch.step} of {batch.worker_id}: runs of {counts.min()} tokens and more, "
+            f"{counts.sum()} in all, but {len(runs.token_ids)} ids"
+        )
+    if (runs.rooms[1:] < runs.rooms[:-1]).any() or batch.logprobs or batch.top_rows:
+        raise BadMessage(f"step {batch.step} of {batch.worker_id}: runs unsorted, or with logprobs")
+    return runs
+
+
 def runs_of(rows: StepRows) -> Runs:
     """All rows, each in one run: a step has one row a room, and several steps may have merged."""
-    order = np.argsort(rows.rooms, kind="stable")
-    rooms = rows.rooms[order]
-    again = rooms[1:] == rooms[:-1]
-    if not again.any():
+    if len(np.unique(rows.rooms)) == len(rows):
         return _single_runs(rows)
-    token_idx, finish = rows.token_idx[order], rows.finish[order]
-    follows = again & (token_idx[1:] == token_idx[:-1] + 1) & (finish[:-1] == wire.RUNNING)
-    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    ends = np.append(starts[1:], len(rooms))
+    order, starts, ends = gathered(rows.rooms, rows.token_idx, rows.finish)
+    firsts = order[starts]
     detail = None
     if rows.logprobs is not None:
         old = order.tolist()
         bounds = zip(starts.tolist(), ends.tolist(), strict=True)
         detail = [_detail(rows, old[start:end]) for start, end in bounds]
     return Runs(
-        rooms[starts],
-        token_idx[starts],
-        finish[ends - 1],
+        rows.rooms[firsts],
+        rows.token_idx[firsts],
+        rows.finish[order[ends - 1]],
         ends - starts,
         starts,
         rows.token_ids[order],

@@ -12,7 +12,7 @@ from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.plain_streams import PlainStreams
 from serving.router import Key
-from serving.step_rows import Runs, runs_of, unpack_rows
+from serving.step_rows import Runs, unpack_runs
 from serving.worker_link import WorkerLink
 from transfer import wire
 from transfer.clock import Clock
@@ -65,7 +65,7 @@ class Steps:
         Raises BadMessage when its arrays disagree.
         """
         self._keep_pace(link, batch)
-        runs = runs_of(unpack_rows(batch))
+        runs = unpack_runs(batch)
         group = self._group_size or len(runs)
         for start in range(0, len(runs), group):
             if start:

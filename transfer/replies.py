@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
+
 from transfer import wire
+from transfer.runs import gathered
 
 # A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
 MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
-# Of the rows of one message, so that a loop handles it in one go: 61,680 rows without logprobs, 30
+# Of the rows of one message, so that a loop handles it in one go: 131,072 rows without logprobs, 64
 # of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
 _ROW_BYTES_PER_MESSAGE = 1 << 20
+_ROW_BYTES_IN_RUNS = 8  # or less: 4 a token and 17 a run
 
 
 class Replies:
@@ -75,41 +79,67 @@ class Replies:
 def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
     """Consecutive steps of one worker for one API process, as one; it has the first one's time.
 
-    A room's rows stay in order. Rows of a step without logprobs get zeros where others have some:
-    nobody asked for these. Events go after all rows but "prefilled", as in each step alone.
+    A room's rows stay in order; without logprobs they leave as runs. Rows of a step without
+    logprobs get zeros where others have some: nobody asked for these. Events go after all rows but
+    "prefilled", as in each step alone.
     """
     first = batches[0]
     if len(batches) == 1:
         return first
-    has_logprobs = any(batch.logprobs for batch in batches)
+    rows = _rows(batches) if any(batch.logprobs for batch in batches) else _runs(batches)
+    return msgspec.structs.replace(
+        first,
+        step=batches[-1].step,
+        **rows,
+        events=tuple([event for batch in batches for event in batch.events]),
+        legs=tuple([leg for batch in batches for leg in batch.legs]),
+    )
+
+
+def _runs(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
+    """Their rows, gathered."""
+    rooms = wire.unpack_i64(b"".join([batch.rooms for batch in batches]))
+    if not len(rooms):
+        return {}  # events alone
+    token_idx = wire.unpack_i32(b"".join([batch.token_idx for batch in batches]))
+    finish = wire.unpack_u8(b"".join([batch.finish for batch in batches]))
+    token_ids = wire.unpack_i32(b"".join([batch.token_ids for batch in batches]))
+    order, starts, ends = gathered(rooms, token_idx, finish)
+    firsts = order[starts]
+    return {
+        "rooms": wire.pack_i64(rooms[firsts]),
+        "token_ids": wire.pack_i32(token_ids[order]),
+        "token_idx": wire.pack_i32(token_idx[firsts]),
+        "finish": wire.pack_u8(finish[order[ends - 1]]),
+        "counts": wire.pack_i32(ends - starts),
+    }
+
+
+def _rows(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
+    """Their rows, one after the other, with logprobs."""
     top_rows: list[bytes] = []
     start = 0
     for batch in batches:
         if batch.top_rows:
             top_rows.append(wire.pack_i32(wire.unpack_i32(batch.top_rows) + start))
         start += batch.num_rows
-    return wire.StepBatch(
-        first.worker_id,
-        first.epoch,
-        batches[-1].step,
-        first.emitted_s,
-        rooms=b"".join([batch.rooms for batch in batches]),
-        token_ids=b"".join([batch.token_ids for batch in batches]),
-        token_idx=b"".join([batch.token_idx for batch in batches]),
-        finish=b"".join([batch.finish for batch in batches]),
-        logprobs=b"".join([batch.logprobs or bytes(4 * batch.num_rows) for batch in batches])
-        if has_logprobs
-        else b"",
-        top_rows=b"".join(top_rows),
-        top_ids=b"".join([batch.top_ids for batch in batches]),
-        top_logprobs=b"".join([batch.top_logprobs for batch in batches]),
-        events=tuple([event for batch in batches for event in batch.events]),
-        legs=tuple([leg for batch in batches for leg in batch.legs]),
-    )
+    parts = [batch.logprobs or bytes(4 * batch.num_rows) for batch in batches]
+    return {
+        "rooms": b"".join([batch.rooms for batch in batches]),
+        "token_ids": b"".join([batch.token_ids for batch in batches]),
+        "token_idx": b"".join([batch.token_idx for batch in batches]),
+        "finish": b"".join([batch.finish for batch in batches]),
+        "logprobs": b"".join(parts),
+        "top_rows": b"".join(top_rows),
+        "top_ids": b"".join([batch.top_ids for batch in batches]),
+        "top_logprobs": b"".join([batch.top_logprobs for batch in batches]),
+    }
 
 
 def _row_bytes(batch: wire.StepBatch) -> int:
-    """Of all arrays of its rows."""
+    """Of all arrays of its rows, once they leave with others."""
+    if not batch.logprobs:
+        return _ROW_BYTES_IN_RUNS * batch.num_rows
     always = len(batch.rooms) + len(batch.token_ids) + len(batch.token_idx) + len(batch.finish)
     top = len(batch.top_rows) + len(batch.top_ids) + len(batch.top_logprobs)
     return always + len(batch.logprobs) + top

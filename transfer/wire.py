@@ -23,7 +23,7 @@ import numpy as np
 
 from transfer.errors import BadMessage
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 # Worst-case counts that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -200,9 +200,10 @@ class StepBatch(Message):
     rooms i64[n]; token_ids i32[n]; token_idx i32[n] (0 = first generated token of the request,
     counted over all attempts); finish u8[n]; logprobs f32[n], or empty when no row asked;
     top_rows i32[m]: the rows with top logprobs; top_ids i32[m, 20]; top_logprobs f32[m, 20].
-    A room may have several rows; they are in order. Events apply after the rows, except
-    `prefilled`, which applies before. Legs are told after all else: behind the version, where a
-    side that knows nothing of them passes over them.
+    A room may have several rows; they are in order. Several steps without logprobs leave as runs,
+    a room's consecutive tokens each, sorted by room: then counts i32[n], else empty, has a run's
+    tokens; its row has the index of the first and finish of the last. Events apply after the rows,
+    except `prefilled`, before. Legs, behind the version where some pass over them, are told last.
     """
 
     worker_id: str
@@ -213,6 +214,7 @@ class StepBatch(Message):
     token_ids: bytes = b""
     token_idx: bytes = b""
     finish: bytes = b""
+    counts: bytes = b""
     logprobs: bytes = b""
     top_rows: bytes = b""
     top_ids: bytes = b""
@@ -223,7 +225,7 @@ class StepBatch(Message):
 
     @property
     def num_rows(self) -> int:
-        return len(self.rooms) // 8
+        return len(self.token_ids) // 4
 
 
 class Subscribe(Message):

@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from serving.step_rows import unpack_runs
 from tests.cluster import environment
 from transfer import wire
 from transfer.bootstrap import RegistryClient
@@ -91,13 +93,10 @@ async def test_every_pair_of_meshes_gives_the_recorded_tokens(
             if len(hellos) == len(members):
                 subscribed.set()
             failures.extend(event for event in batch.events if event.kind == "failed")
-            columns = (
-                wire.unpack_i64(batch.rooms),
-                wire.unpack_i32(batch.token_idx),
-                wire.unpack_i32(batch.token_ids),
-            )
-            for room, idx, token in zip(*(column.tolist() for column in columns), strict=True):
-                tokens.setdefault(room, {})[idx] = token
+            runs = unpack_runs(batch)
+            columns = runs.rooms.tolist(), runs.first_idx.tolist()
+            for room, first, ids in zip(*columns, runs.ids_of(np.arange(len(runs))), strict=True):
+                tokens.setdefault(room, {}).update(enumerate(ids, first))
             if failures or (want and sum(map(len, tokens.values())) >= STEPS * len(want)):
                 complete.set()
 

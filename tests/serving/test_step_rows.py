@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.step_rows import Run, Runs, StepRows, runs_of, unpack_rows
+from serving.step_rows import Run, Runs, StepRows, runs_of, unpack_rows, unpack_runs
 from transfer import wire
 from transfer.errors import BadMessage
+from transfer.replies import merge
 
 
 def batch(**arrays: bytes) -> wire.StepBatch:
@@ -108,3 +109,49 @@ def test_runs_have_every_row_once_and_end_where_a_row_says_so(plan: list[tuple[i
     assert sorted(found) == sorted(rows)
     for room in range(1, 5):
         assert [row for row in found if row[0] == room] == [row for row in rows if row[0] == room]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), unique_by=lambda row: row[0]),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_runs_that_a_worker_gathered_are_those_of_its_rows(plan: list[list[tuple[int, int]]]):
+    """plan: (room, finish) of each row of each step; a room's tokens follow each other or not."""
+    steps, rows = [], []
+    for idx, one in enumerate(plan):
+        some = [(room, idx, 10 * idx + room, finish) for room, finish in one]
+        rooms, token_idx, ids, finish = zip(*some, strict=True) if some else ((),) * 4
+        arrays = {
+            "rooms": wire.pack_i64(rooms),
+            "token_ids": wire.pack_i32(ids),
+            "token_idx": wire.pack_i32(token_idx),
+            "finish": wire.pack_u8(finish),
+        }
+        steps.append(batch(**arrays))
+        rows += some
+    merged = merge(steps)
+    assert merged.num_rows == len(rows)
+    if rows:
+        got = sorted(zip(*columns_of(unpack_runs(merged)), strict=True))
+        assert got == sorted(zip(*columns_of(runs_of(rows_of(rows))), strict=True))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"counts": wire.pack_i32([1, 2])},
+        {"counts": wire.pack_i32([2])},
+        {"counts": wire.pack_i32([0, 2])},
+        {"counts": wire.pack_i32([3, -1])},
+        {"counts": wire.pack_i32([1, 1]), "rooms": wire.pack_i64([6, 5])},
+        {"counts": wire.pack_i32([1, 1]), "finish": b""},
+        {"counts": wire.pack_i32([1, 1]), "logprobs": wire.pack_f32([0.0, 0.0])},
+        {"counts": b"123"},
+    ],
+)
+def test_runs_whose_arrays_disagree_are_refused(arrays):
+    with pytest.raises(BadMessage):
+        unpack_runs(batch(**arrays))

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from decode.config import DecodeConfig
-from serving.step_rows import unpack_rows
+from serving.step_rows import unpack_runs
 from tests.sim.engines import prompt_logprob
 from tests.sim.network import expected_tokens
 from tests.sim.transport import Channel, Net
@@ -205,15 +206,18 @@ class Api:
         for event in batch.events:
             if event.kind == "prefilled":
                 self._prefilled(line, event)
-        rows = unpack_rows(batch)
-        columns = (rows.rooms, rows.token_idx, rows.token_ids, rows.finish)
-        for at, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            self._row(line, *row)
-            room = row[0]
-            if rows.logprobs is not None and self._owners[room].sampling.num_top_logprobs >= 0:
-                assert rows.logprobs[at] == -rows.token_ids[at] / 8
-        for at, top in rows.top.items():
-            assert top[0][0] == rows.token_ids[at]
+        runs = unpack_runs(batch)
+        every = np.arange(len(runs))
+        columns = (column.tolist() for column in (runs.rooms, runs.first_idx, runs.finish))
+        rows = zip(*columns, runs.ids_of(every), runs.detail_of(every), strict=True)
+        for room, first, finish, ids, detail in rows:
+            for place, token_id in enumerate(ids):
+                is_last = place == len(ids) - 1
+                self._row(line, room, first + place, token_id, finish if is_last else wire.RUNNING)
+            if detail is not None and self._owners[room].sampling.num_top_logprobs >= 0:
+                assert detail.logprobs == [-token_id / 8 for token_id in ids]
+                for token_id, top in zip(ids, detail.top, strict=True):
+                    assert top is None or top[0][0] == token_id
         for event in batch.events:
             if event.kind != "prefilled":
                 self._interrupted(line, event)

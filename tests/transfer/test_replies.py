@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -48,9 +49,11 @@ async def test_steps_that_waited_leave_as_one_with_the_first_ones_time():
         assert replies.offer(batch)
     merged = await replies.take(1.0)
     assert merged is not None
-    assert wire.unpack_i64(merged.rooms).tolist() == [1, 2, 2, 1, 2]
-    assert wire.unpack_i32(merged.token_idx).tolist() == [0, 0, 1, 2, 2]
-    assert wire.unpack_i32(merged.token_ids).tolist() == [100, 200, 201, 102, 202]
+    assert wire.unpack_i64(merged.rooms).tolist() == [1, 1, 2]
+    assert wire.unpack_i32(merged.token_idx).tolist() == [0, 2, 0]
+    assert wire.unpack_i32(merged.counts).tolist() == [1, 1, 3]
+    assert wire.unpack_u8(merged.finish).tolist() == [0, 0, 0]
+    assert wire.unpack_i32(merged.token_ids).tolist() == [100, 102, 200, 201, 202]
     assert (merged.emitted_s, merged.step, merged.num_rows) == (0.0, batches[-1].step, 5)
     assert merged.logprobs == b""
 
@@ -60,6 +63,15 @@ def test_logprobs_stay_with_their_rows():
     assert wire.unpack_f32(merged.logprobs).tolist() == [0.0, 0.0, -2.0, -2.0, -3.0]
     assert wire.unpack_i32(merged.top_rows).tolist() == [3, 4]
     assert wire.unpack_i32(merged.top_ids).reshape(2, -1)[:, 0].tolist() == [2, 3]
+
+
+def test_a_token_that_ends_a_run_is_its_last():
+    batches = [step(idx, [1, 2]) for idx in range(4)]
+    batches[1] = msgspec.structs.replace(batches[1], finish=wire.pack_u8([0, wire.STOP]))
+    merged = merge(batches)
+    assert wire.unpack_i64(merged.rooms).tolist() == [1, 2, 2]
+    assert wire.unpack_i32(merged.counts).tolist() == [4, 2, 2]
+    assert wire.unpack_u8(merged.finish).tolist() == [0, wire.STOP, 0]
 
 
 def test_events_of_all_steps_come_in_order():
@@ -88,7 +100,7 @@ async def test_legs_of_all_steps_come_in_order_and_count_as_events(
 
 
 async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: pytest.MonkeyPatch):
-    row_bytes = 8 + 4 + 4 + 1
+    row_bytes = transfer.replies._ROW_BYTES_IN_RUNS
     monkeypatch.setattr(transfer.replies, "_ROW_BYTES_PER_MESSAGE", 4 * row_bytes)
     replies = Replies()
     for idx in range(5):

@@ -89,7 +89,16 @@ def subscribe(worker: Worker, api_id: str = "api") -> AsyncGenerator[wire.StepBa
 
 
 def batch(step: int) -> wire.StepBatch:
-    return wire.StepBatch("plain", 100_000, step, 0.0, rooms=wire.pack_i64([step]))
+    return wire.StepBatch(
+        "plain",
+        100_000,
+        step,
+        0.0,
+        rooms=wire.pack_i64([step]),
+        token_ids=wire.pack_i32([7]),
+        token_idx=wire.pack_i32([0]),
+        finish=wire.pack_u8([wire.RUNNING]),
+    )
 
 
 async def run_engine(worker: PlainWorker) -> tuple[threading.Thread, asyncio.Event]:
