@@ -14,7 +14,7 @@ MAX_EVENTS = 1 << 18
 # Of the rows of one message, so that a loop handles it in one go: 131,072 rows without logprobs, 64
 # of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
 _ROW_BYTES_PER_MESSAGE = 1 << 20
-_ROW_BYTES_IN_RUNS = 8  # or less: 4 a token and 17 a run
+_ROW_BYTES_IN_RUNS = 8  # 4 a token and 17 a run: fewer where runs have five tokens or more
 
 
 class Replies:
