@@ -15,6 +15,7 @@ from serving import api_parent
 from serving.app import app_of, create_front
 from serving.collector import calm_collector
 from serving.config import ServeConfig
+from serving.connection import Connection
 from serving.dispatch import Dispatcher
 from serving.front import Front
 from serving.listening import BACKLOG, address_of, claimed, refuse_two_addresses
@@ -130,11 +131,12 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app_of(front, siblings),
-            http="httptools",
+            http=Connection,
             loop="uvloop",
             lifespan="off",
             log_level="warning",
             access_log=False,
+            proxy_headers=False,  # nobody asks where a request came from
             timeout_graceful_shutdown=2,
             backlog=BACKLOG,
         )

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from serving import openai_api, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice
+from serving.connection import body_writer_of
 from serving.event_stream import EventStream
 from serving.front import Front, read_body
 from serving.interval import Interval
@@ -123,6 +124,7 @@ class Generate:
         return EventStream(
             send,
             scope.get(RAW_SEND, send),
+            body_writer_of(scope),
             headers,
             self._front.outbox,
             self._front.timers,

@@ -10,7 +10,7 @@ always finishes at once. When it does not, the client reads slower than it is wr
 coroutine goes on in a task, later events of this stream queue up and leave merged in one write,
 and a timer bounds how long a client may leave more than a buffer unread.
 
-A stream may lend its `send_body` (serving/plain_streams.py); nothing is written here meanwhile.
+A stream may lend its `body_writer` (serving/plain_streams.py); nothing is written here meanwhile.
 
 The response starts with its first event, so whatever fails before that is still an HTTP status.
 """
@@ -22,12 +22,13 @@ from typing import Any, cast
 
 from starlette.types import Message, Receive, Send
 
+from serving.connection import BodyWriter
 from serving.errors import ApiError, error_event
 from serving.timers import Timer, Timers
 
 # ASGI lets `send` return any awaitable; servers and middlewares write coroutine functions, which
 # can be driven by hand.
-DrivenSend = Callable[[Message], Coroutine[Any, Any, None]]
+_DrivenSend = Callable[[Message], Coroutine[Any, Any, None]]
 
 
 class SlowClient(Exception):
@@ -67,6 +68,7 @@ class EventStream:
         "_open",
         "_outbox",
         "_queue",
+        "_send_body",
         "_send_start",
         "_sender",
         "_slow_client_timeout_s",
@@ -74,10 +76,10 @@ class EventStream:
         "_timers",
         "_unread_bytes",
         "_written",
+        "body_writer",
         "closed",
         "num_writes",
         "on_begin",
-        "send_body",
         "started",
     )
 
@@ -85,13 +87,17 @@ class EventStream:
         self,
         send_start: Send,
         send_body: Send,
+        body_writer: BodyWriter | None,
         headers: list[tuple[bytes, bytes]],
         outbox: Outbox,
         timers: Timers,
         max_unread_bytes: int,
         slow_client_timeout_s: float,
     ) -> None:
-        """send_start: takes the status and headers; send_body, which may be the same: the rest."""
+        """send_start: takes the status and headers; send_body, which may be the same: the rest.
+
+        body_writer: of the connection, if there is one; never used by the stream itself.
+        """
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.started = False  # from then on errors are events
         self.num_writes = 0
@@ -99,7 +105,8 @@ class EventStream:
         self._open = True  # as `closed` says, but nearer
         self._begun = False  # status and headers left
         self._send_start = send_start
-        self.send_body = cast(DrivenSend, send_body)
+        self._send_body = cast(_DrivenSend, send_body)
+        self.body_writer = body_writer
         self._headers = headers
         self._outbox = outbox
         self._timers = timers
@@ -137,7 +144,7 @@ class EventStream:
         last = self._last
         self.num_writes += 1
         if self._begun:
-            coroutine = self.send_body(
+            coroutine = self._send_body(
                 {"type": "http.response.body", "body": data, "more_body": not last}
             )
         else:
@@ -153,19 +160,24 @@ class EventStream:
         except Exception as error:
             self.broke(error)
         else:
-            self.stalled(coroutine, awaited, len(data))
+            self._stalled(coroutine, awaited, len(data))
 
     def end(self, data: bytes) -> None:
         """The last events leave now: of a stream that was lent, and so has no others to send."""
         if self._open:
-            assert self.idle, "what was lent is idle"
+            assert self._idle, "what was lent is idle"
             self._last = True
             self._written = data
             self.send()
 
     @property
-    def idle(self) -> bool:
-        """Begun, and with nothing to send: whoever borrows `send_body` may use it."""
+    def lends(self) -> bool:
+        """Whether somebody else may use its body writer now."""
+        return self.body_writer is not None and self.body_writer.ready and self._idle
+
+    @property
+    def _idle(self) -> bool:
+        """Begun, and with nothing to send."""
         return (
             self._begun
             and self._open
@@ -174,7 +186,7 @@ class EventStream:
             and self._sender is None
         )
 
-    def stalled(self, sending: Coroutine[Any, Any, None], awaited: Any, num_bytes: int) -> None:
+    def _stalled(self, sending: Coroutine[Any, Any, None], awaited: Any, num_bytes: int) -> None:
         """The client reads too slowly for this send, which waits for `awaited`, to end at once."""
         self._unread_bytes = num_bytes
         rest = self._send_rest(resumed(sending, awaited), self._last)
@@ -182,7 +194,7 @@ class EventStream:
         self._watch_slowness()
 
     def broke(self, error: Exception) -> None:
-        """A send raised."""
+        """A send raised, or whoever writes in its place cannot go on."""
         # Any but a lost connection's reaches the request's own task.
         self._close(None if isinstance(error, OSError) else error)
 
@@ -205,7 +217,7 @@ class EventStream:
         await self._send_start(
             {"type": "http.response.start", "status": 200, "headers": self._headers}
         )
-        await self.send_body({"type": "http.response.body", "body": data, "more_body": not last})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def _send_rest(self, sending: Awaitable[None], last: bool) -> None:
         """Finish a send that waits for the client, then send what queued up meanwhile."""
@@ -221,7 +233,7 @@ class EventStream:
                 self._unread_bytes = len(data)
                 self._watch_slowness()
                 self.num_writes += 1
-                await self.send_body(
+                await self._send_body(
                     {"type": "http.response.body", "body": data, "more_body": not last}
                 )
         except OSError:  # the connection is gone

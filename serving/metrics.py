@@ -51,8 +51,9 @@ class BulkHistogram(Collector):
         values_s, self._single_s = self._single_s, []
         self.observe(values_s)
 
-    def observe(self, values_s: Sequence[float] | np.ndarray) -> None:
-        """Count each value in the first bucket whose bound is >= the value."""
+    def observe(self, values_s: Sequence[float] | np.ndarray, num_zeros: int = 0) -> None:
+        """Count each value in the first bucket whose bound is >= the value; and so many zeros."""
+        self._counts[0] += num_zeros
         if not len(values_s):
             return
         values = np.asarray(values_s, dtype=np.float64)
@@ -282,10 +283,15 @@ class Metrics:
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe_one(ttft_s)
 
-    def step(self, num_tokens: int, gaps_s: Sequence[float] | np.ndarray) -> None:
-        """Tokens told to streams in one step, and the gaps since each stream's last."""
+    def step(
+        self, num_tokens: int, gaps_s: Sequence[float] | np.ndarray, num_together: int
+    ) -> None:
+        """Tokens told to streams in one step, and the gaps since each stream's last.
+
+        num_together: of the tokens, those that came with one before them, so that the gap is none.
+        """
         self._generation_tokens.inc(num_tokens)
-        self._itl.observe(gaps_s)
+        self._itl.observe(gaps_s, num_together)
 
     def ended(self, finish_reason: str, e2e_s: float) -> None:
         """finish_reason: stop, length, abort, or error."""

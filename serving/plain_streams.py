@@ -8,14 +8,15 @@ gets everything back at once when a row is anything but the next tokens, when it
 and at whatever ends or moves it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from serving.event_stream import DrivenSend, EventStream
+from serving.connection import chunk_head
+from serving.event_stream import EventStream
 from serving.generation import Generation
 from serving.interval import Interval
 from serving.router import Key
@@ -26,7 +27,10 @@ from transfer import wire
 LEAST_STREAMS = 16  # below, the fixed cost of the arrays is more than they save
 RECENT = 64  # tokens of a slot that wait to be put with its stream's own
 _FIRST_CAPACITY = 256
+_FEW = 8  # tokens of a run; arrays with several entries for each of more would be large
+_TOGETHER = 256  # streams whose tokens are objects at a time: they are 8 times what came
 _UNKNOWN: list[bytes | None] = []
+_CRLF = b"\r\n"
 
 
 @dataclass(slots=True)
@@ -40,24 +44,17 @@ class _Seating:
 
 
 @dataclass(slots=True)
-class _Burst:
-    """Events that leave one after the other, and which does now."""
-
-    slot: int = -1
-    num_bytes: int = 0  # of its event
-    parted: bool = False  # its send did not end at once; the others go on without it
-
-
-@dataclass(slots=True)
 class Told:
     """What became of the runs of a step.
 
     left: which of them were not told, i64[n], some of streams that are to be given back first.
-    gaps_s: of the tokens told, seconds since the one before, f64[m]. ended: whose last token was
-    among them; their last events are with the server, and only the accounts know nothing of it.
+    num_tokens: of the others. gaps_s: of each of these, seconds since the token before it, f64[m].
+    ended: whose last token was among them; their last events are with the server, and only the
+    accounts know nothing of it.
     """
 
     left: np.ndarray
+    num_tokens: int
     gaps_s: np.ndarray
     ended: list[Generation]
 
@@ -91,7 +88,7 @@ class PlainStreams:
         self._json: list[list[bytes | None]] = []  # empty while only its detokenizer can tell
         self._before: list[bytes] = []
         self._after: list[bytes] = []
-        self._send: list[DrivenSend] = []
+        self._write_chunk: list[Callable[[bytes], None]] = []
 
     def invite(self, generation: Generation) -> None:
         """Tokens of its attempt were told to it. It may lend once they are written."""
@@ -148,6 +145,7 @@ class PlainStreams:
             loan.stream.num_writes += num_writes
             assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
             generation.sink.take_back(generation.token_ids, held, waiting)
+            loan.writer.take_back()
             self._vacate(slot)
         self._room[slots] = 0
         self._seating = None
@@ -157,11 +155,11 @@ class PlainStreams:
         """Tell the runs that are the next tokens of seated streams; now_s is monotonic."""
         known = self._workers.get(worker)
         if known is None:  # prefill, mostly
-            return Told(np.arange(len(runs)), np.zeros(0), [])
+            return _none_of(runs)
         seating = self._seating_of(runs.rooms)
         slots = seating.slots
         if not seating.seated.any():
-            return Told(np.arange(len(runs)), np.zeros(0), [])
+            return _none_of(runs)
         fit = seating.seated & (self._worker[slots] == known)
         fit &= seating.once & (self._next_idx[slots] == runs.first_idx)
         last = runs.finish != wire.RUNNING
@@ -169,7 +167,7 @@ class PlainStreams:
             fit &= ~last | self._begun[slots]  # the first of decode is noted before it is the last
         told = np.flatnonzero(fit)
         gaps_s, ended = self._tell(runs, told, slots[told], now_s)
-        return Told(np.flatnonzero(~fit), gaps_s, ended)
+        return Told(np.flatnonzero(~fit), int(runs.counts[told].sum()), gaps_s, ended)
 
     def _tell(
         self, runs: Runs, told: np.ndarray, slots: np.ndarray, now_s: float
@@ -177,8 +175,7 @@ class PlainStreams:
         """Returns the gaps and who ended."""
         counts = runs.counts[told]
         self._next_idx[slots] += counts
-        gaps_s = np.zeros(int(counts.sum()))  # tokens that come together have none
-        gaps_s[: len(told)] = now_s - self._last_s[slots]
+        gaps_s = now_s - self._last_s[slots]
         self._last_s[slots] = now_s
         waiting = self._waiting[slots] + counts
         held = self._held[slots] + counts
@@ -208,7 +205,7 @@ class PlainStreams:
     ) -> None:
         """Send each its event, with the text of the tokens held. which: of the runs."""
         self._num_writes[slots] += 1
-        texts = self._texts(slots, self._unshown(runs, which, slots, held))
+        texts = self._texts(runs, which, slots, held)
         silent = self._write(slots.tolist(), texts)
         if silent:  # still unsent: text that comes next is overdue
             slots = slots[silent]
@@ -222,7 +219,7 @@ class PlainStreams:
 
         All last events are made, then all sent: in one burst, as those of a step's other streams.
         """
-        texts = self._texts(slots, self._unshown(runs, which, slots, held))
+        texts = self._texts(runs, which, slots, held)
         alive = [place for place, slot in enumerate(slots.tolist()) if self._seats[slot]]
         finish = runs.finish[which[alive]].tolist()
         ended: list[Generation] = []
@@ -251,11 +248,11 @@ class PlainStreams:
     def _keep(self, runs: Runs, told: np.ndarray, slots: np.ndarray) -> None:
         """Put the tokens where each generation finds its own: first side by side, later there."""
         counts, starts = runs.counts[told], runs.starts[told]
+        if counts.max(initial=0) > min(_FEW, RECENT):
+            self._keep_many(runs.token_ids, slots, starts, starts + counts)
+            return
         for slot in slots[self._num_recent[slots] + counts > RECENT].tolist():
             self._fold(slot)
-        if len(counts) and counts.max() > RECENT:
-            self._keep_long(runs.token_ids, slots, starts, starts + counts)
-            return
         places = self._num_recent[slots]
         self._num_recent[slots] = places + counts
         if len(runs.token_ids) > len(runs):
@@ -264,10 +261,10 @@ class PlainStreams:
             places, starts = places + nth, starts + nth
         self._recent[slots, places] = runs.token_ids[starts]
 
-    def _keep_long(
+    def _keep_many(
         self, token_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray
     ) -> None:
-        """The same where some have more tokens than have room side by side."""
+        """The same where some have more tokens than are worth putting side by side."""
         ids = memoryview(np.ascontiguousarray(token_ids)).cast("B")
         bounds = (4 * starts).tolist(), (4 * ends).tolist()
         for slot, start, end in zip(slots.tolist(), *bounds, strict=True):
@@ -283,24 +280,39 @@ class PlainStreams:
         self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
     ) -> list[list[int]]:
         """The last tokens of each, as many as are held. which: of the runs, they end with it."""
-        if (held == runs.counts[which]).all():
+        earlier = held - runs.counts[which]
+        if not earlier.any():
             return runs.ids_of(which)
         most = int(held.max())
         places = self._num_recent[slots]
         if (held == most).all() and (places >= most).all():
             columns = (places - most)[:, None] + np.arange(most)
             return self._recent[slots[:, None], columns].tolist()
-        for slot in slots.tolist():
+        ids = runs.ids_of(which)
+        for place in np.flatnonzero(earlier).tolist():
+            slot = int(slots[place])
             self._fold(slot)
-        held_of = zip(slots.tolist(), held.tolist(), strict=True)
-        return [self._token_ids[slot][-num_held:].tolist() for slot, num_held in held_of]
+            before = self._token_ids[slot][-int(held[place]) : -len(ids[place])]
+            ids[place] = before.tolist() + ids[place]
+        return ids
 
-    def _texts(self, slots: np.ndarray, ids: list[list[int]]) -> list[bytes]:
-        """What each has to show of its tokens, inside of a JSON string."""
+    def _texts(
+        self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
+    ) -> list[bytes]:
+        """What each has to show of the tokens held, inside of a JSON string."""
+        texts: list[bytes] = []
+        for start in range(0, len(slots), _TOGETHER):
+            some = slice(start, start + _TOGETHER)
+            ids = self._unshown(runs, which[some], slots[some], held[some])
+            texts += self._texts_of(slots[some].tolist(), ids)
+        return texts
+
+    def _texts_of(self, slots: list[int], ids: list[list[int]]) -> list[bytes]:
+        """The same of tokens at hand."""
         json = self._json
         texts: list[bytes] = []
-        for slot, some in zip(slots.tolist(), ids, strict=True):
-            known = json[slot]
+        for slot, some in zip(slots, ids, strict=True):
+            known: list[Any] = json[slot]
             try:
                 if len(some) == 1:
                     text = known[some[0]]
@@ -324,41 +336,30 @@ class PlainStreams:
         return text
 
     def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
-        """Send each its event. Returns the places of those that have no text to show."""
-        silent: list[int] = []
-        events = zip(range(len(slots)), slots, texts, strict=True)
-        while True:
-            burst = _Burst()
-            sending = self._send_each(burst, events, silent)
-            try:
-                awaited = sending.send(None)
-            except StopIteration:
-                return silent
-            except Exception as error:  # likewise
-                self._give_back_slot(burst.slot).stream.broke(error)
-            else:  # this slot's send waits; what is left of the coroutine belongs to its stream
-                burst.parted = True
-                loan = self._give_back_slot(burst.slot)
-                loan.stream.stalled(sending, awaited, burst.num_bytes)
+        """Send each its event. Returns the places of those that have no text to show.
 
-    async def _send_each(
-        self, burst: "_Burst", events: Iterator[tuple[int, int, bytes]], silent: list[int]
-    ) -> None:
-        """Await the sends of all events, or one that did not end at once.
-
-        One coroutine for all: to run each stream's by hand costs an exception for every token.
+        All events are made first: a reader that is written to without a pause stays awake.
         """
-        before, after, send = self._before, self._after, self._send
-        for place, slot, text in events:
-            if not text:
+        before, after, write = self._before, self._after, self._write_chunk
+        silent: list[int] = []
+        events: list[tuple[int, bytes]] = []
+        for place, (slot, text) in enumerate(zip(slots, texts, strict=True)):
+            if text:
+                start, end = before[slot], after[slot]
+                num_bytes = len(start) + len(text) + len(end) - len(_CRLF)
+                events.append((slot, b"".join((chunk_head(num_bytes), start, text, end))))
+            else:
                 silent.append(place)
-                continue
-            burst.slot = slot
-            data = before[slot] + text + after[slot]
-            burst.num_bytes = len(data)
-            await send[slot]({"type": "http.response.body", "body": data, "more_body": True})
-            if burst.parted:
-                return
+        for slot, chunk in events:
+            try:
+                write[slot](chunk)
+            except Exception as error:  # one stream's fault must not reach the others
+                self._give_back_slot(slot).stream.broke(error)
+        return silent
+
+    def hindered(self, slot: int) -> None:
+        """Its client reads too slowly, or left."""
+        self._give_back_slot(slot)
 
     def _seating_of(self, rooms: np.ndarray) -> "_Seating":
         """Who sits where, of rooms i64[n]; mostly they are those of the step before."""
@@ -409,8 +410,9 @@ class PlainStreams:
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
         self._before[slot] = loan.before + b'"'
-        self._after[slot] = _same(b'"' + loan.after)
-        self._send[slot] = loan.stream.send_body
+        self._after[slot] = _same(b'"' + loan.after + _CRLF)
+        self._write_chunk[slot] = loan.writer.write
+        loan.writer.lend(self, slot)
         shared = loan.interval is self._interval
         return (
             slot,
@@ -431,7 +433,7 @@ class PlainStreams:
         self._seats[slot] = self._token_ids[slot] = None
         self._json[slot] = _UNKNOWN
         self._before[slot] = self._after[slot] = b""
-        self._send[slot] = _nobody
+        self._write_chunk[slot] = _nobody
         self._free.append(slot)
 
     def _grow(self) -> None:
@@ -450,8 +452,12 @@ class PlainStreams:
         self._json += [_UNKNOWN] * new
         self._before += [b""] * new
         self._after += [b""] * new
-        self._send += [_nobody] * new
+        self._write_chunk += [_nobody] * new
         self._free += range(old + new - 1, old - 1, -1)
+
+
+def _none_of(runs: Runs) -> Told:
+    return Told(np.arange(len(runs)), 0, np.zeros(0), [])
 
 
 @lru_cache(maxsize=256)
@@ -460,5 +466,5 @@ def _same(data: bytes) -> bytes:
     return data
 
 
-async def _nobody(message: Any) -> None:
-    raise AssertionError(f"nobody sits here: {message}")
+def _nobody(data: bytes) -> None:
+    raise AssertionError(f"nobody sits here: {data!r}")

@@ -88,9 +88,11 @@ class Runs:
         return len(self.rooms)
 
     def ids_of(self, which: np.ndarray) -> list[list[int]]:
-        """The tokens of some runs. which: of them, i64[n]."""
-        ids = self.token_ids.tolist()
-        starts = self.starts[which]
+        """The tokens of some runs. which: of them, i64[n], ascending, at least one."""
+        first, last = which[0], which[-1]
+        begin = self.starts[first]
+        ids = self.token_ids[begin : self.starts[last] + self.counts[last]].tolist()
+        starts = self.starts[which] - begin
         ends = starts + self.counts[which]
         return [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 

@@ -73,7 +73,7 @@ class Steps:
             part = runs.part(start, start + group)
             now_s = self._clock.monotonic_s()
             told = self._plain.tell(link.key, part, now_s)
-            self._metrics.step(len(told.gaps_s), told.gaps_s)
+            self._metrics.step(told.num_tokens, told.gaps_s, told.num_tokens - len(told.gaps_s))
             if len(told.left):
                 self._tell_runs(link, part, told.left, now_s)
             for generation in told.ended:
@@ -105,7 +105,7 @@ class Steps:
             column[which].tolist() for column in (runs.rooms, runs.first_idx, runs.finish)
         )
         gaps_s: list[float] = []
-        num_tokens = 0
+        num_tokens = num_together = 0
         rows = zip(rooms, first_idx, runs.ids_of(which), finish, runs.detail_of(which), strict=True)
         for room, *run in rows:
             generation = at(room, key)
@@ -129,8 +129,7 @@ class Steps:
                 self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
                 if generation.timeline is not None:
                     generation.timeline.first_token_s = now_s
-            if count > 1:
-                gaps_s += [0.0] * (count - 1)  # they came together
+            num_together += count - 1
             generation.last_token_s = now_s
             if len(generation.token_ids) - count - generation.attempt_start < 2:
                 self._placement.progressed(generation)
@@ -138,7 +137,7 @@ class Steps:
                 self._owner.finish(generation)
             else:
                 self._plain.invite(generation)
-        self._metrics.step(num_tokens, gaps_s)
+        self._metrics.step(num_tokens, gaps_s, num_together)
 
     def prefilled(self, link: WorkerLink, event: wire.RoomEvent) -> None:
         """The prompt of a room is computed."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serving.choice import Choice, Piece
+from serving.connection import BodyWriter
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import from_request_error
 from serving.event_stream import EventStream
@@ -57,6 +58,7 @@ class Loan:
     """
 
     stream: EventStream
+    writer: BodyWriter
     before: bytes
     after: bytes
     detokenizer: IncrementalDetokenizer
@@ -183,14 +185,16 @@ class StreamedChoice:
 
         Nobody tells it tokens until `take_back`. Asked only where it lends.
         """
-        if not (self._begun and self._stream.idle):
+        if not (self._begun and self._stream.lends):
             return None
         assert self._before is not None, "it lends"
+        assert self._stream.body_writer is not None, "likewise"
         detokenizer = self._choice.detokenizer
         held = len(self._held_ids)
         self._held_ids = []
         return Loan(
             self._stream,
+            self._stream.body_writer,
             self._before,
             self._after,
             detokenizer,

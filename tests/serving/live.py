@@ -14,6 +14,7 @@ import uvicorn
 
 from model.config import ModelConfig
 from serving.app import create_app
+from serving.connection import Connection
 from serving.dispatch import Dispatcher
 from serving.tokenizer import Tokenizer
 from tests.fakes import FakeCluster
@@ -79,7 +80,7 @@ async def live_server(
     send_buffer_bytes: int = 0,
     **config: Any,
 ) -> AsyncIterator[Live]:
-    """uvicorn with httptools, as `kvferry serve` runs it, in this process and loop.
+    """uvicorn with our connections, as `kvferry serve` runs it, in this process and loop.
 
     send_buffer_bytes: of the server's sockets; 0 leaves it to the system.
     """
@@ -96,7 +97,7 @@ async def live_server(
             if send_buffer_bytes:  # accepted connections inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
             server = _Server(
-                uvicorn.Config(app, http="httptools", lifespan="off", log_level="error")
+                uvicorn.Config(app, http=Connection, lifespan="off", log_level="error")
             )
             serving = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"

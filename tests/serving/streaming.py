@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from serving.choice import Choice
+from serving.connection import BodyWriter, chunk_head
 from serving.event_stream import EventStream, Outbox
 from serving.generation import FinishReason, Generation, GenerationSpec
 from serving.interval import Interval
@@ -24,14 +25,41 @@ TOKENIZER = tokenizer_of_tests()
 TIMEOUT_S = 30.0
 
 
+class _Free(asyncio.Event):
+    """Whether a wire takes more; its body writer is told, as a server's protocol tells it."""
+
+    def __init__(self, writer: BodyWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def set(self) -> None:
+        super().set()
+        self._writer.ready = True
+
+    def clear(self) -> None:
+        super().clear()
+        self._writer.hinder()
+
+
 class Wire:
-    """The server's side of one response; `full` makes send wait, as a full socket does."""
+    """The server's side of one response; while it is not `free`, send waits as on a full socket."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
-        self.free = asyncio.Event()
+        self.num_chunks = 0  # of the messages, those that went past `send`
+        self.writer = BodyWriter(self._write)
+        self.free = _Free(self.writer)
         self.free.set()
         self.error: Exception | None = None
+
+    def _write(self, chunk: bytes) -> None:
+        assert self.free.is_set(), "only written to while ready"
+        if self.error is not None:
+            raise self.error
+        data = chunk[chunk.index(b"\r\n") + 2 : -2]
+        assert chunk == chunk_head(len(data)) + data + b"\r\n"
+        self.num_chunks += 1
+        self.messages.append({"type": "http.response.body", "body": data, "more_body": True})
 
     async def send(self, message: Any) -> None:
         if not self.free.is_set():
@@ -58,6 +86,7 @@ class Bench:
         self.stream = EventStream(
             self.wire.send,
             self.wire.send,
+            self.wire.writer,
             [(b"content-type", b"text/event-stream")],
             self.outbox,
             self.timers,

@@ -28,7 +28,7 @@ def test_counters_have_the_names_and_values_that_dashboards_read():
     metrics = Metrics()
     metrics.prefilled(12, 8)
     metrics.first_token(0.03)
-    metrics.step(3, [0.004, 0.02])
+    metrics.step(4, [0.004, 0.02], 1)
     metrics.ended("stop", 1.25)
     metrics.rejected()
     metrics.retried("peer_lost")
@@ -37,7 +37,7 @@ def test_counters_have_the_names_and_values_that_dashboards_read():
     read = samples(metrics)
     assert read["kvferry_prompt_tokens_total",] == 12
     assert read["kvferry_cached_tokens_total",] == 8
-    assert read["kvferry_generation_tokens_total",] == 3
+    assert read["kvferry_generation_tokens_total",] == 4
     assert read["kvferry_num_requests_total", "stop"] == 1
     assert read["kvferry_requests_rejected_total",] == 1
     assert read["kvferry_retries_total", "peer_lost"] == 1
@@ -46,7 +46,8 @@ def test_counters_have_the_names_and_values_that_dashboards_read():
     assert read["kvferry_time_to_first_token_seconds_bucket", "0.04"] == 1
     assert read["kvferry_time_to_first_token_seconds_count",] == 1
     assert read["kvferry_e2e_request_latency_seconds_sum",] == 1.25
-    assert read["kvferry_inter_token_latency_seconds_count",] == 2
+    assert read["kvferry_inter_token_latency_seconds_bucket", "0.001"] == 1
+    assert read["kvferry_inter_token_latency_seconds_count",] == 3
     assert read["kvferry_inter_token_latency_seconds_sum",] == pytest.approx(0.024)
 
 
@@ -66,7 +67,7 @@ def test_several_processes_are_told_apart_and_the_cluster_is_shown_once():
         for _ in range(count):
             metrics.first_token(0.03)
             metrics.ended("stop", 1.25)
-        metrics.step(count, [0.01] * count)
+        metrics.step(count, [0.01] * count, 0)
         metrics.set_states([wire.WorkerState("d0", "decode", 1, wire.Load(), 3, 0, 1, 0, {}, {})])
     text = first.render({0: first.own_text(), 1: second.own_text()})
     read = parsed(text)

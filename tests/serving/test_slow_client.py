@@ -73,7 +73,7 @@ def text_after(num_tokens: int) -> str:
 
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_a_client_that_reads_late_misses_nothing(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], lent: list[int]
 ) -> None:
     async def play() -> None:
         async with live_server(context_length=1 << 20, send_buffer_bytes=4096) as live:
@@ -90,7 +90,9 @@ def test_a_client_that_reads_late_misses_nothing(
 
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_a_client_that_never_reads_is_closed_and_its_generation_aborted(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    lent: list[int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def play() -> None:
         async with live_server(
@@ -119,7 +121,7 @@ def test_a_client_that_never_reads_is_closed_and_its_generation_aborted(
 
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_what_a_slow_client_waits_for_merges_while_others_get_each_piece_at_its_step(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], lent: list[int]
 ) -> None:
     num_tokens = 1200
 

@@ -24,7 +24,9 @@ from transfer.errors import Code, RequestError
 
 async def test_what_is_written_in_one_turn_leaves_at_its_end_in_one_write_each() -> None:
     one, other = Bench(), Bench()
-    other.stream = EventStream(other.wire.send, other.wire.send, [], one.outbox, other.timers, 9, 9)
+    other.stream = EventStream(
+        other.wire.send, other.wire.send, None, [], one.outbox, other.timers, 9, 9
+    )
     for text in (b"a", b"b"):
         one.stream.write(text)
         other.stream.write(text, last=text == b"b")

@@ -1,0 +1,121 @@
+"""HTTP connections whose responses can be written to without a message to the server each time.
+
+uvicorn takes any protocol class and hands its own state on to the application. This one is
+uvicorn's own with the `BodyWriter` of its connection in that state, where applications find it in
+the scope: what asyncio tells a protocol (its transport, when to pause) is all that one has.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from starlette.types import Scope
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+_KEY = "kvferry.body_writer"  # in the state of a scope
+_HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # of all but huge chunks
+
+
+class Borrower(Protocol):
+    """Writes in a stream's place."""
+
+    def hindered(self, slot: int) -> None:
+        """The stream that has this slot must write for itself again, from its next event on."""
+        ...
+
+
+class BodyWriter:
+    """Puts chunks of a response's body on its connection, past the server's `send`.
+
+    Whoever writes does so while the server's response is between two messages of a body that goes
+    out in chunks, and while `ready`.
+    """
+
+    __slots__ = ("_borrower", "_slot", "ready", "write")
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        """write: takes whole chunks (chunk_head)."""
+        self.write = write
+        self.ready = True  # nothing waits for the client, who is there
+        self._borrower: Borrower | None = None
+        self._slot = -1
+
+    def lend(self, borrower: Borrower, slot: int) -> None:
+        """To one who is told at once when it is not ready any more, or who gives it back."""
+        self._borrower = borrower
+        self._slot = slot
+
+    def take_back(self) -> None:
+        """Nobody is told any more."""
+        self._borrower = None
+
+    def hinder(self) -> None:
+        """What is written would wait for the client, or be lost."""
+        self.ready = False
+        if self._borrower is not None:
+            self._borrower.hindered(self._slot)
+
+    def close(self) -> None:
+        """The connection is gone. Lets go of its transport, which has the protocol."""
+        self.hinder()
+        self.write = _dropped
+
+
+def chunk_head(num_bytes: int) -> bytes:
+    """What goes before a chunk's data, and CRLF after it (RFC 9112, 7.1). num_bytes: at least 1."""
+    return _HEADS[num_bytes] if num_bytes < len(_HEADS) else b"%x\r\n" % num_bytes
+
+
+def body_writer_of(scope: Scope) -> BodyWriter | None:
+    """The one of a request's connection; None where the server, or HTTP/1.0, has no such chunks."""
+    if scope.get("http_version") != "1.1":
+        return None
+    writer: BodyWriter | None = scope.get("state", {}).get(_KEY)
+    return writer
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, with a BodyWriter."""
+
+    # With more attributes each connection would have a dictionary of its own keys: 2 KB.
+    __slots__ = ("_state", "_writer")
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._state = dict(app_state)
+        self._writer: BodyWriter | None = None
+        super().__init__(config, server_state, self._state, _loop)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Its transport is there."""
+        self._writer = self._state[_KEY] = BodyWriter(transport.write)
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        """More is unsent than a buffer holds."""
+        super().pause_writing()
+        if self._writer is not None:
+            self._writer.hinder()
+
+    def resume_writing(self) -> None:
+        """The client has read most of it."""
+        super().resume_writing()
+        if self._writer is not None:
+            self._writer.ready = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody reads any more."""
+        if self._writer is not None:
+            self._writer.close()
+        super().connection_lost(exc)
+
+
+def _dropped(data: bytes) -> None:
+    """Nobody reads it."""

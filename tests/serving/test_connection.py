@@ -1,0 +1,197 @@
+"""Chunks that go past the server's `send`: whole, in order, and to nobody else."""
+
+import asyncio
+import gc
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from serving.connection import BodyWriter, Connection, body_writer_of, chunk_head
+from tests.recording import until
+from tests.serving.live import live_server
+from tests.serving.test_slow_client import ask, read_until, text_after, text_of, writes_of
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+NUM_TOKENS = 60
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class Columns:
+    """Who borrows a body writer, and what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def hindered(self, slot: int) -> None:
+        self.told.append(slot)
+
+
+def test_a_borrower_is_told_of_what_hinders_while_it_has_the_writer() -> None:
+    written: list[bytes] = []
+    writer, columns = BodyWriter(written.append), Columns()
+    writer.hinder()
+    assert not writer.ready
+    writer.ready = True
+    writer.lend(columns, 7)
+    writer.write(b"1")
+    writer.hinder()
+    assert columns.told == [7]
+    assert not writer.ready
+    writer.take_back()
+    writer.close()
+    assert columns.told == [7]
+    writer.write(b"2")
+    assert written == [b"1"]
+    assert not writer.ready
+
+
+@pytest.mark.parametrize("num_bytes", [1, 15, 16, 4095, 4096, 1 << 20])
+def test_a_chunk_says_its_length_in_hexadecimal(num_bytes: int) -> None:
+    assert chunk_head(num_bytes) == f"{num_bytes:x}\r\n".encode()
+
+
+def test_there_is_no_writer_without_chunks_or_without_our_connections() -> None:
+    writer = BodyWriter(lambda data: None)
+    state = {"kvferry.body_writer": writer}
+    assert body_writer_of({"http_version": "1.1", "state": state}) is writer
+    assert body_writer_of({"http_version": "1.0", "state": state}) is None
+    assert body_writer_of({"http_version": "1.1", "state": {}}) is None
+    assert body_writer_of({"http_version": "1.1"}) is None
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_answers_of_one_connection_are_whole_and_follow_each_other(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], lent: list[int]
+) -> None:
+    """One after the other, and two that were asked for at once."""
+
+    async def play() -> None:
+        async with live_server() as live:
+            sock = await ask(live, NUM_TOKENS)
+            with sock:
+                data = await read_until(sock, b"\r\n0\r\n\r\n")
+                assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
+                # Asked again with the words of the first, and twice in one write.
+                again = await ask_again(sock, live.url, 2)
+                first, _, second = again.partition(b"\r\n0\r\n\r\n")
+                for answer in (first + b"\r\n0\r\n\r\n", second):
+                    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+                    assert text_of(writes_of(answer)[:-1]) == text_after(NUM_TOKENS)
+            await until(lambda: live.rooms == 0)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+    assert len(lent) in (0, 3)
+
+
+async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
+    """So many requests in one write; all that comes back."""
+    body = b'{"prompt": "Hi!", "max_tokens": %d, "ignore_eos": true, "stream": true}' % NUM_TOKENS
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    await asyncio.get_running_loop().sock_sendall(sock, (head.encode() + body) * count)
+    data = b""
+    for _ in range(count):
+        end = data.count(b"\r\n0\r\n\r\n") + 1
+        while data.count(b"\r\n0\r\n\r\n") < end:
+            part = await asyncio.get_running_loop().sock_recv(sock, 1 << 20)
+            assert part, "the server closed the connection before the end"
+            data += part
+    return data
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_lost_connection_is_told_before_anybody_can_write_to_it(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = Columns()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        writer = body_writer_of(scope)
+        assert writer is not None
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        writer.lend(columns, 7)
+        while (await receive())["type"] != "http.disconnect":
+            writer.write(chunk_head(2) + b"hi\r\n")
+        assert columns.told == [7]
+        for _ in range(9):
+            writer.write(b"too late")
+
+    async def play() -> None:
+        config = Config(app, http=Connection, lifespan="off")
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        with socket.create_connection((host, port)) as sock:
+            sock.setblocking(False)
+            await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await read_until(sock, b"\r\n\r\n2\r\nhi\r\n")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        await until(lambda: bool(columns.told))
+        await until(lambda: not state.tasks)
+        server.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+    assert not caplog.records
+
+
+async def test_an_answer_by_an_older_http_is_whole_and_lends_nothing(lent: list[int]) -> None:
+    async with live_server() as live:
+        body = b'{"prompt": "Hi!", "max_tokens": 60, "ignore_eos": true, "stream": true}'
+        host, port = live.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        data = await reader.read()
+        writer.close()
+    events = [line for line in data.splitlines() if line.startswith(b"data: {")]
+    assert text_of([b"\n\n".join(events)]) == text_after(NUM_TOKENS)
+    assert not lent
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_client_that_leaves_costs_nothing_more_and_nothing_is_left_of_it(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+    is_reset: bool,
+    lent: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play() -> None:
+        async with live_server(auto_step=False, context_length=1 << 20) as live:
+            leaves, stays = await ask(live, NUM_TOKENS), await ask(live, NUM_TOKENS)
+            await live.cluster.submitted(2)
+            gc.collect()
+            gc.disable()
+            for _ in range(20):
+                live.cluster.step()
+                await asyncio.sleep(0.001)
+            if is_reset:
+                leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            leaves.close()
+            for _ in range(20):  # some of these steps come before anyone knows
+                live.cluster.step()
+            await until(lambda: live.rooms == 1)
+            for _ in range(40):
+                live.cluster.step()
+            with stays:
+                data = await read_until(stays, b"\r\n0\r\n\r\n")
+            assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
+            # At once: the collector of a server comes by rarely.
+            await until(lambda: not any(isinstance(o, Connection) for o in gc.get_objects()))
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(play())
+    finally:
+        gc.enable()
+    assert not caplog.records
