@@ -222,7 +222,7 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
     chat = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
     app = Starlette(routes=[chat, Route("/health", Admin(front).health)])
     server = uvicorn.Server(
-        uvicorn.Config(  # as serving.api has it
+        uvicorn.Config(  # as serving.api has it, but for its connections
             app,
             http="httptools",
             loop="uvloop",

@@ -136,7 +136,6 @@ async def serve(
             lifespan="off",
             log_level="warning",
             access_log=False,
-            proxy_headers=False,  # nobody asks where a request came from
             timeout_graceful_shutdown=2,
             backlog=BACKLOG,
         )

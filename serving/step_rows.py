@@ -88,7 +88,9 @@ class Runs:
         return len(self.rooms)
 
     def ids_of(self, which: np.ndarray) -> list[list[int]]:
-        """The tokens of some runs. which: of them, i64[n], ascending, at least one."""
+        """The tokens of some runs. which: of them, i64[n], ascending."""
+        if not len(which):
+            return []
         first, last = which[0], which[-1]
         begin = self.starts[first]
         ids = self.token_ids[begin : self.starts[last] + self.counts[last]].tolist()
