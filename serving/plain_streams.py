@@ -338,7 +338,7 @@ class PlainStreams:
     def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
         """Send each its event. Returns the places of those that have no text to show.
 
-        All events are made first: a reader that is written to without a pause stays awake.
+        All events are made first: a reader is more often still awake where writes are dense.
         """
         before, after, write = self._before, self._after, self._write_chunk
         silent: list[int] = []

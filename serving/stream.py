@@ -53,8 +53,8 @@ class Events(Protocol):
 class Loan:
     """What it takes to write a stream's events in its place.
 
-    before, after: what an event has around its text. held: tokens, the latest ones, that were not
-    detokenized yet. waiting: tokens since the last event.
+    writer: of its connection. before, after: what an event has around its text. held: tokens, the
+    latest ones, that were not detokenized yet. waiting: tokens since the last event.
     """
 
     stream: EventStream
