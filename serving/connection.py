@@ -2,12 +2,13 @@
 
 uvicorn takes any protocol class and hands its own state on to the application. This one is
 uvicorn's own with the `BodyWriter` of its connection in that state, where applications find it in
-the scope: what asyncio tells a protocol (its transport, when to pause) is all that one has.
+the scope: what asyncio tells a protocol (its transport, when to pause) is all that one has. The
+server itself gets a `ServerTransport`, which can hold or drop what it writes.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from starlette.types import Scope
 from uvicorn import Config
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 _KEY = "kvferry.body_writer"  # in the state of a scope
+_CRLF = b"\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
 _HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # of all but huge chunks
 
 
@@ -26,18 +29,60 @@ class Borrower(Protocol):
         ...
 
 
+class ServerTransport:
+    """The transport of a connection as its server has it: writes can be held, or one be dropped.
+
+    All else is the transport's own.
+    """
+
+    __slots__ = ("_held", "_transport", "write")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held: list[bytes] = []
+        self.write: Callable[[bytes], None] = transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        """After what is held."""
+        self.release()
+        self._transport.close()
+
+    def hold(self) -> None:
+        """Keep what is written until `release`."""
+        self.write = self._held.append
+
+    def release(self) -> None:
+        """Write what was kept, at once."""
+        self.write = self._transport.write
+        held, self._held = self._held, []
+        if held and not self._transport.is_closing():
+            self.write(b"".join(held))
+
+    def drop_last_chunk(self) -> None:
+        """The next write must be the end of a body in chunks, and goes nowhere."""
+        self.write = self._drop_last_chunk
+
+    def _drop_last_chunk(self, data: bytes) -> None:
+        self.write = self._transport.write
+        if data != _LAST_CHUNK:
+            raise RuntimeError(f"a body that has ended goes on with {data[:80]!r}")
+
+
 class BodyWriter:
     """Puts chunks of a response's body on its connection, past the server's `send`.
 
     Whoever writes does so while the server's response is between two messages of a body that goes
-    out in chunks, and while `ready`.
+    out in chunks, and while `ready`. server: what the server writes to.
     """
 
-    __slots__ = ("_borrower", "_slot", "ready", "write")
+    __slots__ = ("_borrower", "_slot", "ready", "server", "write")
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        """write: takes whole chunks (chunk_head)."""
-        self.write = write
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
+        self.server = ServerTransport(transport)
         self.ready = True  # nothing waits for the client, who is there
         self._borrower: Borrower | None = None
         self._slot = -1
@@ -50,6 +95,11 @@ class BodyWriter:
     def take_back(self) -> None:
         """Nobody is told any more."""
         self._borrower = None
+
+    def write_last(self, data: bytes) -> None:
+        """The last of the body and its end, before the server ends it with an empty message."""
+        self.server.drop_last_chunk()
+        self.write(b"".join((chunk_head(len(data)), data, _CRLF, _LAST_CHUNK)))
 
     def hinder(self) -> None:
         """What is written would wait for the client, or be lost."""
@@ -95,8 +145,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Its transport is there."""
-        self._writer = self.app_state[_KEY] = BodyWriter(transport.write)
-        super().connection_made(transport)
+        self._writer = self.app_state[_KEY] = BodyWriter(transport)
+        super().connection_made(cast(asyncio.Transport, self._writer.server))
 
     def pause_writing(self) -> None:
         """More is unsent than a buffer holds."""

@@ -65,6 +65,7 @@ class EventStream:
         "_headers",
         "_last",
         "_max_unread_bytes",
+        "_num_ahead",
         "_open",
         "_outbox",
         "_queue",
@@ -96,7 +97,7 @@ class EventStream:
     ) -> None:
         """send_start: takes the status and headers; send_body, which may be the same: the rest.
 
-        body_writer: of the connection, if there is one; never used by the stream itself.
+        body_writer: of the connection, if there is one.
         """
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.started = False  # from then on errors are events
@@ -114,6 +115,7 @@ class EventStream:
         self._slow_client_timeout_s = slow_client_timeout_s
         self._written = b""  # since this turn began; the outbox sends it
         self._last = False  # of what was written
+        self._num_ahead = 0  # bytes that went past `send`, of which it is still to hear
         # Invariant: the queue is empty unless _sender runs, which empties it before it ends.
         self._sender: asyncio.Task[None] | None = None
         self._queue: list[bytes] = []
@@ -160,15 +162,23 @@ class EventStream:
         except Exception as error:
             self.broke(error)
         else:
-            self._stalled(coroutine, awaited, len(data))
+            self._stalled(coroutine, awaited, self._num_ahead + len(data))
 
-    def end(self, data: bytes) -> None:
-        """The last events leave now: of a stream that was lent, and so has no others to send."""
-        if self._open:
-            assert self._idle, "what was lent is idle"
-            self._last = True
+    def write_last(self, data: bytes) -> None:
+        """The last events leave now, of a stream that was lent; `send` must follow, and ends it."""
+        if not self._open:
+            return
+        assert self._idle, "what was lent is idle"
+        assert self.body_writer is not None, "likewise"
+        self._last = True
+        if not self.body_writer.ready:
             self._written = data
-            self.send()
+            return
+        self._num_ahead = len(data)
+        try:
+            self.body_writer.write_last(data)
+        except Exception as error:
+            self.broke(error)
 
     @property
     def lends(self) -> bool:
@@ -214,10 +224,19 @@ class EventStream:
             self._sender.cancel()
 
     async def _start(self, data: bytes, last: bool) -> None:
-        await self._send_start(
-            {"type": "http.response.start", "status": 200, "headers": self._headers}
-        )
-        await self._send_body({"type": "http.response.body", "body": data, "more_body": not last})
+        """Status, headers and first events: in one write, where the connection is ours."""
+        if self.body_writer is not None:
+            self.body_writer.server.hold()
+        try:
+            await self._send_start(
+                {"type": "http.response.start", "status": 200, "headers": self._headers}
+            )
+            await self._send_body(
+                {"type": "http.response.body", "body": data, "more_body": not last}
+            )
+        finally:
+            if self.body_writer is not None:
+                self.body_writer.server.release()
 
     async def _send_rest(self, sending: Awaitable[None], last: bool) -> None:
         """Finish a send that waits for the client, then send what queued up meanwhile."""

@@ -217,7 +217,8 @@ class PlainStreams:
     ) -> list[Generation]:
         """Give each back with the last of its tokens told and its answer closed.
 
-        All last events are made, then all sent: in one burst, as those of a step's other streams.
+        All last events are made, then all written in one burst, as those of a step's other streams;
+        only then the server hears of any end.
         """
         texts = self._texts(runs, which, slots, held)
         alive = [place for place, slot in enumerate(slots.tolist()) if self._seats[slot]]
@@ -236,7 +237,9 @@ class PlainStreams:
             else:
                 last_events.append((loan.stream, data))
         for stream, data in last_events:
-            stream.end(data)
+            stream.write_last(data)
+        for stream, _ in last_events:
+            stream.send()
         return ended
 
     def _begin(self, slots: np.ndarray) -> None:

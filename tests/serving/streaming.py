@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import orjson
 
@@ -23,6 +23,7 @@ from transfer.clock import ManualClock
 
 TOKENIZER = tokenizer_of_tests()
 TIMEOUT_S = 30.0
+_END = b"0\r\n\r\n"  # of a body in chunks
 
 
 class _Free(asyncio.Event):
@@ -41,31 +42,47 @@ class _Free(asyncio.Event):
         self._writer.hinder()
 
 
+@dataclasses.dataclass
+class _Transport:
+    """All of a transport that a body writer needs."""
+
+    write: Callable[[bytes], None]
+
+
 class Wire:
     """The server's side of one response; while it is not `free`, send waits as on a full socket."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.num_chunks = 0  # of the messages, those that went past `send`
-        self.writer = BodyWriter(self._write)
+        self.writer = BodyWriter(cast(asyncio.Transport, _Transport(self._write)))
         self.free = _Free(self.writer)
         self.free.set()
         self.error: Exception | None = None
+        self._ended = False  # the body's end went past `send`
 
     def _write(self, chunk: bytes) -> None:
         assert self.free.is_set(), "only written to while ready"
         if self.error is not None:
             raise self.error
+        self._ended = chunk.endswith(_END)
+        chunk = chunk.removesuffix(_END)
         data = chunk[chunk.index(b"\r\n") + 2 : -2]
         assert chunk == chunk_head(len(data)) + data + b"\r\n"
         self.num_chunks += 1
-        self.messages.append({"type": "http.response.body", "body": data, "more_body": True})
+        self.messages.append(
+            {"type": "http.response.body", "body": data, "more_body": not self._ended}
+        )
 
     async def send(self, message: Any) -> None:
         if not self.free.is_set():
             await self.free.wait()
         if self.error is not None:
             raise self.error
+        if self._ended:  # past this: it says so, and adds nothing
+            assert message == {"type": "http.response.body", "body": b"", "more_body": False}
+            self.writer.server.write(_END)
+            return
         self.messages.append(message)
 
     @property

@@ -5,14 +5,20 @@ import gc
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from serving.connection import BodyWriter, Connection, body_writer_of, chunk_head
+from serving.connection import (
+    BodyWriter,
+    Connection,
+    ServerTransport,
+    body_writer_of,
+    chunk_head,
+)
 from tests.recording import until
 from tests.serving.live import live_server
 from tests.serving.test_slow_client import ask, read_until, text_after, text_of, writes_of
@@ -32,9 +38,27 @@ class Columns:
         self.told.append(slot)
 
 
+class Transport:
+    """All of a transport that is used: what was written, in order, and b"closed"."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes] = []
+        self.write = self.told.append
+
+    def close(self) -> None:
+        self.told.append(b"closed")
+
+    def is_closing(self) -> bool:
+        return b"closed" in self.told
+
+
+def server_of(transport: Transport) -> ServerTransport:
+    return ServerTransport(cast(asyncio.Transport, transport))
+
+
 def test_a_borrower_is_told_of_what_hinders_while_it_has_the_writer() -> None:
-    written: list[bytes] = []
-    writer, columns = BodyWriter(written.append), Columns()
+    transport, columns = Transport(), Columns()
+    writer = BodyWriter(cast(asyncio.Transport, transport))
     writer.hinder()
     assert not writer.ready
     writer.ready = True
@@ -47,8 +71,42 @@ def test_a_borrower_is_told_of_what_hinders_while_it_has_the_writer() -> None:
     writer.close()
     assert columns.told == [7]
     writer.write(b"2")
-    assert written == [b"1"]
+    assert transport.told == [b"1"]
     assert not writer.ready
+
+
+def test_what_is_held_leaves_at_once_and_before_an_end() -> None:
+    transport = Transport()
+    server = server_of(transport)
+    server.write(b"0")
+    server.hold()
+    server.write(b"1")
+    server.write(b"2")
+    assert transport.told == [b"0"]
+    server.release()
+    server.release()
+    server.write(b"3")
+    server.hold()
+    server.write(b"4")
+    server.close()
+    assert transport.told == [b"0", b"12", b"3", b"4", b"closed"]
+    server.hold()
+    server.write(b"nobody is there")
+    server.release()
+    assert transport.told[-1] == b"closed"
+    assert server.is_closing(), "all else is the transport's"
+
+
+def test_only_the_end_of_a_body_is_dropped_and_once() -> None:
+    transport = Transport()
+    writer = BodyWriter(cast(asyncio.Transport, transport))
+    writer.write_last(b"bye")
+    writer.server.write(b"0\r\n\r\n")
+    writer.server.write(b"0\r\n\r\n")
+    assert transport.told == [b"3\r\nbye\r\n0\r\n\r\n", b"0\r\n\r\n"]
+    writer.write_last(b"bye")
+    with pytest.raises(RuntimeError, match="a body that has ended goes on with b'more'"):
+        writer.server.write(b"more")
 
 
 @pytest.mark.parametrize("num_bytes", [1, 15, 16, 4095, 4096, 1 << 20])
@@ -57,7 +115,7 @@ def test_a_chunk_says_its_length_in_hexadecimal(num_bytes: int) -> None:
 
 
 def test_there_is_no_writer_without_chunks_or_without_our_connections() -> None:
-    writer = BodyWriter(lambda data: None)
+    writer = BodyWriter(cast(asyncio.Transport, Transport()))
     state = {"kvferry.body_writer": writer}
     assert body_writer_of({"http_version": "1.1", "state": state}) is writer
     assert body_writer_of({"http_version": "1.0", "state": state}) is None
@@ -143,19 +201,40 @@ def test_a_lost_connection_is_told_before_anybody_can_write_to_it(
     assert not caplog.records
 
 
+async def answer_to(url: str, first_lines: str, num_tokens: int) -> bytes:
+    """All that comes until the server closes the connection."""
+    body = b'{"prompt": "Hi!", "max_tokens": %d, "ignore_eos": true, "stream": true}' % num_tokens
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{first_lines}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    data = await reader.read()
+    writer.close()
+    return data
+
+
+@pytest.mark.parametrize("num_tokens", [1, NUM_TOKENS])
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_an_answer_is_whole_before_its_connection_closes(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], num_tokens: int, lent: list[int]
+) -> None:
+    async def play() -> None:
+        asked = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close"
+        async with live_server() as live:
+            data = await answer_to(live.url, asked, num_tokens)
+        assert data.endswith(b"\r\n0\r\n\r\n")
+        assert text_of(writes_of(data)[:-1]) == text_after(num_tokens)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+
+
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_an_answer_by_an_older_http_is_whole_and_lends_nothing(
     loop_factory: Callable[[], asyncio.AbstractEventLoop], lent: list[int]
 ) -> None:
     async def play() -> None:
         async with live_server() as live:
-            body = b'{"prompt": "Hi!", "max_tokens": 60, "ignore_eos": true, "stream": true}'
-            host, port = live.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            data = await reader.read()
-            writer.close()
+            data = await answer_to(live.url, "POST /v1/completions HTTP/1.0", NUM_TOKENS)
         assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
         assert not lent
 

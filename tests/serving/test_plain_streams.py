@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from serving import plain_streams
 from serving.config import ServeConfig
+from serving.event_stream import SlowClient
 from serving.generation import Generation
 from serving.metrics import Metrics
 from serving.placement import Placement
@@ -21,7 +22,7 @@ from serving.router import Key, Pair
 from serving.steps import Steps
 from serving.worker_link import WorkerLink
 from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, MODEL_PATH, SECOND_BYTE
-from tests.serving.streaming import Streaming, asked
+from tests.serving.streaming import TIMEOUT_S, Streaming, asked
 from transfer import wire
 from transfer.clock import ManualClock
 
@@ -227,6 +228,58 @@ async def test_an_end_that_a_slow_client_does_not_take_delays_nobody() -> None:
     assert slow.answer.closed.result() is None
     assert slow.texts() == list("abcde")
     assert slow.events[-1] == "[DONE]"
+
+
+async def test_all_ends_are_written_before_the_server_hears_of_any() -> None:
+    crowd = await begun()
+    order: list[str] = []
+    for stream in crowd.streams:
+        wire_of_one = stream.bench.wire
+
+        def written(data: bytes, write: Any = wire_of_one.writer.write) -> None:
+            order.append("written")
+            write(data)
+
+        async def heard(message: Any, send: Any = wire_of_one.send) -> None:
+            order.append("heard")
+            await send(message)
+
+        wire_of_one.writer.write = written
+        stream.bench.stream._send_body = heard
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, wire.STOP) for g in crowd.generations])
+    assert order == ["written"] * 3 + ["heard"] * 3
+    assert [stream.texts() for stream in crowd.streams] == [list("abcde")] * 3
+
+
+@pytest.mark.parametrize("reads_on", [False, True])
+async def test_an_end_that_fills_its_connection_waits_for_the_client(reads_on: bool) -> None:
+    crowd = await begun()
+    slow, fails, _ = crowd.streams
+    wire_of_slow = slow.bench.wire
+    write = wire_of_slow.writer.write
+
+    def fill(data: bytes) -> None:
+        write(data)
+        wire_of_slow.free.clear()
+
+    wire_of_slow.writer.write = fill
+    fails.bench.wire.error = RuntimeError("a fault of the server")
+    await crowd.tell(DECODE, [(g.room, 4, LETTER_A + 4, wire.STOP) for g in crowd.generations])
+    assert not crowd.cluster.rooms
+    assert [stream.answer.closed.done() for stream in crowd.streams] == [False, True, True]
+    with pytest.raises(RuntimeError, match="a fault of the server"):
+        fails.answer.closed.result()
+    if reads_on:
+        wire_of_slow.free.set()
+        await turns(3)
+        assert slow.answer.closed.result() is None
+        assert slow.texts() == list("abcde")
+        assert slow.events[-1] == "[DONE]"
+    else:
+        slow.bench.timers.advance(TIMEOUT_S + 1)
+        with pytest.raises(SlowClient, match=r"left [1-9][0-9]+ bytes unread"):
+            slow.answer.closed.result()
+        slow.answer.close()
 
 
 async def test_an_end_that_cannot_be_spelled_ends_its_stream_only(
