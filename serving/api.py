@@ -131,7 +131,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app_of(front, siblings),
-            http=Connection,
+            http=Connection.lingering(config.slow_client_timeout_s),
             loop="uvloop",
             lifespan="off",
             log_level="warning",

@@ -8,6 +8,7 @@ server itself gets a `ServerTransport`, which can hold or drop what it writes.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, cast
 
 from starlette.types import Scope
@@ -32,13 +33,15 @@ class Borrower(Protocol):
 class ServerTransport:
     """The transport of a connection as its server has it: writes can be held, or one be dropped.
 
-    All else is the transport's own.
+    A closed one does not wait for ever for its client to read the rest. All else is asyncio's.
     """
 
-    __slots__ = ("_held", "_transport", "write")
+    __slots__ = ("_held", "_linger_s", "_lingering", "_transport", "write")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
         self._transport = transport
+        self._linger_s = linger_s
+        self._lingering: asyncio.TimerHandle | None = None
         self._held: list[bytes] = []
         self.write: Callable[[bytes], None] = transport.write
 
@@ -46,9 +49,19 @@ class ServerTransport:
         return getattr(self._transport, name)
 
     def close(self) -> None:
-        """After what is held."""
+        """After what is held and unsent, or when the client has not read it in time."""
+        if self._transport.is_closing():
+            return
         self.release()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(self._linger_s, self._transport.abort)
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        if self._lingering is not None:
+            self._lingering.cancel()
 
     def hold(self) -> None:
         """Keep what is written until `release`."""
@@ -80,9 +93,10 @@ class BodyWriter:
 
     __slots__ = ("_borrower", "_slot", "ready", "server", "write")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
+        """linger_s: how long a closed connection waits for its client to read the rest."""
         self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
-        self.server = ServerTransport(transport)
+        self.server = ServerTransport(transport, linger_s)
         self.ready = True  # nothing waits for the client, who is there
         self._borrower: Borrower | None = None
         self._slot = -1
@@ -109,6 +123,7 @@ class BodyWriter:
 
     def close(self) -> None:
         """The connection is gone. Lets go of its transport, which has the protocol."""
+        self.server.lost()
         self.hinder()
         self.write = _dropped
 
@@ -129,9 +144,14 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter."""
 
-    # Not an attribute like uvicorn's: with a few more of these each connection's dictionary would
+    # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
     # have keys of its own, and 1.2 KB more.
-    __slots__ = ("_writer",)
+    __slots__ = ("_linger_s", "_writer")
+
+    @classmethod
+    def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
+        """For uvicorn. linger_s: how long a closed one waits for its client to read the rest."""
+        return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s))
 
     def __init__(
         self,
@@ -139,13 +159,16 @@ class Connection(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        linger_s: float,
     ) -> None:
+        self._linger_s = linger_s
         self._writer: BodyWriter | None = None
         super().__init__(config, server_state, dict(app_state), _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Its transport is there."""
-        self._writer = self.app_state[_KEY] = BodyWriter(transport)
+        self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
 
     def pause_writing(self) -> None:

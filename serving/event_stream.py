@@ -31,6 +31,9 @@ from serving.timers import Timer, Timers
 _DrivenSend = Callable[[Message], Coroutine[Any, Any, None]]
 
 
+_MERGED_BYTES = 1 << 16  # of a write; more would be out of sight before the client reads any of it
+
+
 class SlowClient(Exception):
     """A client left more than a buffer unread for too long; its connection is closed."""
 
@@ -199,7 +202,7 @@ class EventStream:
     def _stalled(self, sending: Coroutine[Any, Any, None], awaited: Any, num_bytes: int) -> None:
         """The client reads too slowly for this send, which waits for `awaited`, to end at once."""
         self._unread_bytes = num_bytes
-        rest = self._send_rest(resumed(sending, awaited), self._last)
+        rest = self._send_rest(resumed(sending, awaited), num_bytes, self._last)
         self._sender = asyncio.ensure_future(rest)
         self._watch_slowness()
 
@@ -238,18 +241,18 @@ class EventStream:
             if self.body_writer is not None:
                 self.body_writer.server.release()
 
-    async def _send_rest(self, sending: Awaitable[None], last: bool) -> None:
+    async def _send_rest(self, sending: Awaitable[None], num_bytes: int, last: bool) -> None:
         """Finish a send that waits for the client, then send what queued up meanwhile."""
         try:
             await sending
             while True:
                 self._disarm()
+                self._unread_bytes -= num_bytes
                 if not self._queue:
                     break
-                data = b"".join(self._queue)
-                last = self._last
-                self._queue.clear()
-                self._unread_bytes = len(data)
+                data = self._merged()
+                num_bytes = len(data)
+                last = self._last and not self._queue
                 self._watch_slowness()
                 self.num_writes += 1
                 await self._send_body(
@@ -263,6 +266,16 @@ class EventStream:
             self._sender = None
         if last:
             self._close(None)
+
+    def _merged(self) -> bytes:
+        """What comes next of the queue, as one write; the rest while the client takes it."""
+        count = num_bytes = 0
+        while count < len(self._queue) and num_bytes < _MERGED_BYTES:
+            num_bytes += len(self._queue[count])
+            count += 1
+        merged = b"".join(self._queue[:count])
+        del self._queue[:count]
+        return merged
 
     def _watch_slowness(self) -> None:
         """The timer runs while too much is unread, or while only the client is waited for."""
@@ -281,6 +294,8 @@ class EventStream:
                 f"{self._slow_client_timeout_s:g} s"
             )
         )
+        if self.body_writer is not None:  # or the server waits until it has read the rest
+            self.body_writer.server.abort()
 
     def _close(self, error: Exception | None) -> None:
         """Nothing more is written; the first reason counts."""

@@ -96,8 +96,9 @@ async def live_server(
         with socket.create_server(("127.0.0.1", 0)) as sock:
             if send_buffer_bytes:  # accepted connections inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+            connection = Connection.lingering(cluster.config(**settings).slow_client_timeout_s)
             server = _Server(
-                uvicorn.Config(app, http=Connection, lifespan="off", log_level="error")
+                uvicorn.Config(app, http=connection, lifespan="off", log_level="error")
             )
             serving = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"

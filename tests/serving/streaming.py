@@ -47,6 +47,7 @@ class _Transport:
     """All of a transport that a body writer needs."""
 
     write: Callable[[bytes], None]
+    abort: Callable[[], None]
 
 
 class Wire:
@@ -55,11 +56,13 @@ class Wire:
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.num_chunks = 0  # of the messages, those that went past `send`
-        self.writer = BodyWriter(cast(asyncio.Transport, _Transport(self._write)))
+        self.writer = BodyWriter(cast(asyncio.Transport, _Transport(self._write, self._abort)), 0.0)
         self.free = _Free(self.writer)
         self.free.set()
         self.error: Exception | None = None
         self._ended = False  # the body's end went past `send`
+        self.was_aborted = False
+        self.takes_one = False  # a message, whenever it is set free
 
     def _write(self, chunk: bytes) -> None:
         assert self.free.is_set(), "only written to while ready"
@@ -74,6 +77,9 @@ class Wire:
             {"type": "http.response.body", "body": data, "more_body": not self._ended}
         )
 
+    def _abort(self) -> None:
+        self.was_aborted = True
+
     async def send(self, message: Any) -> None:
         if not self.free.is_set():
             await self.free.wait()
@@ -84,6 +90,8 @@ class Wire:
             self.writer.server.write(_END)
             return
         self.messages.append(message)
+        if self.takes_one:
+            self.free.clear()
 
     @property
     def bodies(self) -> list[bytes]:

@@ -4,7 +4,8 @@ import asyncio
 import gc
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -51,14 +52,17 @@ class Transport:
     def is_closing(self) -> bool:
         return b"closed" in self.told
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
 
 def server_of(transport: Transport) -> ServerTransport:
-    return ServerTransport(cast(asyncio.Transport, transport))
+    return ServerTransport(cast(asyncio.Transport, transport), 0.0)
 
 
 def test_a_borrower_is_told_of_what_hinders_while_it_has_the_writer() -> None:
     transport, columns = Transport(), Columns()
-    writer = BodyWriter(cast(asyncio.Transport, transport))
+    writer = BodyWriter(cast(asyncio.Transport, transport), 0.0)
     writer.hinder()
     assert not writer.ready
     writer.ready = True
@@ -99,7 +103,7 @@ def test_what_is_held_leaves_at_once_and_before_an_end() -> None:
 
 def test_only_the_end_of_a_body_is_dropped_and_once() -> None:
     transport = Transport()
-    writer = BodyWriter(cast(asyncio.Transport, transport))
+    writer = BodyWriter(cast(asyncio.Transport, transport), 0.0)
     writer.write_last(b"bye")
     writer.server.write(b"0\r\n\r\n")
     writer.server.write(b"0\r\n\r\n")
@@ -115,7 +119,7 @@ def test_a_chunk_says_its_length_in_hexadecimal(num_bytes: int) -> None:
 
 
 def test_there_is_no_writer_without_chunks_or_without_our_connections() -> None:
-    writer = BodyWriter(cast(asyncio.Transport, Transport()))
+    writer = BodyWriter(cast(asyncio.Transport, Transport()), 0.0)
     state = {"kvferry.body_writer": writer}
     assert body_writer_of({"http_version": "1.1", "state": state}) is writer
     assert body_writer_of({"http_version": "1.0", "state": state}) is None
@@ -163,6 +167,52 @@ async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
     return data
 
 
+@asynccontextmanager
+async def served(app: Any, linger_s: float = 600.0) -> AsyncIterator[tuple[ServerState, Any]]:
+    """An application on connections of ours: the server's state, and where it listens."""
+    config = Config(app, lifespan="off")
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(config, state, {}, linger_s=linger_s), "127.0.0.1", 0
+    )
+    try:
+        yield state, server.sockets[0].getsockname()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("linger_s", [0.05, 600.0])
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_a_closed_connection_waits_for_its_client_and_not_for_ever(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], linger_s: float
+) -> None:
+    num_bytes = 16 << 20  # more than sockets hold
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        length = [(b"content-length", b"%d" % num_bytes), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"x" * num_bytes})
+
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        async with served(app, linger_s) as (state, address):
+            with socket.create_connection(address) as sock:
+                sock.setblocking(False)
+                await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await until(lambda: state.total_requests == 1 and not state.tasks)
+                assert len(state.connections) == 1
+                if linger_s > 1:
+                    body = (await read_until(sock, b"x" * 99)).partition(b"\r\n\r\n")[2]
+                    while more := await loop.sock_recv(sock, 1 << 20):
+                        body += more
+                    assert len(body) == num_bytes
+                await until(lambda: not state.connections)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+
+
 @pytest.mark.parametrize("loop_factory", LOOPS)
 def test_a_lost_connection_is_told_before_anybody_can_write_to_it(
     loop_factory: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
@@ -181,20 +231,15 @@ def test_a_lost_connection_is_told_before_anybody_can_write_to_it(
             writer.write(b"too late")
 
     async def play() -> None:
-        config = Config(app, http=Connection, lifespan="off")
-        config.load()
-        state = ServerState()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        with socket.create_connection((host, port)) as sock:
-            sock.setblocking(False)
-            await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await read_until(sock, b"\r\n\r\n2\r\nhi\r\n")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-        await until(lambda: bool(columns.told))
-        await until(lambda: not state.tasks)
-        server.close()
+        async with served(app) as (state, address):
+            with socket.create_connection(address) as sock:
+                sock.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await read_until(sock, b"\r\n\r\n2\r\nhi\r\n")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            await until(lambda: bool(columns.told))
+            await until(lambda: not state.tasks)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())

@@ -143,7 +143,44 @@ async def test_a_client_that_never_reads_the_end_is_given_up() -> None:
     bench.timers.advance(TIMEOUT_S + 1)
     with pytest.raises(SlowClient):
         await bench.stream.closed
+    assert bench.wire.was_aborted, "or it would wait for the client"
     bench.stream.close()
+
+
+async def test_a_client_that_reads_a_little_and_no_more_is_given_up() -> None:
+    bench = Bench(max_unread_bytes=100_000)
+    bench.write(b"1")
+    bench.wire.free.clear()
+    bench.wire.takes_one = True
+    for _ in range(5):
+        bench.write(b"x" * 40_000)
+    bench.write(b"end", last=True)
+    for num_writes in (2, 3):
+        bench.wire.free.set()
+        await until(lambda: len(bench.wire.bodies) == num_writes)  # noqa: B023  (it runs now)
+    assert [len(body) for body in bench.wire.bodies] == [1, 40_000, 80_000]
+    assert bench.timers.num_set == 1
+    assert not bench.stream.closed.done()
+    bench.timers.advance(TIMEOUT_S + 1)
+    with pytest.raises(SlowClient, match="80003 bytes"):
+        await bench.stream.closed
+    bench.stream.close()
+
+
+async def test_much_that_waited_leaves_in_several_writes() -> None:
+    bench = Bench(max_unread_bytes=1 << 20)
+    bench.write(b"0")
+    bench.wire.free.clear()
+    parts = [bytes([ord("a") + place]) * size for place, size in enumerate((9, 70_000, 65_000, 9))]
+    for part in parts:
+        bench.write(part)
+    bench.write(b"end", last=True)
+    bench.wire.free.set()
+    await bench.stream.closed
+    assert [len(body) for body in bench.wire.bodies] == [1, 9, 70_000, 65_009 + 3]
+    assert b"".join(bench.wire.bodies) == b"".join((b"0", *parts, b"end"))
+    assert [message["more_body"] for message in bench.wire.messages[1:]] == [True] * 3 + [False]
+    assert bench.timers.num_set == 0
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
