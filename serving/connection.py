@@ -33,55 +33,71 @@ class Borrower(Protocol):
 class ServerTransport:
     """The transport of a connection as its server has it: writes can be held, or one be dropped.
 
-    A closed one does not wait for ever for its client to read the rest. All else is asyncio's.
+    A closed one waits for its client only while that reads. All else is asyncio's.
     """
 
     __slots__ = ("_held", "_linger_s", "_lingering", "_transport", "write")
 
     def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
+        """linger_s: how long a client that is to read the rest may not do so."""
         self._transport = transport
         self._linger_s = linger_s
         self._lingering: asyncio.TimerHandle | None = None
-        self._held: list[bytes] = []
+        self._held: list[bytes] | None = None
         self.write: Callable[[bytes], None] = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def close(self) -> None:
-        """After what is held and unsent, or when the client has not read it in time."""
-        if self._transport.is_closing():
-            return
+        """After what is held and unsent."""
         self.release()
         self._transport.close()
-        if self._transport.get_write_buffer_size():
-            loop = asyncio.get_running_loop()
-            self._lingering = loop.call_later(self._linger_s, self._transport.abort)
+        if self._lingering is None:
+            self._linger(self._transport.get_write_buffer_size())
 
     def lost(self) -> None:
         """The connection is gone."""
+        self.write = _dropped
+        self._held = None
         if self._lingering is not None:
             self._lingering.cancel()
 
     def hold(self) -> None:
         """Keep what is written until `release`."""
+        self._held = []
         self.write = self._held.append
 
     def release(self) -> None:
         """Write what was kept, at once."""
-        self.write = self._transport.write
-        held, self._held = self._held, []
-        if held and not self._transport.is_closing():
-            self.write(b"".join(held))
+        held, self._held = self._held, None
+        if held is not None:
+            self.write = self._transport.write
+            if held:
+                self.write(b"".join(held))
 
     def drop_last_chunk(self) -> None:
-        """The next write must be the end of a body in chunks, and goes nowhere."""
+        """The next end of a body in chunks goes nowhere."""
         self.write = self._drop_last_chunk
 
     def _drop_last_chunk(self, data: bytes) -> None:
-        self.write = self._transport.write
-        if data != _LAST_CHUNK:
-            raise RuntimeError(f"a body that has ended goes on with {data[:80]!r}")
+        if data == _LAST_CHUNK:
+            self.write = self._transport.write
+        else:  # of what a client asked for after this
+            self._transport.write(data)
+
+    def _linger(self, num_unsent: int) -> None:
+        """Cut a closed connection unless, of so many bytes, some leave in time."""
+        if num_unsent:
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(self._linger_s, self._cut_unless_read, num_unsent)
+
+    def _cut_unless_read(self, num_unsent: int) -> None:
+        left = self._transport.get_write_buffer_size()
+        if left < num_unsent:
+            self._linger(left)
+        else:
+            self._transport.abort()
 
 
 class BodyWriter:
@@ -94,7 +110,7 @@ class BodyWriter:
     __slots__ = ("_borrower", "_slot", "ready", "server", "write")
 
     def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
-        """linger_s: how long a closed connection waits for its client to read the rest."""
+        """linger_s: as of ServerTransport."""
         self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
         self.server = ServerTransport(transport, linger_s)
         self.ready = True  # nothing waits for the client, who is there
@@ -150,7 +166,7 @@ class Connection(HttpToolsProtocol):
 
     @classmethod
     def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
-        """For uvicorn. linger_s: how long a closed one waits for its client to read the rest."""
+        """For uvicorn. linger_s: how long a client that is to read the rest may not do so."""
         return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s))
 
     def __init__(
@@ -182,6 +198,10 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         if self._writer is not None:
             self._writer.ready = True
+
+    def eof_received(self) -> None:
+        """The client asks for nothing more. asyncio closes the connection after this, but waits."""
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more."""

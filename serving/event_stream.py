@@ -174,9 +174,6 @@ class EventStream:
         assert self._idle, "what was lent is idle"
         assert self.body_writer is not None, "likewise"
         self._last = True
-        if not self.body_writer.ready:
-            self._written = data
-            return
         self._num_ahead = len(data)
         try:
             self.body_writer.write_last(data)

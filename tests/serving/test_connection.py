@@ -20,6 +20,8 @@ from serving.connection import (
     body_writer_of,
     chunk_head,
 )
+from serving.event_stream import EventStream, Outbox
+from serving.timers import LoopTimers
 from tests.recording import until
 from tests.serving.live import live_server
 from tests.serving.test_slow_client import ask, read_until, text_after, text_of, writes_of
@@ -54,6 +56,12 @@ class Transport:
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def get_extra_info(self, name: str) -> Any:
+        return None
+
+    def resume_reading(self) -> None:
+        pass
 
 
 def server_of(transport: Transport) -> ServerTransport:
@@ -94,23 +102,77 @@ def test_what_is_held_leaves_at_once_and_before_an_end() -> None:
     server.write(b"4")
     server.close()
     assert transport.told == [b"0", b"12", b"3", b"4", b"closed"]
+    assert server.is_closing(), "all else is the transport's"
+
+
+def test_a_connection_that_closes_takes_what_is_held_and_a_lost_one_nothing() -> None:
+    """A transport that its client's end closed still sends."""
+    transport = Transport()
+    server = server_of(transport)
+    transport.close()
+    server.hold()
+    server.write(b"1")
+    server.release()
     server.hold()
     server.write(b"nobody is there")
+    server.lost()
     server.release()
-    assert transport.told[-1] == b"closed"
-    assert server.is_closing(), "all else is the transport's"
+    server.write(b"nobody is there")
+    assert transport.told == [b"closed", b"1"]
 
 
 def test_only_the_end_of_a_body_is_dropped_and_once() -> None:
     transport = Transport()
     writer = BodyWriter(cast(asyncio.Transport, transport), 0.0)
     writer.write_last(b"bye")
+    writer.server.write(b"of the next request")
     writer.server.write(b"0\r\n\r\n")
     writer.server.write(b"0\r\n\r\n")
-    assert transport.told == [b"3\r\nbye\r\n0\r\n\r\n", b"0\r\n\r\n"]
-    writer.write_last(b"bye")
-    with pytest.raises(RuntimeError, match="a body that has ended goes on with b'more'"):
-        writer.server.write(b"more")
+    end = b"0\r\n\r\n"
+    assert transport.told == [b"3\r\nbye\r\n" + end, b"of the next request", end]
+
+
+async def test_the_head_of_a_stream_and_its_first_event_leave_in_one_write() -> None:
+    transport = Transport()
+    streams: list[EventStream] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        outbox, timers = Outbox(), LoopTimers()
+        stream = EventStream(send, send, body_writer_of(scope), [], outbox, timers, 999, 9.0)
+        streams.append(stream)
+        stream.write(b"first")
+        await asyncio.sleep(0)
+        stream.write(b"last", last=True)
+        await stream.closed
+
+    config = Config(app, lifespan="off")
+    config.load()
+    connection = Connection(config, ServerState(), {}, linger_s=0.0)
+    connection.connection_made(cast(asyncio.Transport, transport))
+    connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await until(lambda: bool(streams) and streams[0].closed.done())
+    first, last = transport.told
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n")
+    assert last == b"4\r\nlast\r\n0\r\n\r\n"
+
+
+async def test_what_is_held_leaves_even_if_the_first_event_fails() -> None:
+    transport = Transport()
+    writer = BodyWriter(cast(asyncio.Transport, transport), 0.0)
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise RuntimeError("a fault of the server")
+        writer.server.write(b"head")
+
+    stream = EventStream(send, send, writer, [], Outbox(), LoopTimers(), 999, 9.0)
+    stream.write(b"first")
+    with pytest.raises(RuntimeError, match="a fault of the server"):
+        await stream.closed
+    assert transport.told == [b"head"]
+    writer.server.write(b"more")
+    assert transport.told == [b"head", b"more"]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 15, 16, 4095, 4096, 1 << 20])
@@ -182,28 +244,42 @@ async def served(app: Any, linger_s: float = 600.0) -> AsyncIterator[tuple[Serve
         server.close()
 
 
-@pytest.mark.parametrize("linger_s", [0.05, 600.0])
+@pytest.mark.parametrize("is_half_closed", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("loop_factory", LOOPS)
-def test_a_closed_connection_waits_for_its_client_and_not_for_ever(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop], linger_s: float
+def test_a_closed_connection_waits_for_a_client_only_while_that_reads(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], reads: bool, is_half_closed: bool
 ) -> None:
     num_bytes = 16 << 20  # more than sockets hold
+    linger_s = 0.3
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        length = [(b"content-length", b"%d" % num_bytes), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 200, "headers": length})
+        headers = [(b"content-length", b"%d" % num_bytes)]
+        if not is_half_closed:  # by the client
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"x" * num_bytes})
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
         async with served(app, linger_s) as (state, address):
-            with socket.create_connection(address) as sock:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                sock.connect(address)
                 sock.setblocking(False)
                 await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 await until(lambda: state.total_requests == 1 and not state.tasks)
+                if is_half_closed:
+                    sock.shutdown(socket.SHUT_WR)
                 assert len(state.connections) == 1
-                if linger_s > 1:
+                if reads:  # for longer than it may pause
                     body = (await read_until(sock, b"x" * 99)).partition(b"\r\n\r\n")[2]
+                    for megabytes in range(1, 9):
+                        await asyncio.sleep(linger_s / 3)
+                        while len(body) < megabytes << 20:
+                            more = await loop.sock_recv(sock, 1 << 16)
+                            assert more, "cut, though it reads"
+                            body += more
                     while more := await loop.sock_recv(sock, 1 << 20):
                         body += more
                     assert len(body) == num_bytes
