@@ -33,6 +33,7 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 SERVICE = "kvferry.v1"
 _CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
+_LAST_TURNS = 50  # of the loop, for handlers to end: they release what they hold, and little more
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
@@ -186,6 +187,10 @@ class RpcServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
+            # gRPC does not wait for handlers whose call the peer has cancelled just now, and has
+            # its tasks print a traceback when the loop closes under them.
+            for _ in range(_LAST_TURNS):
+                await asyncio.sleep(0)
 
     async def _answer_calls(
         self, calls: AsyncIterator[bytes], context: grpc.aio.ServicerContext

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.transfer.samples import PATIENCE_S, SECURITY
 from transfer import wire
@@ -65,6 +66,39 @@ MESSAGE = wire.AbortBatch((1, 2, 3), "why")
 async def test_a_call_brings_its_reply() -> None:
     async with served(an_echo_server()) as client:
         assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.001])
+def test_a_call_that_its_client_leaves_as_the_server_stops_leaves_no_complaint(
+    pause_s: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+
+    async def watch(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        try:
+            yield wire.Empty()
+            await asyncio.sleep(PATIENCE_S)
+        finally:
+            for _turn in range(5):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    async def play() -> None:
+        server = RpcServer(SECURITY)
+        server.stream("Watch", wire.Empty, watch)
+        async with served(server) as client:
+            replies = client.stream("Watch", wire.Empty(), wire.Empty)
+            async for _ in replies:
+                break
+            await replies.aclose()  # type: ignore[attr-defined]
+            await asyncio.sleep(pause_s)
+            await server.stop(0.1)
+
+    for _ in range(5):
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(play())
+    assert ended == [True] * 5
+    assert capfd.readouterr().err == ""
 
 
 async def test_a_unix_socket_serves_too_and_takes_the_place_of_one_that_was_left(
