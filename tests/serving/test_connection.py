@@ -251,7 +251,7 @@ def test_a_closed_connection_waits_for_a_client_only_while_that_reads(
     loop_factory: Callable[[], asyncio.AbstractEventLoop], reads: bool, is_half_closed: bool
 ) -> None:
     num_bytes = 16 << 20  # more than sockets hold
-    linger_s = 0.3
+    linger_s = 1.0  # a busy host may stop all of this for a while
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"%d" % num_bytes)]
@@ -274,7 +274,7 @@ def test_a_closed_connection_waits_for_a_client_only_while_that_reads(
                 assert len(state.connections) == 1
                 if reads:  # for longer than it may pause
                     body = (await read_until(sock, b"x" * 99)).partition(b"\r\n\r\n")[2]
-                    for megabytes in range(1, 9):
+                    for megabytes in range(1, 6):
                         await asyncio.sleep(linger_s / 3)
                         while len(body) < megabytes << 20:
                             more = await loop.sock_recv(sock, 1 << 16)
