@@ -83,7 +83,7 @@ async def test_beyond_the_queue_all_are_refused_at_once_and_who_leaves_it_is_nev
 
         refused = await ask(server, range(300, 300 + 2 * (NUM_SERVED + NUM_QUEUED)))
         # All of them, while nothing at all moves at the workers.
-        await until(lambda: all(client.answered.is_set() for client in refused))
+        await until(lambda: all(client.is_answered for client in refused))
         for client in refused:
             check_refused(client, f"at most {NUM_QUEUED} may wait")
             client.leave()
