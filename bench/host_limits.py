@@ -4,6 +4,7 @@ The baselines that transfers stand beside, measured in the same run. `python -m 
 is the receiving process of the TCP measurement; it is started from here.
 """
 
+import os
 import socket
 import struct
 import subprocess
@@ -88,24 +89,32 @@ def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
     return moved / (time.perf_counter() - start_s) / 1e9
 
 
-def tcp_gb_s(streams: int, request_bytes: int, budget_s: float) -> float:
-    """Payload a second over so many connections; each request is answered by one byte."""
-    payload = np.ones(request_bytes, np.uint8).data
+def tcp_limits(streams: int, request_bytes: int, budget_s: float) -> tuple[float, float]:
+    """GB a second over so many connections, and processor seconds for each GB at both ends.
 
-    with _connections(streams) as connections:
+    Each request is answered by one byte.
+    """
+    payload = np.ones(request_bytes, np.uint8).data
+    moved: list[int] = []  # of all threads
+
+    with _connections(streams) as (connections, peer_cpu_s):
 
         def work(idx: int, counts: list[int]) -> None:
             for _ in _rounds(budget_s):
                 _request(connections[idx], payload)
                 counts.append(request_bytes)
+            moved.extend(counts)
 
-        return _threads_gb_s(streams, work)
+        cpu_s = time.process_time() + peer_cpu_s()
+        rate = _threads_gb_s(streams, work)
+        cpu_s = time.process_time() + peer_cpu_s() - cpu_s
+    return rate, cpu_s / (sum(moved) / 1e9)
 
 
 def tcp_round_trip_us(request_bytes: int, budget_s: float) -> float:
     """Median microseconds of one request with its answer."""
     payload, found = bytes(request_bytes), []
-    with _connections(1) as (connection,):
+    with _connections(1) as ((connection,), _):
         for _ in _rounds(budget_s):
             start_s = time.perf_counter()
             _request(connection, payload)
@@ -142,22 +151,32 @@ def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
 
 
 @contextmanager
-def _connections(streams: int) -> Iterator[list[socket.socket]]:
-    """So many connections to a receiving process, which ends with them."""
+def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[], float]]]:
+    """So many connections to a receiving process, which ends with them, and its processor time."""
     command = [sys.executable, "-m", "bench.host_limits", str(streams)]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
         ExitStack() as stack,
     ):
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
+        asked, told = process.stdin, process.stdout
+        assert asked is not None
+        assert told is not None
+        stack.callback(asked.close)
+        port = int(told.readline())
+
+        def cpu_s() -> float:
+            print(file=asked, flush=True)
+            return float(told.readline())
+
         found = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
             for _ in range(streams)
         ]
         for connection in found:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield found
+        yield found, cpu_s
 
 
 def _receive(connection: socket.socket) -> None:
@@ -179,6 +198,9 @@ def _serve(streams: int) -> None:
         for _ in range(streams):
             threads.append(threading.Thread(target=_receive, args=(listening.accept()[0],)))
             threads[-1].start()
+        for _ in sys.stdin:  # each line asks for it
+            times = os.times()
+            print(times.user + times.system, flush=True)
         for thread in threads:
             thread.join()
 

@@ -23,7 +23,7 @@ from bench.host_limits import (
     memcpy_cpu_s_per_gb,
     memcpy_gb_s,
     page_copy_gb_s,
-    tcp_gb_s,
+    tcp_limits,
     tcp_round_trip_us,
 )
 from bench.report import Report
@@ -236,14 +236,15 @@ def measure(
         return
     memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
     copy_cpu = memcpy_cpu_s_per_gb(128 << 20, budget_s)
-    loopback = tcp_gb_s(outstanding, work.request_bytes, budget_s)
+    loopback, loopback_cpu = tcp_limits(outstanding, work.request_bytes, budget_s)
     report.add(case, f"memcpy, {threads} threads", memcpy, "GB/s", shapes=shapes)
     report.add(case, "memcpy CPU", copy_cpu, "CPU s/GB", shapes=shapes)
     if outstanding == 1:
         report.add(case, "page copy", page_copy_gb_s(work, budget_s), "GB/s", memcpy, shapes)
     report.add(case, "raw loopback", loopback, "GB/s", memcpy, shapes)
+    report.add(case, "raw loopback CPU", loopback_cpu, "CPU s/GB", copy_cpu, shapes)
     for backend in backends:
-        base = loopback if backend == "tcp" else memcpy
+        base, base_cpu = (loopback, loopback_cpu) if backend == "tcp" else (memcpy, copy_cpu)
         for what, gathered, placed in WAYS:
             name = f"{_named(backend)}{what}"
             taken_s, whole_s, cpu_s = transfer(
@@ -253,7 +254,7 @@ def measure(
             rate = gigabytes / whole_s
             report.add(case, name, rate, "GB/s", base, shapes)
             report.add(case, f"{name} of memcpy", rate / memcpy, "share", shapes=shapes)
-            report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", copy_cpu, shapes)
+            report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", base_cpu, shapes)
 
 
 def _named(backend: str) -> str:
