@@ -37,7 +37,9 @@ class Job:
 class Lane(ABC):
     """What is on its way to one receiver. Changed under the sender's lock only.
 
-    Rooms take turns, a frame each, so that a long prompt does not hold up short ones.
+    Rooms take turns, a run of pages each, so that a long prompt does not hold up short ones. A
+    run's frames for several shards stay together: the receiver keeps the memory of all until the
+    last is there, and would have none left with one of each of many runs.
     """
 
     address: str
@@ -177,9 +179,10 @@ class Sender(ABC):
             for room, queue in lane.queues.items():
                 if with_pages or queue[0].payload is None:
                     job = queue.popleft()
-                    del lane.queues[room]
-                    if queue:
-                        lane.queues[room] = queue  # behind the others
+                    if not (queue and _are_one_run(job, queue[0])):
+                        del lane.queues[room]
+                        if queue:
+                            lane.queues[room] = queue  # behind the others
                     shipped = lane.shipped.get(room)
                     if shipped is not None and not shipped.first_s and job.payload is not None:
                         shipped.first_s = self.clock.monotonic_s()
@@ -292,6 +295,13 @@ def cut_frames(
             heads = slice(run.src_start, run.src_start + run.num_heads)
             jobs.append(Job(frame, payload=shards[run.src_shard][:, :, at:end, :, heads]))
     return jobs
+
+
+def _are_one_run(job: Job, following: Job) -> bool:
+    """Whether two jobs of one room have the same pages, for different heads."""
+    if job.payload is None or following.payload is None:
+        return False
+    return job.frame.page_start == following.frame.page_start
 
 
 def _pages_per_frame(num_pages: int, most: int) -> int:

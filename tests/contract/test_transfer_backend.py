@@ -114,6 +114,18 @@ def test_padding_behind_the_pages_of_a_shard_is_not_sent(ends: Ends) -> None:
     assert (ends.diary.kv_of(1, 3, KV, 1) == pages[:, :, :3]).all()
 
 
+def test_more_rooms_than_there_is_memory_for_end_on_all_shards(open_ends: Open) -> None:
+    ends = open_ends(kv=KV, tp_size=4)
+    contents = {room: logical_pages(3, seed=room) for room in range(12)}
+    for room in contents:
+        ends.receiver.expect(room, 1, 3)
+    for room, pages in contents.items():  # faster than a first connection is made
+        ends.send_room(room, pages, dst=(4, 4), runs_of=1)
+    ends.until(lambda: len(ends.diary.finished) == len(contents))
+    for room, pages in contents.items():
+        assert (ends.diary.kv_of(room, 3, KV, 4) == pages).all()
+
+
 def test_rooms_side_by_side_do_not_mix(ends: Ends) -> None:
     contents = {room: logical_pages(2 + room, seed=room) for room in range(8)}
     for room, pages in contents.items():

@@ -132,6 +132,16 @@ def test_rooms_take_turns_so_a_long_one_does_not_hold_up_short_ones() -> None:
     assert sender.in_flight_bytes == 0
 
 
+def test_the_shards_of_a_run_leave_together() -> None:
+    sender = StillSender()
+    for room in (1, 2):
+        grant = a_grant(room, "a", 2, 1, 2, 4)
+        sender.send_pages(grant, 0, shards_of(2), plan_heads(4, 1, 4, 2, 4))
+    jobs = [sender.next_job(sender.lane) for _ in range(4)]
+    frames = [(job.frame.room, job.frame.page_start, job.frame.dst_shard) for job in jobs if job]
+    assert frames == [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1)]
+
+
 def test_without_room_for_pages_what_needs_none_leaves() -> None:
     sender = StillSender()
     queue_room(sender, 1, 2)
