@@ -27,6 +27,14 @@ _CHUNK_BYTES = 512 << 10
 _READ_AHEAD_BYTES = 4096
 _IOV_MAX = 64
 _NO_PAYLOAD = memoryview(b"")
+# While no room is open nobody asks for signs of life: the kernel gives up a host that is gone.
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,9 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        with contextlib.suppress(OSError):  # a socketpair has no such option
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # a socket of this host has no such options
+            for option in _TCP_OPTIONS:
+                sock.setsockopt(*option)
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._takes_fd = sock.family == socket.AF_UNIX

@@ -288,11 +288,16 @@ class TcpReceiver(Receiver):
                 continue
             name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
             feeder = kind(self, sock, name)
-            if self.joined(feeder):
-                feeder.thread.start()
-            else:
+            if not self.joined(feeder):
                 self.count("connections_over_limit")
                 sock.close()
+                continue
+            try:
+                feeder.thread.start()
+            except RuntimeError as error:  # as many threads as this process may have
+                self.left(feeder, f"{name}: {error}")
+                sock.close()
+                complaint.tell(error)
 
 
 class TcpFeeder:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -204,6 +205,29 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
         introduce(mine, SECURITY, "prefill-0")
     mine.close()
     theirs.close()
+
+
+def test_the_receiver_serves_on_after_it_could_have_no_more_threads(
+    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("pages from"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with raw_peer(ends.address, greeted=False) as (_, connection):
+            until_lost(connection)
+    still_serves(ends)
+
+
+def test_a_host_that_is_gone_while_no_room_is_open_is_noticed_by_the_kernel(ends: TcpEnds) -> None:
+    with raw_peer(ends.address) as (sock, _):  # as at the other end: one class serves both
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
 
 
 # --- silence ------------------------------------------------------------------------------------
