@@ -103,6 +103,29 @@ class _Answer(wire.Message, frozen=True):
     message: str = ""
 
 
+class _Guard(grpc.aio.ServerInterceptor):
+    """Turns away who does not know the token, before anything of a message is taken in."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        given = str(dict(handler_call_details.invocation_metadata or ()).get(_TOKEN_KEY, ""))
+        if hmac.compare_digest(given.encode(), self._token):
+            return await continuation(handler_call_details)
+        return self._refusal  # a stream's, whatever was called: it reads only what it asks for
+
+    async def _refuse(
+        self, _messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
+
+
 class RpcServer:
     """Serves unary and streaming methods that speak wire messages."""
 
@@ -121,7 +144,7 @@ class RpcServer:
         """
 
         async def behave(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            message = await self._accept(data, request, context)
+            message = await _accept(data, request, context)
             try:
                 return wire.encode(await handler(message))
             except RpcError as error:
@@ -138,7 +161,7 @@ class RpcServer:
         """Register `handler(request) -> async iterator of replies` under `name`."""
 
         async def behave(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-            message = await self._accept(data, request, context)
+            message = await _accept(data, request, context)
             replies = handler(message)
             try:
                 async for reply in replies:
@@ -164,7 +187,7 @@ class RpcServer:
 
         Returns the port; means nothing for a path. Raises ConfigError when it is taken.
         """
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=_OPTIONS, interceptors=[_Guard(self._security.token)])
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
@@ -193,10 +216,9 @@ class RpcServer:
                 await asyncio.sleep(0)
 
     async def _answer_calls(
-        self, calls: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        self, calls: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """One client's calls in order, each handled once the one before it was answered."""
-        await self._authenticate(context)
         async for data in calls:
             yield wire.encode(await self._answer(data))
 
@@ -213,22 +235,6 @@ class RpcServer:
             return _Answer(b"", _status(error).name, str(error))
         except Exception as error:
             return _Answer(b"", grpc.StatusCode.INTERNAL.name, _unexpected(what, error))
-
-    async def _authenticate(self, context: grpc.aio.ServicerContext) -> None:
-        metadata = dict(context.invocation_metadata() or ())
-        given = str(metadata.get(_TOKEN_KEY, ""))
-        if not hmac.compare_digest(given.encode(), self._security.token.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
-
-    async def _accept(
-        self, data: bytes, kind: type[msgspec.Struct], context: grpc.aio.ServicerContext
-    ) -> msgspec.Struct:
-        await self._authenticate(context)
-        try:
-            return wire.decode(data, kind)
-        except BadMessage as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            raise
 
 
 class RpcClient:
@@ -355,6 +361,16 @@ _ERROR_NAMES = {status.name: kind for status, kind in _ERRORS.items()}
 def host_port(host: str, port: int) -> str:
     """An address as gRPC reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _accept(
+    data: bytes, kind: type[msgspec.Struct], context: grpc.aio.ServicerContext
+) -> msgspec.Struct:
+    try:
+        return wire.decode(data, kind)
+    except BadMessage as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        raise
 
 
 async def _abort_unexpected(name: str, error: Exception, context: grpc.aio.ServicerContext) -> None:

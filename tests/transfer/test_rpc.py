@@ -6,6 +6,8 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 import uvloop
 
@@ -19,7 +21,7 @@ from transfer.errors import (
     Unauthenticated,
     Unavailable,
 )
-from transfer.rpc import RpcClient, RpcServer, Security
+from transfer.rpc import SERVICE, RpcClient, RpcServer, Security
 
 
 async def echo(batch: wire.AbortBatch) -> wire.AbortBatch:
@@ -66,6 +68,18 @@ MESSAGE = wire.AbortBatch((1, 2, 3), "why")
 async def test_a_call_brings_its_reply() -> None:
     async with served(an_echo_server()) as client:
         assert await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S) == MESSAGE
+
+
+async def test_without_the_token_nothing_of_a_message_is_waited_for() -> None:
+    server = an_echo_server()
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for method in ("Echo", "Calls", "Nothing"):
+            call = channel.stream_stream(f"/{SERVICE}/{method}")(
+                metadata=(("kvferry-token", "wrong"),), timeout=PATIENCE_S
+            )
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    await server.stop(0.0)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.001])
