@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from transfer import wire
-from transfer.errors import RpcError
+from transfer.errors import KvferryError
 from transfer.rpc import RpcClient, Security
 
 GRANT_TIMEOUT_S = 5.0
@@ -28,9 +28,10 @@ class GrantSender:
 
     def send(self, address: str, grants: Sequence[wire.Grant]) -> None:
         """One call with all of them."""
-        self._begin(self._send(self._client(address), tuple(grants)))
+        self._begin(self._send(address, tuple(grants)))
 
     def _client(self, address: str) -> RpcClient:
+        """Raises ConfigError while a file of certificates cannot be read."""
         client = self._clients.pop(address, None) or RpcClient(address, self._security)
         self._clients[address] = client
         if len(self._clients) > MAX_CLIENTS:
@@ -38,10 +39,10 @@ class GrantSender:
             self._begin(oldest.close())
         return client
 
-    async def _send(self, client: RpcClient, grants: tuple[wire.Grant, ...]) -> None:
+    async def _send(self, address: str, grants: tuple[wire.Grant, ...]) -> None:
         try:
-            await client.call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
-        except RpcError as error:
+            await self._client(address).call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
+        except KvferryError as error:
             self._on_failed(tuple(grant.room for grant in grants), str(error))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

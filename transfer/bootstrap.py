@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from transfer import wire
 from transfer.clock import Clock
 from transfer.complaint import Complaint
-from transfer.errors import ConfigError, Incompatible, RpcError, Unavailable
+from transfer.errors import ConfigError, Incompatible, KvferryError, RpcError, Unavailable
 from transfer.layout import check_pair
 from transfer.route_feeds import RouteFeeds
 from transfer.route_link import RouteLink, open_link
@@ -316,16 +316,19 @@ class RegistryClient:
     async def watch(
         self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"
     ) -> None:
-        """Call on_view with each view until cancelled; reconnects for ever."""
+        """Call on_view with each view until cancelled; reconnects for ever.
+
+        An error of ours out of on_view is told, and the next view comes with the next connection.
+        """
         complaint = self._complaint()
         while True:
             try:
                 async for view in self._client.stream(
                     "Watch", wire.Watch(watcher_id), wire.ClusterView
                 ):
-                    complaint.settle()
                     on_view(view)
-            except RpcError as error:
+                    complaint.settle()
+            except KvferryError as error:
                 complaint.tell(error)
             await asyncio.sleep(RETRY_S)
 

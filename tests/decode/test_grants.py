@@ -1,6 +1,7 @@
 """Grants on their way to prefill: told when they fail, over clients whose number has a bound."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,16 @@ async def test_a_grant_that_does_not_get_there_fails_its_rooms() -> None:
     await until(lambda: bool(failed))
     assert failed[0][0] == (7, 8)
     assert "Grant at 127.0.0.1:1" in failed[0][1]
+
+
+async def test_a_grant_that_cannot_even_be_called_for_fails_its_rooms(tmp_path: Path) -> None:
+    failed: list[tuple[tuple[int, ...], str]] = []
+    security = Security("a token of the tests", ca_file=tmp_path / "being replaced.pem")
+    sender = grants.GrantSender(security, lambda *failure: failed.append(failure))
+    sender.send("127.0.0.1:1", [a_grant(7)])
+    await until(lambda: bool(failed))
+    assert failed[0][0] == (7,)
+    assert "being replaced.pem" in failed[0][1]
 
 
 async def test_workers_that_were_started_anew_leave_no_clients_behind(

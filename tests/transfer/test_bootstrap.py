@@ -14,7 +14,7 @@ from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import bootstrap, wire
 from transfer.bootstrap import Leases, RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
-from transfer.errors import Incompatible, Unauthenticated, Unavailable
+from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
 
@@ -286,6 +286,21 @@ async def test_a_restarted_registry_learns_its_workers_and_keeps_its_watchers() 
             views.get_nowait()
         await registry.start()
         await a_view(views, shows(("decode-0", 5)))
+
+
+async def test_a_view_that_could_not_be_used_is_told_of_and_comes_again() -> None:
+    async with a_registry() as registry:
+        seen: asyncio.Queue[wire.ClusterView] = asyncio.Queue()
+        errors = [ConfigError("cannot read ca.pem: it is being replaced")]
+
+        def use(view: wire.ClusterView) -> None:
+            if errors:
+                raise errors.pop()
+            seen.put_nowait(view)
+
+        watching = asyncio.create_task(registry.client().watch(use))
+        await a_view(seen, shows())
+        watching.cancel()
 
 
 async def test_a_worker_registers_once_its_registry_is_there() -> None:
