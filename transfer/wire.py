@@ -8,7 +8,7 @@ Who sends what:
     decode -> prefill        GrantBatch  (pages reserved: prefill may compute and push)
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
-    API, decode -> registry  Watch -> ClusterView (pushed on change)
+    API -> registry          Watch -> ClusterView (pushed on change)
     prefill -> registry      Routes (rank of each room that it bound or ended; one a turn), and
     registry -> decode       Routes (pushed as they come): frames of transfer/route_link.py
     prefill, decode -> registry  FindRoutes -> RoutesAddress (where these connections go)
@@ -360,7 +360,7 @@ class RoutesAddress(Message):
 class TransferPair(Message):
     """What a prefill worker wrote to one decode worker: totals, and the rate of the last frames."""
 
-    backend: str  # tcp or shm
+    backend: str  # tcp, shm, nixl
     peer: str  # decode's data address
     num_bytes: int
     seconds: float  # of writing, connections added up; not of waiting for a turn or for memory
@@ -492,7 +492,7 @@ def decode[M: msgspec.Struct](data: bytes | memoryview, kind: type[M]) -> M:
     """Parse and validate. Raises BadMessage on anything malformed or of another version."""
     try:
         message = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"not a {kind.__name__}: {error}") from error
     version = getattr(message, "version", WIRE_VERSION)
     if version != WIRE_VERSION:

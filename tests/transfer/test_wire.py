@@ -72,6 +72,12 @@ def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
             wire.decode(data[:length], type(message))
 
 
+def test_arrays_within_arrays_without_end_are_no_message() -> None:
+    extra = b"\x91" * 5000 + b"\xc0"  # behind the fields that are known
+    with pytest.raises(BadMessage, match="ClusterView"):
+        wire.decode(b"\x93\x01\x90" + extra, wire.ClusterView)
+
+
 @given(st.binary(max_size=64))
 @example(b"\x93\xa2\x00\x80")  # a text of no such encoding
 @settings(deadline=None)
