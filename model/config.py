@@ -35,6 +35,31 @@ _ROPE_KINDS: Final = {
         "high_freq_factor",
     ),
 }
+# Fields of these architectures and of networks derived from them, each with the one value beside
+# null at which what we compute is what they say.
+_NEUTRAL: Final[dict[str, Any]] = {
+    "mlp_bias": False,
+    "is_causal": True,
+    "dual_chunk_attention_config": None,
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "scale_emb": 1.0,
+    "scale_depth": None,
+    "dim_model_base": None,
+    "partial_rotary_factor": 1.0,
+    "rotary_pct": 1.0,
+    "no_rope_layers": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "compression_config": None,
+}
 
 
 @dataclass(frozen=True)
@@ -271,17 +296,17 @@ def _refuse_unsupported(fields: _Fields, architecture: str) -> None:
         got = fields.raw("quantization_config", None)
         method = got.get("quant_method", got) if isinstance(got, dict) else got
         raise fields.fail("quantization_config", method, "none (unquantised weights)")
-    if fields.flag("mlp_bias", False):
-        raise fields.fail("mlp_bias", True, "false")
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise fields.fail("partial_rotary_factor", partial, "1.0")
+    for name, neutral in _NEUTRAL.items():
+        value = fields.raw(name, neutral)
+        if value != neutral:
+            raise fields.fail(name, value, json.dumps(neutral))
     layer_types = fields.raw("layer_types", [])
     if not isinstance(layer_types, list) or any(x != "full_attention" for x in layer_types):
         raise fields.fail("layer_types", layer_types, "full_attention in every layer")
-    # Qwen writes a window beside a switch that turns it off; Mixtral has no switch.
+    # Qwen writes a window beside a switch that turns it off; Mixtral heeds no switch.
     window = fields.integer("sliding_window", None)
-    switch = fields.flag("use_sliding_window", architecture == "MixtralForCausalLM")
+    mixtral = architecture == "MixtralForCausalLM"
+    switch = mixtral or fields.flag("use_sliding_window", False)
     if switch and window is not None and window < fields.integer("max_position_embeddings"):
         raise fields.fail("sliding_window", window, "null, or a window as long as the context")
 

@@ -125,7 +125,25 @@ def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path)
         ),
         (QWEN2, {"rope_scaling": [1]}, "rope_scaling is [1]; accepted: an object or null"),
         (QWEN2, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
+        (
+            QWEN2,
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config is",
+        ),
+        (QWEN2, {"is_causal": False}, "is_causal is False; accepted: true"),
+        (QWEN2, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; accepted: null"),
+        (QWEN2, {"logit_scale": 0.5}, "logit_scale is 0.5; accepted: 1.0"),
+        (
+            QWEN3_MOE,
+            {"scoring_func": "sigmoid"},
+            "scoring_func is 'sigmoid'; accepted: \"softmax\"",
+        ),
         (MIXTRAL, {"sliding_window": 64}, "sliding_window is 64; accepted: null"),
+        (
+            MIXTRAL,
+            {"sliding_window": 64, "use_sliding_window": False},
+            "sliding_window is 64; accepted: null",
+        ),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),
         (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; accepted: a list of layer"),
@@ -168,6 +186,12 @@ def test_theta_is_the_architectures_own_where_the_checkpoint_says_none(
 ) -> None:
     folder = write_config(tmp_path, base | {"rope_theta": None})
     assert ModelConfig.from_dir(folder).rope.theta == theta
+
+
+def test_fields_of_derived_networks_may_say_what_changes_nothing(tmp_path: Path) -> None:
+    neutral = {"mlp_bias": False, "logit_scale": 1, "is_causal": True, "scale_depth": None}
+    cfg = ModelConfig.from_dir(write_config(tmp_path, QWEN2 | neutral))
+    assert cfg == ModelConfig.from_dir(write_config(tmp_path, QWEN2))
 
 
 @pytest.mark.parametrize(
