@@ -284,9 +284,15 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         bos_token_id=next(iter(bos), None),
         default_temperature=generation.number("temperature", None) if generation else None,
         default_top_p=generation.number("top_p", None) if generation else None,
-        default_top_k=generation.integer("top_k", None, low=0) if generation else None,
+        default_top_k=_top_k(generation) if generation else None,
         **_experts(fields, architecture),
     )
+
+
+def _top_k(generation: _Fields) -> int | None:
+    """Both ways to say that it is off are taken, as from a client; ours is 0."""
+    value: int | None = generation.integer("top_k", None, low=-1)
+    return value if value is None else max(value, 0)
 
 
 def _refuse_unsupported(fields: _Fields, architecture: str) -> None:

@@ -56,6 +56,15 @@ def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path)
     assert (cfg.default_temperature, cfg.default_top_p, cfg.default_top_k) == (0.6, 0.95, 20)
 
 
+def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> None:
+    write_config(tmp_path, QWEN2)
+    (tmp_path / "generation_config.json").write_text('{"top_k": -1}')
+    assert ModelConfig.from_dir(tmp_path).default_top_k == 0
+    (tmp_path / "generation_config.json").write_text('{"top_k": -2}')
+    with pytest.raises(ModelError, match="top_k is -2; accepted: an integer of at least -1"):
+        ModelConfig.from_dir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
