@@ -127,7 +127,6 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     moe_layers: tuple[bool, ...] = ()
-    router: str = "softmax_topk"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float | None = None
