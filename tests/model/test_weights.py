@@ -15,7 +15,7 @@ from model.errors import ModelError
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import load_params, model_digest
-from tests.model.checkpoints import QWEN2, random_tensors, write_checkpoint
+from tests.model.checkpoints import QWEN2, random_tensors, write_checkpoint, write_config
 from tests.model.harness import GOLDENS
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -101,6 +101,19 @@ def test_a_bad_checkpoint_is_refused_in_one_line(
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"])
+def test_a_dtype_that_numpy_lacks_is_refused_by_the_digest(dtype: str, tmp_path: Path) -> None:
+    write_config(tmp_path, QWEN2)
+    size = 20 if dtype == "F4" else 40
+    header = json.dumps({NORM: {"dtype": dtype, "shape": [40], "data_offsets": [0, size]}})
+    head = len(header).to_bytes(8, "little") + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(head + bytes(size))
+    with pytest.raises(ModelError) as caught:
+        model_digest(tmp_path)
+    assert f"tensor {NORM}: dtype {dtype}; accepted: F32, BF16, F16" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_missing_shard_of_two_is_named(tmp_path: Path) -> None:
