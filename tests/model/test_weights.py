@@ -153,6 +153,18 @@ def test_expert_stacks_hold_each_expert_on_its_own_shard() -> None:
     assert (np.asarray(stack)[0, 5] == expert.T).all()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_shard_of_the_vocabulary_may_be_all_padding(tied: bool, tmp_path: Path) -> None:
+    config = QWEN2 | {"vocab_size": 5, "eos_token_id": 4, "tie_word_embeddings": tied}
+    tensors = write_checkpoint(tmp_path, config)
+    params = load_params(tmp_path, _model(tmp_path, 4))
+    whole = tensors["model.embed_tokens.weight"]
+    assert (np.asarray(params["embed"]) == np.pad(whole, [(0, 3), (0, 0)])).all()
+    if not tied:
+        head = tensors["lm_head.weight"].T
+        assert (np.asarray(params["lm_head"]) == np.pad(head, [(0, 0), (0, 3)])).all()
+
+
 def test_progress_counts_up_to_the_bytes_on_all_devices() -> None:
     folder = GOLDENS / "llama" / "model"
     seen: list[tuple[int, int]] = []
