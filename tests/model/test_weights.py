@@ -18,6 +18,7 @@ from model.weights import load_params, model_digest
 from tests.model.checkpoints import QWEN2, random_tensors, write_checkpoint, write_config
 from tests.model.harness import GOLDENS
 
+TIED = QWEN2 | {"tie_word_embeddings": True}
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -125,13 +126,44 @@ def test_a_missing_shard_of_two_is_named(tmp_path: Path) -> None:
 
 
 def test_rotary_tables_and_a_doubled_tied_head_are_left_alone(tmp_path: Path) -> None:
-    config = QWEN2 | {"tie_word_embeddings": True}
-    tensors = write_checkpoint(tmp_path, config)
+    tensors = write_checkpoint(tmp_path, TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     params = load_params(tmp_path, _model(tmp_path))
     assert "lm_head" not in params
+
+
+def test_a_doubled_tied_head_may_have_another_dtype(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, TIED)
+    half = tensors["model.embed_tokens.weight"].astype(np.float16)
+    tensors |= {"model.embed_tokens.weight": half.astype(np.float32), "lm_head.weight": half}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lm_head" not in load_params(tmp_path, _model(tmp_path))
+
+
+def _nudge_last(head: np.ndarray) -> np.ndarray:
+    head[-1, -1] += 1.0
+    return head
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_nudge_last, "lm_head.weight differs from model.embed_tokens.weight in rows 1024 to 1099"),
+        (lambda head: head[:-1].copy(), "lm_head.weight: shape [1099, 40], expected [1100, 40]"),
+    ],
+)
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(
+    change: Callable[[np.ndarray], np.ndarray], message: str, tmp_path: Path
+) -> None:
+    tensors = write_checkpoint(tmp_path, TIED | {"vocab_size": 1100})
+    tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].copy())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_params(tmp_path, _model(tmp_path))
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_weights_are_cast_to_the_models_dtype_but_the_router_stays_exact() -> None:
