@@ -75,15 +75,24 @@ class Checkpoint:
             got = list(self.shape(name))
             raise ModelError(f"{self._at(name)}: shape {got}, expected {list(shape)}")
         if self.dtype(name) not in _DTYPES:
-            got_dtype = self.dtype(name)
-            raise ModelError(f"{self._at(name)}: dtype {got_dtype}; accepted: {', '.join(_DTYPES)}")
+            raise self._foreign(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor in the file's dtype."""
+        """A slice, not an empty one, of a tensor in the file's dtype.
+
+        Raises ModelError when the file cannot be read or numpy has no such dtype.
+        """
         try:
             return np.asarray(self._slice(name)[index])
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, AttributeError, TypeError) as error:
+            # safetensors asks numpy for the dtype, and slices none whose items are less than bytes.
+            if self.dtype(name) not in _DTYPES:
+                raise self._foreign(name) from error
             raise ModelError(f"{self._at(name)}: not readable: {error}") from error
+
+    def _foreign(self, name: str) -> ModelError:
+        accepted = ", ".join(_DTYPES)
+        return ModelError(f"{self._at(name)}: dtype {self.dtype(name)}; accepted: {accepted}")
 
     def _slice(self, name: str) -> Any:
         if name not in self._where:

@@ -19,11 +19,52 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
 PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
 _REQUIRED: Final = object()
+# transformers' theta where a checkpoint says none; every other architecture's is 10000.
+_THETA: Final = {"MixtralForCausalLM": 1e6}
+# What an object of rotary settings may hold, by its kind. original_max_position_embeddings stands
+# beside kinds that have no use for it too.
+_ROPE_KEYS: Final = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ROPE_KINDS: Final = {
+    "default": (*_ROPE_KEYS, "original_max_position_embeddings"),
+    "linear": (*_ROPE_KEYS, "original_max_position_embeddings", "factor"),
+    "llama3": (
+        *_ROPE_KEYS,
+        "original_max_position_embeddings",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+}
+# Fields of these architectures and of networks derived from them, each with the one value beside
+# null at which what we compute is what they say.
+_NEUTRAL: Final[dict[str, Any]] = {
+    "mlp_bias": False,
+    "is_causal": True,
+    "dual_chunk_attention_config": None,
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "scale_emb": 1.0,
+    "scale_depth": None,
+    "dim_model_base": None,
+    "partial_rotary_factor": 1.0,
+    "rotary_pct": 1.0,
+    "no_rope_layers": None,
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "compression_config": None,
+}
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding; the last four fields matter for kind "llama3" only.
+    """Rotary embedding. factor matters for kinds "linear" and "llama3", what follows for the last.
 
     Source: transformers, modeling_rope_utils (default, linear, llama3).
     """
@@ -86,7 +127,6 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     moe_layers: tuple[bool, ...] = ()
-    router: str = "softmax_topk"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float | None = None
@@ -103,7 +143,7 @@ class ModelConfig:
         """Read config.json and, where there is one, generation_config.json of a checkpoint folder.
 
         Both forms are read: rope_theta, rope_scaling and torch_dtype at the top level, and
-        rope_parameters and dtype as transformers 5 writes them.
+        rope_parameters and dtype as transformers 5 writes them. What a file says twice must agree.
         Raises ModelError naming file, field, value got and values accepted.
         """
         folder = Path(path)
@@ -174,6 +214,13 @@ class _Fields:
             raise self.fail(name, value, f"a finite number of at least {low}")
         return float(value)
 
+    def theta(self) -> float | None:
+        """rope_theta, where there is one: a base of powers, so zero is none."""
+        value: float | None = self.number("rope_theta", None)
+        if value == 0.0:
+            raise self.fail("rope_theta", value, "a finite number above 0")
+        return value
+
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self.raw(name, default)
         if not isinstance(value, bool):
@@ -225,7 +272,7 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields),
+        rope=_rope(fields, _THETA.get(architecture, 10000.0)),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
@@ -236,9 +283,15 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         bos_token_id=next(iter(bos), None),
         default_temperature=generation.number("temperature", None) if generation else None,
         default_top_p=generation.number("top_p", None) if generation else None,
-        default_top_k=generation.integer("top_k", None, low=0) if generation else None,
+        default_top_k=_top_k(generation) if generation else None,
         **_experts(fields, architecture),
     )
+
+
+def _top_k(generation: _Fields) -> int | None:
+    """Both ways to say that it is off are taken, as from a client; ours is 0."""
+    value: int | None = generation.integer("top_k", None, low=-1)
+    return value if value is None else max(value, 0)
 
 
 def _refuse_unsupported(fields: _Fields, architecture: str) -> None:
@@ -248,46 +301,76 @@ def _refuse_unsupported(fields: _Fields, architecture: str) -> None:
         got = fields.raw("quantization_config", None)
         method = got.get("quant_method", got) if isinstance(got, dict) else got
         raise fields.fail("quantization_config", method, "none (unquantised weights)")
-    if fields.flag("mlp_bias", False):
-        raise fields.fail("mlp_bias", True, "false")
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise fields.fail("partial_rotary_factor", partial, "1.0")
+    for name, neutral in _NEUTRAL.items():
+        value = fields.raw(name, neutral)
+        if value != neutral:
+            raise fields.fail(name, value, json.dumps(neutral))
     layer_types = fields.raw("layer_types", [])
     if not isinstance(layer_types, list) or any(x != "full_attention" for x in layer_types):
         raise fields.fail("layer_types", layer_types, "full_attention in every layer")
-    # Qwen writes a window beside a switch that turns it off; Mixtral has no switch.
+    # Qwen writes a window beside a switch that turns it off; Mixtral heeds no switch.
     window = fields.integer("sliding_window", None)
-    switch = fields.flag("use_sliding_window", architecture == "MixtralForCausalLM")
+    mixtral = architecture == "MixtralForCausalLM"
+    switch = mixtral or fields.flag("use_sliding_window", False)
     if switch and window is not None and window < fields.integer("max_position_embeddings"):
         raise fields.fail("sliding_window", window, "null, or a window as long as the context")
 
 
-def _rope(fields: _Fields) -> RopeConfig:
-    """Read either form. `type` is the older name of `rope_type`."""
-    scaling = fields.sub("rope_parameters") or fields.sub("rope_scaling") or _Fields("", {})
-    theta = fields.number("rope_theta", None)
-    theta = scaling.number("rope_theta", 10000.0) if theta is None else theta
-    kind = scaling.raw("rope_type", None) or scaling.raw("type", None) or "default"
-    scaling.one_of("rope_type", kind, ("default", "linear", "llama3"))
-    partial = scaling.number("partial_rotary_factor", 1.0)
+def _rope(fields: _Fields, default_theta: float) -> RopeConfig:
+    """Read either form, or both where they say the same; transformers 5 obeys the older then."""
+    top = fields.theta()
+    found: dict[str, RopeConfig] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        settings = fields.sub(name)
+        if settings is None or not settings.values:
+            continue
+        theta = settings.theta() or top or default_theta
+        if top is not None and theta != top:
+            raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
+        found[name] = _rope_settings(fields, settings, theta)
+    if not found:
+        return RopeConfig("default", top or default_theta)
+    rope, *others = found.values()
+    if any(other != rope for other in others):
+        got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]
+        raise fields.fail("rope_scaling", got, f"what rope_parameters says ({accepted}), or null")
+    return rope
+
+
+def _rope_settings(fields: _Fields, settings: _Fields, theta: float) -> RopeConfig:
+    """One object of either name. `type` is the older name of `rope_type`."""
+    kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
+    kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_ROPE_KINDS))
+    if kinds[1:] not in ([], [kind]):
+        raise settings.fail("type", kinds[1], f"{kind!r}, as rope_type has it, or one of the two")
+    for name, value in settings.values.items():
+        # Objects are of layer types, of which each may turn otherwise.
+        if value is not None and name not in _ROPE_KINDS[kind]:
+            taken = ", ".join(_ROPE_KINDS[kind])
+            raise settings.fail(name, value, f"null; fields of rope_type {kind!r}: {taken}")
+    partial = settings.number("partial_rotary_factor", 1.0)
     if partial != 1.0:
-        raise scaling.fail("partial_rotary_factor", partial, "1.0")
+        raise settings.fail("partial_rotary_factor", partial, "1.0")
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, factor=scaling.number("factor", low=1.0))
+        return RopeConfig(kind, theta, factor=settings.number("factor", low=1.0))
     rope = RopeConfig(
         kind,
         theta,
-        factor=scaling.number("factor", low=1.0),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position=scaling.integer("original_max_position_embeddings"),
+        factor=settings.number("factor", low=1.0),
+        low_freq_factor=settings.number("low_freq_factor"),
+        high_freq_factor=settings.number("high_freq_factor"),
+        original_max_position=settings.integer("original_max_position_embeddings"),
     )
     if rope.high_freq_factor <= rope.low_freq_factor:
         accepted = f"more than low_freq_factor {rope.low_freq_factor}"
-        raise scaling.fail("high_freq_factor", rope.high_freq_factor, accepted)
+        raise settings.fail("high_freq_factor", rope.high_freq_factor, accepted)
+    # transformers 5 obeys the outer one.
+    outer = fields.integer("original_max_position_embeddings", rope.original_max_position)
+    if outer != rope.original_max_position:
+        accepted = f"{rope.original_max_position}, as {settings.file} has it, or one of the two"
+        raise fields.fail("original_max_position_embeddings", outer, accepted)
     return rope
 
 

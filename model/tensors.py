@@ -13,6 +13,9 @@ from model.params import Params, Segment, segments
 from model.sharding import Dims
 
 _TILE: Final = 64
+_COMPARED_ROWS: Final = 1024
+_EMBED: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 
 Index = tuple[slice, ...]
 
@@ -42,7 +45,8 @@ class Plain:
 
     def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         part = tuple(_within(s, size) for s, size in zip(index, self.shape, strict=True))
-        out[: _length(part[0])] = files.read(self.name, part)
+        if _length(part[0]):  # the last shards of a small vocabulary may be nothing but padding
+            out[: _length(part[0])] = files.read(self.name, part)
 
 
 @dataclass(frozen=True)
@@ -196,12 +200,12 @@ def _turn(values: np.ndarray, out: np.ndarray) -> None:
 def param_sources(cfg: ModelConfig, dims: Dims) -> Params:
     """The tree of `Source`s that has the structure of the parameters."""
     tree: Params = {
-        "embed": Plain("model.embed_tokens.weight", (cfg.vocab_size, cfg.hidden_size)),
+        "embed": Plain(_EMBED, (cfg.vocab_size, cfg.hidden_size)),
         "layers": tuple(_segment_sources(cfg, dims, run) for run in segments(cfg, dims.stacked)),
         "norm": Plain("model.norm.weight", (cfg.hidden_size,)),
     }
     if not cfg.tie_word_embeddings:
-        tree["lm_head"] = Turned("lm_head.weight", cfg.hidden_size, cfg.vocab_size)
+        tree["lm_head"] = Turned(_HEAD, cfg.hidden_size, cfg.vocab_size)
     return tree
 
 
@@ -267,6 +271,8 @@ def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tup
 def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
     """param_sources, once every tensor is known to be there, in shape, and none is left over.
 
+    A head beside a tied embedding is compared with it, the one thing that is read here.
+
     Raises ModelError naming the first that is not.
     """
     tree = param_sources(cfg, dims)
@@ -275,10 +281,28 @@ def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
         files.check(name, shape)
     for name in files.names:
         # Older files carry rotary tables; some carry a head that is the embedding again.
-        tied_head = cfg.tie_word_embeddings and name == "lm_head.weight"
+        tied_head = cfg.tie_word_embeddings and name == _HEAD
         if name not in wanted and not tied_head and not name.endswith(".rotary_emb.inv_freq"):
             raise ModelError(f"{files.folder}: tensor {name} is unknown in {cfg.architecture}")
+    if cfg.tie_word_embeddings and _HEAD in files.names:
+        _check_tied_head(files, cfg)
     return tree
+
+
+def _check_tied_head(files: Checkpoint, cfg: ModelConfig) -> None:
+    """The head that a tied model leaves unread must be the embedding; some rows at a time."""
+    files.check(_HEAD, (cfg.vocab_size, cfg.hidden_size))
+    for first in range(0, cfg.vocab_size, _COMPARED_ROWS):
+        rows = slice(first, min(first + _COMPARED_ROWS, cfg.vocab_size))
+        head, embed = (files.read(x, (rows, slice(0, cfg.hidden_size))) for x in (_HEAD, _EMBED))
+        if head.dtype != embed.dtype:  # float32 holds every value of what we read
+            head, embed = head.astype(np.float32), embed.astype(np.float32)
+        if not np.array_equal(head.view(np.uint8), embed.view(np.uint8)):
+            raise ModelError(
+                f"{files.folder}: tensor {_HEAD} differs from {_EMBED} in rows {first} to "
+                f"{rows.stop - 1}, but tie_word_embeddings is true; accepted: equal ones, no "
+                f"{_HEAD}, or tie_word_embeddings false"
+            )
 
 
 def _leaves(tree: Params) -> list[Source]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from model.config import KVSpec, ModelConfig
+from model.config import KVSpec, ModelConfig, RopeConfig
 from model.errors import ModelError
 from tests.model.checkpoints import QWEN2, write_config
 from tests.model.harness import GOLDENS
@@ -15,6 +15,9 @@ MIXTRAL: dict[str, Any] = json.loads((GOLDENS / "mixtral" / "model" / "config.js
 QWEN3_MOE: dict[str, Any] = json.loads(
     (GOLDENS / "qwen3_moe" / "model" / "config.json").read_text()
 )
+
+LLAMA3: dict[str, Any] = json.loads((GOLDENS / "llama" / "model" / "config.json").read_text())
+LINEAR: dict[str, Any] = {"type": "linear", "factor": 2.0}
 
 
 def test_each_family_turns_on_its_features() -> None:
@@ -53,6 +56,15 @@ def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path)
     assert (cfg.default_temperature, cfg.default_top_p, cfg.default_top_k) == (0.6, 0.95, 20)
 
 
+def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> None:
+    write_config(tmp_path, QWEN2)
+    (tmp_path / "generation_config.json").write_text('{"top_k": -1}')
+    assert ModelConfig.from_dir(tmp_path).default_top_k == 0
+    (tmp_path / "generation_config.json").write_text('{"top_k": -2}')
+    with pytest.raises(ModelError, match="top_k is -2; accepted: an integer of at least -1"):
+        ModelConfig.from_dir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
@@ -76,9 +88,71 @@ def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path)
         (QWEN2, {"eos_token_id": "end"}, "eos_token_id is 'end'; accepted: a token id"),
         (QWEN2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8';"),
         (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; accepted"),
+        (QWEN2, {"rope_theta": 0}, "rope_theta is 0.0; accepted: a finite number above 0"),
+        (QWEN2, {"rope_theta": -1.0}, "rope_theta is -1.0; accepted: a finite number"),
+        (QWEN2, {"rope_theta": float("nan")}, "rope_theta is nan; accepted: a finite number"),
+        (QWEN2, {"rope_parameters": {"rope_theta": 0.0}}, "rope_parameters: rope_theta is 0.0;"),
+        (
+            QWEN2,
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "rope_theta is 10000.0; accepted: 1000000.0, as rope_parameters has it, or one of",
+        ),
+        (
+            QWEN2,
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling is {'type': 'linear', 'factor': 2.0}; accepted: what rope_parameters",
+        ),
+        (
+            QWEN2 | {"rope_theta": None},
+            {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 1e6}},
+            "rope_scaling is {'type': 'linear', 'factor': 2.0}; accepted: what rope_parameters",
+        ),
+        (
+            QWEN2,
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters: full_attention is {'rope_type': 'linear', 'factor': 2.0}; accepted:",
+        ),
+        (
+            QWEN2,
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+            "rope_scaling: mrope_section is [16, 24, 24]; accepted: null; fields of rope_type 'def",
+        ),
+        (
+            QWEN2,
+            {"rope_scaling": {"rope_type": "default", "type": "yarn", "factor": 4.0}},
+            "rope_scaling: type is 'yarn'; accepted: 'default', as rope_type has it",
+        ),
+        (
+            QWEN2,
+            {"rope_scaling": {"factor": 4.0}},
+            "rope_scaling: factor is 4.0; accepted: null; fields of rope_type 'default'",
+        ),
+        (
+            LLAMA3,
+            {"original_max_position_embeddings": 32},
+            "original_max_position_embeddings is 32; accepted: 64, as",
+        ),
         (QWEN2, {"rope_scaling": [1]}, "rope_scaling is [1]; accepted: an object or null"),
         (QWEN2, {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: factor is missing"),
+        (
+            QWEN2,
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config is",
+        ),
+        (QWEN2, {"is_causal": False}, "is_causal is False; accepted: true"),
+        (QWEN2, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; accepted: null"),
+        (QWEN2, {"logit_scale": 0.5}, "logit_scale is 0.5; accepted: 1.0"),
+        (
+            QWEN3_MOE,
+            {"scoring_func": "sigmoid"},
+            "scoring_func is 'sigmoid'; accepted: \"softmax\"",
+        ),
         (MIXTRAL, {"sliding_window": 64}, "sliding_window is 64; accepted: null"),
+        (
+            MIXTRAL,
+            {"sliding_window": 64, "use_sliding_window": False},
+            "sliding_window is 64; accepted: null",
+        ),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),
         (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; accepted: a list of layer"),
@@ -92,6 +166,41 @@ def test_what_cannot_be_computed_is_refused_in_one_line(
     assert message in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": LINEAR},
+        {"rope_scaling": LINEAR, "rope_parameters": {}},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2}},
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "factor": 2}},
+        {"rope_theta": None, "rope_parameters": LINEAR | {"rope_theta": 10000}},
+        {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"rope_theta": 10000}},
+        {"rope_scaling": LINEAR | {"rope_type": "linear", "mrope_section": None}},
+    ],
+)
+def test_every_way_to_say_one_rotation_is_read_alike(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = ModelConfig.from_dir(write_config(tmp_path, QWEN2 | change)).rope
+    assert rope == RopeConfig("linear", 10000.0, factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("base", "theta"), [(QWEN2, 1e4), (LLAMA3, 1e4), (QWEN3_MOE, 1e4), (MIXTRAL, 1e6)]
+)
+def test_theta_is_the_architectures_own_where_the_checkpoint_says_none(
+    base: dict[str, Any], theta: float, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, base | {"rope_theta": None})
+    assert ModelConfig.from_dir(folder).rope.theta == theta
+
+
+def test_fields_of_derived_networks_may_say_what_changes_nothing(tmp_path: Path) -> None:
+    neutral = {"mlp_bias": False, "logit_scale": 1, "is_causal": True, "scale_depth": None}
+    cfg = ModelConfig.from_dir(write_config(tmp_path, QWEN2 | neutral))
+    assert cfg == ModelConfig.from_dir(write_config(tmp_path, QWEN2))
 
 
 @pytest.mark.parametrize(

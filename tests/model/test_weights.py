@@ -15,9 +15,10 @@ from model.errors import ModelError
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import load_params, model_digest
-from tests.model.checkpoints import QWEN2, random_tensors, write_checkpoint
+from tests.model.checkpoints import QWEN2, random_tensors, write_checkpoint, write_config
 from tests.model.harness import GOLDENS
 
+TIED = QWEN2 | {"tie_word_embeddings": True}
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -103,6 +104,19 @@ def test_a_bad_checkpoint_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"])
+def test_a_dtype_that_numpy_lacks_is_refused_by_the_digest(dtype: str, tmp_path: Path) -> None:
+    write_config(tmp_path, QWEN2)
+    size = 20 if dtype == "F4" else 40
+    header = json.dumps({NORM: {"dtype": dtype, "shape": [40], "data_offsets": [0, size]}})
+    head = len(header).to_bytes(8, "little") + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(head + bytes(size))
+    with pytest.raises(ModelError) as caught:
+        model_digest(tmp_path)
+    assert f"tensor {NORM}: dtype {dtype}; accepted: F32, BF16, F16" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
 def test_a_missing_shard_of_two_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "mixtral"
     shutil.copytree(GOLDENS / "mixtral" / "model", folder)
@@ -112,13 +126,44 @@ def test_a_missing_shard_of_two_is_named(tmp_path: Path) -> None:
 
 
 def test_rotary_tables_and_a_doubled_tied_head_are_left_alone(tmp_path: Path) -> None:
-    config = QWEN2 | {"tie_word_embeddings": True}
-    tensors = write_checkpoint(tmp_path, config)
+    tensors = write_checkpoint(tmp_path, TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     params = load_params(tmp_path, _model(tmp_path))
     assert "lm_head" not in params
+
+
+def test_a_doubled_tied_head_may_have_another_dtype(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, TIED)
+    half = tensors["model.embed_tokens.weight"].astype(np.float16)
+    tensors |= {"model.embed_tokens.weight": half.astype(np.float32), "lm_head.weight": half}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lm_head" not in load_params(tmp_path, _model(tmp_path))
+
+
+def _nudge_last(head: np.ndarray) -> np.ndarray:
+    head[-1, -1] += 1.0
+    return head
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_nudge_last, "lm_head.weight differs from model.embed_tokens.weight in rows 1024 to 1099"),
+        (lambda head: head[:-1].copy(), "lm_head.weight: shape [1099, 40], expected [1100, 40]"),
+    ],
+)
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(
+    change: Callable[[np.ndarray], np.ndarray], message: str, tmp_path: Path
+) -> None:
+    tensors = write_checkpoint(tmp_path, TIED | {"vocab_size": 1100})
+    tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].copy())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError) as caught:
+        load_params(tmp_path, _model(tmp_path))
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_weights_are_cast_to_the_models_dtype_but_the_router_stays_exact() -> None:
@@ -138,6 +183,18 @@ def test_expert_stacks_hold_each_expert_on_its_own_shard() -> None:
     file = load_file(folder / "model-00001-of-00002.safetensors")
     expert = file["model.layers.0.block_sparse_moe.experts.5.w2.weight"].astype(np.float32)
     assert (np.asarray(stack)[0, 5] == expert.T).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_shard_of_the_vocabulary_may_be_all_padding(tied: bool, tmp_path: Path) -> None:
+    config = QWEN2 | {"vocab_size": 5, "eos_token_id": 4, "tie_word_embeddings": tied}
+    tensors = write_checkpoint(tmp_path, config)
+    params = load_params(tmp_path, _model(tmp_path, 4))
+    whole = tensors["model.embed_tokens.weight"]
+    assert (np.asarray(params["embed"]) == np.pad(whole, [(0, 3), (0, 0)])).all()
+    if not tied:
+        head = tensors["lm_head.weight"].T
+        assert (np.asarray(params["lm_head"]) == np.pad(head, [(0, 0), (0, 3)])).all()
 
 
 def test_progress_counts_up_to_the_bytes_on_all_devices() -> None:
