@@ -15,7 +15,7 @@ from transfer.pages import PagePool
 
 
 class PrefixCache:
-    """Prefixes of finished prompts, page by page."""
+    """Prefixes of prompts that are or were computed, page by page."""
 
     def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
         self._pool = pool
@@ -108,7 +108,8 @@ class PrefixCache:
 
     def _chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
         """One digest per full page, each over all tokens up to its end."""
-        state = hashlib.sha256(salt.encode())
+        # A salt of any length counts for as many bytes, so none passes for tokens.
+        state = hashlib.sha256(hashlib.sha256(salt.encode()).digest())
         data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = 4 * self._page_size
         for end in range(step, len(data) + 1, step):

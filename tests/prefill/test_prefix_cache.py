@@ -45,6 +45,14 @@ def test_a_prefix_is_found_page_by_page_and_shared() -> None:
     assert cache.match(ids([9, 2, 3, 4]), "", 4) == ()
 
 
+def test_a_salt_made_of_the_bytes_of_tokens_is_no_prefix() -> None:
+    pool, cache = filled()
+    cached_prompt(pool, cache, [3, 4], salt=ids([1, 2]).tobytes().decode())
+    assert cache.match(ids([1, 2, 3, 4]), "", 4) == ()
+    cached_prompt(pool, cache, [1, 2, 3, 4])
+    assert len(cache) == 3
+
+
 def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])
