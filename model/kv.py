@@ -94,9 +94,14 @@ def write_pages(
 
 
 def _stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:
-    """As a pool of that dtype keeps them. What fp8 cannot hold becomes its largest value."""
-    if dtype != jnp.uint8:
-        return kv.astype(dtype)
-    fp8 = jnp.dtype(FP8)
-    most = jnp.asarray(jnp.finfo(fp8).max, kv.dtype)
-    return jax.lax.bitcast_convert_type(jnp.clip(kv, -most, most).astype(fp8), jnp.uint8)
+    """As a pool of that dtype keeps them, in finite numbers only.
+
+    What it cannot hold becomes its largest value, and what is no number zero. Attention looks at
+    positions that it may not see with weight zero, and pages are used again: one request's
+    overflow would be everybody's.
+    """
+    kept = jnp.dtype(FP8) if dtype == jnp.uint8 else dtype
+    most = np.float32(jnp.finfo(kept).max)
+    wide = kv.astype(jnp.float32)
+    finite = jnp.where(jnp.isnan(wide), np.float32(0), jnp.clip(wide, -most, most)).astype(kept)
+    return finite if kept == dtype else jax.lax.bitcast_convert_type(finite, jnp.uint8)

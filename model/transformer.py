@@ -152,7 +152,7 @@ def decode_rows(
     """One token of every row of one rank through the network; inside `on_ranks`.
 
     positions: below zero marks a padding row, whose key and value are dropped.
-    page_table: pages of row b in order of position; entries past its length are not looked at.
+    page_table: pages of row b in order of position; entries past its length count for nothing.
     kv_idx: page * page_size + offset of the token. Returns as `prefill_rows`.
     """
 

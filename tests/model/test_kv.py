@@ -49,6 +49,19 @@ def test_tokens_are_written_at_their_kv_index_and_padding_is_dropped() -> None:
     assert (written == expected).all()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "float16"])
+def test_a_pool_holds_finite_numbers_whatever_was_computed(kv_dtype: str, pool_dtype: str) -> None:
+    spec = dataclasses.replace(SPEC, dtype=pool_dtype)
+    pool = init_pool(spec, PAGES, make_mesh(1, 1))
+    odd = jnp.asarray([np.inf, -np.inf, np.nan, 1.0], kv_dtype)
+    kv = jnp.broadcast_to(odd[:, None, None, None], (4, 2, 4, 3))
+    written = jax.jit(write_tokens)(pool, i32(0), kv, i32(range(4)))
+    found = np.asarray(written)[0].astype(np.float64).reshape(2, -1, 4, 3)[:, :4]
+    most = float(jnp.finfo(pool_dtype).max)
+    assert (found == np.array([most, -most, 0.0, 1.0])[:, None, None]).all()
+
+
 def test_a_layers_pages_are_read_in_the_order_asked() -> None:
     pool, values = _filled(1)
     ids = [[4, 1], [0, 99]]
