@@ -43,6 +43,9 @@ from transfer.wire import SamplingParams
 log = logging.getLogger(__name__)
 
 
+_RUNS_PLACED_AHEAD = 8  # of the device; more wait for memory that was planned for them
+
+
 class SlotState(NamedTuple):
     """Everything a step knows of a rank's slots; S slots, C context tokens, P pages a slot."""
 
@@ -98,13 +101,26 @@ class DecodeEngine:
         self.plan: MemoryPlan
         self._pool: Array
         natural = self._rank_slots * buckets.pages_per_slot
+        # Pages that came and are on the device, but not in the pool yet.
+        self._placing_pages = 0
+        self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
+        spare_pages = self._most_placing
         # What the other ranks put in place while one places pages that came for it: nothing.
-        spare_pages = sum(buckets.run_pages) if self._dp_size > 1 else 0
+        spare_pages += sum(buckets.run_pages) if self._dp_size > 1 else 0
+        empty = _empty_state(self._dp_size * self._rank_slots, buckets, opened.context_length)
+        # Every device of a rank has the state of all its slots.
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
+        state_bytes *= len(opened.devices) // self._dp_size
         self._pool, self.plan, self.programs = make_pool(
-            opened, mem_fraction, max_total_tokens, natural, self._compile, spare_pages
+            opened,
+            mem_fraction,
+            max_total_tokens,
+            natural,
+            self._compile,
+            spare_pages,
+            state_bytes,
         )
         self._nothing = self._empty_runs() if self._dp_size > 1 else {}
-        empty = _empty_state(self._dp_size * self._rank_slots, buckets, opened.context_length)
         self._state: SlotState = jax.device_put(empty, ranks_sharding(opened.model.mesh))
 
     @property
@@ -181,6 +197,10 @@ class DecodeEngine:
 
     def _place_bucket(self, rank: int, page_ids: Sequence[int], shards: list[np.ndarray]) -> None:
         bucket = bucket_for(len(page_ids), self._buckets.run_pages)
+        self._placing_pages += bucket
+        if self._placing_pages > self._most_placing:
+            jax.block_until_ready(self._pool)
+            self._placing_pages = bucket
         mesh = self._model.mesh
         ids = np.full((self._dp_size, bucket), self.num_pages, np.int32)  # past the pool: dropped
         ids[rank, : len(page_ids)] = page_ids

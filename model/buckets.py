@@ -34,13 +34,15 @@ class PrefillBuckets:
 
     tokens: padded lengths of a packed chunk. seqs: prompts in one chunk. pages: capacity of
     the chunk's list of context pages (its cost follows the pages in use, not the capacity).
-    run_pages: lengths of a gathered run of pages on its way out.
+    run_pages: lengths of a gathered run of pages on its way out. staged_pages: pages of each rank
+    that may be gathered and not on the host yet, padding included.
     """
 
     tokens: tuple[int, ...]
     seqs: int
     pages: int
     run_pages: tuple[int, ...]
+    staged_pages: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def prefill_buckets(
         seqs=max_seqs,
         pages=2 * pages_for(context_length, page_size) + max_seqs,
         run_pages=geometric(1, run, 4),
+        # What two chunks compute. A prompt whose prefix is cached has more, by up to its context.
+        staged_pages=2 * (pages_for(chunk_size, page_size) + run),
     )
 
 

@@ -131,6 +131,7 @@ def make_pool(
     natural_pages: int,
     compile_all: Callable[[int], list[Program]],
     spare_pages: int = 0,
+    spare_bytes: int = 0,
 ) -> tuple[Array, MemoryPlan, list[Program]]:
     """Compile every program, learn their scratch memory, and give the pool what is left.
 
@@ -139,7 +140,8 @@ def make_pool(
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     compile_all(num_pages): compiles for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
-    spare_pages: of memory that the caller keeps beside the pool.
+    spare_pages, spare_bytes: what the caller keeps beside the pool, pages of each rank and bytes
+    over all devices.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
@@ -158,11 +160,12 @@ def make_pool(
         )
 
     page_bytes = opened.dp_size * opened.kv.page_bytes
-    reserve = budget // 16  # for scratch; compiled once more only if that was too little
+    spare = spare_pages * page_bytes + spare_bytes
+    reserve = budget // 16 + spare  # compiled once more only if that was too little
     final = plan(reserve)
     programs = compile_all(final.num_pages)
     scratch = max(program.temp_bytes for program in programs) * len(opened.devices)
-    scratch += spare_pages * page_bytes
+    scratch += spare
     if scratch > reserve:
         final = plan(scratch)
         programs = compile_all(final.num_pages)

@@ -1,7 +1,7 @@
 """Chunk plans to device calls: compiled programs, the pool, and nothing that decides.
 
-Everything here is dispatched without waiting; results are read with `ChunkInFlight` accessors,
-which block until the device has them. The device runs calls in order of dispatch.
+Everything here is dispatched without waiting; who reads a result waits until the device has it.
+The device runs calls in order of dispatch.
 """
 
 import logging
@@ -43,7 +43,12 @@ class PrefillEngine:
         self.plan: MemoryPlan
         self._pool: Array
         self._pool, self.plan, _ = make_pool(
-            opened, mem_fraction, max_total_tokens, natural_pages, self._compile
+            opened,
+            mem_fraction,
+            max_total_tokens,
+            natural_pages,
+            self._compile,
+            buckets.staged_pages,
         )
 
     @property

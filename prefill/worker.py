@@ -7,7 +7,7 @@ pages and tokens of chunk n while the device computes chunk n+1.
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from model import pieces
-from model.buckets import PrefillBuckets, pages_for, prefill_buckets
+from model.buckets import PrefillBuckets, bucket_for, pages_for, prefill_buckets
 from model.chunks import ChunkInFlight, FirstSample
 from model.opening import on_cpu
 from model.sampling import SampleOut
@@ -73,7 +73,18 @@ class Run(NamedTuple):
 
     room: int
     first_page: int  # within the prompt
-    page_ids: list[int]
+    page_ids: Sequence[int]
+
+
+_NO_RUN = Run(0, 0, ())
+
+
+@dataclass(slots=True)
+class Staged:
+    """Runs that were gathered at once, with their shards; num_pages of every rank hold them."""
+
+    num_pages: int
+    runs: list[tuple[Run, list[Array]]]
 
 
 @dataclass(slots=True)
@@ -81,9 +92,9 @@ class InFlight:
     """A dispatched chunk and everything that waits for it."""
 
     chunk: ChunkInFlight
-    sampled: SampleOut | None
-    runs: list[tuple[Run, list[Array]]]  # with the staged shards
     times: list[ChunkTimes]  # one a piece
+    staged: deque[Staged] = field(default_factory=deque)
+    sampled: SampleOut | None = None
 
 
 class PrefillWorker(RoleWorker[Held, PrefillConfig]):
@@ -98,6 +109,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         super().__init__(config, security, clock)
         self._early: dict[int, tuple[wire.Grant, float]] = {}
         self._inflight: deque[InFlight] = deque()
+        self._staged_pages = 0  # of every rank, padding included
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
         self._load_due_s = 0.0
         self._rank_loads: tuple[wire.Load, ...] = ()
@@ -137,6 +149,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages
+        self._buckets = buckets
         ranks = [self._make_rank(buckets) for _ in range(self.config.dp_size)]
         self._ranks = Ranks(ranks, self.config.load_balance_method)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
@@ -279,9 +292,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             page_end = held.shipped_pages if runs else 0
             times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end))
             self.counters["tokens_computed"] += piece.num_tokens
-        gathered = self._gather(wanted)
-        sampled = self._engine.sample_first(chunk, firsts) if firsts else None
-        self._inflight.append(InFlight(chunk, sampled, gathered, times))
+        flight = InFlight(chunk, times)
+        self._inflight.append(flight)
+        for each in zip_longest(*wanted, fillvalue=_NO_RUN):  # one of every rank
+            self._stage(flight, each)
+        if firsts:
+            flight.sampled = self._engine.sample_first(chunk, firsts)
         self.counters["chunks"] += 1
         self.tell_routes()  # the rest of the turn waits for the device
 
@@ -293,21 +309,20 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         cuts = [wanted[at : at + longest] for at in range(0, len(wanted), longest)]
         return [Run(prompt.room, idxs[0], [prompt.pages[i] for i in idxs]) for idxs in cuts]
 
-    def _gather(self, wanted: Sequence[Sequence[Run]]) -> list[tuple[Run, list[Array]]]:
-        """Stage runs of pages, one of every rank that has some left at a time."""
-        gathered = []
-        for runs in zip_longest(*wanted):
-            arrays = self._engine.gather_runs([run.page_ids if run else () for run in runs])
-            gathered += [(run, shards) for run, shards in zip(runs, arrays, strict=True) if run]
-        return gathered
+    def _stage(self, flight: InFlight, runs: Sequence[Run]) -> None:
+        """Gather a run of each rank, once there is memory for it: the oldest staged leave first."""
+        num_pages = bucket_for(max(len(run.page_ids) for run in runs), self._buckets.run_pages)
+        for older in self._inflight:
+            while older.staged and self._staged_pages + num_pages > self._buckets.staged_pages:
+                self._ship(older.staged.popleft())
+        arrays = self._engine.gather_runs([run.page_ids for run in runs])
+        shards = [both for both in zip(runs, arrays, strict=True) if both[0].page_ids]
+        flight.staged.append(Staged(num_pages, shards))
+        self._staged_pages += num_pages
 
-    def _complete(self, flight: InFlight) -> None:
-        """Ship what the chunk finished. Rooms that ended meanwhile are passed over."""
-        if flight.runs:
-            # Gathered behind the chunk: it is computed once the first of them is there.
-            jax.block_until_ready(flight.runs[0][1])
-        computed_s = self.clock.monotonic_s()
-        for run, arrays in flight.runs:
+    def _ship(self, staged: Staged) -> None:
+        """Hand pages to the data plane. Rooms that ended meanwhile are passed over."""
+        for run, arrays in staged.runs:
             held = self._held.get(run.room)
             if held is None or held.grant is None:
                 continue
@@ -317,6 +332,16 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 held.grant, run.first_page, shards, self._head_runs_to(held.grant)
             )
             self.counters["pages_sent"] += num_pages
+        self._staged_pages -= staged.num_pages
+
+    def _complete(self, flight: InFlight) -> None:
+        """Ship what the chunk finished, and say its first tokens."""
+        if flight.staged:
+            # Gathered behind the chunk: it is computed once the first of them is there.
+            jax.block_until_ready(flight.staged[0].runs[0][1])
+        computed_s = self.clock.monotonic_s()
+        while flight.staged:
+            self._ship(flight.staged.popleft())
         shipped_s = self.clock.monotonic_s()
         for times in flight.times:
             times.computed_s, times.shipped_s = computed_s, shipped_s

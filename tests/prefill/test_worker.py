@@ -84,6 +84,47 @@ def test_pages_stay_until_decode_has_them() -> None:
     assert worker.flush().flushed
 
 
+class OnDevice:
+    """Staged pages that are gone once the host has them."""
+
+    alive = 0
+
+    def __init__(self, pages: np.ndarray) -> None:
+        self._pages = pages
+        OnDevice.alive += 1
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._pages.copy()
+
+    def __del__(self) -> None:
+        OnDevice.alive -= 1
+
+
+def test_the_pages_of_a_long_cached_prefix_pass_through_memory_that_was_planned() -> None:
+    alone, worker = prefill(num_pages=40)
+    gather, seen = worker._engine.gather_runs, []
+
+    def staged(page_ids: Any) -> list[list[Any]]:
+        found = [[OnDevice(shard) for shard in shards] for shards in gather(page_ids)]
+        seen.append(OnDevice.alive)
+        return found
+
+    worker._engine.gather_runs = staged  # type: ignore[method-assign]
+    tokens = wire.pack_i32(range(60))  # 15 pages, runs of 4
+    for room in (1, 2, 3):
+        alone.submit(room, token_ids=tokens, num_prompt_tokens=60)
+        worker.handle(Granted((alone.grant(room),)))
+        while alone.turn():
+            pass
+    assert alone.tokens() == [(1, 0), (2, 0), (3, 0)]
+    assert worker.counters["cached_tokens"] == 2 * 56
+    assert worker.counters["pages_sent"] == 3 * 15
+    assert len(seen) == 8 + 2 * 4  # a chunk of two pages at a time, then four runs at once
+    most = worker._buckets.staged_pages // worker._buckets.run_pages[-1]
+    assert max(seen) == most == 2
+    assert OnDevice.alive == worker._staged_pages == 0
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2])
 @pytest.mark.parametrize(("kind", "code"), [("nacked", "stale"), ("lost", "peer_lost")])
 def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, code: str) -> None:

@@ -100,6 +100,7 @@ class SimPrefill(PrefillWorker):
             plan.chunk_seqs,
             2 * pages_for(plan.context, plan.page_size) + plan.chunk_seqs,
             (plan.run_pages,),
+            2 * plan.run_pages,
         )
         engine = ChunkEngine(
             plan.num_pages,
