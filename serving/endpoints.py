@@ -10,15 +10,17 @@ from serving import openai_api, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice
 from serving.connection import body_writer_of
+from serving.errors import ApiError
 from serving.event_stream import EventStream
 from serving.front import Front, read_body
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
-from serving.protocol import Request, ServedModel
+from serving.protocol import Request, ServedModel, request_id_of
 from serving.stream import Events, StreamedAnswer
 
-# Where a scope has the server's own `send`.
+# Where a scope has the server's own `send`, and the request's id once it is known.
 RAW_SEND = "kvferry.send"
+REQUEST_ID = "kvferry.request_id"
 
 
 class Spelling(Events, Protocol):
@@ -94,6 +96,7 @@ class Generate:
         reader = self._endpoint.read(body, front.model)
         front.require_was_ready()
         request = await reader.finish(_header(scope, b"x-request-id"))
+        scope[REQUEST_ID] = request.request_id
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)
         timeline = front.dispatcher.timelines.open(request, arrival_s)
@@ -131,6 +134,17 @@ class Generate:
             self._front.config.slow_client_buffer_bytes,
             self._front.config.slow_client_timeout_s,
         )
+
+
+def error_headers(scope: Scope) -> dict[str, str]:
+    """The id of a request that failed: its own, if it was read, else its header's or a new one."""
+    request_id = scope.get(REQUEST_ID)
+    if request_id is None:
+        try:
+            request_id = request_id_of(_header(scope, b"x-request-id"), "", None)
+        except ApiError:  # too long
+            request_id = request_id_of(None, "", None)
+    return {name.decode(): value.decode() for name, value in _id_header(request_id)}
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

@@ -1,0 +1,53 @@
+"""Requests that get no tokens: what their clients read of it, and how they are counted."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.serving.live import live_server
+from transfer.errors import Code
+
+ASK = {"prompt": "Hi!", "max_tokens": 8}
+
+
+def id_of(response: httpx.Response) -> str:
+    assert response.json()["error"]["message"]
+    return response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_carries_the_id_of_its_request(stream: bool) -> None:
+    async with live_server(auto_step=False) as live:
+        ask = {**ASK, "stream": stream}
+        for headers in ({}, {"X-Request-Id": "not-mine"}):
+            asking = asyncio.create_task(
+                live.post("/v1/completions", {**ask, "rid": "mine"}, **headers)
+            )
+            (room,) = await live.cluster.submitted(1)
+            live.cluster.prefill[0].fail(room, Code.TOO_LONG, "does not fit the pool")
+            assert id_of(await asking) == "mine"
+            live.cluster.step()
+
+
+async def test_an_error_that_comes_before_the_body_was_read_has_the_id_of_the_header() -> None:
+    async with live_server(api_key="secret", max_request_bytes=1000) as live:
+        key = {"Authorization": "Bearer secret"}
+        refused = [
+            ("/v1/completions", {**ASK, "top_p": 3}, key, 400),
+            ("/generate", {"text": "x" * 1000}, key, 413),
+            ("/tokenize", {}, key, 400),
+            ("/no/such/path", {}, key, 404),
+            ("/health", {}, key, 405),
+            ("/v1/completions", ASK, {}, 401),
+        ]
+        for path, body, headers, status in refused:
+            given = await live.post(path, body, **headers, **{"X-Request-Id": "trace-7"})
+            assert given.status_code == status
+            assert id_of(given) == "trace-7"
+            made = [id_of(await live.post(path, body, **headers)) for _ in range(2)]
+            assert all(made)
+            assert made[0] != made[1]
+        long = await live.post("/v1/completions", ASK, **key, **{"X-Request-Id": "i" * 257})
+        assert id_of(long)
+        assert id_of(long) != "i" * 257
