@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from tests.recording import until
 from tests.serving.live import live_server
 from transfer.errors import Code
 
@@ -51,3 +52,24 @@ async def test_an_error_that_comes_before_the_body_was_read_has_the_id_of_the_he
         long = await live.post("/v1/completions", ASK, **key, **{"X-Request-Id": "i" * 257})
         assert id_of(long)
         assert id_of(long) != "i" * 257
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_request_answered_with_429_is_counted_once(stream: bool) -> None:
+    limits = {"max_inflight_requests": 2, "max_queued_requests": 0, "queue_timeout_s": 0.2}
+    async with live_server(auto_step=False, **limits) as live:
+
+        def counted(count: int) -> bool:
+            text = live.dispatcher.metrics.render().decode()
+            return f"kvferry_requests_rejected_total {count}.0" in text
+
+        ask = {**ASK, "stream": stream}
+        live.cluster.decode[0].refusals.extend([Code.QUEUE_FULL] * 1000)
+        full = asyncio.create_task(live.post("/v1/completions", {**ask, "n": 2}))
+        await until(lambda: live.dispatcher.num_running() == 2)
+        # There is no place, nor any to wait in.
+        assert (await live.post("/v1/completions", ask)).status_code == 429
+        assert counted(1)
+        # Both of its choices were refused by a worker until its time was over.
+        assert (await full).status_code == 429
+        assert counted(2)
