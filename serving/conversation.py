@@ -108,12 +108,18 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise _wrong_type(where, "functions")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    name, given = function.get("name"), function.get("arguments")
+    arguments = given
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(given or "{}")
+            if "\\u" in given:  # only an escape makes what follows fail
+                json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            what = f"arguments of {name!r} that UTF-8 can hold, got a lone surrogate"
+            raise _wrong_type(where, what) from error
         except (ValueError, RecursionError) as error:
-            raise _wrong_type(where, f"JSON as arguments of {function.get('name')!r}") from error
+            raise _wrong_type(where, f"JSON as arguments of {name!r}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

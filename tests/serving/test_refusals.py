@@ -1,6 +1,7 @@
 """Requests that get no tokens: what their clients read of it, and how they are counted."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -73,3 +74,22 @@ async def test_each_request_answered_with_429_is_counted_once(stream: bool) -> N
         # Both of its choices were refused by a worker until its time was over.
         assert (await full).status_code == 429
         assert counted(2)
+
+
+def conversation(arguments: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    asked = {"role": "user", "content": "Hello!"}
+    return {"messages": [asked, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+
+
+async def test_arguments_of_a_call_that_no_text_can_hold_are_a_400_that_names_them() -> None:
+    async with live_server() as live:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            for lone in (r'{"x": "\ud800"}', r'{"\uDC00": [1]}', r'"\ud83d"'):
+                response = await live.post(path, conversation(lone))
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["param"] == "messages"
+                assert error["message"].startswith("messages[1].tool_calls: expected arguments of")
+            for fine in (r'{"x": "\ud83d\ude00"}', r'{"x": "\u00e9"}', ""):
+                assert (await live.post(path, conversation(fine))).status_code == 200
