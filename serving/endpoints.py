@@ -24,7 +24,13 @@ REQUEST_ID = "kvferry.request_id"
 
 
 class Spelling(Events, Protocol):
-    """How an API spells an answer, whole or in events."""
+    """How an API spells an answer, whole or in events.
+
+    is_cumulative: an event of a choice repeats all those before it, and nothing opens it.
+    """
+
+    @property
+    def is_cumulative(self) -> bool: ...
 
     def whole(self, choices: list[Choice]) -> bytes: ...
 
@@ -108,7 +114,9 @@ class Generate:
             abort = front.dispatcher.abort
             asked = request.stream_interval
             interval = front.dispatcher.interval if asked is None else Interval(asked)
-            streamed = StreamedAnswer(choices, stream, spelling, interval, abort)
+            streamed = StreamedAnswer(
+                choices, stream, spelling, interval, abort, spelling.is_cumulative
+            )
             await front.runner.run(request, streamed, arrival_s, receive, timeline=timeline)
             return
         answer = WholeAnswer(choices, front.dispatcher)

@@ -262,6 +262,8 @@ def _shown(
 class GenerateAnswer:
     """Spells the answer; events repeat all text and ids so far (serving.stream.Events)."""
 
+    is_cumulative = True
+
     def __init__(
         self, tokenizer: Tokenizer, is_batch: bool, arrival_s: float, clock: Clock
     ) -> None:
