@@ -59,7 +59,11 @@ async def test_an_error_that_comes_before_the_body_was_read_has_the_id_of_the_he
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_request_answered_with_429_is_counted_once(stream: bool) -> None:
-    limits = {"max_inflight_requests": 2, "max_queued_requests": 0, "queue_timeout_s": 0.2}
+    limits: dict[str, Any] = {
+        "max_inflight_requests": 2,
+        "max_queued_requests": 0,
+        "queue_timeout_s": 0.2,
+    }
     async with live_server(auto_step=False, **limits) as live:
 
         def counted(count: int) -> bool:
