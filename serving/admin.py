@@ -2,7 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from serving.siblings import Siblings
 from transfer import wire
 from transfer.errors import RpcError
 
+MAX_PROMPTS = 16_384  # of one /tokenize
 INLINE_TOKENS = 4096  # more are put into words beside the loop, which has streams to serve
 
 
@@ -86,6 +88,8 @@ class Admin:
         self._model = front.model
         self._dispatcher = front.dispatcher
         self._created = int(front.clock.now_s())
+        # Beside the loop, but prompts that are to be served do not queue behind these texts.
+        self._threads = ThreadPoolExecutor(1, "admin-tokens")
 
     # --- health ---
 
@@ -168,13 +172,11 @@ class Admin:
             raise bad_field("prompt", "expected exactly one of prompt and messages")
         add_special = fields.add_special_tokens
         if fields.messages is not None:
-            messages = messages_of(fields, self._model.takes_parts)
-            texts = [render(self._model, messages, fields)]
-            add_special = add_special is True
+            texts = [render(self._model, messages_of(fields, self._model), fields)]
+            lists = await self._encode("messages", texts, add_special is True)
         else:
             texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []
-            add_special = add_special is not False
-        lists = [await self._model.encode(text, add_special) for text in texts]
+            lists = await self._encode("prompt", texts, add_special is not False)
         is_batch = isinstance(fields.prompt, list)
         data: dict[str, Any] = {
             "tokens": lists if is_batch else lists[0],
@@ -183,9 +185,20 @@ class Admin:
             "token_strs": None,
         }
         if fields.return_token_strs:
-            strings = await asyncio.to_thread(self._strings_of, lists)
+            strings = await self._beside(self._strings_of, lists)
             data["token_strs"] = strings if is_batch else strings[0]
         return _json(data)
+
+    async def _encode(self, name: str, texts: Sequence[str], add_special: bool) -> list[list[int]]:
+        if len(texts) > MAX_PROMPTS:
+            raise bad_field(name, f"at most {MAX_PROMPTS} prompts, got {len(texts)}")
+        lists: list[list[int]] = []
+        for text in texts:
+            if lists:
+                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
+            ids = await self._model.encode_prompt(name, text, add_special, self._threads)
+            lists.append(ids)
+        return lists
 
     def _strings_of(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
         return [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
@@ -194,10 +207,13 @@ class Admin:
         """Text of ids, special tokens included unless they are to be skipped."""
         fields = read_json(_detokenizes, await self._body(request))
         check_model(fields.model, self._model)
-        if len(fields.tokens) <= INLINE_TOKENS:
+        count = len(fields.tokens)
+        if count <= INLINE_TOKENS:
+            count += sum(len(item) for item in fields.tokens if isinstance(item, list))
+        if count <= INLINE_TOKENS:
             texts = self._texts_of(fields)
         else:
-            texts = await asyncio.to_thread(self._texts_of, fields)
+            texts = await self._beside(self._texts_of, fields)
         return _json({"prompt": texts, "text": texts})
 
     def _texts_of(self, fields: DetokenizeFields) -> str | list[str]:
@@ -291,6 +307,9 @@ class Admin:
                 "drain_timeout_s": reply.timeout_s,
             }
         )
+
+    async def _beside[T, R](self, call: Callable[[T], R], given: T) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, given)
 
     async def _body(self, request: HttpRequest) -> bytes:
         return await read_body(request.scope, request.receive, self._front.config) or b""

@@ -9,7 +9,7 @@ from starlette.types import Receive
 
 from serving.choice import Choice
 from serving.dispatch import Dispatcher
-from serving.errors import from_request_error
+from serving.errors import ApiError, from_request_error
 from serving.event_stream import SlowClient, until_disconnected
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink, Tokens
 from serving.limits import Ticket
@@ -157,7 +157,10 @@ class Runner:
         except RequestError as error:
             if timeline is not None:
                 timeline.refused(error.code.value, error.message)
-            raise from_request_error(error) from error
+            raise self._counted(from_request_error(error)) from error
+        except ApiError as error:
+            self._counted(error)
+            raise
         finally:
             # Generations that ended are left as they are; the others have nobody to tell.
             for generation in generations:
@@ -170,6 +173,12 @@ class Runner:
             if timeline is not None:
                 self._dispatcher.timelines.close(timeline)
             answer.close()
+
+    def _counted(self, answered: ApiError) -> ApiError:
+        # Here, and not where a place is refused: workers that stay full refuse generations too.
+        if answered.status == 429:
+            self._dispatcher.metrics.rejected()
+        return answered
 
     def abort(self, request_id: str | None) -> int:
         """Abort one request, or with None every one. How many generations and waiting requests."""

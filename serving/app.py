@@ -14,7 +14,14 @@ from model.config import ModelConfig
 from serving.admin import Admin
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
-from serving.endpoints import RAW_SEND, ChatEndpoint, CompletionEndpoint, Generate, SglangEndpoint
+from serving.endpoints import (
+    RAW_SEND,
+    ChatEndpoint,
+    CompletionEndpoint,
+    Generate,
+    SglangEndpoint,
+    error_headers,
+)
 from serving.errors import ApiError
 from serving.front import Front
 from serving.protocol import ServedModel
@@ -122,14 +129,14 @@ class _ApiKey:
                 )
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers["WWW-Authenticate"] = "Bearer"
-                await error.response()(scope, receive, send)
+                await error.response(error_headers(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def _answer_api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError), f"registered for ApiError, got {error!r}"
-    return error.response()
+    return error.response(error_headers(request.scope))
 
 
 def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
@@ -137,9 +144,11 @@ def _answer_http_error(request: HttpRequest, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     messages = {404: f"there is no {what}", 405: f"{what} is not allowed"}
     message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+    answer = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return answer.response(error_headers(request.scope))
 
 
 def _answer_fault(request: HttpRequest, error: Exception) -> Response:
     # The server logs the error with its traceback; a client has no use for it.
-    return ApiError(500, "internal error", code="internal").response()
+    answer = ApiError(500, "internal error", code="internal")
+    return answer.response(error_headers(request.scope))

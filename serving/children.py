@@ -115,7 +115,7 @@ class Supervisor:
         self.stopping = False
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start a child; it is not ready yet."""
+        """Start a child; it is not ready yet. Raises OSError when the system has no room for it."""
         ready_read, ready_write = os.pipe()
         environment = {
             **os.environ,
@@ -125,19 +125,24 @@ class Supervisor:
             flags.LIFELINE_ENV: str(self._lifeline_read),
             "PYTHONUNBUFFERED": "1",
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # where we were started from may have a model.py of its own
-            "-m",
-            *spec.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-            pass_fds=(ready_write, self._lifeline_read, *spec.fds),
-            start_new_session=True,
-        )
-        os.close(ready_write)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # where we were started from may have a model.py of its own
+                "-m",
+                *spec.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                pass_fds=(ready_write, self._lifeline_read, *spec.fds),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(ready_read)
+            raise
+        finally:
+            os.close(ready_write)
         child = Child(spec, process, ready_read)
         self._children.append(child)
         return child
@@ -161,8 +166,20 @@ class Supervisor:
                 await child.output
                 raise child.failed(f"ended with code {code}, {restarts} time(s) in a row", code)
             log.warning("%s ended with code %d: starting it again", name, code)
+            child, restarts = await self._start_again(child, restarts)
+
+    async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int]:
+        """Another of it, and its restarts in a row by now. Raises ChildFailed after too many."""
+        while True:
             await asyncio.sleep(RESTART_DELAY_S)
-            child = await self.start(child.spec)
+            try:
+                return await self.start(ended.spec), restarts
+            except OSError as error:  # no process or memory is to be had, which may pass
+                restarts += 1
+                if restarts > MAX_RESTARTS:
+                    what = f"cannot be started again, {restarts} time(s) in a row ({error})"
+                    raise ended.failed(what, 1) from error
+                log.warning("%s cannot be started: %s; trying again", ended.spec.name, error)
 
     async def watch_all(
         self, children: Sequence[Child], beside: Coroutine[Any, Any, None] | None = None
@@ -223,11 +240,13 @@ async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
                 running.result()
         finally:
             running.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ChildFailed):
-                await running
-            if stopped.done():
-                terminal.say(f"kvferry {command}: stopping")
-            await supervisor.stop()
+            try:
+                with contextlib.suppress(asyncio.CancelledError, ChildFailed):
+                    await running
+            finally:  # whatever it raised, the children are there
+                if stopped.done():
+                    terminal.say(f"kvferry {command}: stopping")
+                await supervisor.stop()
 
 
 async def in_time[T](awaited: Awaitable[T]) -> T:

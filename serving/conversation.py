@@ -12,6 +12,7 @@ from serving.tokenizer import ChatTemplateError
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
+MAX_PARTS = 16_384  # content parts and tool calls of a conversation
 
 
 class ConversationFields(Protocol):
@@ -27,19 +28,17 @@ class ConversationFields(Protocol):
     continue_final_message: bool | None
 
 
-def messages_of(fields: ConversationFields, takes_parts: bool) -> list[dict[str, Any]]:
-    """The messages, checked, as templates expect them. Raises ApiError.
-
-    takes_parts: the template joins parts of a content itself; else each is one text already.
-    """
+def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str, Any]]:
+    """The messages, checked, as the model's template expects them. Raises ApiError."""
     if not fields.messages:
         raise bad_field("messages", "must have at least one message")
+    _check_number(fields.messages, model.context_length())
     if fields.add_generation_prompt and fields.continue_final_message:
         raise bad_field("continue_final_message", "cannot go with add_generation_prompt")
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
-    return [_message(message, i, takes_parts) for i, message in enumerate(fields.messages)]
+    return [_message(message, i, model.takes_parts) for i, message in enumerate(fields.messages)]
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
@@ -66,6 +65,22 @@ def render(
         )
     except ChatTemplateError as error:
         raise bad_field("messages", str(error)) from error
+
+
+def _check_number(messages: Sequence[Mapping[str, Any]], context_length: int) -> None:
+    """Each message makes a token at least; templates take seconds for a million of anything."""
+    if len(messages) > context_length:
+        raise bad_field(
+            "messages",
+            f"{len(messages)} messages; the context length is {context_length} tokens, prompt and "
+            "output together",
+            "context_length_exceeded",
+        )
+    lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
+    count = sum(len(items) for items in lists if isinstance(items, list))
+    if count > MAX_PARTS:
+        what = f"at most {MAX_PARTS} content parts and tool calls, got {count}"
+        raise bad_field("messages", what)
 
 
 def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str, Any]:
@@ -108,12 +123,18 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise _wrong_type(where, "functions")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    name, given = function.get("name"), function.get("arguments")
+    arguments = given
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(given or "{}")
+            if "\\u" in given:  # only an escape makes what follows fail
+                json.dumps(arguments, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            what = f"arguments of {name!r} that UTF-8 can hold, got a lone surrogate"
+            raise _wrong_type(where, what) from error
         except (ValueError, RecursionError) as error:
-            raise _wrong_type(where, f"JSON as arguments of {function.get('name')!r}") from error
+            raise _wrong_type(where, f"JSON as arguments of {name!r}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -109,12 +109,7 @@ class Dispatcher:
         """Room for n generations; waits its turn. Raises RequestError, mostly QUEUE_FULL."""
         if self._stopped:
             raise _shutting_down()
-        try:
-            return await self._limiter.admit(n)
-        except RequestError as error:
-            if error.code is Code.QUEUE_FULL:
-                self.metrics.rejected()
-            raise
+        return await self._limiter.admit(n)
 
     def submit(
         self, spec: GenerationSpec, sink: Sink, timeline: ChoiceTimeline | None = None

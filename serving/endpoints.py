@@ -10,19 +10,27 @@ from serving import openai_api, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice
 from serving.connection import body_writer_of
+from serving.errors import ApiError
 from serving.event_stream import EventStream
 from serving.front import Front, read_body
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
-from serving.protocol import Request, ServedModel
+from serving.protocol import Request, ServedModel, request_id_of
 from serving.stream import Events, StreamedAnswer
 
-# Where a scope has the server's own `send`.
+# Where a scope has the server's own `send`, and the request's id once it is known.
 RAW_SEND = "kvferry.send"
+REQUEST_ID = "kvferry.request_id"
 
 
 class Spelling(Events, Protocol):
-    """How an API spells an answer, whole or in events."""
+    """How an API spells an answer, whole or in events.
+
+    is_cumulative: an event of a choice repeats all those before it, and nothing opens it.
+    """
+
+    @property
+    def is_cumulative(self) -> bool: ...
 
     def whole(self, choices: list[Choice]) -> bytes: ...
 
@@ -94,6 +102,7 @@ class Generate:
         reader = self._endpoint.read(body, front.model)
         front.require_was_ready()
         request = await reader.finish(_header(scope, b"x-request-id"))
+        scope[REQUEST_ID] = request.request_id
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)
         timeline = front.dispatcher.timelines.open(request, arrival_s)
@@ -105,7 +114,9 @@ class Generate:
             abort = front.dispatcher.abort
             asked = request.stream_interval
             interval = front.dispatcher.interval if asked is None else Interval(asked)
-            streamed = StreamedAnswer(choices, stream, spelling, interval, abort)
+            streamed = StreamedAnswer(
+                choices, stream, spelling, interval, abort, spelling.is_cumulative
+            )
             await front.runner.run(request, streamed, arrival_s, receive, timeline=timeline)
             return
         answer = WholeAnswer(choices, front.dispatcher)
@@ -131,6 +142,17 @@ class Generate:
             self._front.config.slow_client_buffer_bytes,
             self._front.config.slow_client_timeout_s,
         )
+
+
+def error_headers(scope: Scope) -> dict[str, str]:
+    """The id of a request that failed: its own, if it was read, else its header's or a new one."""
+    request_id = scope.get(REQUEST_ID)
+    if request_id is None:
+        try:
+            request_id = request_id_of(_header(scope, b"x-request-id"), "", None)
+        except ApiError:  # too long
+            request_id = request_id_of(None, "", None)
+    return {name.decode(): value.decode() for name, value in _id_header(request_id)}
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

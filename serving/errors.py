@@ -14,6 +14,7 @@ stream's last event (`error_event`).
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from transfer.errors import Code, RequestError
 
 RETRY_AFTER_S = 1
+NO_HEADERS: Mapping[str, str] = {}
 
 _STATUS = {
     Code.BAD_REQUEST: 400,
@@ -81,9 +83,13 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
+    def response(self, headers: Mapping[str, str] = NO_HEADERS) -> Response:
+        """headers: beside the error's own."""
         return Response(
-            orjson.dumps(self.body()), self.status, self.headers, media_type="application/json"
+            orjson.dumps(self.body()),
+            self.status,
+            {**self.headers, **headers},
+            media_type="application/json",
         )
 
 

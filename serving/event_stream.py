@@ -10,6 +10,9 @@ always finishes at once. When it does not, the client reads slower than it is wr
 coroutine goes on in a task, later events of this stream queue up and leave merged in one write,
 and a timer bounds how long a client may leave more than a buffer unread.
 
+Events that repeat all before them take the places of those that still wait, so that a client that
+does not read costs the latest of each choice and not every one.
+
 A stream may lend its `body_writer` (serving/plain_streams.py); nothing is written here meanwhile.
 
 The response starts with its first event, so whatever fails before that is still an HTTP status.
@@ -71,6 +74,7 @@ class EventStream:
         "_num_ahead",
         "_open",
         "_outbox",
+        "_places",
         "_queue",
         "_send_body",
         "_send_start",
@@ -122,19 +126,21 @@ class EventStream:
         # Invariant: the queue is empty unless _sender runs, which empties it before it ends.
         self._sender: asyncio.Task[None] | None = None
         self._queue: list[bytes] = []
+        self._places: dict[int, int] = {}  # there, of the latest event of a choice that repeats
         self._unread_bytes = 0  # queued and in _sender's hands
         self._timer: Timer | None = None
 
-    def write(self, data: bytes, last: bool = False) -> None:
-        """Send events; the last ones end the response. Does nothing after them, or once closed."""
+    def write(self, data: bytes, last: bool = False, repeats: int | None = None) -> None:
+        """Send events; the last ones end the response. Does nothing after them, or once closed.
+
+        repeats: a choice all of whose earlier events these repeat, so that those may be left out.
+        """
         if self._last or not self._open:
             return
         self.started = True
         self._last = last
         if self._sender is not None:
-            self._queue.append(data)
-            self._unread_bytes += len(data)
-            self._watch_slowness()
+            self._enqueue(data, repeats)
         elif self._written:
             self._written += data
         else:
@@ -220,6 +226,7 @@ class EventStream:
         self._close(None)
         self._disarm()
         self._queue.clear()
+        self._places.clear()
         if self._sender is not None:
             self._sender.cancel()
 
@@ -264,6 +271,21 @@ class EventStream:
         if last:
             self._close(None)
 
+    def _enqueue(self, data: bytes, repeats: int | None) -> None:
+        """To the end, or to where what it repeats waits: each choice keeps its turn."""
+        place = None if repeats is None else self._places.get(repeats)
+        if place is not None:
+            self._unread_bytes -= len(self._queue[place])
+            self._queue[place] = b""
+        if place is None or self._last:  # nothing follows what ends the response
+            place = len(self._queue)
+            self._queue.append(b"")
+        self._queue[place] = data
+        if repeats is not None:
+            self._places[repeats] = place
+        self._unread_bytes += len(data)
+        self._watch_slowness()
+
     def _merged(self) -> bytes:
         """What comes next of the queue, as one write; the rest while the client takes it."""
         count = num_bytes = 0
@@ -272,6 +294,9 @@ class EventStream:
             count += 1
         merged = b"".join(self._queue[:count])
         del self._queue[:count]
+        if self._places:
+            left = ((choice, place - count) for choice, place in self._places.items())
+            self._places = {choice: place for choice, place in left if place >= 0}
         return merged
 
     def _watch_slowness(self) -> None:

@@ -131,6 +131,8 @@ class LogprobShapes:
 class _Answer:
     """What the answers of both endpoints share. `Shape` is what differs between them."""
 
+    is_cumulative = False
+
     def __init__(self, request: Request, shape: "Shape", model_name: str, created: int) -> None:
         """created: unix seconds."""
         self._request = request

@@ -4,6 +4,7 @@ Field names and meanings: OpenAI's API reference; vLLM's and SGLang's extra para
 OpenAI-compatible server.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,8 +205,10 @@ class CompletionReader:
     async def finish(self, request_id: str | None) -> Request:
         """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
         fields, model = self._fields, self._model
-        prompts = []
+        prompts: list[Prompt] = []
         for given in self._prompts:
+            if prompts:
+                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
             if isinstance(given, str):
                 add_special = fields.add_special_tokens is not False
                 ids = await model.encode_prompt("prompt", given, add_special)
@@ -289,8 +292,7 @@ class ChatReader:
         check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
         self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
-        _check_number(fields.messages or [], model.context_length())
-        self._messages = messages_of(fields, model.takes_parts)
+        self._messages = messages_of(fields, model)
 
     async def finish(self, request_id: str | None) -> Request:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
@@ -314,17 +316,6 @@ class ChatReader:
             [max_new],
             self._interval,
             self._ranks,
-        )
-
-
-def _check_number(messages: Sequence[Any], context_length: int) -> None:
-    """Each message makes a token at least; templates take seconds for a million of them."""
-    if len(messages) > context_length:
-        raise bad_field(
-            "messages",
-            f"{len(messages)} messages; the context length is {context_length} tokens, prompt and "
-            "output together",
-            "context_length_exceeded",
         )
 
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,10 +148,13 @@ class ServedModel:
             raise bad_field(name, f"{role} has data-parallel ranks 0 to {size - 1}, got {rank}")
         return rank
 
-    async def encode_prompt(self, name: str, text: str, add_special_tokens: bool) -> list[int]:
-        """As `encode`, but for a text that cannot fit, which might take minutes.
+    async def encode_prompt(
+        self, name: str, text: str, add_special_tokens: bool, threads: Executor | None = None
+    ) -> list[int]:
+        """Ids of a text; a long one is tokenized beside the event loop, in the loop's own threads.
 
-        name: the field it came by. Raises ApiError (code context_length_exceeded).
+        name: the field it came by. threads: others. Raises ApiError (code context_length_exceeded)
+        for a text that cannot fit, which might take minutes.
         """
         fewest, length = self.tokenizer.fewest_tokens(text), self.context_length()
         if fewest > length:
@@ -160,14 +164,10 @@ class ServedModel:
                 "prompt and output together",
                 "context_length_exceeded",
             )
-        return await self.encode(text, add_special_tokens)
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text; a long one is tokenized beside the event loop."""
         if len(text) <= INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self.tokenizer.encode, text, add_special_tokens)
+        return await loop.run_in_executor(threads, self.tokenizer.encode, text, add_special_tokens)
 
 
 def _takes_parts(tokenizer: Tokenizer) -> bool:

@@ -3,6 +3,7 @@
 Field names and meanings: SGLang's documentation of its native API and sampling parameters.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,6 +159,8 @@ class GenerateReader:
         n = next(iter(self._n))
         choices: list[ChoiceAsk] = []
         for prompt_idx, given in enumerate(self._prompts):
+            if prompt_idx:
+                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
             if isinstance(given, str):
                 ids = await model.encode_prompt(self._prompt_name, given, True)
             else:
@@ -258,6 +261,8 @@ def _shown(
 
 class GenerateAnswer:
     """Spells the answer; events repeat all text and ids so far (serving.stream.Events)."""
+
+    is_cumulative = True
 
     def __init__(
         self, tokenizer: Tokenizer, is_batch: bool, arrival_s: float, clock: Clock

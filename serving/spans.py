@@ -9,7 +9,8 @@ Stage = tuple[str, float | None, float | None, dict[str, Any]]  # name, start ms
 def stages_of(timeline: dict[str, Any]) -> Iterator[Stage]:
     """queue, and for each attempt prefill, transfer and decode. Milliseconds since arrival.
 
-    timeline: as serving.timeline_answer.timeline_of. A leg of which nothing was heard has no span.
+    timeline: as serving.timeline_answer.timeline_of. A leg of which nothing was heard has no span,
+    nor has prefill's where decode computed the prompt itself.
     """
     yield "queue", 0.0, timeline["admitted_ms"], {}
     for choice in timeline["choices"]:
@@ -19,7 +20,7 @@ def stages_of(timeline: dict[str, Any]) -> Iterator[Stage]:
                 where["moved"] = attempt["moved"]["reason"]
             for role in ("prefill", "decode"):
                 leg = attempt[role]
-                if not leg["reported"]:
+                if leg is None or not leg["reported"]:
                     continue
                 facts = {"worker": leg["worker"], "ending": leg["ending"], **where}
                 if role == "prefill":

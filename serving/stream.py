@@ -77,13 +77,15 @@ class StreamedAnswer:
         events: Events,
         interval: Interval,
         abort: Callable[[Generation, FinishReason], None],
+        is_cumulative: bool = False,
     ) -> None:
-        """abort: the dispatcher's."""
+        """abort: the dispatcher's. is_cumulative: an event repeats all before it of its choice."""
         self.choices = choices
         self.stream = stream
         self.events = events
         self.interval = interval
         self.abort = abort
+        self.is_cumulative = is_cumulative
         self.sinks = [StreamedChoice(choice, self) for choice in choices]
         self._num_running = len(choices)
 
@@ -96,10 +98,13 @@ class StreamedAnswer:
         self.sinks = []
         self.stream.close()
 
-    def end_one(self, data: bytes) -> None:
-        """A choice ended with these events; the last one closes the answer."""
+    def end_one(self, data: bytes, repeats: int | None) -> None:
+        """A choice ended with these events; the last one closes the answer.
+
+        repeats: as of EventStream.write.
+        """
         data = self.last_of_one(data)
-        self.stream.write(data, last=not self._num_running)
+        self.stream.write(data, last=not self._num_running, repeats=repeats)
 
     def last_of_one(self, data: bytes) -> bytes:
         """The same events, and after those of the last choice what closes the answer."""
@@ -120,6 +125,7 @@ class StreamedChoice:
         "_interval",
         "_opened",
         "_over",
+        "_repeats",
         "_stream",
         "_text",
         "_waiting",
@@ -132,6 +138,8 @@ class StreamedChoice:
         self._answer = answer
         self._stream = answer.stream
         self._interval = answer.interval
+        # Itself, if its events repeat those before them.
+        self._repeats = choice.ask.index if answer.is_cumulative else None
         # What a piece's event has around its text; None when pieces differ in more than that.
         self._before: bytes | None = None
         self._after = b""
@@ -225,7 +233,7 @@ class StreamedChoice:
             self._begun = bool(data)
             data = opening + data
         if data:
-            self._stream.write(data)
+            self._stream.write(data, repeats=self._repeats)
 
     def _end_at_match(self, text: str) -> None:
         """A stop string was found, which the workers know nothing of."""
@@ -246,7 +254,7 @@ class StreamedChoice:
 
     def on_end(self, finish_reason: FinishReason) -> None:
         if not self._over:
-            self._answer.end_one(self._finish(finish_reason))
+            self._answer.end_one(self._finish(finish_reason), self._repeats)
 
     def _finish(self, finish_reason: FinishReason) -> bytes:
         """The last events of the choice."""

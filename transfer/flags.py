@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import ssl
 import sys
@@ -33,6 +34,9 @@ LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 EXIT_CONFIG = 2
 
 MIN_TOKEN_CHARS = 16
+
+# Of a terminal, and what else ends a line somewhere.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 _orphaned: list[Callable[[], None]] = []  # what when_orphaned was given
 
@@ -308,13 +312,27 @@ def set_up_logging(prog: str) -> None:
     """Lines on stderr: time, level, message; under `kvferry up` the parent adds the name."""
     level = os.environ.get("KVFERRY_LOG_LEVEL", "INFO").upper()
     name = "" if NOTIFY_ENV in os.environ else f"[{prog}] "
-    logging.basicConfig(
-        level=level if level in logging.getLevelNamesMapping() else "INFO",
-        format=f"%(asctime)s {name}%(levelname).1s %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    handler = logging.StreamHandler()
+    form = f"%(asctime)s {name}%(levelname).1s %(message)s"
+    handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
+    known = level in logging.getLevelNamesMapping()
+    logging.basicConfig(level=level if known else "INFO", handlers=[handler])
     for noisy in ("jax", "absl", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Formatter(logging.Formatter):
+    """A message is one line, whatever it quotes: ids of requests are their clients' own words."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
+
+
+def _escaped(line: str) -> str:
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), line)
 
 
 def log_config(config: Any) -> None:

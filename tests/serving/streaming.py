@@ -119,9 +119,9 @@ class Bench:
             TIMEOUT_S,
         )
 
-    def write(self, data: bytes, last: bool = False) -> None:
+    def write(self, data: bytes, last: bool = False, repeats: int | None = None) -> None:
         """In a turn of its own."""
-        self.stream.write(data, last)
+        self.stream.write(data, last, repeats)
         self.outbox.send()
 
 

@@ -1,12 +1,15 @@
 """The supervisor of child processes: ready or failed, started again, stopped whatever they do."""
 
 import asyncio
+import contextlib
+import errno
 import io
 import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +113,65 @@ async def test_a_child_that_cannot_start_again_ends_the_supervisor(
         await supervisor.watch(running)
     assert str(caught.value) == "child ended with code 2, 1 time(s) in a row: a bad file"
     assert caught.value.code == 2
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """The system refuses so many processes."""
+    make = asyncio.create_subprocess_exec
+    left = [OSError(errno.EAGAIN, "no more processes")] * times
+
+    async def refuse(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
+        if left:
+            raise left.pop()
+        return await make(*args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_restart_for_which_there_is_no_room_is_tried_again(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await supervisor.start(child(WAIT))
+    before = num_open()
+    no_room(monkeypatch, 4)
+    watching = asyncio.create_task(supervisor.watch(running))
+    running.process.kill()
+    while running in supervisor._children or not supervisor._children:
+        assert not watching.done(), watching.exception()
+        await asyncio.sleep(0)  # its own task has to run
+    assert supervisor._children[0].spec == running.spec
+    # The one that was killed may have closed its own or not; each try that failed has.
+    assert num_open() <= before + 3
+    watching.cancel()
+
+
+async def test_a_restart_for_which_there_is_never_room_ends_the_supervisor(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await supervisor.start(child("raise SystemExit(3)"))
+    no_room(monkeypatch, 1 << 10)
+    with pytest.raises(children.ChildFailed, match=r"cannot be started again, 6 .*no more process"):
+        await supervisor.watch(running)
+
+
+async def test_children_are_stopped_whatever_ends_their_parent(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "on_signals", lambda _: contextlib.nullcontext())
+    started: list[children.Child] = []
+
+    async def body(supervisor: children.Supervisor) -> None:
+        started.append(await supervisor.start(child(WAIT)))
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with pytest.raises(OSError, match="no memory"):
+        await children._until_told("up", supervisor, body)
+    assert supervisor.stopping
+    assert started[0].process.returncode == -signal.SIGTERM
 
 
 async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Supervisor) -> None:

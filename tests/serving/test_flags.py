@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import os
 import ssl
 import subprocess
@@ -394,6 +395,27 @@ def test_the_exit_code_tells_what_the_operator_can_mend(
         flags.run_main("x", main)
     assert caught.value.args == (code,)
     assert capsys.readouterr().err.startswith(line)
+
+
+def test_what_a_message_quotes_cannot_write_lines_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
+    monkeypatch.delenv(flags.NOTIFY_ENV, raising=False)
+    flags.set_up_logging("serve")
+    log = logging.getLogger("serving.quotes")
+    log.warning("%s moves: été", "a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028")
+    try:
+        raise ValueError("a\x1b[2K")
+    except ValueError:
+        log.exception("it failed")
+    first, second, *traceback = capsys.readouterr().err.removesuffix("\n").split("\n")
+    quoted = r"a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028 moves: été"
+    assert first.endswith(f"[serve] W {quoted}")
+    assert second.endswith("[serve] E it failed")
+    assert traceback[0].startswith("Traceback")
+    assert traceback[-1] == r"ValueError: a\x1b[2K"
 
 
 @pytest.mark.parametrize("name", launch.COMMANDS)

@@ -158,6 +158,14 @@ def test_spans_are_the_request_and_the_stages_that_were_told() -> None:
     assert "queue" not in [child.name for child in children]
 
 
+def test_a_prompt_that_decode_computed_itself_has_no_span_of_prefill() -> None:
+    timeline = a_timeline()
+    (choice,) = timeline["choices"]
+    choice["attempts"] = [choice["attempts"][1] | {"prefill": None}]
+    names = [span.name for span in Spans("kvferry").of(timeline)]
+    assert names == ["request", "queue", "decode"]
+
+
 @contextlib.asynccontextmanager
 async def collector(
     got: list[ExportTraceServiceRequest],

@@ -403,7 +403,7 @@ async def test_a_conversation_is_rendered_as_the_goldens_have_it() -> None:
 
 async def test_a_long_text_is_tokenized_beside_the_loop_with_the_same_ids() -> None:
     text = "word " * INLINE_CHARACTERS
-    assert await served().encode(text, True) == TOKENIZER.encode(text)
+    assert await served().encode_prompt("prompt", text, True) == TOKENIZER.encode(text)
 
 
 async def test_defaults_are_the_models_or_openais(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import socket
 from collections.abc import Callable
@@ -19,17 +20,21 @@ NUM_TOKENS = 1500  # events of 200 bytes each: more than server and system hold
 
 
 async def ask(live: Live, num_tokens: int, **more: Any) -> socket.socket:
-    """A streamed request over a socket that nobody reads yet."""
+    """A streamed completion over a socket that nobody reads yet."""
+    fields = {"prompt": "Hi!", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    return await send(live, "/v1/completions", fields | more)
+
+
+async def send(live: Live, path: str, fields: Any) -> socket.socket:
+    """A request over a socket that nobody reads yet."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
     host, port = live.url.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, (host, int(port)))
-    fields = {"prompt": "Hi!", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    fields |= more
     body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     await loop.sock_sendall(sock, head.encode() + body)
     return sock
 
@@ -146,6 +151,48 @@ def test_what_a_slow_client_waits_for_merges_while_others_get_each_piece_at_its_
             assert len(each) > num_tokens * 25 / 27
             assert len(merged) < len(each) / 2
             assert max(map(len, merged)) > 100 * max(map(len, each))
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(play())
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS)
+def test_of_events_that_repeat_all_before_them_only_the_latest_waits(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    num_tokens = 500
+    params = {"max_new_tokens": num_tokens, "ignore_eos": True, "n": 2, "stream_interval": 1}
+    fields = {"text": "Hi!", "sampling_params": params, "stream": True}
+    fields |= {"return_logprob": True, "top_logprobs_num": 5}
+
+    async def play() -> None:
+        async with live_server(
+            auto_step=False, context_length=1 << 20, send_buffer_bytes=4096
+        ) as live:
+            sock = await send(live, "/generate", fields)
+            await live.cluster.submitted(2)
+            (stream,) = (o for o in gc.get_objects() if isinstance(o, EventStream))
+            most_unread = 0
+            while live.dispatcher.num_running():
+                live.cluster.step()
+                await asyncio.sleep(0)
+                most_unread = max(most_unread, stream._unread_bytes)
+            with sock:
+                writes = writes_of(await read_until(sock, b"[DONE]\n\n\r\n0\r\n\r\n"))
+            parts = b"".join(writes).removesuffix(b"\n\n").split(b"\n\n")
+            assert parts.pop() == b"data: [DONE]"
+            events = [json.loads(part.removeprefix(b"data: ")) for part in parts]
+            assert len(events) < num_tokens
+            for index in (0, 1):
+                mine = [event for event in events if event["index"] == index]
+                for before, after in itertools.pairwise(mine):
+                    assert len(before["output_ids"]) < len(after["output_ids"])
+                    assert after["text"].startswith(before["text"])
+                assert mine[-1]["text"] == text_after(num_tokens)
+                assert len(mine[-1]["meta_info"]["output_top_logprobs"]) == num_tokens
+                assert mine[-1]["meta_info"]["finish_reason"]["type"] == "length"
+            # What the client is being sent, and an event of each choice.
+            assert most_unread <= 4 * max(map(len, parts)) + (1 << 16)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())

@@ -53,6 +53,53 @@ async def test_a_write_has_left_when_its_turn_is_over() -> None:
     assert bench.timers.num_set == 0
 
 
+async def test_events_that_repeat_others_take_their_places_while_those_wait() -> None:
+    bench = Bench(max_unread_bytes=30)
+    bench.write(b"0: a,", repeats=0)
+    bench.wire.free.clear()
+    bench.write(b"0: ab,", repeats=0)  # in the server's hands
+    for text in (b"a,", b"ab,", b"abc,"):
+        bench.write(b"1: " + text, repeats=1)
+        bench.write(b"0: ab" + text, repeats=0)
+    bench.write(b"other,")
+    bench.write(b"1: abcd,", repeats=1)
+    assert bench.stream._unread_bytes == len(b"0: ab,1: abcd,0: ababc,other,")
+    assert bench.timers.num_set == 0
+    bench.write(b"1: " + b"x" * 9, repeats=1)
+    assert bench.timers.num_set == 1, "what is left counts against the buffer"
+    bench.wire.takes_one = True
+    bench.wire.free.set()
+    await until(lambda: len(bench.wire.bodies) == 2)
+    bench.wire.free.set()
+    await until(lambda: len(bench.wire.bodies) == 3)
+    assert bench.wire.bodies[1:] == [b"0: ab,", b"1: xxxxxxxxx0: ababc,other,"]
+    assert bench.timers.num_set == 0
+    bench.write(b"0: c,", repeats=0)  # waits in the wire
+    bench.write(b"1: d,", repeats=1)
+    bench.write(b"0: cd,", repeats=0)
+    bench.write(b"1: de,end", last=True, repeats=1)
+    bench.wire.takes_one = False
+    bench.wire.free.set()
+    await bench.stream.closed
+    assert bench.wire.bodies[3:] == [b"0: c,", b"0: cd,1: de,end"]
+    assert bench.stream._unread_bytes == 0
+
+
+async def test_a_choice_that_is_always_behind_another_has_its_turn_too() -> None:
+    bench = Bench(max_unread_bytes=1 << 30)
+    bench.write(b"begin")
+    bench.wire.takes_one = True
+    bench.wire.free.clear()
+    bench.write(b"wait")
+    while len(bench.wire.bodies) < 5:
+        for choice in range(3):
+            bench.write(bytes([choice]) * 70_000, repeats=choice)
+        bench.wire.free.set()
+        await until(lambda: not bench.wire.free.is_set())  # it took one
+    assert [body[0] for body in bench.wire.bodies[2:]] == [0, 1, 2]
+    bench.stream.close()
+
+
 async def test_what_a_slow_client_keeps_waiting_leaves_merged_and_in_order() -> None:
     bench = Bench()
     bench.write(b"one,")
