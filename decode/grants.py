@@ -41,7 +41,9 @@ class GrantSender:
 
     async def _send(self, address: str, grants: tuple[wire.Grant, ...]) -> None:
         try:
-            await self._client(address).call("Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S)
+            await self._client(address).call(
+                "Grant", wire.GrantBatch(grants), wire.Empty, GRANT_TIMEOUT_S
+            )
         except KvferryError as error:
             self._on_failed(tuple(grant.room for grant in grants), str(error))
 
