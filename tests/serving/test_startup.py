@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -209,6 +210,20 @@ def test_the_api_refuses_what_it_cannot_read(
         api.main(argv)
     assert message.format(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_cannot_serve_never_says_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        raise OSError("no more sockets")
+
+    def notify_ready(**facts: Any) -> None:
+        raise AssertionError("said ready")
+
+    monkeypatch.setenv(flags.TOKEN_ENV, TOKEN)
+    monkeypatch.setattr(uvicorn.Server, "startup", fail)
+    monkeypatch.setattr(flags, "notify_ready", notify_ready)
+    with pytest.raises(OSError, match="no more sockets"):
+        api.main([f"--model-path={MODEL}", f"--registry-address={NOWHERE}", "--port=0"])
 
 
 # --- workers that do not fit together --------------------------------------------------------
