@@ -34,6 +34,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
+from serving.ranges import in_range
 from serving.router import Ranks
 from transfer import wire
 
@@ -191,8 +192,8 @@ class CompletionReader:
         check_size("prompt", fields.prompt, model)
         self._prompts = _prompts_of(fields.prompt, model.vocab_size)
         self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
-        if fields.max_tokens is not None and fields.max_tokens < 1 and not self._drop_output:
-            raise bad_field("max_tokens", f"must be at least 1, got {fields.max_tokens}")
+        if fields.max_tokens is not None and not self._drop_output:
+            in_range("max_tokens", fields.max_tokens, 1, None)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, model, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
@@ -278,8 +279,8 @@ class ChatReader:
         if fields.max_completion_tokens is not None:
             self._max_name = "max_completion_tokens"
             self._max_tokens = fields.max_completion_tokens
-        if self._max_tokens is not None and self._max_tokens < 1:
-            raise bad_field(self._max_name, f"must be at least 1, got {self._max_tokens}")
+        if self._max_tokens is not None:
+            in_range(self._max_name, self._max_tokens, 1, None)
         num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
         if not fields.logprobs:
             num_logprobs = -1
