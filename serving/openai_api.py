@@ -196,7 +196,7 @@ class CompletionReader:
             in_range("max_tokens", fields.max_tokens, 1, None)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, model, self._drop_output)
-        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
+        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
@@ -230,8 +230,15 @@ class CompletionReader:
         length = self._model.context_length()
         # A prompt that is only scored makes a token as well, which nobody sees.
         asked = 1 if self._drop_output else self._fields.max_tokens
-        default = DEFAULT_COMPLETION_TOKENS
-        return fit_tokens(num_prompt, asked, default, length, "prompt", "max_tokens")
+        return fit_tokens(
+            num_prompt,
+            asked,
+            DEFAULT_COMPLETION_TOKENS,
+            length,
+            "prompt",
+            "max_tokens",
+            self._fields.min_tokens,
+        )
 
 
 def _prompts_of(
@@ -303,8 +310,15 @@ class ChatReader:
         last = self._messages[-1]
         echoes = fields.echo and last["role"] == "assistant"
         shown_text = text_of(last["content"]) if echoes else ""
-        length = model.context_length()
-        max_new = fit_tokens(len(ids), self._max_tokens, None, length, "messages", self._max_name)
+        max_new = fit_tokens(
+            len(ids),
+            self._max_tokens,
+            None,
+            model.context_length(),
+            "messages",
+            self._max_name,
+            fields.min_tokens,
+        )
         return _request(
             fields,
             request_id_of(request_id, "chatcmpl-", fields.rid, fields.request_id),

@@ -438,19 +438,25 @@ def fit_tokens(
     context_length: int,
     prompt_name: str,
     max_name: str,
+    min_tokens: int | None = None,
+    min_name: str = "min_tokens",
 ) -> int:
     """max_new_tokens of one prompt. default: None takes all that is left of the context.
 
-    Raises ApiError (code context_length_exceeded) naming both numbers.
+    Raises ApiError (code context_length_exceeded) naming both numbers, and for a default that
+    min_tokens could not be kept with: sampling_of sees those that were asked.
     """
     left = context_length - num_prompt
     if left < 1:
         raise _no_room_left(prompt_name, num_prompt, context_length)
-    if asked is not None:
-        in_range(max_name, asked, 0, None)
     if asked is None:
-        return left if default is None else min(default, left)
-    if asked > left:
+        most = left if default is None else min(default, left)
+        if min_tokens is not None and min_tokens > most:
+            raise bad_field(
+                min_name, f"{min_tokens} is more than {most}, the default of {max_name} here"
+            )
+        return most
+    if in_range(max_name, asked, 0, None) > left:
         raise bad_field(
             max_name,
             f"{asked} tokens after a prompt of {num_prompt} make {num_prompt + asked}; the context "

@@ -77,3 +77,24 @@ async def test_a_token_id_of_thousands_of_digits_is_not_echoed() -> None:
 async def test_the_widest_values_are_taken() -> None:
     (choice,) = (await completion(temperature=MOST, top_k=MOST)).choices
     assert (choice.sampling.temperature, choice.sampling.top_k) == (MOST, MOST)
+
+
+async def test_more_tokens_at_least_than_the_default_gives_are_refused() -> None:
+    message = await refused(completion, min_tokens=30)
+    assert message == "min_tokens: 30 is more than 16, the default of max_tokens here"
+    (choice,) = (await completion(min_tokens=16)).choices
+    assert choice.sampling.min_tokens == choice.sampling.max_new_tokens == 16
+
+
+async def test_more_tokens_at_least_than_the_context_has_left_are_refused() -> None:
+    (choice,) = (await chat()).choices
+    left = choice.sampling.max_new_tokens
+    message = await refused(chat, min_tokens=left + 1)
+    assert message == f"min_tokens: {left + 1} is more than {left}, the default of max_tokens here"
+    (choice,) = (await chat(min_tokens=left)).choices
+    assert choice.sampling.min_tokens == choice.sampling.max_new_tokens == left
+
+
+async def test_a_prompt_that_is_only_scored_has_no_least_number_of_tokens() -> None:
+    message = await refused(completion, min_tokens=1, max_tokens=0, echo=True)
+    assert message == "min_tokens: 1 is more than the most tokens asked, 0"
