@@ -185,6 +185,11 @@ def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
         (remove("tokenizer.json"), "cannot read {}/tokenizer.json: "),
         (write("tokenizer.json", "{}"), "{}/tokenizer.json is no tokenizer: "),
         (write("tokenizer_config.json", "no"), "{}/tokenizer_config.json is no JSON: "),
+        (write("tokenizer_config.json", "9" * 5000), "{}/tokenizer_config.json is no JSON: "),
+        (
+            edit_json("tokenizer_config.json", additional_special_tokens=5),
+            "{}/tokenizer_config.json: additional_special_tokens is 5; accepted: a list of tokens",
+        ),
         (remove("config.json"), "{}/config.json: no such file"),
         (write("chat_template.jinja", "{% if %}"), "{}/chat_template.jinja: "),
         (
