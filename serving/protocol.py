@@ -121,6 +121,9 @@ class ServedModel:
         if tokenizer.eos_id is not None:
             eos.append(tokenizer.eos_id)
         self.eos_ids = tuple(dict.fromkeys(eos))
+        if len(self.eos_ids) > wire.MAX_STOP_IDS:
+            what = f"{config.model_path}: {len(self.eos_ids)} tokens end a text (eos_token_id)"
+            raise ConfigError(f"{what}; accepted: at most {wire.MAX_STOP_IDS}")
         self.defaults = (
             _defaults_of_model(config, model_config)
             if config.sampling_defaults == "model"
@@ -451,10 +454,9 @@ def fit_tokens(
         raise _no_room_left(prompt_name, num_prompt, context_length)
     if asked is None:
         most = left if default is None else min(default, left)
-        if min_tokens is not None and min_tokens > most:
-            raise bad_field(
-                min_name, f"{min_tokens} is more than {most}, the default of {max_name} here"
-            )
+        if (min_tokens or 0) > most:
+            message = f"{min_tokens} is more than {most}, the default of {max_name} here"
+            raise bad_field(min_name, message)
         return most
     if in_range(max_name, asked, 0, None) > left:
         raise bad_field(

@@ -197,6 +197,10 @@ def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
             "{}/generation_config.json: min_p is 'low'; accepted: a number",
         ),
         (
+            edit_json("generation_config.json", eos_token_id=list(range(17))),
+            "{}: 18 tokens end a text (eos_token_id); accepted: at most 16",
+        ),
+        (
             write("generation_config.json", '{"repetition_penalty": 0}'),
             "{}/generation_config.json: repetition_penalty: must be at least 0.01, got 0",
         ),
