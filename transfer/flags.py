@@ -126,7 +126,8 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return _number_or_word(hint)
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
-    return {"type": _finite if hint is float else hint, "metavar": hint.__name__.upper()}
+    read = {float: _finite, Path: path}.get(hint, hint)
+    return {"type": read, "metavar": hint.__name__.upper()}
 
 
 def _number_or_word(hint: Any) -> dict[str, Any]:
@@ -142,6 +143,13 @@ def _number_or_word(hint: Any) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(message) from None
 
     return {"type": read, "metavar": "{" + ",".join([*words, number.__name__.upper()]) + "}"}
+
+
+def path(text: str) -> Path:
+    """Of a flag. An empty one, as of an unset variable, would be the folder that we are in."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def _finite(text: str) -> float:
@@ -191,7 +199,7 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster security")
     group.add_argument(
         "--cluster-token-file",
-        type=Path,
+        type=path,
         default=None,
         metavar="FILE",
         help=f"file with the secret that all processes share; default: ${TOKEN_ENV}",
@@ -202,7 +210,7 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
         ("key", "own private key"),
     ):
         group.add_argument(
-            f"--tls-{name}-file", type=Path, default=None, metavar="FILE", help=f"TLS: {what}"
+            f"--tls-{name}-file", type=path, default=None, metavar="FILE", help=f"TLS: {what}"
         )
 
 
