@@ -33,6 +33,7 @@ from serving.endpoints import ChatEndpoint
 from serving.errors import ApiError
 from serving.front import Front, read_body
 from serving.generation import FinishReason, Generation, Tokens
+from serving.listening import BACKLOG, claimed
 from serving.protocol import Request, ServedModel, Shown
 from serving.stream import Events
 from serving.timers import LoopTimers
@@ -208,7 +209,7 @@ def main(argv: Sequence[str]) -> None:
     if ways.wake == "group":
         config = dataclasses.replace(config, batch_notify_size=GROUP)
     security = flags.security_from(args)
-    with flags.listen(config.host, config.port, "--port") as sock:
+    with claimed(config) as sock:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(ways, config, security, sock))
 
@@ -229,7 +230,7 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
             lifespan="off",
             log_level="warning",
             access_log=False,
-            backlog=4096,
+            backlog=BACKLOG,
         )
     )
     await dispatcher.start()

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -40,10 +41,12 @@ def save_orbax(
 
     The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh; the host
     holds all of it while it is written. Config and tokenizer files are copied.
-    progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` has
-    parameters already.
+    progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` is the
+    source or has parameters already. What was begun is removed when it fails.
     """
     source_dir, target = Path(src), Path(out).absolute()
+    if target.exists() and source_dir.samefile(target):
+        raise ModelError(f"{target}: is the folder of the source; expected a new folder")
     if is_orbax(source_dir):
         raise ModelError(f"{source_dir}: is in Orbax form already; expected safetensors")
     if (target / _PARAMS).exists():
@@ -63,13 +66,25 @@ def save_orbax(
         return values
 
     tree = jax.tree.map(read, checked_sources(files, model.cfg, whole), leaves)
+    is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
-    for pattern in _COPIED:
-        for file in sorted(source_dir.glob(pattern)):
-            if file.name != _NOT_COPIED:
-                shutil.copyfile(file, target / file.name)
+    with ExitStack() as undo:
+        undo.callback(_remove_begun, target, is_new)
+        for pattern in _COPIED:
+            for file in sorted(source_dir.glob(pattern)):
+                if file.name != _NOT_COPIED:
+                    shutil.copyfile(file, target / file.name)
+        # Last, and under this name only when whole: they make the folder one of Orbax form.
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
+        undo.pop_all()
+
+
+def _remove_begun(target: Path, is_new: bool) -> None:
+    """The folder itself, or of somebody else's folder the parameters, in Orbax's temporary too."""
+    begun = [target] if is_new else [target / _PARAMS, *target.glob(f"{_PARAMS}.orbax-*")]
+    for path in begun:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> Params:

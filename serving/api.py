@@ -18,7 +18,14 @@ from serving.config import ServeConfig
 from serving.connection import Connection
 from serving.dispatch import Dispatcher
 from serving.front import Front
-from serving.listening import BACKLOG, address_of, claimed, refuse_two_addresses
+from serving.listening import (
+    BACKLOG,
+    address_of,
+    beside,
+    claimed,
+    ensure_listening,
+    refuse_two_addresses,
+)
 from serving.metrics import Metrics
 from serving.otlp import OtlpSender, TraceExporter, check_endpoint
 from serving.seat import Seat
@@ -102,7 +109,7 @@ def _seated(config: ServeConfig, seat: Seat) -> socket.socket:
     """The socket of one of several processes: its own on their port, or the one of all."""
     if config.uds:
         return socket.socket(fileno=seat.listen_fd)
-    return flags.listen(config.host, config.port, "--port", reuse_port=True)
+    return beside(config)
 
 
 async def serve(
@@ -115,7 +122,7 @@ async def serve(
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; then end streams and tell the workers.
 
-    seat: of one of several processes.
+    seat: of one of several processes. Raises ConfigError when another has the port by now.
     """
     metrics = Metrics()
     own = config if seat is None else seat.share_of(config)
@@ -143,14 +150,19 @@ async def serve(
     await siblings.start()
     await dispatcher.start()
     calm_collector()
+    # One of several only now: the kernel hands each that listens its part of the connections.
+    ensure_listening(sock, config)
     stop = asyncio.Event()
     with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         stopped = asyncio.create_task(stop.wait())
-        address = address_of(sock)
-        log.info("HTTP server listens on %s", address)
-        flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
+        takes = asyncio.create_task(server.takes.wait())
         try:
+            await asyncio.wait({serving, stopped, takes}, return_when=asyncio.FIRST_COMPLETED)
+            if takes.done():
+                address = address_of(sock)
+                log.info("HTTP server listens on %s", address)
+                flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # Streams end first, each with its final frame; then sockets close.
@@ -159,6 +171,7 @@ async def serve(
             await serving
             await siblings.stop()
             stopped.cancel()
+            takes.cancel()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 
@@ -176,7 +189,19 @@ def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimel
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: ours stop the dispatcher first."""
+    """uvicorn without its own signal handlers: ours stop the dispatcher first.
+
+    takes: set once it takes connections.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.takes = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell it."""
+        await super().startup(sockets)
+        self.takes.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

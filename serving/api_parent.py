@@ -9,7 +9,7 @@ from functools import partial
 
 from serving.children import ChildSpec, Supervisor, in_time, supervise
 from serving.config import ServeConfig
-from serving.listening import address_of, claimed
+from serving.listening import address_of, claimed_for_children
 from serving.seat import Seat
 from transfer import flags
 from transfer.errors import ConfigError
@@ -25,14 +25,13 @@ _MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
 def run(config: ServeConfig, security: Security) -> None:
     """Serve with config.api_workers processes until told to stop, or until one fails for good."""
     flags.log_config(config)
-    with claimed(config) as sock, tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+    with (
+        claimed_for_children(config) as sock,
+        tempfile.TemporaryDirectory(prefix="kvferry-") as folder,
+    ):
         # Only its owner enters the folder. Its sockets' names are a process's number.
         if len(f"{folder}/{config.api_workers}".encode()) > _MAX_PATH_BYTES:
             raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR")
-        if sock.family != socket.AF_UNIX:
-            # Bound and never listening, it keeps the claim and gets no connection; from now on
-            # the children may bind beside it.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         body = partial(_run, config, security, sock, folder)
         supervise("serve", Supervisor(security.token, _STOP_TIMEOUT_S), body)
 

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 from tqdm import tqdm
@@ -24,10 +23,14 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
         prog=prog, description="write a checkpoint as Orbax, which restores into its shardings"
     )
     parser.add_argument(
-        "--model-path", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint"
+        "--model-path",
+        type=flags.path,
+        required=True,
+        metavar="DIR",
+        help="Hugging Face checkpoint",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to write, new"
+        "--output", type=flags.path, required=True, metavar="DIR", help="folder to write, new"
     )
     parser.add_argument(
         "--dtype",

@@ -45,13 +45,14 @@ def refuse_two_addresses(argv: Sequence[str]) -> None:
 
 @contextmanager
 def claimed(config: ServeConfig) -> Iterator[socket.socket]:
-    """A bound socket that nobody else had; a Unix socket listens already, and goes in the end.
+    """A socket that listens where nobody else does; a Unix socket goes in the end.
 
-    Raises ConfigError when the address cannot be had, saying why.
+    Who connects before the server serves waits. Raises ConfigError when the address cannot be
+    had, saying why.
     """
     if not config.uds:
-        with flags.listen(config.host, config.port, "--port") as sock:
-            yield sock
+        with _bound(config) as sock:
+            yield _listening(sock, config)
         return
     path = Path(config.uds).absolute()
     _clear(path)
@@ -69,6 +70,51 @@ def claimed(config: ServeConfig) -> Iterator[socket.socket]:
         finally:
             if _identity(path) == own:  # else somebody else's by now
                 path.unlink()
+
+
+@contextmanager
+def claimed_for_children(config: ServeConfig) -> Iterator[socket.socket]:
+    """As `claimed`, for others to share: a Unix socket that listens, or a port held and silent.
+
+    The holder of a port must not listen when the children, by `beside`, do: the kernel would
+    hand it connections.
+    """
+    if config.uds:
+        with claimed(config) as sock:
+            yield sock
+        return
+    with _bound(config) as sock:
+        if config.port:  # else the kernel found one that nobody has
+            # Of servers that start at once, the one that listens first has the port. It keeps it
+            # when it listens no more, as a socket that nobody may be bound beside.
+            _listening(sock, config)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+            sock.shutdown(socket.SHUT_RDWR)
+        # From now on the children may bind beside it, and nobody else.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        yield sock
+
+
+def beside(config: ServeConfig) -> socket.socket:
+    """A child's own socket on the port that its parent holds; it does not listen yet.
+
+    Raises ConfigError when another has the port.
+    """
+    return flags.bind(config.host, config.port, "--port", reuse_port=True)
+
+
+def ensure_listening(sock: socket.socket, config: ServeConfig) -> None:
+    """Just before a server serves. Raises ConfigError when another has the port."""
+    if sock.family != socket.AF_UNIX:
+        _listening(sock, config)
+
+
+def _bound(config: ServeConfig) -> socket.socket:
+    return flags.bind(config.host, config.port, "--port")
+
+
+def _listening(sock: socket.socket, config: ServeConfig) -> socket.socket:
+    return flags.listen(sock, config.host, config.port, "--port", BACKLOG)
 
 
 def _clear(path: Path) -> None:

@@ -35,6 +35,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
+from serving.ranges import in_range
 from serving.router import Ranks
 from transfer import wire
 
@@ -192,11 +193,11 @@ class CompletionReader:
         check_size("prompt", fields.prompt, model)
         self._prompts = _prompts_of(fields.prompt, model.vocab_size)
         self._drop_output = fields.max_tokens == 0 and bool(fields.echo)
-        if fields.max_tokens is not None and fields.max_tokens < 1 and not self._drop_output:
-            raise bad_field("max_tokens", f"must be at least 1, got {fields.max_tokens}")
+        if fields.max_tokens is not None and not self._drop_output:
+            in_range("max_tokens", fields.max_tokens, 1, None)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, model, self._drop_output)
-        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens or None)
+        self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
@@ -232,8 +233,15 @@ class CompletionReader:
         length = self._model.context_length()
         # A prompt that is only scored makes a token as well, which nobody sees.
         asked = 1 if self._drop_output else self._fields.max_tokens
-        default = DEFAULT_COMPLETION_TOKENS
-        return fit_tokens(num_prompt, asked, default, length, "prompt", "max_tokens")
+        return fit_tokens(
+            num_prompt,
+            asked,
+            DEFAULT_COMPLETION_TOKENS,
+            length,
+            "prompt",
+            "max_tokens",
+            self._fields.min_tokens,
+        )
 
 
 def _prompts_of(
@@ -281,8 +289,8 @@ class ChatReader:
         if fields.max_completion_tokens is not None:
             self._max_name = "max_completion_tokens"
             self._max_tokens = fields.max_completion_tokens
-        if self._max_tokens is not None and self._max_tokens < 1:
-            raise bad_field(self._max_name, f"must be at least 1, got {self._max_tokens}")
+        if self._max_tokens is not None:
+            in_range(self._max_name, self._max_tokens, 1, None)
         num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
         if not fields.logprobs:
             num_logprobs = -1
@@ -304,8 +312,15 @@ class ChatReader:
         last = self._messages[-1]
         echoes = fields.echo and last["role"] == "assistant"
         shown_text = text_of(last["content"]) if echoes else ""
-        length = model.context_length()
-        max_new = fit_tokens(len(ids), self._max_tokens, None, length, "messages", self._max_name)
+        max_new = fit_tokens(
+            len(ids),
+            self._max_tokens,
+            None,
+            model.context_length(),
+            "messages",
+            self._max_name,
+            fields.min_tokens,
+        )
         return _request(
             fields,
             request_id_of(request_id, "chatcmpl-", fields.rid, fields.request_id),

@@ -17,6 +17,7 @@ import msgspec
 from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, from_decode_error, not_served
+from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
 from transfer import wire
@@ -121,6 +122,9 @@ class ServedModel:
         if tokenizer.eos_id is not None:
             eos.append(tokenizer.eos_id)
         self.eos_ids = tuple(dict.fromkeys(eos))
+        if len(self.eos_ids) > wire.MAX_STOP_IDS:
+            what = f"{config.model_path}: {len(self.eos_ids)} tokens end a text (eos_token_id)"
+            raise ConfigError(f"{what}; accepted: at most {wire.MAX_STOP_IDS}")
         self.defaults = (
             _defaults_of_model(config, model_config)
             if config.sampling_defaults == "model"
@@ -142,10 +146,12 @@ class ServedModel:
         if rank is None:
             return -1
         if rank < 0:
-            raise bad_field(name, f"must be at least 0, got {rank}")
+            raise bad_field(name, f"must be at least 0, got {told(rank)}")
         size = self._workers_dp_size(role)
         if size and rank >= size:
-            raise bad_field(name, f"{role} has data-parallel ranks 0 to {size - 1}, got {rank}")
+            raise bad_field(
+                name, f"{role} has data-parallel ranks 0 to {size - 1}, got {told(rank)}"
+            )
         return rank
 
     async def encode_prompt(
@@ -292,13 +298,17 @@ def sampling_of(
     min_tokens = _or(min_tokens, 0)
     sampling = wire.SamplingParams(
         max_new_tokens=0,
-        temperature=_in("temperature", _or(fields.temperature, defaults.temperature), 0.0, None),
-        top_k=0 if top_k == -1 else _in("top_k", top_k, 0, None, "-1 (all), or"),
-        top_p=_in("top_p", _or(fields.top_p, defaults.top_p), 0.0, 1.0, open_low=True),
-        min_p=_in("min_p", _or(fields.min_p, defaults.min_p), 0.0, 1.0),
-        frequency_penalty=_in("frequency_penalty", _or(fields.frequency_penalty, 0.0), -2.0, 2.0),
-        presence_penalty=_in("presence_penalty", _or(fields.presence_penalty, 0.0), -2.0, 2.0),
-        repetition_penalty=_in(
+        temperature=in_range(
+            "temperature", _or(fields.temperature, defaults.temperature), 0.0, None
+        ),
+        top_k=0 if top_k == -1 else in_range("top_k", top_k, 0, None, "-1 (all), or"),
+        top_p=in_range("top_p", _or(fields.top_p, defaults.top_p), 0.0, 1.0, open_low=True),
+        min_p=in_range("min_p", _or(fields.min_p, defaults.min_p), 0.0, 1.0),
+        frequency_penalty=in_range(
+            "frequency_penalty", _or(fields.frequency_penalty, 0.0), -2.0, 2.0
+        ),
+        presence_penalty=in_range("presence_penalty", _or(fields.presence_penalty, 0.0), -2.0, 2.0),
+        repetition_penalty=in_range(
             "repetition_penalty",
             _or(fields.repetition_penalty, defaults.repetition_penalty),
             0.01,  # logits are divided by it
@@ -306,7 +316,7 @@ def sampling_of(
         ),
         logit_bias=_logit_bias(fields.logit_bias, model.vocab_size),
         stop_token_ids=_stop_token_ids(fields, model),
-        min_tokens=_in(names.get("min_tokens", "min_tokens"), min_tokens, 0, None),
+        min_tokens=in_range(names.get("min_tokens", "min_tokens"), min_tokens, 0, None),
         num_top_logprobs=num_top_logprobs,
         prompt_logprobs_start=prompt_logprobs_start,
     )
@@ -337,7 +347,7 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def num_choices(n: int | None) -> int:
-    return _in("n", _or(n, 1), 1, MAX_CHOICES)
+    return in_range("n", _or(n, 1), 1, MAX_CHOICES)
 
 
 def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None:
@@ -379,12 +389,12 @@ def _no_room_left(name: str, num_prompt: int, context_length: int) -> ApiError:
 
 def interval_of(asked: int | None) -> int | None:
     """Tokens a piece of a stream has, after the first; None: as the server has it."""
-    return None if asked is None else _in("stream_interval", asked, 1, None)
+    return None if asked is None else in_range("stream_interval", asked, 1, None)
 
 
 def check_logprobs(name: str, count: int | None) -> int:
     """A count of top logprobs; None is -1."""
-    return -1 if count is None else _in(name, count, 0, wire.NUM_TOP_LOGPROBS)
+    return -1 if count is None else in_range(name, count, 0, wire.NUM_TOP_LOGPROBS)
 
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -392,7 +402,7 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise bad_field(name, "must have at least one token")
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
+        wrong = told(low if low < 0 else high)
         raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
 
 
@@ -431,17 +441,24 @@ def fit_tokens(
     context_length: int,
     prompt_name: str,
     max_name: str,
+    min_tokens: int | None = None,
+    min_name: str = "min_tokens",
 ) -> int:
     """max_new_tokens of one prompt. default: None takes all that is left of the context.
 
-    Raises ApiError (code context_length_exceeded) naming both numbers.
+    Raises ApiError (code context_length_exceeded) naming both numbers, and for a default that
+    min_tokens could not be kept with: sampling_of sees those that were asked.
     """
     left = context_length - num_prompt
     if left < 1:
         raise _no_room_left(prompt_name, num_prompt, context_length)
     if asked is None:
-        return left if default is None else min(default, left)
-    if asked > left:
+        most = left if default is None else min(default, left)
+        if (min_tokens or 0) > most:
+            message = f"{min_tokens} is more than {most}, the default of {max_name} here"
+            raise bad_field(min_name, message)
+        return most
+    if in_range(max_name, asked, 0, None) > left:
         raise bad_field(
             max_name,
             f"{asked} tokens after a prompt of {num_prompt} make {num_prompt + asked}; the context "
@@ -456,18 +473,6 @@ def fit_tokens(
 
 def _or[T](value: T | None, default: T) -> T:
     return default if value is None else value
-
-
-def _in[N: (int, float)](
-    name: str, value: N, low: float, high: float | None, but: str = "", open_low: bool = False
-) -> N:
-    """The value, if it is in range. Counts must also fit the wire's 32 bits."""
-    too_low = value <= low if open_low else value < low
-    if not too_low and (high is None or value <= high) and abs(value) < 1 << 31:
-        return value
-    most = f" and at most {high:g}" if high is not None else ""
-    least = f"above {low:g}" if open_low else f"at least {low:g}"
-    raise bad_field(name, f"must be {but + ' ' if but else ''}{least}{most}, got {value}")
 
 
 def _logit_bias(bias: dict[int, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:

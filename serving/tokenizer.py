@@ -93,6 +93,11 @@ class Tokenizer:
             name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
         }
         if extra := config.get("additional_special_tokens"):
+            if not isinstance(extra, list):
+                raise TokenizerError(
+                    f"{folder / 'tokenizer_config.json'}: additional_special_tokens is {extra!r}; "
+                    "accepted: a list of tokens"
+                )
             special_tokens["additional_special_tokens"] = [_token_text(token) for token in extra]
         is_byte_level = _is_byte_level(json.loads(text).get("decoder"))
         return cls(backend, special_tokens, _read_templates(folder, config, clock), is_byte_level)
@@ -203,7 +208,7 @@ def _read_text(file: Path) -> str:
 def _read_json_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is no JSON: {_one_line(error)}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: expected an object, got {type(value).__name__}")

@@ -6,6 +6,7 @@ exit code 2.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -17,7 +18,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
@@ -129,7 +130,8 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return _number_or_word(hint)
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
-    return {"type": _finite if hint is float else hint, "metavar": hint.__name__.upper()}
+    read = {float: _finite, Path: path}.get(hint, hint)
+    return {"type": read, "metavar": hint.__name__.upper()}
 
 
 def _number_or_word(hint: Any) -> dict[str, Any]:
@@ -145,6 +147,13 @@ def _number_or_word(hint: Any) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(message) from None
 
     return {"type": read, "metavar": "{" + ",".join([*words, number.__name__.upper()]) + "}"}
+
+
+def path(text: str) -> Path:
+    """Of a flag. An empty one, as of an unset variable, would be the folder that we are in."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def _finite(text: str) -> float:
@@ -194,7 +203,7 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cluster security")
     group.add_argument(
         "--cluster-token-file",
-        type=Path,
+        type=path,
         default=None,
         metavar="FILE",
         help=f"file with the secret that all processes share; default: ${TOKEN_ENV}",
@@ -205,7 +214,7 @@ def add_security_flags(parser: argparse.ArgumentParser) -> None:
         ("key", "own private key"),
     ):
         group.add_argument(
-            f"--tls-{name}-file", type=Path, default=None, metavar="FILE", help=f"TLS: {what}"
+            f"--tls-{name}-file", type=path, default=None, metavar="FILE", help=f"TLS: {what}"
         )
 
 
@@ -258,23 +267,37 @@ def tls_argv_of(security: Security) -> list[str]:
     return [f"--tls-{name}-file={file}" for name, file in files.items() if file is not None]
 
 
-def listen(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
-    """A bound socket. Raises ConfigError naming the flag when the port is taken.
+def bind(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
+    """A bound socket. Raises ConfigError naming the flag when somebody listens on the port.
 
-    reuse_port: beside other sockets of this user that are bound so.
+    Others may be bound beside it until one of them listens: `listen` tells which of them has it.
+    reuse_port: beside sockets of this user that listen, and were bound so.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
-    try:
+    with _taking(sock, host, port, flag):
         sock.bind((host, port))
+    return sock
+
+
+def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -> socket.socket:
+    """The bound socket, which listens now. Raises ConfigError as `bind`, and closes it then."""
+    with _taking(sock, host, port, flag):
+        sock.listen(backlog)
+    return sock
+
+
+@contextlib.contextmanager
+def _taking(sock: socket.socket, host: str, port: int, flag: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         sock.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag} or --host"
         ) from error
-    return sock
 
 
 # --- process ----------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """The Orbax form holds the same model, for every mesh."""
 
+import errno
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from model.config import ModelConfig
@@ -64,6 +67,46 @@ def test_tokenizer_and_generation_files_come_along_but_no_safetensors_index(
     }
     shutil.copytree(out, tmp_path / "copy")
     assert model_digest(out) == model_digest(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_source_is_no_place_to_write_to(link: bool, tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "llama" / "model", tmp_path / "source")
+    before = sorted(source.iterdir())
+    out = source / "." / ".." / "source"
+    if link:
+        out = tmp_path / "link"
+        out.symlink_to(source)
+    with pytest.raises(ModelError, match=r"is the folder of the source; expected a new folder"):
+        save_orbax(source, out, _model(source))
+    assert sorted(source.iterdir()) == before
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("failing", ["copyfile", "save"])
+def test_what_was_begun_goes_when_it_fails(
+    is_new: bool, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_part(checkpointer: Any, path: Path, args: Any) -> None:
+        (path.parent / f"{path.name}.orbax-checkpoint-tmp").mkdir()
+        fail()
+
+    source, out = GOLDENS / "llama" / "model", tmp_path / "out"
+    if not is_new:
+        out.mkdir()
+        (out / "theirs").touch()
+    if failing == "save":
+        monkeypatch.setattr(ocp.Checkpointer, "save", save_part)
+    else:
+        monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_orbax(source, out, _model(source))
+    assert out.exists() != is_new
+    assert not list(out.glob("params*"))
+    assert is_new or (out / "theirs").exists()
 
 
 def test_bad_orbax_folders_are_refused_in_one_line(tmp_path: Path) -> None:

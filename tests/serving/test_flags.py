@@ -14,7 +14,7 @@ import pytest
 from decode.config import DecodeConfig
 from model.errors import ModelError
 from prefill.config import PrefillConfig
-from serving import api, launch, registry, up
+from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
 from serving.tokenizer import Tokenizer
@@ -176,6 +176,7 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--stall-timeout", "nan"], "argument --stall-timeout: invalid float value: 'nan' ("),
         (["--stall-timeout=inf"], "argument --stall-timeout: invalid float value: 'inf' ("),
         (["--tp-size"], "argument --tp-size: expected one argument ("),
+        (["--model-path", ""], "argument --model-path: expected a path, got '' ("),
         (["--kv-cache-dtype", "fp8"], "invalid choice: 'fp8' (choose from 'auto', 'float32'"),
         (["--disable-radix-cache=1"], "argument --disable-radix-cache/--no-disable-radix-cache: "),
         (["spare"], "unrecognized arguments: spare ("),
@@ -195,6 +196,16 @@ def test_what_the_parser_refuses_is_one_line(
     assert message in said
     assert said.endswith("(see kvferry x --help)\n")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--model-path", "--output"])
+def test_convert_takes_no_empty_path_for_the_folder_it_is_in(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        convert.main(["--model-path=a", "--output=b", f"{flag}="])
+    assert caught.value.code == 2
+    assert f"argument {flag}: expected a path, got ''" in capsys.readouterr().err
 
 
 def test_a_number_that_has_a_word_for_itself_is_either(capsys: pytest.CaptureFixture[str]) -> None:

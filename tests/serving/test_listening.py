@@ -1,16 +1,26 @@
 """Where the API listens: what is claimed, what is refused, and what is there in the end."""
 
 import os
+import select
 import socket
 import stat
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 
 from serving.config import ServeConfig
-from serving.listening import address_of, claimed, refuse_two_addresses
+from serving.listening import (
+    address_of,
+    beside,
+    claimed,
+    claimed_for_children,
+    ensure_listening,
+    refuse_two_addresses,
+)
+from tests.ports import free_port
+from transfer import flags
 from transfer.errors import ConfigError
 
 
@@ -35,10 +45,61 @@ def test_a_port_is_claimed_alone() -> None:
         address = address_of(sock)
         port = sock.getsockname()[1]
         assert (str(address), address.uds) == (f"http://127.0.0.1:{port}", "")
-        sock.listen()
         with pytest.raises(ConfigError) as caught, claimed(config(port=port)):
             pass
+        with socket.create_connection(("127.0.0.1", port)):
+            pass  # it waits for the server
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in str(caught.value)
+
+
+@pytest.mark.parametrize("claim", [claimed, claimed_for_children])
+def test_of_two_that_were_bound_at_once_the_second_to_listen_is_refused(
+    claim: Callable[[ServeConfig], AbstractContextManager[socket.socket]],
+) -> None:
+    port = free_port()
+    with flags.bind("127.0.0.1", port, "--port") as late:
+        with claim(config(port=port)):
+            with pytest.raises(ConfigError) as caught:
+                flags.listen(late, "127.0.0.1", port, "--port", 1)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in str(caught.value)
+
+
+@pytest.mark.parametrize("claim", [claimed, claimed_for_children])
+def test_a_port_held_for_children_is_nobody_elses(
+    claim: Callable[[ServeConfig], AbstractContextManager[socket.socket]],
+) -> None:
+    port = free_port()
+    with claimed_for_children(config(port=port)):
+        with pytest.raises(ConfigError, match="Address already in use"), claim(config(port=port)):
+            pass
+
+
+@pytest.mark.parametrize("given", [0, None])
+def test_children_listen_beside_their_parent_which_gets_no_connection(given: int | None) -> None:
+    with claimed_for_children(config(port=free_port() if given is None else given)) as held:
+        port = held.getsockname()[1]
+        children = [beside(config(port=port)) for _ in range(2)]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        for child in children:
+            ensure_listening(child, config(port=port))
+        for _ in range(16):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                taker = next(child for child in select.select(children, [], [], 10)[0])
+                taken, address = taker.accept()
+                assert address == client.getsockname()
+                taken.close()
+        for child in children:
+            child.close()
+
+
+def test_a_child_is_told_when_another_listens_by_now() -> None:
+    port = free_port()
+    with flags.bind("127.0.0.1", port, "--port") as other:
+        with beside(config(port=port)) as child:
+            other.listen()
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):
+                ensure_listening(child, config(port=port))
 
 
 def test_an_address_of_ipv6_has_brackets() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -184,11 +185,20 @@ def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
         (remove("tokenizer.json"), "cannot read {}/tokenizer.json: "),
         (write("tokenizer.json", "{}"), "{}/tokenizer.json is no tokenizer: "),
         (write("tokenizer_config.json", "no"), "{}/tokenizer_config.json is no JSON: "),
+        (write("tokenizer_config.json", "9" * 5000), "{}/tokenizer_config.json is no JSON: "),
+        (
+            edit_json("tokenizer_config.json", additional_special_tokens=5),
+            "{}/tokenizer_config.json: additional_special_tokens is 5; accepted: a list of tokens",
+        ),
         (remove("config.json"), "{}/config.json: no such file"),
         (write("chat_template.jinja", "{% if %}"), "{}/chat_template.jinja: "),
         (
             write("generation_config.json", '{"min_p": "low"}'),
             "{}/generation_config.json: min_p is 'low'; accepted: a number",
+        ),
+        (
+            edit_json("generation_config.json", eos_token_id=list(range(17))),
+            "{}: 18 tokens end a text (eos_token_id); accepted: at most 16",
         ),
         (
             write("generation_config.json", '{"repetition_penalty": 0}'),
@@ -209,6 +219,20 @@ def test_the_api_refuses_what_it_cannot_read(
         api.main(argv)
     assert message.format(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_cannot_serve_never_says_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        raise OSError("no more sockets")
+
+    def notify_ready(**facts: Any) -> None:
+        raise AssertionError("said ready")
+
+    monkeypatch.setenv(flags.TOKEN_ENV, TOKEN)
+    monkeypatch.setattr(uvicorn.Server, "startup", fail)
+    monkeypatch.setattr(flags, "notify_ready", notify_ready)
+    with pytest.raises(OSError, match="no more sockets"):
+        api.main([f"--model-path={MODEL}", f"--registry-address={NOWHERE}", "--port=0"])
 
 
 # --- workers that do not fit together --------------------------------------------------------

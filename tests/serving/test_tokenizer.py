@@ -135,6 +135,12 @@ def test_a_missing_or_malformed_file_is_named_in_one_line(folder, name):
         {"chat_template": [{"name": "default"}]},
         {"eos_token": 7},
         {"eos_token": {"text": "</s>"}},
+        {"additional_special_tokens": 5},
+        {"additional_special_tokens": True},
+        {"additional_special_tokens": "<a>"},
+        {"additional_special_tokens": {"a": "<a>"}},
+        {"additional_special_tokens": ["<a>", 5]},
+        {"additional_special_tokens": [None]},
     ],
 )
 def test_a_malformed_configuration_is_refused(folder, changes):

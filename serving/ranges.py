@@ -1,0 +1,29 @@
+"""Numbers of a request: which are taken, and how those that are not are told."""
+
+from serving.errors import bad_field
+
+MAX_COUNT = (1 << 31) - 1  # what the wire and the programs hold
+_MAX_DIGITS = 20
+
+
+def in_range[N: (int, float)](
+    name: str, value: N, low: float, high: float | None, but: str = "", open_low: bool = False
+) -> N:
+    """The value, if it is in range; high: None takes what fits 32 bits.
+
+    but: what is taken besides, as the message has it. Raises ApiError.
+    """
+    most = MAX_COUNT if high is None else high
+    if (value > low if open_low else value >= low) and value <= most:
+        return value
+    least = f"above {low:g}" if open_low else f"at least {low:g}"
+    # Who is below is not told of a bound that is no choice of ours.
+    also = "" if high is None and value < most else f" and at most {most:.12g}"
+    raise bad_field(name, f"must be {but + ' ' if but else ''}{least}{also}, got {told(value)}")
+
+
+def told(value: float) -> str:
+    """A client's number for a message: JSON's may have thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS:
+        return f"a number of more than {_MAX_DIGITS} digits"
+    return str(value)
