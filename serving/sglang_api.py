@@ -36,6 +36,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
+from serving.ranges import told
 from serving.tokenizer import Tokenizer
 from transfer.clock import Clock
 
@@ -137,7 +138,7 @@ class GenerateReader:
     def _sampling_of(self, params: GenerateSampling, shown: Shown) -> Any:
         max_new = params.max_new_tokens
         if max_new is not None and max_new < 0:
-            raise bad_field("max_new_tokens", f"must be at least 0, got {max_new}")
+            raise bad_field("max_new_tokens", f"must be at least 0, got {told(max_new)}")
         if params.spaces_between_special_tokens is False:
             raise not_served("spaces_between_special_tokens")
         return sampling_of(
@@ -174,6 +175,8 @@ class GenerateReader:
                 model.context_length(),
                 self._prompt_name,
                 "max_new_tokens",
+                params.min_new_tokens,
+                NAMES["min_tokens"],
             )
             if shown.prompt_logprobs_start > len(ids):
                 raise bad_field(
@@ -240,7 +243,7 @@ def _shown(
 ) -> Shown:
     num_logprobs = check_logprobs("top_logprobs_num", top or 0) if wanted else -1
     if start is not None and start < -1:
-        raise bad_field("logprob_start_len", f"must be at least -1, got {start}")
+        raise bad_field("logprob_start_len", f"must be at least -1, got {told(start)}")
     of_prompt = wanted and start is not None and start >= 0
     return Shown(
         stops=stops_of(params.stop),

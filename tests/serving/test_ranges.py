@@ -95,6 +95,11 @@ async def test_more_tokens_at_least_than_the_context_has_left_are_refused() -> N
     assert choice.sampling.min_tokens == choice.sampling.max_new_tokens == left
 
 
+async def test_generate_refuses_more_tokens_at_least_than_its_default_too() -> None:
+    message = await refused(generate, **sampling(min_new_tokens=200))
+    assert message == "min_new_tokens: 200 is more than 128, the default of max_new_tokens here"
+
+
 async def test_a_prompt_that_is_only_scored_has_no_least_number_of_tokens() -> None:
     message = await refused(completion, min_tokens=1, max_tokens=0, echo=True)
     assert message == "min_tokens: 1 is more than the most tokens asked, 0"
