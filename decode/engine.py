@@ -43,7 +43,7 @@ from transfer.wire import SamplingParams
 log = logging.getLogger(__name__)
 
 
-_RUNS_PLACED_AHEAD = 8  # of the device; more wait for memory that was planned for them
+_RUNS_PLACED_AHEAD = 4  # of the device; more wait for memory that was planned for them
 
 
 class SlotState(NamedTuple):

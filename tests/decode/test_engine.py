@@ -50,4 +50,4 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
     for number in range(20):
         engine.place_run(0, range(longest), [run])
         placed.append(number)
-    assert waits == [8, 16]
+    assert waits == [4, 8, 12, 16]
