@@ -29,6 +29,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_REQUEST_ID = 256
 # Longer texts are tokenized in a thread, so that the streams of others do not wait for them.
 INLINE_CHARACTERS = 4096
+_CHARACTERS_PER_TOKEN = 8  # of texts with more, it is counted first whether they can fit
 NO_NAMES: Mapping[str, str] = {}
 
 
@@ -149,9 +150,8 @@ class ServedModel:
             raise bad_field(name, f"must be at least 0, got {told(rank)}")
         size = self._workers_dp_size(role)
         if size and rank >= size:
-            raise bad_field(
-                name, f"{role} has data-parallel ranks 0 to {size - 1}, got {told(rank)}"
-            )
+            what = f"{role} has data-parallel ranks 0 to {size - 1}, got {told(rank)}"
+            raise bad_field(name, what)
         return rank
 
     async def encode_prompt(
@@ -162,17 +162,16 @@ class ServedModel:
         name: the field it came by. threads: others. Raises ApiError (code context_length_exceeded)
         for a text that cannot fit, which might take minutes.
         """
-        fewest, length = self.tokenizer.fewest_tokens(text), self.context_length()
-        if fewest > length:
-            raise bad_field(
-                name,
-                f"the prompt has {fewest} tokens or more; the context length is {length} tokens, "
-                "prompt and output together",
-                "context_length_exceeded",
-            )
+        loop, length = asyncio.get_running_loop(), self.context_length()
+        if len(text) > _CHARACTERS_PER_TOKEN * length:
+            count = self.tokenizer.fewest_tokens
+            fewest = await loop.run_in_executor(threads, count, text, length)
+            if fewest > length:
+                what = f"{fewest} tokens or more; the context length is {length} tokens"
+                what = f"the prompt has {what}, prompt and output together"
+                raise bad_field(name, what, "context_length_exceeded")
         if len(text) <= INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(threads, self.tokenizer.encode, text, add_special_tokens)
 
 

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
+_SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -61,14 +63,12 @@ class Tokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.eos_id = self._id_of_named("eos_token")
         self.bos_id = self._id_of_named("bos_token")
-        self._most_bytes_per_token = 0  # 0: unknown
         self._keeping: TokenTable | WindowDecoder
         self._skipping: TokenTable | WindowDecoder
         if is_byte_level:
             raw = [b""] * self.vocab_size
             for token, token_id in vocab.items():
                 raw[token_id] = _byte_level_bytes(token)
-            self._most_bytes_per_token = max(map(len, raw))
             self._keeping = TokenTable.of(raw)
             self._skipping = self._keeping.without(self.special_ids)
         else:
@@ -114,14 +114,19 @@ class Tokenizer:
         except TypeError as error:
             raise ValueError("expected text that UTF-8 can hold, got a lone surrogate") from error
 
-    def fewest_tokens(self, text: str) -> int:
-        """At most as many as `encode` would find, told at once; 0 when that is not known.
+    def fewest_tokens(self, text: str, enough: int) -> int:
+        """At most as many as `encode` would find, told once they are more than enough.
 
-        As if all tokens were the longest one, and a normalizer made four bytes one.
+        A text of megabytes takes minutes in one piece, and a hundred times its size in memory; so
+        it is counted in parts. Raises ValueError as `encode`.
         """
-        if not self._most_bytes_per_token:
-            return 0
-        return len(text) // (4 * self._most_bytes_per_token)
+        found = fewest = 0
+        for number, at in enumerate(range(0, len(text), _PART_CHARACTERS)):
+            found += len(self.encode(text[at : at + _PART_CHARACTERS], add_special_tokens=False))
+            fewest = max(fewest, found - number * _SPLIT_BY_A_CUT)
+            if fewest > enough:
+                break
+        return fewest
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; those outside the vocabulary add nothing. Raises ValueError below 0."""

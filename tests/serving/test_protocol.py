@@ -229,14 +229,17 @@ async def test_a_prompt_that_is_only_scored_must_fit_the_context_too() -> None:
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
-async def test_a_text_far_past_the_context_is_refused_without_tokenizing_it() -> None:
-    class Deaf(Tokenizer):
+async def test_a_text_far_past_the_context_is_refused_once_as_much_of_it_is_tokenized() -> None:
+    encoded: list[int] = []
+
+    class Counted(Tokenizer):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            raise AssertionError("nobody needs the ids")
+            encoded.append(len(text))
+            return super().encode(text, add_special_tokens)
 
     on = served()
-    on.tokenizer = Deaf.from_dir(MODEL_PATH)
-    text = "a" * 1_000_000
+    on.tokenizer = Counted.from_dir(MODEL_PATH)
+    text = "a ship " * 2_000_000
     for refused, name in (
         (completion(on, prompt=text), "prompt"),
         (chat(on, messages=[{"role": "user", "content": text}]), "messages"),
@@ -246,6 +249,7 @@ async def test_a_text_far_past_the_context_is_refused_without_tokenizing_it() ->
         with pytest.raises(ApiError) as caught:
             await refused
         assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
+    assert encoded == [1 << 16] * 3
 
 
 async def test_what_is_nested_without_end_is_refused_like_any_bad_body() -> None:
@@ -403,7 +407,8 @@ async def test_a_conversation_is_rendered_as_the_goldens_have_it() -> None:
 
 async def test_a_long_text_is_tokenized_beside_the_loop_with_the_same_ids() -> None:
     text = "word " * INLINE_CHARACTERS
-    assert await served().encode_prompt("prompt", text, True) == TOKENIZER.encode(text)
+    ids = TOKENIZER.encode(text)
+    assert await served(len(ids)).encode_prompt("prompt", text, True) == ids
 
 
 async def test_defaults_are_the_models_or_openais(tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ def test_texts_encode_to_the_recorded_ids(tokenizer):
         assert without == case["ids_no_special"], case["text"]
 
 
+def test_a_long_text_has_no_fewer_tokens_than_its_parts_tell(tokenizer):
+    text = "".join(case["text"] for case in ENCODINGS)
+    text *= -(-300_000 // len(text))
+    count = len(tokenizer.encode(text, add_special_tokens=False))
+    assert 0.9 * count < tokenizer.fewest_tokens(text, enough=count) <= count
+    first = len(tokenizer.encode(text[: 1 << 16], add_special_tokens=False))
+    assert tokenizer.fewest_tokens(text, enough=10) == first
+
+
 def test_ids_decode_to_the_recorded_texts(tokenizer):
     for case in ENCODINGS:
         assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"]
