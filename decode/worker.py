@@ -32,7 +32,7 @@ from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from model.buckets import decode_buckets
 from model.chunks import ChunkInFlight
 from model.opening import on_cpu
-from model.sampling import SampleOut
+from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
@@ -361,6 +361,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 continue
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
+            if token_id == NOT_A_TOKEN:
+                self.fail_undrawn(prompt.room)
+                continue
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
             self._emitter.event(submit.api_id, wire.RoomEvent(prompt.room, "prefilled"))
@@ -377,7 +380,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
         out = flight.out
-        result = self._scheduler.finish(plan, np.asarray(out.ids)[flight.rows])
+        token_ids = np.asarray(out.ids)[flight.rows]
+        for at in np.flatnonzero(token_ids == NOT_A_TOKEN).tolist():
+            self.fail_undrawn(int(plan.rooms[at]))
+        result = self._scheduler.finish(plan, token_ids)
         for held in started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 NUM_TOP = 20  # alternatives returned with a token
 NUM_BIAS = 300  # logit biases a request may set
 NUM_STOP = 16  # ids that end a request
+NOT_A_TOKEN = -1  # drawn from a row that is no distribution: NaN, infinity, or nothing allowed
 
 # Below this a temperature cannot be told from greedy, and 1 / temperature overflows.
 MIN_TEMPERATURE = 1e-5
@@ -54,7 +55,7 @@ class SamplingRows(NamedTuple):
 class SampleOut(NamedTuple):
     """What one step draws, B rows."""
 
-    ids: Any  # i32[B]
+    ids: Any  # i32[B]; NOT_A_TOKEN from logits that are not finite
     logprobs: Any  # f32[B], log-softmax of the logits as given, at ids
     top_ids: Any  # i32[B, NUM_TOP], best first; zeros when no row asks
     top_logprobs: Any  # f32[B, NUM_TOP]; zeros when no row asks
@@ -170,6 +171,8 @@ def sample(
             lambda: greedy,
         )
         log_total = jax.nn.logsumexp(logits, axis=-1)
+        # A NaN anywhere in the row is in its sum; drawn from, it would be some token or other.
+        ids = jnp.where(jnp.isfinite(log_total), ids, NOT_A_TOKEN)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
         blank = (
             jnp.zeros((logits.shape[0], NUM_TOP), jnp.int32),

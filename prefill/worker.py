@@ -19,7 +19,7 @@ from model import pieces
 from model.buckets import PrefillBuckets, bucket_for, pages_for, prefill_buckets
 from model.chunks import ChunkInFlight, FirstSample
 from model.opening import on_cpu
-from model.sampling import SampleOut
+from model.sampling import NOT_A_TOKEN, SampleOut
 from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
@@ -373,6 +373,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 continue
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
+            if token_id == NOT_A_TOKEN:
+                self.fail_undrawn(submit.room)
+                continue
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
             held.room.advance(State.SENDING, now_s)

@@ -174,6 +174,11 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             self._tell_failed(held.submit, code, message)
             self.drop(room, code.value)
 
+    def fail_undrawn(self, room: int) -> None:
+        """Its logits are no distribution: better no token than any token."""
+        message = f"the model's output in {self.worker_id()} is not finite: no token can be drawn"
+        self.fail(room, Code.INTERNAL, message)
+
     def drop(self, room: int, why: str) -> None:
         """End a room early, in whatever state. Unknown rooms are ignored."""
         if room in self._held:

@@ -173,6 +173,17 @@ def test_every_id_within_the_filters_is_drawn_at_some_time_and_no_other():
         assert set(draws.tolist()) == allowed(logits[0], request)
 
 
+def test_a_row_that_is_no_distribution_draws_no_token_and_leaves_the_others_alone():
+    logits = logits_of(4, rows=5)
+    requests = [Request(temperature=float(row % 2)) for row in range(5)]
+    whole = run(logits, requests)
+    logits[0, 3], logits[1, 5], logits[2, 7], logits[3] = np.nan, np.nan, np.inf, -np.inf
+    out = run(logits, requests)
+    assert out.ids[:4].tolist() == [sampling.NOT_A_TOKEN] * 4
+    assert out.ids[4] == whole.ids[4]
+    assert out.logprobs[4] == whole.logprobs[4]
+
+
 def draw_many(logits, request, count):
     """The draws of token 0 .. count-1 of one request whose logits never change."""
     requests = [replace(request, token_idx=i) for i in range(count)]

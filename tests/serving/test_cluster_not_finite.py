@@ -1,0 +1,71 @@
+"""Weights that make no numbers: such a request fails by name, and those beside it do not notice."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from tests.cluster import Cluster, up
+
+GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "llama"
+PROMPTS = {p["name"]: p for p in json.loads((GOLDEN / "golden.json").read_text())["prompts"]}
+SAID = "is not finite: no token can be drawn"
+
+
+def damaged(folder: Path) -> Path:
+    """The golden model; embeddings of p33's last token and p1's third generated one are NaN."""
+    model = folder / "model"
+    shutil.copytree(GOLDEN / "model", model)
+    tensors = load_file(model / "model.safetensors")
+    table = np.array(tensors["model.embed_tokens.weight"])
+    table[[PROMPTS["p33"]["ids"][-1], PROMPTS["p1"]["greedy_ids"][2]]] = np.nan
+    save_file(tensors | {"model.embed_tokens.weight": table}, model / "model.safetensors")
+    return model
+
+
+def streamed(cluster: Cluster, name: str) -> list[dict]:
+    body = {
+        "input_ids": PROMPTS[name]["ids"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 12},
+        "stream": True,
+    }
+    with cluster.http.stream("POST", "/generate", json=body) as reply:
+        assert reply.status_code == 200
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
+    tmp_path: Path,
+) -> None:
+    with up(f"--model-path={damaged(tmp_path)}", "--decode-max-running-requests=8") as cluster:
+        with ThreadPoolExecutor(8) as pool:
+            healthy = [
+                pool.submit(
+                    cluster.generate, PROMPTS["p7"]["ids"], temperature=0, max_new_tokens=12
+                )
+                for _ in range(4)
+            ]
+            at_decode = pool.submit(streamed, cluster, "p1")
+            sampling = {"temperature": 1.0, "max_new_tokens": 12}
+            body = {"input_ids": PROMPTS["p33"]["ids"], "sampling_params": sampling}
+            at_prefill = pool.submit(cluster.http.post, "/generate", json=body)
+        for answer in healthy:
+            assert answer.result()["output_ids"] == PROMPTS["p7"]["greedy_ids"][:12]
+
+        refused = at_prefill.result()
+        assert refused.status_code == 500
+        assert SAID in refused.json()["error"]["message"]
+        assert "prefill" in refused.json()["error"]["message"]
+
+        *told, last = at_decode.result()
+        assert told[-1]["output_ids"] == PROMPTS["p1"]["greedy_ids"][:3]
+        assert SAID in last["error"]["message"]
+        assert "decode" in last["error"]["message"]
+
+        for worker in cluster.settled():
+            assert worker["pages_held"] == 0
+            assert worker["counters"]["rooms_internal"] == 1
