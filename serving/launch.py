@@ -1,12 +1,11 @@
 """The `kvferry` command: picks what to start. The only module that knows both roles."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-
-from transfer import flags, terminal
 
 COMMANDS = {
     "up": "start prefill, decode and the API on this machine",
@@ -20,6 +19,11 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
+    # Ctrl-C while modules load ends the process and says nothing; `run_main` has it from there.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from transfer import flags, terminal
+
     terminal.open_missing()
     argv = sys.argv[1:]
     name = argv[0] if argv else ""

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
 import ssl
 import sys
@@ -313,6 +314,8 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     _watch_lifeline()
     code = 0
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -94,6 +96,27 @@ def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
     assert stopped.ends(STOP_S) == 0, stopped.text
     for command in (interrupted, stopped):
         assert "Traceback" not in command.text, command.text
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "prefill"])
+def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(
+    command: str, tmp_path: Path
+) -> None:
+    # Stands for a module that takes its time.
+    (tmp_path / "grpc.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving.launch", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=STOP_S)
+    assert rest == ""
+    assert process.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
