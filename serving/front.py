@@ -1,6 +1,7 @@
 """What every route works with, and how it reads a body."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from serving.event_stream import Outbox, resumed
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
 from transfer.clock import Clock
+
+_DISCARDED = 4  # times what a body may have: so much of one that is larger is read, and dropped
 
 
 class Front:
@@ -64,8 +67,11 @@ async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> byte
     Raises ApiError: 413 when it is too large, 408 when nothing of it came for too long.
     """
     most_bytes = config.max_request_bytes
-    declared = dict(scope["headers"]).get(b"content-length", b"")
+    headers = dict(scope["headers"])
+    declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > most_bytes:
+        if b"expect" not in headers and int(declared) <= _DISCARDED * most_bytes:
+            await _discard(receive, int(declared), config.slow_client_timeout_s)
         raise _too_large(most_bytes)
     parts: list[bytes] = []
     num_bytes = 0
@@ -76,10 +82,24 @@ async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> byte
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes > most_bytes:
+            parts.clear()
+            if message.get("more_body", False):
+                await _discard(receive, _DISCARDED * most_bytes, config.slow_client_timeout_s)
             raise _too_large(most_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _discard(receive: Receive, num_bytes: int, timeout_s: float) -> None:
+    """Let a client send so much more, for so long: many read nothing before they have sent all."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while num_bytes > 0:
+                message = await receive()
+                num_bytes -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
 
 async def _in_time(receive: Receive, timeout_s: float) -> Message:
