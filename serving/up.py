@@ -32,6 +32,7 @@ _PROBE_TIMEOUT_S = 5.0
 # Flags of `up` without a role in front go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
 _QUEUED = WorkerConfig.max_queued_requests
+_MOST_GROUPS = 256  # of one role on one machine
 _FILLED_IN = ("registry_address", "host", "port", "worker_id")
 
 Roles = dict[str, type[WorkerConfig]]
@@ -52,8 +53,8 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     if not model_path.is_dir():
         raise ConfigError(f"--model-path {model_path} is not a folder")
     for count in roles:
-        if getattr(args, count) < 1:
-            raise ConfigError(f"--{count} must be at least 1, got {getattr(args, count)}")
+        if not 1 <= getattr(args, count) <= _MOST_GROUPS:
+            raise ConfigError(f"--{count} must be 1 to {_MOST_GROUPS}, got {getattr(args, count)}")
     with claimed(front):
         pass  # it can be had; the child claims it again
     supervise(
