@@ -12,7 +12,7 @@ from model.buckets import MAX_RUN_PAGES, geometric
 from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent, Shipped
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.errors import BadMessage
+from transfer.errors import BadMessage, PeerLost
 from transfer.layout import HeadRun
 from transfer.pairs import Pairs
 
@@ -145,15 +145,21 @@ class Sender(ABC):
         """The room's lane; for a new room the one with the least to send.
 
         One more is opened only while every other has rooms: a pair that is seldom busy keeps to
-        one connection.
+        one connection. Raises PeerLost when there is none and none can be opened.
         """
-        lanes = self._lanes.setdefault(grant.data_address, [])
+        lanes = self._lanes.get(grant.data_address, [])
         for lane in lanes:
             if grant.room in lane.rooms:
                 return lane
         if len(lanes) < self._connections and all(lane.rooms for lane in lanes):
-            lanes.append(self._open_lane(grant.data_address))
-            return lanes[-1]
+            try:
+                opened = self._open_lane(grant.data_address)
+            except RuntimeError as error:  # as many threads as this process may have
+                if not lanes:
+                    raise PeerLost(f"{grant.data_address}: {error}") from error
+            else:
+                self._lanes.setdefault(grant.data_address, []).append(opened)
+                return opened
         return min(lanes, key=lambda lane: (lane.queued_bytes, len(lane.rooms)))
 
     def _queue(self, grant: wire.Grant, cut: Callable[[int], list[Job]]) -> None:
@@ -161,13 +167,24 @@ class Sender(ABC):
         with self._lock:
             if self._closed or grant.room in self._over:
                 return
-            lane = self._lane_of(grant)
-            lane.rooms[grant.room] = grant.epoch
-            lane.shipped.setdefault(grant.room, Shipped())
-            jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
-            lane.queues.setdefault(grant.room, deque()).extend(jobs)
-            self._queued(lane, sum(job.num_bytes for job in jobs))
-        lane.wake()
+            lost: SenderEvent | None = None
+            try:
+                lane = self._lane_of(grant)
+            except PeerLost as error:
+                self._remember(grant.room)
+                lost = SenderEvent("lost", grant.room, str(error), shipped=Shipped())
+            else:
+                self._put(lane, grant, cut(lane.max_frame_bytes or self._max_frame_bytes))
+        if lost is not None:
+            self._on_event(lost)
+        else:
+            lane.wake()
+
+    def _put(self, lane: Lane, grant: wire.Grant, jobs: list[Job]) -> None:
+        lane.rooms[grant.room] = grant.epoch
+        lane.shipped.setdefault(grant.room, Shipped())
+        lane.queues.setdefault(grant.room, deque()).extend(jobs)
+        self._queued(lane, sum(job.num_bytes for job in jobs))
 
     # --- the lanes' calls ------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class RouteFeeds:
         self._followers: set[RouteLink] = set()
         self._links: set[RouteLink] = set()
         self._num_strangers = 0
+        self._complaint = Complaint(log, "a connection for routes was ended")
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -87,7 +88,7 @@ class RouteFeeds:
         except Unavailable as error:
             log.debug("%s", error)  # it went, which is how each of them ends
         except RpcError as error:
-            log.warning("a connection for routes was ended: %s", error)
+            self._complaint.tell(error)
         finally:
             link.close()
             self._links.discard(link)
@@ -95,7 +96,9 @@ class RouteFeeds:
     async def _greeted(self, link: RouteLink) -> RouteHello:
         self._num_strangers += 1
         try:
-            return await greet(link, self._security)
+            hello = await greet(link, self._security)
+            self._complaint.settle()
+            return hello
         finally:
             self._num_strangers -= 1
 

@@ -197,3 +197,25 @@ def test_what_left_is_told_of_a_room_that_ends_badly_too_and_kept_of_none() -> N
     assert [event.kind for event in sender.events] == ["nacked", "lost"]
     assert not sender.lane.shipped
     assert sender.cancel(4) is None
+
+
+class OneThreadSender(StillSender):
+    """The process has threads for one connection only."""
+
+    def _open_lane(self, address: str) -> Lane:
+        if self._lanes:
+            raise RuntimeError("can't start new thread")
+        return super()._open_lane(address)
+
+
+def test_a_connection_that_cannot_be_opened_costs_its_room_or_nothing() -> None:
+    sender = OneThreadSender(connections=2)
+    queue_room(sender, 1, 1)
+    queue_room(sender, 2, 1)  # there is one that can be used
+    assert sender.events == []
+    grant = a_grant(3, "b", 1)
+    sender.send_pages(grant, 0, shards_of(1), plan_heads(4, 1, 4, 1, 4))
+    sender.finish(grant, FirstToken(1, 0, 4))
+    assert sender.events == [SenderEvent("lost", 3, "b: can't start new thread")]
+    assert len(sender.left()) == 4
+    assert sender.in_flight_bytes == 0

@@ -297,6 +297,24 @@ async def test_a_stranger_cannot_have_the_registry_wait_for_a_large_frame() -> N
         writer.close()
 
 
+async def test_the_same_stranger_again_and_again_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told() -> int:
+        return caplog.text.count("a connection for routes was ended")
+
+    async with a_cluster() as cluster:
+        other = Security("another-token-of-the-tests")
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                await cluster.link(WORKER, security=other)
+        assert told() == 1
+        (await cluster.link(WORKER, follows=True)).close()
+        with pytest.raises(Unavailable):
+            await cluster.link(WORKER, security=other)
+        assert told() == 2
+
+
 async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
     """Twenty times the bound, and nobody ends any."""
     async with a_cluster() as cluster:
