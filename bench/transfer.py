@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,8 @@ from bench.host_limits import (
     tcp_round_trip_us,
 )
 from bench.report import Report
-from bench.transfer_peer import (
-    AHEAD,
-    EPOCH,
-    STALL_TIMEOUT_S,
-    WORKLOADS,
-    digest,
-    new_pool,
-    page_ids,
-    sender_view,
-)
+from bench.transfer_peer import AHEAD, EPOCH, STALL_TIMEOUT_S, WORKLOADS, page_ids
+from bench.transfer_pools import pool_of, runs_of
 from transfer import wire
 from transfer.backend import FirstToken
 from transfer.layout import plan_heads
@@ -49,11 +41,27 @@ TOKEN = "bench"
 OUTSTANDING = (1, 8)
 BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
-RUN_BYTES = 4 << 20
 WARM_UPS = 4
 CONNECTIONS = 2  # as by default
-# What a row's name says of what is not measured, since a device does it beside the processor.
-WAYS = (("", False, True), (", gathered", True, True), (", gathered, not placed", True, False))
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a request consists of, and what a row's name says of it."""
+
+    said: str = ""
+    on_device: bool = False  # pools of JAX, and the programs that the workers run
+    gathered: bool = False  # staged before, as by a device that does it beside the processor
+    placed: bool = True  # else it is done when pages lie where a device fetches them
+
+
+HOST = Way()
+WAYS = (
+    Way(", devices", on_device=True),
+    HOST,
+    Way(", gathered", gathered=True),
+    Way(", gathered, not placed", gathered=True, placed=False),
+)
 
 
 class TransferFailed(RuntimeError):
@@ -83,9 +91,10 @@ class Peer:
 
 
 @contextmanager
-def receiving_process(work: PageWork, backend: str) -> Iterator[Peer]:
+def receiving_process(work: PageWork, backend: str, on_device: bool = False) -> Iterator[Peer]:
     """A peer for one workload, ended with the block."""
     command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN, backend]
+    command += ["devices"] if on_device else []
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -100,32 +109,25 @@ class Sender:
     """The prefill side: gathers pages, sends them, waits for acknowledgements."""
 
     def __init__(
-        self, work: PageWork, address: str, outstanding: int, backend: str, gathered: bool = False
+        self, work: PageWork, address: str, outstanding: int, backend: str, way: Way = HOST
     ) -> None:
-        """gathered: pages were staged before, as by a device that does it beside the processor.
-
-        As many connections as processors may send on, as long as each has a request.
-        """
+        """As many connections as processors may send on, as long as each has a request."""
         self._work = work
         self._address = address
-        self.pool = new_pool(work, 1)
-        self.pool[...] = np.arange(self.pool.shape[2], dtype=np.uint16)[:, None, None, None]
+        self.pool = pool_of(work, 1, way.on_device)
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
         heads = work.kv_heads
         self._runs = plan_heads(heads, 1, heads, 1, heads)
-        # Staging arrays, one a run of pages, for each request in flight; taken back with its
-        # acknowledgement.
-        run_pages = max(1, RUN_BYTES // work.page_bytes)
-        cuts = [slice(at, at + run_pages) for at in range(0, work.num_pages, run_pages)]
-        self._staging = [
-            [(cut, np.take(self.pool, self._ids[idx][cut], axis=2)) for cut in cuts]
-            for idx in range(outstanding)
-        ]
-        self._gathered = gathered
+        self._gathered: list[list[np.ndarray]] = []  # for each request in flight
+        if way.gathered:
+            for idx in range(outstanding):
+                runs = runs_of(self._ids[idx], work.page_bytes)
+                self._gathered.append(list(self.pool.gather(runs)))
+        self._outstanding = outstanding
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for idx in range(outstanding):
             self._free.put(idx)
-        self._sent: dict[int, tuple[float, int]] = {}  # room -> when, staging
+        self._sent: dict[int, tuple[float, int]] = {}  # room -> when, place in flight
         self.taken_s: list[float] = []
         self.ids: np.ndarray  # pages of the last request
         self.failures: list[str] = []
@@ -152,6 +154,7 @@ class Sender:
         self._room += 1
         room = self._room
         ids = self.ids = self._ids[idx if self._gathered else room % AHEAD]
+        runs = runs_of(ids, self._work.page_bytes)
         grant = wire.Grant(
             room=room,
             epoch=EPOCH,
@@ -161,18 +164,18 @@ class Sender:
             stored_kv_heads=self._work.kv_heads,
         )
         self._sent[room] = (time.perf_counter(), idx)
-        # This stands for the compiled gather; a run leaves while the next one is gathered.
-        for cut, pages in self._staging[idx]:
-            if not self._gathered:
-                np.take(self.pool, ids[cut], axis=2, out=pages, mode="clip")
-            self._sender.send_pages(grant, cut.start, [sender_view(pages)], self._runs)
+        # A run leaves while the next one is gathered.
+        page_start = 0
+        for pages in self._gathered[idx] if self._gathered else self.pool.gather(runs):
+            self._sender.send_pages(grant, page_start, [pages], self._runs)
+            page_start += pages.shape[2]
         num_tokens = self._work.num_pages * self._work.page_size
         self._sender.finish(grant, FirstToken(0, 0, num_tokens, wire.RUNNING))
         return room
 
     def drain(self) -> None:
         """Wait until nothing is outstanding."""
-        for idx in [self._take() for _ in self._staging]:
+        for idx in [self._take() for _ in range(self._outstanding)]:
             self._free.put(idx)
 
     def close(self) -> None:
@@ -180,7 +183,7 @@ class Sender:
         self._sender.close()
 
     def _take(self) -> int:
-        """A free staging array, waiting for one. Raises TransferFailed when a request failed."""
+        """Wait until one more may be in flight. Raises TransferFailed when a request failed."""
         try:
             idx = self._free.get(timeout=2 * STALL_TIMEOUT_S)
         except queue.Empty as error:
@@ -245,11 +248,9 @@ def measure(
     report.add(case, "raw loopback CPU", loopback_cpu, "CPU s/GB", copy_cpu, shapes)
     for backend in backends:
         base, base_cpu = (loopback, loopback_cpu) if backend == "tcp" else (memcpy, copy_cpu)
-        for what, gathered, placed in WAYS:
-            name = f"{_named(backend)}{what}"
-            taken_s, whole_s, cpu_s = transfer(
-                work, outstanding, budget_s, backend, gathered, placed
-            )
+        for way in WAYS:
+            name = f"{_named(backend)}{way.said}"
+            taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s, backend, way)
             gigabytes = len(taken_s) * work.request_bytes / 1e9
             rate = gigabytes / whole_s
             report.add(case, name, rate, "GB/s", base, shapes)
@@ -264,27 +265,20 @@ def _named(backend: str) -> str:
 
 
 def transfer(
-    work: PageWork,
-    outstanding: int,
-    budget_s: float,
-    backend: str,
-    gathered: bool = False,
-    placed: bool = True,
+    work: PageWork, outstanding: int, budget_s: float, backend: str, way: Way = HOST
 ) -> tuple[list[float], float, float]:
     """Seconds of each request, of all, and of processor time of both sides.
 
-    placed: the receiver scatters pages into its pool; else a request is done when they lie in its
-    memory, as they do where a device fetches them. Raises TransferFailed when pages were lost or
-    arrived other than they were sent.
+    Raises TransferFailed when pages were lost or arrived other than they were sent.
     """
-    with receiving_process(work, backend) as peer:
-        sender = Sender(work, peer.address, outstanding, backend, gathered)
+    with receiving_process(work, backend, way.on_device) as peer:
+        sender = Sender(work, peer.address, outstanding, backend, way)
         try:
             for _ in range(WARM_UPS):
                 sender.send_one()
             sender.drain()
             sender.taken_s.clear()
-            peer.ask(f"place {int(placed)}")
+            peer.ask(f"place {int(way.placed)}")
             cpu_s = time.process_time() + peer.ask("cpu")["cpu_s"]
             start_s = time.perf_counter()
             sender.send_one()
@@ -299,7 +293,7 @@ def transfer(
             peer.ask("place 1")
             room = sender.send_one()
             sender.drain()
-            expected = digest(sender.pool, sender.ids)
+            expected = sender.pool.digest(sender.ids)
             found = peer.ask(f"digest {room}")["digest"]
         finally:
             sender.close()

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import xxhash
 
 from bench.host_limits import PageWork
+from bench.transfer_pools import pool_of
 from model.config import KVSpec
 from transfer.backend import FirstToken
+from transfer.errors import Code
 from transfer.nixl import NixlReceiver
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver
@@ -44,20 +44,9 @@ WORKLOADS = {
 }
 
 
-def new_pool(work: PageWork, fill: int) -> np.ndarray:
-    """u16[layers, 2, pages, page_size, kv_heads, head_dim], written in full."""
-    shape = (work.layers, 2, work.pool_pages, work.page_size, work.kv_heads, work.head_dim)
-    return np.full(shape, fill, np.uint16)
-
-
 def page_ids(work: PageWork, room: int) -> np.ndarray:
     """Pages of a room, scattered; both processes work them out for themselves."""
     return np.random.default_rng(room % AHEAD).permutation(work.pool_pages)[: work.num_pages]
-
-
-def digest(pool: np.ndarray, ids: np.ndarray) -> str:
-    """Of the pages' bytes, in the order of ids."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.take(pool, ids, axis=2)).data)
 
 
 def spec_of(work: PageWork) -> KVSpec:
@@ -68,9 +57,9 @@ def spec_of(work: PageWork) -> KVSpec:
 class Peer:
     """Owner of the destination pool."""
 
-    def __init__(self, work: PageWork, token: str, backend: str) -> None:
+    def __init__(self, work: PageWork, token: str, backend: str, *devices: str) -> None:
         self._work = work
-        self._pool = new_pool(work, 0)
+        self._pool = pool_of(work, 0, on_device=bool(devices))
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
         self._lost = 0
         self.places = True
@@ -96,7 +85,7 @@ class Peer:
 
     def digest(self, room: int) -> str:
         """Of what a room put in place."""
-        return digest(self._pool, self._ids[room % AHEAD])
+        return self._pool.digest(self._ids[room % AHEAD])
 
     def close(self) -> dict[str, Any]:
         """Stop; returns what there is to say."""
@@ -106,26 +95,20 @@ class Peer:
         return {"cpu_s": times.user + times.system, "lost": self._lost, "counters": counters}
 
     def _on_pages(self, room: int, page_start: int, shards: Sequence[np.ndarray]) -> None:
-        if not self.places:
-            return
-        pages = shards[0].view(np.uint16)
-        ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
-        self._pool[:, :, ids] = pages
+        if self.places:
+            (pages,) = shards
+            ids = self._ids[room % AHEAD][page_start : page_start + pages.shape[2]]
+            self._pool.place(ids, pages)
 
     def _on_finish(self, room: int, first: FirstToken) -> None:
         self._receiver.ack(room)
         self._receiver.forget(room)
         self._receiver.expect(room + AHEAD, EPOCH, self._work.num_pages)
 
-    def _on_lost(self, rooms: Sequence[int], message: str) -> None:
+    def _on_lost(self, rooms: Sequence[int], message: str, code: Code) -> None:
         with self._lock:
             self._lost += len(rooms)
         print(f"lost {len(rooms)} rooms: {message}", file=sys.stderr)
-
-
-def sender_view(pages: np.ndarray) -> np.ndarray:
-    """Pages as the numbers they stand for."""
-    return pages.view(ml_dtypes.bfloat16)
 
 
 def main() -> None:

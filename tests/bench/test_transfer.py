@@ -13,8 +13,9 @@ from bench.host_limits import (
 )
 from bench.report import Report
 from bench.surroundings import Surroundings
-from bench.transfer import BACKENDS, measure, run, transfer
-from bench.transfer_peer import WORKLOADS, digest, new_pool, page_ids
+from bench.transfer import BACKENDS, WAYS, Way, measure, run, transfer
+from bench.transfer_peer import WORKLOADS, page_ids
+from bench.transfer_pools import digest, new_pool, pool_of, runs_of
 
 SMALL = WORKLOADS["small"]
 
@@ -35,10 +36,10 @@ def test_limits_of_the_host_are_measured():
     assert tcp_round_trip_us(64, 0.02) > 0
 
 
-@pytest.mark.parametrize(("gathered", "placed"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.said or "host")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_arrive_and_every_request_is_timed(backend, gathered, placed):
-    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend, gathered, placed)
+def test_pages_arrive_and_every_request_is_timed(backend, way):
+    taken_s, whole_s, cpu_s = transfer(SMALL, 1, 0.05, backend, way)
     assert taken_s
     assert max(taken_s) <= whole_s
     assert cpu_s >= 0
@@ -52,8 +53,21 @@ def test_pages_that_differ_have_another_digest():
     assert digest(pool, ids) != before
 
 
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "devices"])
+def test_pages_of_one_pool_are_put_into_another(on_device):
+    work = WORKLOADS["a"]
+    source, target = (pool_of(work, fill, on_device) for fill in (1, 0))
+    ids = page_ids(work, 5)
+    assert source.digest(ids) != target.digest(ids)
+    runs = runs_of(ids, 1 << 20)  # four pages each
+    for run_ids, pages in zip(runs, source.gather(runs), strict=True):
+        assert pages.shape[2] == len(run_ids) == 4
+        target.place(run_ids, pages)
+    assert source.digest(ids) == target.digest(ids)
+
+
 def test_requests_beside_each_other_that_share_pages_are_no_damage():
-    taken_s, _, _ = transfer(WORKLOADS["a"], 8, 0.05, "tcp", gathered=True)
+    taken_s, _, _ = transfer(WORKLOADS["a"], 8, 0.05, "tcp", Way(gathered=True))
     assert len(taken_s) >= 8
 
 
