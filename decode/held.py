@@ -13,6 +13,7 @@ from model.chunks import ChunkInFlight
 from model.sampling import SampleOut
 from transfer.backend import FirstToken
 from transfer.emit import Rows
+from transfer.errors import Code
 from transfer.role import HeldRoom
 
 
@@ -33,6 +34,7 @@ class Finished:
 class SenderLost:
     rooms: tuple[int, ...]
     message: str
+    code: Code
 
 
 @dataclass(frozen=True)

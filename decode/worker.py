@@ -109,7 +109,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             kv=opened.kv,
             on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
             on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
-            on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
+            on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         data_address = receiver.start()
         self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address)
@@ -159,9 +159,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 self._place(room, page_start, shards)
             case Finished(room, first):
                 self._transferred(room, first)
-            case SenderLost(rooms, message):
+            case SenderLost(rooms, message, code):
                 for room in rooms:
-                    self.fail(room, Code.PEER_LOST, f"prefill lost: {message}")
+                    self.fail(room, code, f"prefill lost: {message}")
             case GrantFailed(rooms, message):
                 for room in rooms:
                     self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")

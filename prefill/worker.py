@@ -252,7 +252,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                     self.end(said.room)
             case "nacked":
                 self.counters["transfers_refused"] += 1
-                self.fail(said.room, Code.STALE, f"decode refused pages: {said.message}")
+                code = Code.GONE if said.code == Code.GONE else Code.STALE
+                self.fail(said.room, code, f"decode refused pages: {said.message}")
             case "lost":
                 self.counters["transfers_lost"] += 1
                 self.fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")

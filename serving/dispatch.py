@@ -333,10 +333,13 @@ class Dispatcher:
             return
         avoid = link.worker_id
         pair = generation.pair
-        if code is Code.PEER_LOST and pair is not None:
+        if code in (Code.PEER_LOST, Code.GONE) and pair is not None:
             # Its peer is at fault, not the one that tells.
             peer = pair.prefill if pair.decode_key == link.key else pair.decode
             avoid = peer.info.worker_id
+        if code is Code.GONE:
+            self._placement.await_word(generation, event.message, link.key, avoid)
+            return
         self._placement.move(generation, code, event.message, link.key, avoid)
 
     # --- ends ---

@@ -36,6 +36,7 @@ _STATUS = {
     Code.SHUTTING_DOWN: 503,
     Code.DRAINING: 503,
     Code.STALE: 503,
+    Code.GONE: 503,
     Code.INTERNAL: 500,
 }
 _TYPES = {

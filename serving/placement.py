@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LONGEST_S = 1.0
+_WORD_S = 1.0  # between what two workers tell of one room
 # A full queue, a late request and one that no worker could serve say nothing of the worker.
 _WORKERS_FAULT = frozenset({Code.PEER_LOST, Code.STALE, Code.INTERNAL})
 _GOLDEN = 0.6180339887498949
@@ -162,6 +163,20 @@ class Placement:
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, "preempted")
         self.place(generation)
+
+    def await_word(self, generation: Generation, message: str, over_at: Key, avoid: str) -> None:
+        """Its other worker gave the room up, as this one found: why, and what then, that one says.
+
+        Its word is on its way, and may be of a preemption, which is no failure; a word that never
+        comes is one. over_at, avoid: as of `move`.
+        """
+        room = generation.room
+
+        def silent() -> None:
+            if generation.room == room:
+                self.move(generation, Code.STALE, message, over_at, avoid)
+
+        self._timers.call_later(_WORD_S, silent)
 
     def move(
         self, generation: Generation, code: Code, message: str, over_at: Key | None, avoid: str

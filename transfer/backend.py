@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from transfer import wire
-from transfer.errors import BadMessage
+from transfer.errors import BadMessage, Code
 from transfer.layout import HeadRun
 
 MAGIC = b"KVF1"
@@ -200,7 +200,7 @@ class SenderEvent:
 OnEvent = Callable[[SenderEvent], None]
 OnPages = Callable[[int, int, list[np.ndarray]], None]
 OnFinish = Callable[[int, FirstToken], None]
-OnLost = Callable[[tuple[int, ...], str], None]
+OnLost = Callable[[tuple[int, ...], str, Code], None]
 
 
 class PageSender(Protocol):
@@ -256,7 +256,8 @@ class PageReceiver(Protocol):
     on_pages(room, page_start, shards): a run of pages is complete; one array per shard,
         [layers, 2, n, page_size, heads of the shard, head_dim], now the callee's.
     on_finish(room, first): all pages of the grant were delivered, and this is where to go on.
-    on_lost(rooms, message): rooms whose pages will not be completed.
+    on_lost(rooms, message, code): rooms whose pages will not be completed. GONE: the sender
+        gave them up. PEER_LOST: it is not there any more.
     """
 
     @property

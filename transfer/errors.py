@@ -31,6 +31,7 @@ class Code(enum.StrEnum):
     SHUTTING_DOWN = "shutting_down"
     DRAINING = "draining"  # handed on by a worker that leaves: nobody's fault
     STALE = "stale"
+    GONE = "gone"  # the other worker gave the room up, and says itself why
     INTERNAL = "internal"
 
     @property
@@ -42,6 +43,7 @@ class Code(enum.StrEnum):
             Code.SHUTTING_DOWN,
             Code.DRAINING,
             Code.STALE,
+            Code.GONE,
         )
 
 

@@ -310,7 +310,7 @@ class Receiver(ABC):
         elif first is not None:
             self._on_finish(frame.room, first)
         elif frame.kind is Kind.CANCEL:
-            self._on_lost((frame.room,), "cancelled by the sender")
+            self._on_lost((frame.room,), "cancelled by the sender", Code.GONE)
 
     def damaged(self) -> NoReturn:
         """A frame's digest is wrong: raises BadMessage, which ends the connection.
@@ -333,7 +333,7 @@ class Receiver(ABC):
             for room in rooms:
                 self._inbound.forget(room)
         if rooms and not self._closed:
-            self._on_lost(rooms, message)
+            self._on_lost(rooms, message, Code.PEER_LOST)
 
     def count(self, what: str) -> None:
         with self._lock:
@@ -350,6 +350,5 @@ class Receiver(ABC):
         # A request that ends early leaves frames on their way: no fault of anyone.
         level = logging.DEBUG if reason == "unknown_room" else logging.WARNING
         log.log(level, "frame of room %d refused: %s", frame.room, error)
-        feeder.reply(
-            Frame(Kind.NACK, frame.room), wire.encode(Refused(Code.STALE.value, str(error)))
-        )
+        code = Code.GONE if reason == "unknown_room" else Code.STALE
+        feeder.reply(Frame(Kind.NACK, frame.room), wire.encode(Refused(code.value, str(error))))

@@ -13,6 +13,7 @@ from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, bits_of, s
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver, PageSender, SenderEvent
 from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import Code
 from transfer.layout import plan_heads
 from transfer.loopback import LoopbackNetwork, LoopbackReceiver, LoopbackSender
 from transfer.nixl import NixlReceiver, NixlSender
@@ -44,8 +45,9 @@ class Diary:
     def on_finish(self, room: int, first: FirstToken) -> None:
         self._write(self.finished, (room, first), "finish")
 
-    def on_lost(self, rooms: tuple[int, ...], message: str) -> None:
+    def on_lost(self, rooms: tuple[int, ...], message: str, code: Code) -> None:
         assert message
+        assert code is (Code.GONE if "cancelled" in message else Code.PEER_LOST)
         self._write(self.lost, rooms, "receiver lost")
 
     def _write(self, where: list[Any], what: Any, word: str) -> None:

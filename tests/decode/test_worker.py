@@ -11,6 +11,7 @@ from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.backend import FirstToken
+from transfer.errors import Code
 from transfer.worker import Aborted, ApiGone
 
 
@@ -152,14 +153,21 @@ def test_pages_that_come_after_the_end_are_counted_and_not_placed() -> None:
     worker.check_idle()
 
 
-@pytest.mark.parametrize("event", [SenderLost((1,), "died"), GrantFailed((1,), "not there")])
-def test_a_lost_prefill_is_told_as_such(event: object) -> None:
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (SenderLost((1,), "died", Code.PEER_LOST), "peer_lost"),
+        (SenderLost((1,), "cancelled", Code.GONE), "gone"),
+        (GrantFailed((1,), "not there"), "peer_lost"),
+    ],
+)
+def test_a_lost_prefill_is_told_as_such(event: object, code: str) -> None:
     alone, worker = decode()
     alone.submit(1)
     alone.turn()
     worker.handle(event)
     alone.turn()
-    assert alone.events() == [("failed", 1, "peer_lost")]
+    assert alone.events() == [("failed", 1, code)]
     worker.check_idle()
 
 

@@ -126,14 +126,16 @@ def test_the_pages_of_a_long_cached_prefix_pass_through_memory_that_was_planned(
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-@pytest.mark.parametrize(("kind", "code"), [("nacked", "stale"), ("lost", "peer_lost")])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("nacked", "stale"), ("nacked", "gone"), ("lost", "peer_lost")]
+)
 def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, code: str) -> None:
     alone, worker = prefill()
     alone.submit(1, num_tokens=16)
     worker.handle(Granted((alone.grant(1),)))
     for _ in range(turns):
         alone.turn()
-    worker.handle(SenderSaid(SenderEvent(kind, 1, "why")))  # type: ignore[arg-type]
+    worker.handle(SenderSaid(SenderEvent(kind, 1, "why", code)))  # type: ignore[arg-type]
     while alone.turn():
         pass
     assert ("failed", 1, code) in alone.events()

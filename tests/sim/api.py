@@ -270,6 +270,9 @@ class Api:
             return
         if event.kind == "preempted":
             self.net.stats["preempted"] += 1
+        elif event.code == Code.GONE.value:
+            self.net.stats["failed_gone"] += 1
+            return  # the other one tells why, always: nothing here waits for less
         elif event.code == Code.DEADLINE.value:
             assert request.deadline_s < self._clock.now_s()
             self._close(request, "deadline")

@@ -82,7 +82,7 @@ HAPPENS = [
     "control_breaks",
     "data_links_broken",
     "failed_peer_lost",
-    "failed_stale",
+    "failed_gone",
     "grants_failed",
     "prefill_grants_expired",
     "submits_doubled",

@@ -192,7 +192,7 @@ class SimDecode(DecodeWorker):
             plan.tp_size,
             on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
             on_finish=lambda room, first: self.inbox.post(Finished(room, first)),
-            on_lost=lambda rooms, message: self.inbox.post(SenderLost(rooms, message)),
+            on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         self.receiver = receiver
         engine = StepEngine(

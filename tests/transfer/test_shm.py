@@ -237,7 +237,7 @@ class Holder:
             tp_size,
             lambda room, start, shards: self.kept.append(shards),
             lambda room, first: self.done.append(room),
-            lambda rooms, message: self.lost.append(rooms),
+            lambda rooms, message, code: self.lost.append(rooms),
             PATIENCE_S,
             num_slots * FRAME_BYTES,
         )
