@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax import Array
 
 from model.checkpoint import Checkpoint
@@ -31,6 +30,13 @@ def is_orbax(path: str | Path) -> bool:
     return (Path(path) / _PARAMS / _MARK).exists()
 
 
+def _orbax() -> Any:
+    """The library: most starts read safetensors, and importing it takes most of a second."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
 def save_orbax(
     src: str | Path,
     out: str | Path,
@@ -44,6 +50,7 @@ def save_orbax(
     progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` is the
     source or has parameters already. What was begun is removed when it fails.
     """
+    ocp = _orbax()
     source_dir, target = Path(src), Path(out).absolute()
     if target.exists() and source_dir.samefile(target):
         raise ModelError(f"{target}: is the folder of the source; expected a new folder")
@@ -93,6 +100,7 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     A parameter that the mesh pads or replicates goes through the host, the others do not.
     Raises ModelError, one line, when something is missing, misshapen or not readable.
     """
+    ocp = _orbax()
     params = folder.absolute() / _PARAMS
     stacked = replace(model.dims, stacked=True)
     leaves = _flat(_named(param_leaves(model.cfg, stacked, model.dtype)))
@@ -119,7 +127,7 @@ def add_to_digest(folder: Path, digest: Any) -> None:
 def _restore(
     params: Path, checkpointer: Any, name: tuple[str, ...], leaf: Leaf, model: Model
 ) -> Array:
-    sharding = leaf.sharding(model.mesh)
+    ocp, sharding = _orbax(), leaf.sharding(model.mesh)
     fits = leaf.shape == leaf.canonical
     how = (
         ocp.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype, global_shape=leaf.shape)
