@@ -1,17 +1,22 @@
 """Requests of many kinds, and what one process alone answers to them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serving.tokenizer import Tokenizer
+from tests.cluster import Cluster
 from tests.one_process import CONTEXT, OneProcess
 from transfer import wire
 
-# A small pool and many requests: some of a crowd are preempted. The demo model.
+# A small pool, and chunks of a few prompts, of the demo model. Systems with the same sizes compile
+# them once.
 CROWD = (
     f"--context-length={CONTEXT}",
     "--page-size=16",
     "--chunked-prefill-size=64",
+    "--prefill-max-seqs-per-chunk=4",
     "--decode-max-running-requests=8",
+    "--decode-max-total-tokens=640",
     "--max-inflight-requests=64",
 )
 
@@ -60,3 +65,20 @@ def expected(
         values = {k: v for k, v in sampling.items() if k not in ("max_new_tokens", "ignore_eos")}
         answers.append(one_process.run(ids, _params(values, sampling["max_new_tokens"])))
     return answers
+
+
+def crowds(
+    cluster: Cluster, jobs: list[tuple[list[int], dict[str, Any]]], want: list[list[int]]
+) -> list[Any]:
+    """All jobs at once, again and again until decode has preempted; the answers to the last.
+
+    Its pool is small, but how many meet there is a matter of time.
+    """
+    before = cluster.worker("decode")["counters"].get("preemptions", 0)
+    for _ in range(8):
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            answers = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
+        assert [answer["output_ids"] for answer in answers] == want
+        if cluster.worker("decode")["counters"].get("preemptions", 0) > before:
+            return answers
+    raise AssertionError("no crowd was ever too large for the pool")

@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster, up, wait_until
+from tests.served import CROWD
 
-PAGE = 16
+PAGE = 16  # as CROWD's
 PREFIX_PAGES = 12
-SIZES = (
-    "--context-length=512",
-    f"--page-size={PAGE}",
-    "--chunked-prefill-size=64",
-    "--prefill-max-seqs-per-chunk=1",
-    "--decode-max-running-requests=8",
-)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with up("--prefill=2", "--policy=cache_aware", "--decode-policy=round_robin", *SIZES) as system:
+    with up("--prefill=2", "--policy=cache_aware", "--decode-policy=round_robin", *CROWD) as system:
         yield system
 
 

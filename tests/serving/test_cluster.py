@@ -21,16 +21,12 @@ from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
 from tests.one_process import OneProcess
-from tests.served import CROWD, TEXTS, expected, jobs_of
+from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with up(
-        *CROWD,
-        "--prefill-max-seqs-per-chunk=4",
-        "--decode-max-total-tokens=640",
-    ) as running:
+    with up(*CROWD) as running:
         yield running
 
 
@@ -62,11 +58,7 @@ def test_served_tokens_equal_those_of_one_process_alone_and_in_a_crowd(
 ) -> None:
     jobs = jobs_of(tokenizer, 60)
     want = expected(one_process, jobs)
-    before = cluster.worker("decode")["counters"].get("preemptions", 0)
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        crowd = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
-    assert [answer["output_ids"] for answer in crowd] == want
-    assert cluster.worker("decode")["counters"].get("preemptions", 0) > before
+    crowds(cluster, jobs, want)
     # Again, one after the other: every prompt's prefix is cached now.
     alone = [cluster.generate(ids, **sampling) for ids, sampling in jobs[::5]]
     assert [answer["output_ids"] for answer in alone] == want[::5]

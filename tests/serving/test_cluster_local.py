@@ -1,7 +1,6 @@
 """Short prompts that decode computes itself: the same tokens, and prefill hears nothing of them."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up
 from tests.one_process import OneProcess
-from tests.served import CROWD, TEXTS, expected, jobs_of
+from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 LOCAL_TOKENS = 40
 
@@ -38,14 +37,9 @@ def test_a_crowd_of_both_kinds_gets_the_tokens_of_one_process_alone(
     lengths = [len(tokenizer.encode(text)) for text in TEXTS]
     assert min(lengths) <= LOCAL_TOKENS < max(lengths)
     jobs = jobs_of(tokenizer, 60)
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        crowd = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
-    assert [answer["output_ids"] for answer in crowd] == expected(
-        OneProcess(demo_model_path()), jobs
-    )
-    decode, prefill = cluster.worker("decode"), cluster.worker("prefill")
     # Preempted, a request comes back with what it wrote so far: then it may be too long.
-    assert decode["counters"]["preemptions"] > 0
+    crowds(cluster, jobs, expected(OneProcess(demo_model_path()), jobs))
+    decode, prefill = cluster.worker("decode"), cluster.worker("prefill")
     assert decode["counters"]["local_prefills"] > 0
     assert prefill["counters"]["tokens_computed"] > 0
     for worker in cluster.settled():

@@ -15,7 +15,7 @@ from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
 from tests.one_process import OneProcess
-from tests.served import CROWD, TEXTS, expected, jobs_of
+from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,6 @@ def cluster() -> Iterator[Cluster]:
         "--prefill-dp-size=2",
         "--prefill-tp-size=2",
         "--prefill-ep-size=4",
-        "--prefill-max-seqs-per-chunk=4",
         "--prefill-load-balance-method=total_tokens",
         "--decode-dp-size=2",
         "--decode-tp-size=2",
@@ -45,11 +44,8 @@ def test_a_crowd_on_two_ranks_gets_the_tokens_of_one_process_alone(
     jobs = jobs_of(tokenizer, 60)
     want = expected(OneProcess(demo_model_path()), jobs)
     for _ in range(2):  # the second time prefixes are cached
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            crowd = list(pool.map(lambda job: cluster.generate(job[0], **job[1]), jobs))
-        assert [answer["output_ids"] for answer in crowd] == want
-    assert any(answer["meta_info"]["cached_tokens"] > 0 for answer in crowd)
-    assert cluster.worker("decode")["counters"]["preemptions"] > 0
+        answers = crowds(cluster, jobs, want)
+    assert any(answer["meta_info"]["cached_tokens"] > 0 for answer in answers)
     for worker in cluster.settled():
         assert all(worker["counters"][f"rank_{rank}_rooms"] > 0 for rank in (0, 1))
         assert worker["compiles_after_ready"] == 0
