@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from typing import Any
 
 import httpx
@@ -90,56 +89,6 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
             assert response.status_code == 413
             error_of(response)
         assert (await live.post("/v1/completions", ASK)).status_code == 200
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_who_reads_nothing_before_all_is_sent_is_told_that_it_was_too_much(
-    chunked: bool,
-) -> None:
-    body = b"x" * (12 << 20)  # more than sockets hold
-    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
-    if chunked:
-        body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    async with live_server(max_request_bytes=4 << 20) as live:
-        host, port = live.url.removeprefix("http://").split(":")
-
-        def ask() -> bytes:
-            with socket.create_connection((host, int(port)), timeout=20) as sock:
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\n"
-                sock.sendall(head + body)
-                with sock.makefile("rb") as answer:
-                    return answer.read()  # to the end: the server closes
-
-        answer = await asyncio.to_thread(ask)
-        assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b'"code":"request_too_large"' in answer
-
-
-async def test_a_body_larger_than_anyone_waits_for_is_refused_by_its_length() -> None:
-    async with live_server(max_request_bytes=1000) as live:
-        host, port = live.url.removeprefix("http://").split(":")
-        for length, more in ((4001, b""), (2000, b"Expect: 100-continue\r\n")):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n"
-            writer.write(head % (more, length))
-            async with asyncio.timeout(10):
-                assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
-            writer.close()
-            await writer.wait_closed()
-
-
-async def test_a_body_that_does_not_come_is_given_up() -> None:
-    async with live_server(slow_client_timeout_s=0.05) as live:
-        host, port = live.url.removeprefix("http://").split(":")
-        for path in ("/v1/completions", "/tokenize"):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
-            writer.write(head.encode() + b'{"prompt": ')
-            answer = await reader.read()  # to the end: the server closes
-            assert answer.startswith(b"HTTP/1.1 408 ")
-            assert b'"code":"request_timeout"' in answer
-            writer.close()
-            await writer.wait_closed()
 
 
 async def test_health_is_of_both_roles_and_requests_wait_for_the_one_that_is_gone() -> None:
