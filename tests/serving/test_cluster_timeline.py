@@ -18,7 +18,7 @@ def cluster() -> Iterator[Cluster]:
         "--context-length=1024",
         f"--page-size={PAGE_SIZE}",
         f"--chunked-prefill-size={CHUNK}",
-        "--decode-max-running-requests=4",
+        "--decode-max-running-requests=2",
     ) as running:
         yield running
 

@@ -14,7 +14,7 @@ from tests.served import CROWD
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with up("--prefill=2", "--decode=2", "--max-retries=0", *CROWD) as system:
+    with up("--prefill=2", "--decode=2", "--max-retries=1", *CROWD) as system:
         yield system
 
 
