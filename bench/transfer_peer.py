@@ -83,6 +83,10 @@ class Peer:
             self._receiver.expect(room, EPOCH, self._work.num_pages)
         return address
 
+    def settle(self) -> None:
+        """Wait until pages that came are in place."""
+        self._pool.settle()
+
     def digest(self, room: int) -> str:
         """Of what a room put in place."""
         return self._pool.digest(self._ids[room % AHEAD])
@@ -123,6 +127,7 @@ def main() -> None:
             peer.places = bool(int(rest))
             print(json.dumps({}), flush=True)
         elif word == "cpu":
+            peer.settle()
             times = os.times()
             print(json.dumps({"cpu_s": times.user + times.system}), flush=True)
         elif word == "quit":

@@ -18,6 +18,7 @@ from transfer.buffers import BufferPool
 RUN_BYTES = 4 << 20  # gathered, sent and put in place at once; a page, where that is more
 _IDLE_BYTES = 256 << 20
 _GATHERS_AHEAD = 2  # dispatched before the first of them is sent
+_PLACED_AHEAD = 4  # dispatched before one waits for them, as decode/engine.py does
 
 
 class Pool(Protocol):
@@ -28,7 +29,11 @@ class Pool(Protocol):
         ...
 
     def place(self, ids: np.ndarray, pages: np.ndarray) -> None:
-        """Write such pages (any thread)."""
+        """Begin to write such pages (any thread)."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all of them are written."""
         ...
 
     def digest(self, ids: np.ndarray) -> str:
@@ -66,6 +71,9 @@ class HostPool:
     def place(self, ids: np.ndarray, pages: np.ndarray) -> None:
         self._pages[:, :, ids] = pages.view(np.uint16)
 
+    def settle(self) -> None:
+        pass
+
     def digest(self, ids: np.ndarray) -> str:
         return digest(self._pages, ids)
 
@@ -85,7 +93,7 @@ class DevicePool:
         self._gather = jax.jit(gather_pages)
         self._write = jax.jit(write_pages, donate_argnums=0)
         self._put, self._wait = jax.device_put, jax.block_until_ready
-        self._placing: deque[Any] = deque()
+        self._num_placing = 0
 
     def gather(self, runs: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
         ahead: deque[Any] = deque()
@@ -98,7 +106,15 @@ class DevicePool:
 
     def place(self, ids: np.ndarray, pages: np.ndarray) -> None:
         with self._lock:
+            self._num_placing += 1
+            if self._num_placing > _PLACED_AHEAD:
+                self._wait(self._pool)
+                self._num_placing = 1
             self._pool = self._write(self._pool, self._put(pages), ids.astype(np.int32))
+
+    def settle(self) -> None:
+        with self._lock:
+            self._wait(self._pool)
 
     def digest(self, ids: np.ndarray) -> str:
         with self._lock:
