@@ -12,7 +12,7 @@ from serving.tokenizer import ChatTemplateError
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
-MAX_PARTS = 16_384  # content parts and tool calls of a conversation
+MAX_PARTS = 16_384  # content parts and tool calls of a conversation; of tools, of documents
 
 
 class ConversationFields(Protocol):
@@ -32,7 +32,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     """The messages, checked, as the model's template expects them. Raises ApiError."""
     if not fields.messages:
         raise bad_field("messages", "must have at least one message")
-    _check_number(fields.messages, model.context_length())
+    _check_number(fields, fields.messages, model.context_length())
     if fields.add_generation_prompt and fields.continue_final_message:
         raise bad_field("continue_final_message", "cannot go with add_generation_prompt")
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
@@ -67,7 +67,9 @@ def render(
         raise bad_field("messages", str(error)) from error
 
 
-def _check_number(messages: Sequence[Mapping[str, Any]], context_length: int) -> None:
+def _check_number(
+    fields: ConversationFields, messages: Sequence[Mapping[str, Any]], context_length: int
+) -> None:
     """Each message makes a token at least; templates take seconds for a million of anything."""
     if len(messages) > context_length:
         raise bad_field(
@@ -78,6 +80,9 @@ def _check_number(messages: Sequence[Mapping[str, Any]], context_length: int) ->
         )
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     count = sum(len(items) for items in lists if isinstance(items, list))
+    for name, items in (("tools", fields.tools), ("documents", fields.documents)):
+        if items and len(items) > MAX_PARTS:
+            raise bad_field(name, f"at most {MAX_PARTS}, got {len(items)}")
     if count > MAX_PARTS:
         what = f"at most {MAX_PARTS} content parts and tool calls, got {count}"
         raise bad_field("messages", what)

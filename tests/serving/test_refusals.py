@@ -101,6 +101,9 @@ async def test_arguments_of_a_call_that_no_text_can_hold_are_a_400_that_names_th
                 assert (await live.post(path, conversation(fine))).status_code == 200
 
 
+MANY = "at most 16384 content parts and tool calls"
+
+
 def parts(count: int) -> dict[str, Any]:
     half = [{"role": "user", "content": ["x"] * (count // 2)}] * 2
     return {"messages": half, "max_tokens": 1}
@@ -127,8 +130,10 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
             (both[:1], {"prompt": [""] * 16_385}, "prompt", "at most 16384 prompts, got 16385"),
             (both, {"messages": [{"role": "user", "content": long}]}, "messages", "is 512"),
             (both, {"messages": [{"role": "user", "content": ""}] * 513}, "messages", "is 512"),
-            (both, parts(16_386), "messages", "at most 16384 content parts and tool calls"),
-            (both, calls, "messages", "at most 16384 content parts and tool calls"),
+            (both, parts(16_386), "messages", MANY),
+            (both, calls, "messages", MANY),
+            (both, {**parts(2), "tools": [{}] * 16_385}, "tools", "at most 16384, got 16385"),
+            (both, {**parts(2), "documents": [{}] * 16_385}, "documents", "at most 16384"),
         ):
             for path in paths:
                 response = await live.post(path, body)
