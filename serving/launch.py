@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
+EXIT_INTERRUPTED = 130
 COMMANDS = {
     "up": "start prefill, decode and the API on this machine",
     "prefill": "start a prefill worker",
@@ -20,8 +21,9 @@ COMMANDS = {
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
     # Ctrl-C while modules load ends the process and says nothing; `run_main` has it from there.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Not SIG_DFL: the first process of a container would not hear it.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     from transfer import flags, terminal
 
     terminal.open_missing()

@@ -314,7 +314,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     _watch_lifeline()
     code = 0
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # another, while modules loaded
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:

@@ -34,7 +34,7 @@ LONG = (
     "--page-size=16",
     "--chunked-prefill-size=32",
     "--prefill-max-seqs-per-chunk=1",
-    "--decode-max-running-requests=8",
+    "--decode-max-running-requests=2",
 )
 
 
@@ -98,25 +98,29 @@ def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
         assert "Traceback" not in command.text, command.text
 
 
-@pytest.mark.parametrize("command", ["up", "serve", "prefill"])
-def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(
-    command: str, tmp_path: Path
-) -> None:
-    # Stands for a module that takes its time.
+def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    # As from a terminal, whatever started the tests; and a module that takes its time.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from serving.launch import main; main()"
+    )
     (tmp_path / "grpc.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "serving.launch", command],
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "up"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "loading\n"
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=STOP_S)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(signal.SIGINT)
+            rest, _ = process.communicate(timeout=STOP_S)
+        finally:
+            process.kill()
     assert rest == ""
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == 130
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
             pids = {state["process"]: state["pid"] for state in info["processes"]}
         lost, kept = (
             stack.enter_context(doors[i].stream("POST", "/generate", json=body)).iter_lines()
-            for i, body in ((0, ask(7, 400)), (1, ask(1, 40)))
+            for i, body in ((0, ask(1, 400)), (1, ask(1, 40)))
         )
         next(lost)
         next(kept)
@@ -181,7 +185,7 @@ def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
         assert '"completion_tokens":40' in [line for line in kept if line][-2]
         assert [worker["pages_held"] for worker in cluster.settled()] == [0, 0]
         # Given up, not finished: decode would have made the tokens of both otherwise.
-        assert cluster.worker("decode")["counters"]["tokens"] < 7 * 399
+        assert cluster.worker("decode")["counters"]["tokens"] < 399
         wait_until(lambda: len(cluster.http.get("/get_server_info").json()["processes"]) == 2)
 
 
