@@ -160,8 +160,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             case Finished(room, first):
                 self._transferred(room, first)
             case SenderLost(rooms, message, code):
+                what = "prefill gave it up" if code is Code.GONE else "prefill lost"
                 for room in rooms:
-                    self.fail(room, code, f"prefill lost: {message}")
+                    self.fail(room, code, f"{what}: {message}")
             case GrantFailed(rooms, message):
                 for room in rooms:
                     self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")

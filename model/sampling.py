@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 NUM_TOP = 20  # alternatives returned with a token
 NUM_BIAS = 300  # logit biases a request may set
 NUM_STOP = 16  # ids that end a request
-NOT_A_TOKEN = -1  # drawn from a row that is no distribution: NaN, infinity, or nothing allowed
+NOT_A_TOKEN = -1  # drawn from logits that are no distribution: NaN, or infinite
 
 # Below this a temperature cannot be told from greedy, and 1 / temperature overflows.
 MIN_TEMPERATURE = 1e-5

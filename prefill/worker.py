@@ -257,6 +257,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             case "lost":
                 self.counters["transfers_lost"] += 1
                 self.fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")
+            case "unsent":  # a fault of this worker, which is avoided then
+                self.counters["transfers_unsent"] += 1
+                self.fail(said.room, Code.STALE, f"no connection to decode: {said.message}")
 
     # --- one turn -------------------------------------------------------------------------------
 

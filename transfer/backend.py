@@ -188,9 +188,12 @@ class Shipped:
 
 @dataclass(frozen=True, slots=True)
 class SenderEvent:
-    """How a room's transfer ended, told once for each room that was not cancelled."""
+    """How a room's transfer ended, told once for each room that was not cancelled.
 
-    kind: Literal["acked", "nacked", "lost"]
+    lost: the receiver is not there any more. unsent: this side could open no connection.
+    """
+
+    kind: Literal["acked", "nacked", "lost", "unsent"]
     room: int
     message: str = ""
     code: str = ""  # transfer.errors.Code, when nacked

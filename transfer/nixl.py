@@ -208,8 +208,8 @@ class NixlSender(TcpSender):
 
     def _open_lane(self, address: str) -> "_NixlLane":
         lane = _NixlLane(self, address)
-        self._callers.add(lane.thread)
         lane.thread.start()
+        self._callers.add(lane.thread)
         return lane
 
     def close(self) -> None:

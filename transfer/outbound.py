@@ -12,7 +12,7 @@ from model.buckets import MAX_RUN_PAGES, geometric
 from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, OnEvent, Refused, SenderEvent, Shipped
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.errors import BadMessage, PeerLost
+from transfer.errors import BadMessage, Unavailable
 from transfer.layout import HeadRun
 from transfer.pairs import Pairs
 
@@ -145,7 +145,7 @@ class Sender(ABC):
         """The room's lane; for a new room the one with the least to send.
 
         One more is opened only while every other has rooms: a pair that is seldom busy keeps to
-        one connection. Raises PeerLost when there is none and none can be opened.
+        one connection. Raises Unavailable when there is none and none can be opened.
         """
         lanes = self._lanes.get(grant.data_address, [])
         for lane in lanes:
@@ -155,8 +155,9 @@ class Sender(ABC):
             try:
                 opened = self._open_lane(grant.data_address)
             except RuntimeError as error:  # as many threads as this process may have
+                self.counters["connections_not_opened"] += 1
                 if not lanes:
-                    raise PeerLost(f"{grant.data_address}: {error}") from error
+                    raise Unavailable(f"{grant.data_address}: {error}") from error
             else:
                 self._lanes.setdefault(grant.data_address, []).append(opened)
                 return opened
@@ -170,9 +171,9 @@ class Sender(ABC):
             lost: SenderEvent | None = None
             try:
                 lane = self._lane_of(grant)
-            except PeerLost as error:
+            except Unavailable as error:
                 self._remember(grant.room)
-                lost = SenderEvent("lost", grant.room, str(error), shipped=Shipped())
+                lost = SenderEvent("unsent", grant.room, str(error), shipped=Shipped())
             else:
                 self._put(lane, grant, cut(lane.max_frame_bytes or self._max_frame_bytes))
         if lost is not None:

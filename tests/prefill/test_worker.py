@@ -127,7 +127,8 @@ def test_the_pages_of_a_long_cached_prefix_pass_through_memory_that_was_planned(
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("kind", "code"), [("nacked", "stale"), ("nacked", "gone"), ("lost", "peer_lost")]
+    ("kind", "code"),
+    [("nacked", "stale"), ("nacked", "gone"), ("lost", "peer_lost"), ("unsent", "stale")],
 )
 def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, code: str) -> None:
     alone, worker = prefill()

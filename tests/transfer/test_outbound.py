@@ -213,9 +213,10 @@ def test_a_connection_that_cannot_be_opened_costs_its_room_or_nothing() -> None:
     queue_room(sender, 1, 1)
     queue_room(sender, 2, 1)  # there is one that can be used
     assert sender.events == []
+    assert sender.counters["connections_not_opened"] == 1
     grant = a_grant(3, "b", 1)
     sender.send_pages(grant, 0, shards_of(1), plan_heads(4, 1, 4, 1, 4))
     sender.finish(grant, FirstToken(1, 0, 4))
-    assert sender.events == [SenderEvent("lost", 3, "b: can't start new thread")]
+    assert sender.events == [SenderEvent("unsent", 3, "b: can't start new thread")]
     assert len(sender.left()) == 4
     assert sender.in_flight_bytes == 0
