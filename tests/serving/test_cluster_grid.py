@@ -48,8 +48,8 @@ def cluster(
         start("registry", "--disaggregation-bootstrap-port=0")
         address = _said(path, "registry is ready on ")
         for role in ("prefill", "decode"):
-            # One program each of chunk and step: compiling is what takes time here.
-            small = "--chunked-prefill-size=16" if role == "prefill" else "--max-running-requests=1"
+            # One program of a chunk: compiling is what takes time here.
+            small = "--chunked-prefill-size=16" if role == "prefill" else "--max-running-requests=2"
             for size in SIZES:
                 start(
                     role,

@@ -9,18 +9,25 @@ import psutil
 import pytest
 
 from tests.cluster import Cluster, up, wait_until
-from tests.served import CROWD
+
+SIZES = (
+    "--context-length=512",
+    "--page-size=16",
+    "--chunked-prefill-size=32",
+    "--prefill-max-seqs-per-chunk=1",
+    "--decode-max-running-requests=4",
+)
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with up("--prefill=2", "--decode=2", "--max-retries=1", *CROWD) as system:
+    with up("--prefill=2", "--decode=2", "--max-retries=0", *SIZES) as system:
         yield system
 
 
 def jobs() -> list[list[int]]:
     """More than the slots of both decode workers, of different lengths."""
-    return [[n + 5] * (10 * n + 9) for n in range(20)]
+    return [[n + 5] * (20 * n + 9) for n in range(12)]
 
 
 def generate(cluster: Cluster, ids: list[int]) -> list[int]:
