@@ -23,6 +23,7 @@ class Checkpoint:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
+        self._offsets: dict[str, dict[str, int]] = {}
         for file in self._listed():
             self._files[file] = self._open(file)
             for name in self._files[file].keys():  # noqa: SIM118  a handle, not a dict
@@ -89,6 +90,32 @@ class Checkpoint:
             if self.dtype(name) not in _DTYPES:
                 raise self._foreign(name) from error
             raise ModelError(f"{self._at(name)}: not readable: {error}") from error
+
+    def read_bytes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor of one-byte items as u8, of dtypes that numpy lacks too.
+
+        A view of the mapped file: what is not touched is not read. Raises ModelError when the file
+        cannot be read.
+        """
+        shape, at = self.shape(name), self._at(name)
+        try:
+            file = self.folder / self._where[name]
+            return np.asarray(np.memmap(file, np.uint8, "r", self._offset(name), shape)[index])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{at}: not readable: {error}") from error
+
+    def _offset(self, name: str) -> int:
+        """Where in its file a tensor begins; safetensors tells nobody, but has checked it."""
+        file = self._where[name]
+        if file not in self._offsets:
+            with (self.folder / file).open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(size))
+            header.pop("__metadata__", None)
+            self._offsets[file] = {
+                tensor: 8 + size + entry["data_offsets"][0] for tensor, entry in header.items()
+            }
+        return self._offsets[file][name]
 
     def _foreign(self, name: str) -> ModelError:
         accepted = ", ".join(_DTYPES)

@@ -1,0 +1,263 @@
+"""Checkpoints of quantised tensors, read as if they had been stored unquantised."""
+
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+from typing import ClassVar, Final
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float32, UInt8, UInt16, UInt32
+
+from model.checkpoint import Checkpoint
+from model.errors import ModelError
+
+_GROUP: Final = 32  # values that share an MXFP4 scale
+_GROUP_BYTES: Final = 16
+# 6 · 2^(252 - 127) is the largest finite product in bfloat16, and 255 means NaN.
+_SCALE_MAX: Final = 252
+_TILE: Final = 64
+
+
+def open_checkpoint(
+    folder: Path, quantization: str, block: tuple[int, int] = (128, 128)
+) -> Checkpoint:
+    """The tensors of a folder, those that are quantised under the name and shape they stand for.
+
+    quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is.
+    block: rows and columns of a weight that share a scale; of fp8 alone.
+    Raises ModelError as Checkpoint does, and for a tensor without its scales or scales without
+    their tensor, a dtype or a shape that does not fit.
+    """
+    if min(block) < 1:
+        raise ModelError(f"{folder}: quantised in blocks of {list(block)}, accepted: 1 and more")
+    if quantization == "":
+        return Checkpoint(folder)
+    if quantization == "mxfp4":
+        return _Mxfp4(folder)
+    if quantization == "fp8":
+        return _Fp8(folder, block)
+    raise ModelError(f"{folder}: quantization {quantization!r}, accepted: '', 'mxfp4', 'fp8'")
+
+
+class _Quantised(Checkpoint, ABC):
+    """Shows one tensor for each pair of data and scales; all others pass through.
+
+    Shapes and dtypes of the pairs are checked here, values when they are read.
+    """
+
+    _DATA: ClassVar[str]
+    _SCALES: ClassVar[str]
+    _STORED: ClassVar[str]
+    _SHOWN: ClassVar[str]
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # Empty while the pairs are looked for: until then, every name is one of the files'.
+        self._quantised: frozenset[str] = frozenset()
+        names = self.names
+        data = {name.removesuffix(self._DATA) for name in names if self._is_data(name)}
+        scales = {name.removesuffix(self._SCALES) for name in names if name.endswith(self._SCALES)}
+        for name in sorted(data | scales):
+            self._check_pair(name)
+        self._quantised = frozenset(data)
+
+    def _check_pair(self, name: str) -> None:
+        """Raises ModelError unless both tensors are there and fit each other."""
+        data, scales = name + self._DATA, name + self._SCALES
+        for one, other in ((data, scales), (scales, data)):
+            if other not in self._where:
+                raise ModelError(f"{self._at(one)}: no tensor {other} in {self.folder}")
+        if self._DATA and name in self._where:
+            raise ModelError(
+                f"{self._at(name)}: is there as {data} and {scales} too; accepted: one"
+            )
+        if self.dtype(data) != self._STORED:
+            got = self.dtype(data)
+            raise ModelError(f"{self._at(data)}: dtype {got}; accepted: {self._STORED}")
+        self._check_fit(data, scales)
+
+    @abstractmethod
+    def _is_data(self, name: str) -> bool:
+        """Whether a tensor of the files needs scales."""
+
+    @abstractmethod
+    def _check_fit(self, data: str, scales: str) -> None:
+        """Raises ModelError unless shapes and the dtype of the scales are as they should be."""
+
+    @abstractmethod
+    def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor that data of a shape stand for."""
+
+    @abstractmethod
+    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a quantised tensor; every axis has a start, a stop and a step."""
+
+    def _check_scales(self, scales: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        if self.dtype(scales) not in dtypes:
+            got, accepted = self.dtype(scales), ", ".join(dtypes)
+            raise ModelError(f"{self._at(scales)}: dtype {got}; accepted: {accepted}")
+        if self.shape(scales) != shape:
+            got_shape = list(self.shape(scales))
+            raise ModelError(f"{self._at(scales)}: shape {got_shape}, expected {list(shape)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, sorted; of quantised ones not the parts but the whole."""
+        parts = {name + end for name in self._quantised for end in (self._DATA, self._SCALES)}
+        return sorted((set(super().names) - parts) | self._quantised)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError if it is in no file."""
+        if name in self._quantised:
+            return self._shown(super().shape(name + self._DATA))
+        return super().shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Name of a tensor's dtype as `read` gives it."""
+        return self._SHOWN if name in self._quantised else super().dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice, not an empty one, of a tensor. Raises ModelError when it cannot be read."""
+        if name not in self._quantised:
+            return super().read(name, index)
+        shape = self.shape(name)
+        index = (*index, *(slice(None),) * (len(shape) - len(index)))
+        bounds = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
+        for asked, got in zip(index, bounds, strict=True):
+            assert 0 <= got.start < got.stop, (name, index)
+            assert got.step > 0, (name, index)
+            # numpy would cut what is beyond the end, and give another shape than asked for.
+            assert asked.start in (None, got.start), (name, index)
+            assert asked.stop in (None, got.stop), (name, index)
+        return self._decode(name, bounds)
+
+    def _at(self, name: str) -> str:
+        if name in self._quantised:
+            return f"{self.folder / self._where[name + self._DATA]}: tensor {name}"
+        return super()._at(name)
+
+
+class _Mxfp4(_Quantised):
+    """u8[experts, rows, cols / 32, 16] and a scale per 32 values; shown as [experts, cols, rows].
+
+    A byte holds two values, the lower four bits first, each a sign, two bits of exponent and one
+    of mantissa; a scale s stands for 2^(s - 127). All products are exact in bfloat16.
+    Source: OCP Microscaling Formats (MX) Specification 1.0; for the order of axes and halves,
+    huggingface/transformers: src/transformers/integrations/mxfp4.py.
+    """
+
+    _DATA = "_blocks"
+    _SCALES = "_scales"
+    _STORED = "U8"
+    _SHOWN = "BF16"
+
+    def _is_data(self, name: str) -> bool:
+        return name.endswith(self._DATA)
+
+    def _check_fit(self, data: str, scales: str) -> None:
+        shape = self.shape(data)
+        if len(shape) != 4 or shape[3] != _GROUP_BYTES:
+            raise ModelError(
+                f"{self._at(data)}: shape {list(shape)}, expected [experts, rows, cols / {_GROUP}, "
+                f"{_GROUP_BYTES}]"
+            )
+        self._check_scales(scales, ("U8",), shape[:3])
+
+    def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        experts, rows, groups, _ = stored
+        return experts, groups * _GROUP, rows
+
+    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        experts, columns, rows = index
+        first = columns.start // _GROUP
+        part = experts, rows, slice(first, -(-columns.stop // _GROUP))
+        blocks = self.read_bytes(name + self._DATA, part)
+        scales = self.read_bytes(name + self._SCALES, part)
+        within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP, columns.step)
+        num_experts, num_rows = blocks.shape[:2]
+        num_columns = len(range(columns.start, columns.stop, columns.step))
+        out = np.empty((num_experts, num_columns, num_rows), np.uint16)
+        for expert in range(num_experts):
+            # Some rows at a time stay in the cache while they are turned.
+            for at in range(0, num_rows, _TILE):
+                tile = slice(at, at + _TILE)
+                largest = int(scales[expert, tile].max())
+                if largest > _SCALE_MAX:
+                    raise ModelError(
+                        f"{super()._at(name + self._SCALES)}: a scale of {largest}; accepted: 0 to "
+                        f"{_SCALE_MAX}, whose products are finite in bfloat16"
+                    )
+                values = _unpacked(blocks[expert, tile], scales[expert, tile])
+                out[expert, :, tile] = values[:, within].T
+        return out.view(ml_dtypes.bfloat16)
+
+
+class _Fp8(_Quantised):
+    """F8_E4M3 [out, in] times the scale of its block; shown as float32.
+
+    Source: deepseek-ai/DeepSeek-V3: README_WEIGHTS.md, and inference/kernel.py for the product.
+    """
+
+    _DATA = ""
+    _SCALES = "_scale_inv"
+    _STORED = "F8_E4M3"
+    _SHOWN = "F32"
+
+    def __init__(self, folder: Path, block: tuple[int, int]) -> None:
+        self._block = block
+        super().__init__(folder)
+
+    def _is_data(self, name: str) -> bool:
+        return self.dtype(name) == self._STORED
+
+    def _check_fit(self, data: str, scales: str) -> None:
+        shape = self.shape(data)
+        if len(shape) != 2:
+            raise ModelError(f"{self._at(data)}: shape {list(shape)}, expected [out, in]")
+        blocks = tuple(-(-size // by) for size, by in zip(shape, self._block, strict=True))
+        self._check_scales(scales, ("F32", "BF16"), blocks)
+
+    def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        return stored
+
+    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = (np.arange(s.start, s.stop, s.step) for s in index)
+        row_blocks, column_blocks = rows // self._block[0], columns // self._block[1]
+        blocks = tuple(slice(int(of[0]), int(of[-1]) + 1) for of in (row_blocks, column_blocks))
+        scales = self.read(name + self._SCALES, blocks).astype(np.float32)
+        scales = scales[:, column_blocks - column_blocks[0]]
+        stored = self.read_bytes(name, index)
+        out = np.empty(stored.shape, np.float32)
+        for at in range(0, len(rows), _TILE):
+            tile = slice(at, at + _TILE)
+            values = _e4m3().take(stored[tile], mode="clip")
+            np.multiply(values, scales[row_blocks[tile] - row_blocks[0]], out=out[tile])
+        return out
+
+
+def _unpacked(
+    blocks: UInt8[np.ndarray, "rows groups 16"], scales: UInt8[np.ndarray, "rows groups"]
+) -> UInt16[np.ndarray, "rows cols"]:
+    """The values of packed rows, as bits of bfloat16. Scales are at most _SCALE_MAX."""
+    which = blocks | (scales.astype(np.uint16) << 8)[:, :, None]
+    # clip: every index is within the table, and the other modes are twice as slow
+    return _pairs().take(which, mode="clip").view(np.uint16).reshape(len(blocks), -1)
+
+
+@cache
+def _pairs() -> UInt32[np.ndarray, " pairs"]:
+    """Of every scale and every byte under it, the bits of both bfloat16 values as one u32."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    four_bits = np.concatenate([magnitudes, -magnitudes])
+    exponents = np.arange(_SCALE_MAX + 1)[:, None] - 127
+    scaled = np.ldexp(four_bits, exponents).astype(ml_dtypes.bfloat16)
+    byte = np.arange(256)
+    pairs = np.stack([scaled[:, byte & 15], scaled[:, byte >> 4]], axis=-1)
+    return pairs.view(np.uint32).reshape(-1)
+
+
+@cache
+def _e4m3() -> Float32[np.ndarray, "256"]:
+    """The value of every byte; a table is faster than a cast."""
+    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
