@@ -18,9 +18,7 @@ def compare_backends(report: Report, bench: KernelBench) -> None:
     network, shape = bench.model, bench.shape
     platform = network.mesh.devices.flat[0].platform
     dims, cfg = network.dims, shape.cfg
-    attention = kernels.AttentionShape(
-        platform, shape.dtype, shape.page_size, dims.kv_heads, dims.group, cfg.head_dim
-    )
+    attention = kernels.attention_shape(cfg, dims, platform, shape.dtype, shape.page_size)
     bench.fill_pool()
     slots, chunk = max(shape.slots), max(shape.chunks)
     for case, backends, inputs in (
@@ -37,14 +35,7 @@ def compare_backends(report: Report, bench: KernelBench) -> None:
     ):
         _compare(report, f"{shape.name} {case}", backends, attention, inputs)
     if cfg.num_experts:
-        experts = kernels.ExpertsShape(
-            platform,
-            shape.dtype,
-            cfg.hidden_size,
-            dims.moe_intermediate,
-            cfg.num_experts,
-            cfg.num_experts_per_tok,
-        )
+        experts = kernels.experts_shape(cfg, dims, platform, shape.dtype)
         for tokens in (slots, chunk):
             inputs = bench.experts_inputs(tokens)
             case = f"{shape.name} experts {tokens} tokens"

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from model.config import DTYPE_BYTES, ModelConfig, RopeConfig
+from model.config import DTYPE_BYTES, ModelConfig, RouterConfig
+from model.rope import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ DEMO_MOE = Shape(
         num_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=192,
-        norm_topk_prob=True,
+        router=RouterConfig(normalise=True),
         moe_layers=(True,) * 4,
     ),
     dtype="float32",
@@ -168,7 +169,7 @@ QWEN3_30B_A3B = Shape(
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
-        norm_topk_prob=True,
+        router=RouterConfig(normalise=True),
         moe_layers=(True,) * 48,
     ),
     dtype="bfloat16",

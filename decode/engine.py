@@ -133,7 +133,7 @@ class DecodeEngine:
     def place_run(self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]) -> None:
         """Dispatch the write of pages that arrived for a rank.
 
-        shards: one per device of the rank, [layers, 2, n, page_size, kv heads, head_dim] with
+        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim] with
         n = len(page_ids).
         """
         longest = self._buckets.run_pages[-1]

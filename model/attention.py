@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -41,8 +42,17 @@ class Rows(NamedTuple):
     kv_idx: Int32[Array, " rows"]
 
 
-# (q [rows, kv_heads, group, head_dim], pool, layer) -> the same shape as q.
-Attend = Callable[[Array, Array, Array], Array]
+# (q [rows, kv_heads, group, head_dim], pool, layer, sinks, window) -> the same shape as q.
+# The last two as in model/kernels/attention/reference.py.
+Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
+
+
+def window_of(cfg: ModelConfig, layer: Int32[Array, ""]) -> Int32[Array, ""] | None:
+    """Positions that a layer's tokens see, their own included; None where all layers see all."""
+    if not any(cfg.window_layers):
+        return None
+    sizes = np.where(cfg.window_layers, cfg.sliding_window, np.iinfo(np.int32).max)
+    return jnp.asarray(sizes.astype(np.int32))[layer]
 
 
 def attention(
@@ -73,7 +83,8 @@ def attention(
         q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
         k = rotate(k, rows.cos, rows.sin)
         pool = write_tokens(pool, layer, jnp.stack([k, v], axis=1), rows.kv_idx)
-        out = attend(q.reshape(-1, heads, group, head_dim), pool, layer)
+        q = q.reshape(-1, heads, group, head_dim)
+        out = attend(q, pool, layer, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
         out = sum_shards(product(out, weights["o"].reshape(-1, cfg.hidden_size)))
         if cfg.o_bias:

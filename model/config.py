@@ -1,12 +1,13 @@
 """What a checkpoint says about its network: config.json, read once into frozen values."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from model.errors import ModelError
+from model.fields import REQUIRED, Fields
+from model.rope import RopeConfig, read_rope
 
 ARCHITECTURES: Final = (
     "LlamaForCausalLM",
@@ -14,27 +15,17 @@ ARCHITECTURES: Final = (
     "Qwen3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
+_LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_V2_METHODS: Final = ("greedy", "group_limited_greedy")
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
 PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
-_REQUIRED: Final = object()
 # transformers' theta where a checkpoint says none; every other architecture's is 10000.
 _THETA: Final = {"MixtralForCausalLM": 1e6}
-# What an object of rotary settings may hold, by its kind. original_max_position_embeddings stands
-# beside kinds that have no use for it too.
-_ROPE_KEYS: Final = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-_ROPE_KINDS: Final = {
-    "default": (*_ROPE_KEYS, "original_max_position_embeddings"),
-    "linear": (*_ROPE_KEYS, "original_max_position_embeddings", "factor"),
-    "llama3": (
-        *_ROPE_KEYS,
-        "original_max_position_embeddings",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-}
 # Fields of these architectures and of networks derived from them, each with the one value beside
 # null at which what we compute is what they say.
 _NEUTRAL: Final[dict[str, Any]] = {
@@ -56,32 +47,18 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "partial_rotary_factor": 1.0,
     "rotary_pct": 1.0,
     "no_rope_layers": None,
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
     "compression_config": None,
 }
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. factor matters for kinds "linear" and "llama3", what follows for the last.
-
-    Source: transformers, modeling_rope_utils (default, linear, llama3).
-    """
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
+# Of all but DeepSeek, which says them.
+_NEUTRAL_ROUTING: Final[dict[str, Any]] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0}
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """The pages of one pool: everything two pools must share to exchange pages.
 
-    num_kv_heads counts heads as stored: replicated ones count each time.
+    num_kv_heads counts heads as stored: replicated ones count each time. planes: 2, keys and
+    values; 1 where a position has one latent vector for both.
     """
 
     num_layers: int
@@ -89,12 +66,13 @@ class KVSpec:
     head_dim: int
     page_size: int
     dtype: str
+    planes: int = 2
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, keys and values, all layers and all heads."""
+        """Bytes of one page, all planes, layers and heads."""
         row = self.num_kv_heads * self.head_dim * PAGE_DTYPE_BYTES[self.dtype]
-        return self.num_layers * 2 * self.page_size * row
+        return self.num_layers * self.planes * self.page_size * row
 
     @property
     def stored_dtype(self) -> str:
@@ -103,8 +81,45 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of latent attention. Keys and values of all heads come of one vector a position.
+
+    Source: arXiv:2405.04434, section 2.1.
+    """
+
+    q_rank: int  # 0: queries come straight of the hidden state
+    kv_rank: int
+    nope_dim: int  # of a head's query and key without rotation
+    rope_dim: int  # ... and with it; the rotated key is one for all heads
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a router's logits become experts and weights.
+
+    num_groups > 1: only experts of the best groups_per_tok groups are chosen from; a group is as
+    good as its best expert, or the sum of its best two. Source: arXiv:2405.04434, section 2.2;
+    arXiv:2412.19437, section 2.1.2.
+    """
+
+    sigmoid: bool = False  # of each logit, instead of the softmax over all
+    normalise: bool = False  # the weights of those chosen to a sum of one
+    scale: float = 1.0  # of the weights
+    bias: bool = False  # of the logits
+    correction: bool = False  # added to the scores when choosing, and not to the weights
+    num_groups: int = 1
+    groups_per_tok: int = 1
+    best_two: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """One network as features: every architecture served differs only in these fields."""
+    """One network as features: every architecture served differs only in these fields.
+
+    num_kv_heads, head_dim: of the pages. With latent attention that is one head for all queries,
+    as wide as the latent vector and the rotated key.
+    """
 
     architecture: str
     vocab_size: int
@@ -125,8 +140,19 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
+    router: RouterConfig = RouterConfig()
     moe_layers: tuple[bool, ...] = ()
+    num_shared_experts: int = 0  # each as wide as a routed one; all tokens go to them
+    experts_bias: bool = False
+    swiglu_limit: float = 0.0  # 0: SiLU; else the clamped form with swiglu_alpha
+    swiglu_alpha: float = 1.0
+    sinks: bool = False  # a logit of each head that takes weight and gives no value
+    sliding_window: int = 0
+    window_layers: tuple[bool, ...] = ()  # that see so many positions, their own included
+    latent: LatentConfig | None = None
+    num_extra_layers: int = 0  # of the checkpoint behind the last, left unread
+    quantization: str = ""  # of the checkpoint's tensors: "", fp8, mxfp4
+    quantized_block: tuple[int, ...] = ()  # of fp8: rows and columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float | None = None
@@ -137,6 +163,23 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads per key and value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_planes(self) -> int:
+        """Vectors of head_dim that a position has for each kv head."""
+        return 1 if self.latent else 2
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of a query's product with a key."""
+        latent = self.latent
+        size = latent.nope_dim + latent.rope_dim if latent else self.head_dim
+        return float(size**-0.5 * self.rope.softmax_factor)
+
+    @property
+    def rope_dim(self) -> int:
+        """Of what is rotated of a query or key."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     @staticmethod
     def from_dir(path: str | Path) -> "ModelConfig":
@@ -152,103 +195,66 @@ class ModelConfig:
                 f"--model-path {folder} is not a folder; it takes a checkpoint on this machine, "
                 "such as `hf download` makes"
             )
-        fields = _Fields.read(folder / "config.json")
+        fields = Fields.read(folder / "config.json")
         generation = folder / "generation_config.json"
-        extra = _Fields.read(generation) if generation.exists() else None
+        extra = Fields.read(generation) if generation.exists() else None
         return _config(fields, extra)
 
 
-class _Fields:
-    """A JSON object whose fields are taken by name and type, or refused in one line."""
-
-    def __init__(self, file: str, values: dict[str, Any]) -> None:
-        self.file = file
-        self.values = values
-
-    @staticmethod
-    def read(file: Path) -> "_Fields":
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            raise ModelError(f"{file}: no such file; expected a checkpoint's config") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ModelError(f"{file}: not readable as JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ModelError(f"{file}: expected a JSON object, got {type(values).__name__}")
-        return _Fields(str(file), values)
-
-    def fail(self, name: str, got: object, accepted: str) -> ModelError:
-        return ModelError(f"{self.file}: {name} is {got!r}; accepted: {accepted}")
-
-    def sub(self, name: str) -> "_Fields | None":
-        value = self.values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(name, value, "an object or null")
-        return _Fields(f"{self.file}: {name}", value)
-
-    def raw(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            if default is _REQUIRED:
-                raise ModelError(f"{self.file}: {name} is missing")
-            return default
-        return value
-
-    def integer(self, name: str, default: Any = _REQUIRED, low: int = 1) -> Any:
-        value = self.raw(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.fail(name, value, f"an integer of at least {low}")
-        return value
-
-    def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0) -> Any:
-        value = self.raw(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(name, value, "a number")
-        if not math.isfinite(value) or value < low:
-            raise self.fail(name, value, f"a finite number of at least {low}")
-        return float(value)
-
-    def theta(self) -> float | None:
-        """rope_theta, where there is one: a base of powers, so zero is none."""
-        value: float | None = self.number("rope_theta", None)
-        if value == 0.0:
-            raise self.fail("rope_theta", value, "a finite number above 0")
-        return value
-
-    def flag(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self.raw(name, default)
-        if not isinstance(value, bool):
-            raise self.fail(name, value, "true or false")
-        return value
-
-    def ids(self, name: str) -> tuple[int, ...]:
-        value = self.raw(name, [])
-        listed = value if isinstance(value, list) else [value]
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in listed):
-            raise self.fail(name, value, "a token id, or a list of them")
-        return tuple(listed)
-
-    def one_of(self, name: str, value: object, accepted: tuple[str, ...]) -> str:
-        if not isinstance(value, str) or value not in accepted:
-            raise self.fail(name, value, ", ".join(accepted))
-        return value
-
-
-def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
-    listed = fields.raw("architectures", _REQUIRED)
+def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
+    listed = fields.raw("architectures", REQUIRED)
     if not isinstance(listed, list) or len(listed) != 1:
         raise fields.fail("architectures", listed, f"a list of one of {', '.join(ARCHITECTURES)}")
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
     _refuse_unsupported(fields, architecture)
-    heads = fields.integer("num_attention_heads")
+    dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None) or "float32"
+    sources = [x for x in (generation, fields) if x is not None]
+    eos = [token for source in sources for token in source.ids("eos_token_id")]
+    bos = [token for source in sources for token in source.ids("bos_token_id")]
+    latent = architecture in _LATENT
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=read_rope(fields, _THETA.get(architecture, 10000.0), latent),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=next(iter(bos), None),
+        default_temperature=generation.number("temperature", None) if generation else None,
+        default_top_p=generation.number("top_p", None) if generation else None,
+        default_top_k=_top_k(generation) if generation else None,
+        **(_latent_heads(fields) if latent else _heads(fields, architecture)),
+        **_experts(fields, architecture),
+        **_windows(fields, architecture),
+        **_quantization(fields, architecture),
+    )
+
+
+def _top_k(generation: Fields) -> int | None:
+    """Both ways to say that it is off are taken, as from a client; ours is 0."""
+    value: int | None = generation.integer("top_k", None, low=-1)
+    return value if value is None else max(value, 0)
+
+
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
+    """Refuse what would change the numbers and is not computed."""
+    fields.one_of("hidden_act", fields.raw("hidden_act", "silu"), ("silu",))
+    neutrals = _NEUTRAL if architecture in _LATENT else _NEUTRAL | _NEUTRAL_ROUTING
+    for name, neutral in neutrals.items():
+        value = fields.raw(name, neutral)
+        if value != neutral:
+            raise fields.fail(name, value, json.dumps(neutral))
+
+
+def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Of attention with keys and values of their own."""
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
-    hidden = fields.integer("hidden_size")
     if heads % kv_heads:
         raise fields.fail("num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
     head_dim = fields.integer("head_dim", None)
@@ -257,141 +263,118 @@ def _config(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     head_dim = hidden // heads if head_dim is None else head_dim
     if head_dim % 2:
         raise fields.fail("head_dim", head_dim, "an even number, halves of it are rotated")
-    bias = architecture != "Qwen2ForCausalLM" and fields.flag("attention_bias", False)
-    dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None) or "float32"
-    sources = [x for x in (generation, fields) if x is not None]
-    eos = [token for source in sources for token in source.ids("eos_token_id")]
-    bos = [token for source in sources for token in source.ids("bos_token_id")]
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=_rope(fields, _THETA.get(architecture, 10000.0)),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or bias,
-        o_bias=bias,
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=next(iter(bos), None),
-        default_temperature=generation.number("temperature", None) if generation else None,
-        default_top_p=generation.number("top_p", None) if generation else None,
-        default_top_k=_top_k(generation) if generation else None,
-        **_experts(fields, architecture),
+    gpt_oss = architecture == "GptOssForCausalLM"
+    bias = architecture != "Qwen2ForCausalLM" and fields.flag("attention_bias", gpt_oss)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "qkv_bias": architecture == "Qwen2ForCausalLM" or bias,
+        "o_bias": bias,
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "sinks": gpt_oss,
+    }
+
+
+def _latent_heads(fields: Fields) -> dict[str, Any]:
+    """Of DeepSeek's attention. Fields that say the same again must agree."""
+    heads = fields.integer("num_attention_heads")
+    latent = LatentConfig(
+        q_rank=fields.integer("q_lora_rank", None) or 0,
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=fields.integer("qk_nope_head_dim"),
+        rope_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
     )
+    if latent.rope_dim % 2:
+        raise fields.fail("qk_rope_head_dim", latent.rope_dim, "an even number, of rotated pairs")
+    same = {
+        "num_key_value_heads": heads,
+        "head_dim": latent.rope_dim,
+        "qk_head_dim": latent.nope_dim + latent.rope_dim,
+    }
+    for name, only in same.items():
+        value = fields.integer(name, only)
+        if value != only:
+            raise fields.fail(name, value, f"{only}, or null")
+    for name, only in (("attention_bias", False), ("rope_interleave", True)):
+        if fields.flag(name, only) is not only:
+            raise fields.fail(name, not only, json.dumps(only))
+    return {
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "head_dim": latent.kv_rank + latent.rope_dim,
+        "latent": latent,
+        "num_extra_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
+    }
 
 
-def _top_k(generation: _Fields) -> int | None:
-    """Both ways to say that it is off are taken, as from a client; ours is 0."""
-    value: int | None = generation.integer("top_k", None, low=-1)
-    return value if value is None else max(value, 0)
-
-
-def _refuse_unsupported(fields: _Fields, architecture: str) -> None:
-    """Refuse what would change the numbers and is not computed."""
-    fields.one_of("hidden_act", fields.raw("hidden_act", "silu"), ("silu",))
-    if fields.raw("quantization_config", None) is not None:
-        got = fields.raw("quantization_config", None)
-        method = got.get("quant_method", got) if isinstance(got, dict) else got
-        raise fields.fail("quantization_config", method, "none (unquantised weights)")
-    for name, neutral in _NEUTRAL.items():
-        value = fields.raw(name, neutral)
-        if value != neutral:
-            raise fields.fail(name, value, json.dumps(neutral))
-    layer_types = fields.raw("layer_types", [])
-    if not isinstance(layer_types, list) or any(x != "full_attention" for x in layer_types):
-        raise fields.fail("layer_types", layer_types, "full_attention in every layer")
-    # Qwen writes a window beside a switch that turns it off; Mixtral heeds no switch.
+def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Layers that see but the last positions: of GPT-OSS alone."""
+    num_layers = fields.integer("num_hidden_layers")
+    types = fields.raw("layer_types", None)
     window = fields.integer("sliding_window", None)
+    if architecture == "GptOssForCausalLM":
+        kinds = ("sliding_attention", "full_attention")
+        types = [kinds[i % 2] for i in range(num_layers)] if types is None else types
+        listed = isinstance(types, list) and len(types) == num_layers
+        if not listed or any(x not in kinds for x in types):
+            accepted = f"{' or '.join(kinds)} for each of {num_layers} layers"
+            raise fields.fail("layer_types", types, accepted)
+        return {
+            "sliding_window": fields.integer("sliding_window"),
+            "window_layers": tuple(x == kinds[0] for x in types),
+        }
+    types = [] if types is None else types
+    if not isinstance(types, list) or any(x != "full_attention" for x in types):
+        raise fields.fail("layer_types", types, "full_attention in every layer")
+    # Qwen writes a window beside a switch that turns it off; Mixtral heeds no switch.
     mixtral = architecture == "MixtralForCausalLM"
     switch = mixtral or fields.flag("use_sliding_window", False)
     if switch and window is not None and window < fields.integer("max_position_embeddings"):
         raise fields.fail("sliding_window", window, "null, or a window as long as the context")
+    return {}
 
 
-def _rope(fields: _Fields, default_theta: float) -> RopeConfig:
-    """Read either form, or both where they say the same; transformers 5 obeys the older then."""
-    top = fields.theta()
-    found: dict[str, RopeConfig] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        settings = fields.sub(name)
-        if settings is None or not settings.values:
-            continue
-        theta = settings.theta() or top or default_theta
-        if top is not None and theta != top:
-            raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
-        found[name] = _rope_settings(fields, settings, theta)
-    if not found:
-        return RopeConfig("default", top or default_theta)
-    rope, *others = found.values()
-    if any(other != rope for other in others):
-        got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]
-        raise fields.fail("rope_scaling", got, f"what rope_parameters says ({accepted}), or null")
-    return rope
+def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:
+    """How tensors are stored; they are computed with as the dtype of the weights says."""
+    settings = fields.sub("quantization_config")
+    if settings is None:
+        return {}
+    mxfp4 = ("mxfp4",) if architecture == "GptOssForCausalLM" else ()
+    accepted = ("fp8", *mxfp4)
+    method = settings.raw("quant_method", REQUIRED)
+    if method not in accepted:
+        raise fields.fail("quantization_config", method, f"{', '.join(accepted)}, or null")
+    if method == "mxfp4":
+        return {"quantization": method}
+    block = settings.raw("weight_block_size", None)
+    if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
+        raise settings.fail("weight_block_size", block, "rows and columns of a block: two integers")
+    return {"quantization": method, "quantized_block": tuple(block)}
 
 
-def _rope_settings(fields: _Fields, settings: _Fields, theta: float) -> RopeConfig:
-    """One object of either name. `type` is the older name of `rope_type`."""
-    kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
-    kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_ROPE_KINDS))
-    if kinds[1:] not in ([], [kind]):
-        raise settings.fail("type", kinds[1], f"{kind!r}, as rope_type has it, or one of the two")
-    for name, value in settings.values.items():
-        # Objects are of layer types, of which each may turn otherwise.
-        if value is not None and name not in _ROPE_KINDS[kind]:
-            taken = ", ".join(_ROPE_KINDS[kind])
-            raise settings.fail(name, value, f"null; fields of rope_type {kind!r}: {taken}")
-    partial = settings.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise settings.fail("partial_rotary_factor", partial, "1.0")
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor=settings.number("factor", low=1.0))
-    rope = RopeConfig(
-        kind,
-        theta,
-        factor=settings.number("factor", low=1.0),
-        low_freq_factor=settings.number("low_freq_factor"),
-        high_freq_factor=settings.number("high_freq_factor"),
-        original_max_position=settings.integer("original_max_position_embeddings"),
-    )
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        accepted = f"more than low_freq_factor {rope.low_freq_factor}"
-        raise settings.fail("high_freq_factor", rope.high_freq_factor, accepted)
-    # transformers 5 obeys the outer one.
-    outer = fields.integer("original_max_position_embeddings", rope.original_max_position)
-    if outer != rope.original_max_position:
-        accepted = f"{rope.original_max_position}, as {settings.file} has it, or one of the two"
-        raise fields.fail("original_max_position_embeddings", outer, accepted)
-    return rope
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _experts(fields: _Fields, architecture: str) -> dict[str, Any]:
+def _experts(fields: Fields, architecture: str) -> dict[str, Any]:
     num_layers = fields.integer("num_hidden_layers")
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+    if architecture in _LATENT:
+        return _deepseek_experts(fields, architecture)
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         return {"moe_layers": (False,) * num_layers}
     # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
     experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
-    chosen = fields.integer("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.fail("num_experts_per_tok", chosen, f"at most {experts} experts")
-    found = {"num_experts": experts, "num_experts_per_tok": chosen}
-    if architecture == "MixtralForCausalLM":
+    found = {"num_experts": experts, "num_experts_per_tok": _chosen(fields, experts)}
+    if architecture != "Qwen3MoeForCausalLM":
         # Softmax over the chosen is softmax over all, renormalised over the chosen.
-        width = fields.integer("intermediate_size")
-        routed = (True,) * num_layers
+        gpt_oss = architecture == "GptOssForCausalLM"
         return found | {
-            "moe_intermediate_size": width,
-            "norm_topk_prob": True,
-            "moe_layers": routed,
+            "moe_intermediate_size": fields.integer("intermediate_size"),
+            "router": RouterConfig(normalise=True, bias=gpt_oss),
+            "moe_layers": (True,) * num_layers,
+            **(_clamped(fields) if gpt_oss else {}),
         }
     step = fields.integer("decoder_sparse_step", 1)
     plain = fields.raw("mlp_only_layers", [])
@@ -399,6 +382,80 @@ def _experts(fields: _Fields, architecture: str) -> dict[str, Any]:
         raise fields.fail("mlp_only_layers", plain, "a list of layer numbers")
     return found | {
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "router": RouterConfig(normalise=fields.flag("norm_topk_prob", False)),
         "moe_layers": tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers)),
     }
+
+
+def _chosen(fields: Fields, experts: int) -> int:
+    chosen: int = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.fail("num_experts_per_tok", chosen, f"at most {experts} experts")
+    return chosen
+
+
+def _clamped(fields: Fields) -> dict[str, Any]:
+    """GPT-OSS's experts, which have biases and a clamped activation."""
+    limit = fields.number("swiglu_limit", 7.0)
+    if limit <= 0.0:
+        raise fields.fail("swiglu_limit", limit, "a number above 0")
+    chosen = fields.integer("num_experts_per_tok")
+    if fields.integer("experts_per_token", chosen) != chosen:
+        got = fields.raw("experts_per_token", None)
+        raise fields.fail("experts_per_token", got, f"{chosen}, as num_experts_per_tok, or null")
+    return {
+        "experts_bias": True,
+        "swiglu_limit": limit,
+        "swiglu_alpha": fields.number("swiglu_alpha", 1.702),
+    }
+
+
+def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
+    num_layers = fields.integer("num_hidden_layers")
+    experts = fields.integer("n_routed_experts")
+    chosen = _chosen(fields, experts)
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "num_shared_experts": fields.integer("n_shared_experts", 0, low=0),
+        "router": _deepseek_router(fields, architecture, experts, chosen),
+        "moe_layers": tuple(
+            i >= fields.integer("first_k_dense_replace", 0, low=0) for i in range(num_layers)
+        ),
+    }
+
+
+def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: int) -> RouterConfig:
+    third = architecture == "DeepseekV3ForCausalLM"
+    scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
+    fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
+    method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
+    normalise, scale = (
+        fields.flag("norm_topk_prob", third),
+        fields.number("routed_scaling_factor", 1.0),
+    )
+    if normalise and scale != 1.0 and not third:
+        # DeepSeek's own code scales or normalises there, others do both.
+        raise fields.fail("routed_scaling_factor", scale, "1.0 beside norm_topk_prob")
+    groups, best = 1, 1
+    if method != "greedy":
+        groups, best = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+        if experts % groups:
+            raise fields.fail("n_group", groups, f"a divisor of {experts} experts")
+        if best > groups or chosen > best * (experts // groups):
+            accepted = f"at most {groups} groups, with at least {chosen} experts together"
+            raise fields.fail("topk_group", best, accepted)
+        if third and experts // groups < 2:
+            raise fields.fail("n_group", groups, "groups of two experts or more")
+    return RouterConfig(
+        sigmoid=third,
+        normalise=normalise,
+        scale=scale,
+        correction=third,
+        num_groups=groups,
+        groups_per_tok=best,
+        best_two=third,
+    )

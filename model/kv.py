@@ -16,17 +16,20 @@ from model.config import FP8, KVSpec
 from model.sharding import num_ranks, pool_sharding
 
 PagePool = (
-    Float[Array, "layers 2 pages page_size kv_heads head_dim"]
-    | UInt8[Array, "layers 2 pages page_size kv_heads head_dim"]
+    Float[Array, "layers planes pages page_size kv_heads head_dim"]
+    | UInt8[Array, "layers planes pages page_size kv_heads head_dim"]
 )
 StagedPages = (
-    Float[Array, "layers 2 n page_size kv_heads head_dim"]
-    | UInt8[Array, "layers 2 n page_size kv_heads head_dim"]
+    Float[Array, "layers planes n page_size kv_heads head_dim"]
+    | UInt8[Array, "layers planes n page_size kv_heads head_dim"]
 )
 
 
 def init_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> PagePool:
-    """A pool of zeros, num_pages for each rank; keys at index 0 of the second axis, values at 1."""
+    """A pool of zeros, num_pages for each rank.
+
+    Keys at index 0 of the second axis and values at 1, or what is both at 0 (KVSpec.planes).
+    """
     abstract = abstract_pages(spec, num_pages, mesh)
     return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
 
@@ -34,14 +37,21 @@ def init_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> PagePool:
 def abstract_pages(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a pool, or of staged pages, of num_pages for each rank."""
     pages = num_ranks(mesh) * num_pages
-    shape = (spec.num_layers, 2, pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    shape = (
+        spec.num_layers,
+        spec.planes,
+        pages,
+        spec.page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+    )
     return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.stored_dtype), sharding=pool_sharding(mesh))
 
 
 def write_tokens(
     pool: PagePool,
     layer: Int32[Array, ""],
-    kv: Float[Array, "tokens 2 kv_heads head_dim"],
+    kv: Float[Array, "tokens planes kv_heads head_dim"],
     kv_idx: Int32[Array, " tokens"],
 ) -> PagePool:
     """Write one layer's new tokens. Returns the pool; runs inside a layer loop that carries it.
@@ -59,7 +69,7 @@ def read_pages(
     pool: PagePool,
     layer: Int32[Array, ""],
     page_ids: Int32[Array, "*n"],
-) -> Float[Array, "*n 2 page_size kv_heads head_dim"]:
+) -> Float[Array, "*n planes page_size kv_heads head_dim"]:
     """One layer's keys and values of some pages; an id past the pool reads some page."""
     pages = pool.at[layer, :, page_ids].get(mode="clip", wrap_negative_indices=False)
     if pages.dtype == jnp.uint8:

@@ -1,14 +1,11 @@
 """The small parts of a layer: products, norms, rotary embedding, the dense feed-forward."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from model.config import RopeConfig
 from model.sharding import shard_idx, sum_shards
 
 
@@ -41,33 +38,12 @@ def rms_norm(
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotated pair, f32[head_dim / 2].
-
-    Source: arXiv:2104.09864; llama3 scaling as transformers' modeling_rope_utils has it.
-    """
-    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    freq = 1.0 / rope.theta**exponent
-    if rope.kind == "linear":
-        freq = freq / rope.factor
-    elif rope.kind == "llama3":
-        # Turns a pair makes over the original context: few are stretched, many left alone,
-        # and the band between is blended.
-        turns = rope.original_max_position * freq / (2.0 * math.pi)
-        band = rope.high_freq_factor - rope.low_freq_factor
-        blend = np.clip((turns - rope.low_freq_factor) / band, 0.0, 1.0)
-        freq = (1.0 - blend) * freq / rope.factor + blend * freq
-    else:
-        assert rope.kind == "default", rope.kind
-    return freq.astype(np.float32)
-
-
 def rope_tables(
-    freq: np.ndarray, positions: Int32[Array, " rows"]
+    freq: np.ndarray, positions: Int32[Array, " rows"], factor: float = 1.0
 ) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
-    """Cosines and sines of every position, float32, made once for all layers."""
+    """Cosines and sines of every position, times factor, float32, made once for all layers."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)
-    return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * np.float32(factor), jnp.sin(angles) * np.float32(factor)
 
 
 def rotate(
@@ -82,10 +58,19 @@ def rotate(
     return turned.astype(x.dtype)
 
 
-def gated(gate_up: Float[Array, "rows two_f"]) -> Float[Array, "rows f"]:
-    """SiLU(gate) * up of a product whose columns are all gates, then all ups; float32."""
+def gated(
+    gate_up: Float[Array, "rows two_f"], limit: float = 0.0, alpha: float = 1.0
+) -> Float[Array, "rows f"]:
+    """SiLU(gate) * up of a product whose columns are all gates, then all ups; float32.
+
+    limit above 0: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit and up within it, as
+    GPT-OSS has it. Source: openai/gpt-oss: gpt_oss/torch/model.py.
+    """
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, np.float32(limit)), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(np.float32(alpha) * gate) * (up + np.float32(1))
 
 
 def feed_forward(

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from model.config import ModelConfig
+from model.config import ModelConfig, RouterConfig
 from model.layers import product
 from model.sharding import expert_shard_idx, gather_ranks, sum_shards, sum_to_ranks
 
@@ -26,31 +26,48 @@ class Routing(NamedTuple):
     weights: Float[Array, "rows chosen"]
 
 
-# (x, local expert ids, weights, gate_up stack, down stack, index into the stacks) -> f32 like x.
-Experts = Callable[[Array, Array, Array, Array, Array, Array], Array]
+# (x, local expert ids, weights, gate_up stack, down stack, index into the stacks, and where there
+# are any the stacks of biases) -> f32 like x.
+Experts = Callable[..., Array]
+_LEAST = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
 
 
-def route(
-    cfg: ModelConfig, x: Float[Array, "rows hidden"], router: Float[Array, "hidden experts"]
-) -> Routing:
-    """Softmax over all experts, then the best; renormalised where the model does so.
+def route(cfg: ModelConfig, x: Float[Array, "rows hidden"], params: dict[str, Array]) -> Routing:
+    """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
-    Source: arXiv:2401.04088, section 2.1; Qwen3-MoE's norm_topk_prob.
+    params: one layer's. Source: arXiv:2401.04088, section 2.1, and those of RouterConfig.
     """
+    how = cfg.router
     with jax.named_scope("router"):
-        logits = product(x.astype(jnp.float32), router)
-        weights, ids = lax.top_k(jax.nn.softmax(logits, axis=-1), cfg.num_experts_per_tok)
-        if cfg.norm_topk_prob:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return Routing(logits, ids.astype(jnp.int32), weights)
+        logits = product(x.astype(jnp.float32), params["router"])
+        if how.bias:
+            logits += params["router_bias"]
+        scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
+        choice = scores + params["router_correction"] if how.correction else scores
+        if how.num_groups > 1:
+            choice = _in_best_groups(how, choice)
+        _, ids = lax.top_k(choice, cfg.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if how.normalise:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _LEAST)
+        return Routing(logits, ids.astype(jnp.int32), weights * np.float32(how.scale))
+
+
+def _in_best_groups(
+    how: RouterConfig, choice: Float[Array, "rows experts"]
+) -> Float[Array, "rows experts"]:
+    """Experts outside the best groups are out of the running, whatever their score."""
+    groups = choice.reshape(choice.shape[0], how.num_groups, -1)
+    best, _ = lax.top_k(groups, 2 if how.best_two else 1)
+    _, chosen = lax.top_k(jnp.sum(best, axis=-1), how.groups_per_tok)
+    inside = jnp.any(chosen[:, :, None] == jnp.arange(how.num_groups), axis=1)
+    return jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def moe(
     cfg: ModelConfig,
     x: Float[Array, "rows hidden"],
-    router: Float[Array, "hidden experts"],
-    gate_up: Float[Array, "layers local_experts hidden 2 f"],
-    down: Float[Array, "layers local_experts f hidden"],
+    params: dict[str, Array],
     idx: Int32[Array, ""],
     physical: Int32[Array, " experts"],
     live: Bool[Array, " rows"],
@@ -59,19 +76,24 @@ def moe(
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
-    gate_up, down: stacks over layers, of which `idx` is this one: a kernel takes its slices.
-    physical: where each logical expert is placed. live: rows that are not padding.
-    share_experts: the ranks do; gate_up and down are this shard's part of all.
+    params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
+    one: a kernel takes its slices. physical: where each logical expert is placed. live: rows that
+    are not padding. share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
-        routing = route(cfg, x, router)
+        routing = route(cfg, x, params)
         placed = jnp.where(live[:, None], physical[routing.expert_ids], np.int32(-1))
         rows, weights = x, routing.weights
         if share_experts:
             placed, rows, weights = map(gather_ranks, (placed, rows, weights))
+        gate_up, down = params["experts_gate_up"], params["experts_down"]
+        biases: tuple[Array, ...] = ()
+        if cfg.experts_bias:
+            # Of the devices that share an expert's width only the first has a down bias.
+            biases = params["experts_gate_up_bias"], params["experts_down_bias"][:, :, 0]
         num_local = gate_up.shape[1]
         local = placed - expert_shard_idx(share_experts) * np.int32(num_local)
         mine = (placed >= 0) & (local >= 0) & (local < num_local)
         local = jnp.where(mine, local, np.int32(num_local))
-        out = experts(rows, local, weights, gate_up, down, idx)
+        out = experts(rows, local, weights, gate_up, down, idx, *biases)
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing

@@ -119,12 +119,77 @@ def _plain(shape: tuple[int, ...], dtype: Any, std: float) -> Leaf:
 
 
 def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dict[str, Leaf]:
-    n, hidden, head_dim = run.num_layers, cfg.hidden_size, cfg.head_dim
+    n, hidden = run.num_layers, cfg.hidden_size
+    tree = _latent_leaves(cfg, dims, dtype, n) if cfg.latent else _heads_leaves(cfg, dims, dtype, n)
+    tree["attn_norm"] = _plain((n, hidden), dtype, 0.0)
+    tree["mlp_norm"] = _plain((n, hidden), dtype, 0.0)
+    if run.moe:
+        tree |= _expert_leaves(cfg, dims, dtype, n)
+        if cfg.num_shared_experts:
+            old, new = cfg.num_shared_experts * cfg.moe_intermediate_size, dims.shared_intermediate
+            names = ("shared_gate_up", "shared_down")
+            tree |= _gated_leaves(names, hidden, old, new, dtype, n)
+        return tree
+    names = ("gate_up", "down")
+    old, new = cfg.intermediate_size, dims.intermediate
+    return tree | _gated_leaves(names, hidden, old, new, dtype, n)
+
+
+def _gated_leaves(
+    names: tuple[str, str], hidden: int, width: int, wide: int, dtype: Any, n: int
+) -> dict[str, Leaf]:
+    """Of a feed-forward that all tokens go through. wide: its width as stored."""
+    both = (n, hidden, 2, width), (n, hidden, 2, wide)
+    last = (n, width, hidden), (n, wide, hidden)
+    std, last_std = 1.0 / math.sqrt(hidden), 1.0 / math.sqrt(width)
+    return {
+        names[0]: Leaf(*both, P(None, None, None, SHARDS), dtype, std),
+        names[1]: Leaf(*last, P(None, SHARDS), dtype, last_std),
+    }
+
+
+def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+    """Of latent attention: one kv head, whose queries are dealt out over the shards."""
+    latent, hidden = cfg.latent, cfg.hidden_size
+    assert latent is not None
+    rank, head_dim = latent.kv_rank, latent.nope_dim + latent.rope_dim
+    old, new = (1, cfg.num_heads), (dims.kv_heads, dims.group)
+
+    def by_head(first: tuple[int, ...], last: tuple[int, ...], fan_in: int) -> Leaf:
+        return Leaf(
+            (n, *first, *old, *last),
+            (n, *first, *new, *last),
+            P(*(None,) * (1 + len(first)), SHARDS),
+            dtype,
+            1.0 / math.sqrt(fan_in),
+            head_axis=1 + len(first),
+            replicas=dims.replicas,
+        )
+
+    std = 1.0 / math.sqrt(hidden)
+    tree = {
+        "kv_a": _plain((n, hidden, rank + latent.rope_dim), dtype, std),
+        "kv_a_norm": _plain((n, rank), dtype, 0.0),
+        "k_b": by_head((), (latent.nope_dim, rank), rank),
+        "v_b": by_head((), (rank, latent.value_dim), rank),
+        "o": by_head((), (latent.value_dim, hidden), cfg.num_heads * latent.value_dim),
+    }
+    if not latent.q_rank:
+        return tree | {"q": by_head((hidden,), (head_dim,), hidden)}
+    return tree | {
+        "q_a": _plain((n, hidden, latent.q_rank), dtype, std),
+        "q_a_norm": _plain((n, latent.q_rank), dtype, 0.0),
+        "q_b": by_head((latent.q_rank,), (head_dim,), latent.q_rank),
+    }
+
+
+def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
+    """Of attention with keys and values of their own."""
+    hidden, head_dim = cfg.hidden_size, cfg.head_dim
     std = 1.0 / math.sqrt(hidden)
     old, new = (cfg.num_kv_heads, cfg.group), (dims.kv_heads, dims.group)
     old_qkv, new_qkv = (old[0], old[1] + 2, head_dim), (new[0], new[1] + 2, head_dim)
     tree = {
-        "attn_norm": _plain((n, hidden), dtype, 0.0),
         # Queries of a kv head, then its key, then its value: one product makes all three.
         "qkv": Leaf(
             (n, hidden, *old_qkv),
@@ -145,7 +210,6 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
             head_axis=1,
             replicas=dims.replicas,
         ),
-        "mlp_norm": _plain((n, hidden), dtype, 0.0),
     }
     if cfg.qkv_bias:
         tree["qkv_bias"] = Leaf(
@@ -163,24 +227,19 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
     if cfg.qk_norm:
         tree["q_norm"] = _plain((n, head_dim), dtype, 0.0)
         tree["k_norm"] = _plain((n, head_dim), dtype, 0.0)
-    if run.moe:
-        return tree | _expert_leaves(cfg, dims, dtype, n)
-    width, wide = cfg.intermediate_size, dims.intermediate
-    tree["gate_up"] = Leaf(
-        (n, hidden, 2, width), (n, hidden, 2, wide), P(None, None, None, SHARDS), dtype, std
-    )
-    tree["down"] = Leaf(
-        (n, width, hidden), (n, wide, hidden), P(None, SHARDS), dtype, 1.0 / math.sqrt(width)
-    )
+    if cfg.sinks:
+        tree["sinks"] = Leaf(
+            (n, *old), (n, *new), P(None, SHARDS), dtype, 1.0, head_axis=1, replicas=dims.replicas
+        )
     return tree
 
 
 def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
     hidden, experts = cfg.hidden_size, cfg.num_experts
     width, wide = cfg.moe_intermediate_size, dims.moe_intermediate
-    std = 1.0 / math.sqrt(hidden)
-    return {
-        "router": _plain((n, hidden, experts), jnp.dtype(jnp.float32), std),
+    std, float32 = 1.0 / math.sqrt(hidden), jnp.dtype(jnp.float32)
+    tree = {
+        "router": _plain((n, hidden, experts), float32, std),
         "experts_gate_up": Leaf(
             (n, experts, hidden, 2, width),
             (n, experts, hidden, 2, wide),
@@ -196,6 +255,28 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
             1.0 / math.sqrt(width),
         ),
     }
+    if cfg.router.bias:
+        tree["router_bias"] = _plain((n, experts), float32, 0.1)
+    if cfg.router.correction:
+        tree["router_correction"] = _plain((n, experts), float32, 0.1)
+    if cfg.experts_bias:
+        tree["experts_gate_up_bias"] = Leaf(
+            (n, experts, 2, width),
+            (n, experts, 2, wide),
+            P(None, dims.expert_axes, None, TENSOR),
+            dtype,
+            0.1,
+        )
+        # Each device that shares an expert has one; all but the first are zero, and their sum is
+        # what was trained.
+        tree["experts_down_bias"] = Leaf(
+            (n, experts, 1, hidden),
+            (n, experts, dims.expert_shards, hidden),
+            P(None, dims.expert_axes, TENSOR, None),
+            dtype,
+            0.1,
+        )
+    return tree
 
 
 def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:

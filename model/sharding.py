@@ -23,8 +23,8 @@ TENSOR: Final = "tensor"
 SHARDS: Final = (EXPERT, TENSOR)
 ALL_EXPERTS: Final = (DATA, EXPERT)
 
-# [layers, 2, pages, page_size, kv_heads, head_dim], and a page list of the same rank. The pages
-# of rank 0 stand first; each rank counts its own from 0.
+# [layers, planes, pages, page_size, kv_heads, head_dim], and a page list of the same rank. The
+# pages of rank 0 stand first; each rank counts its own from 0.
 POOL_SPEC: Final = P(None, None, DATA, None, SHARDS, None)
 # Arrays whose first axis (second axis) has a part for each rank, rank 0's first.
 RANKS: Final = P(DATA)
@@ -159,6 +159,11 @@ class Dims:
         return _up(self.cfg.moe_intermediate_size, self.expert_shards)
 
     @property
+    def shared_intermediate(self) -> int:
+        """Width of the shared experts of a layer, side by side."""
+        return _up(self.cfg.num_shared_experts * self.cfg.moe_intermediate_size, self.tp)
+
+    @property
     def vocab(self) -> int:
         """Rows of the embedding."""
         return _up(self.cfg.vocab_size, self.tp)
@@ -174,7 +179,7 @@ def kv_spec(cfg: ModelConfig, dims: Dims, page_size: int, dtype: str) -> KVSpec:
         raise ModelError(f"kv cache dtype {dtype!r}; accepted: {', '.join(PAGE_DTYPE_BYTES)}")
     if page_size < 1:
         raise ModelError(f"page_size {page_size}; accepted: at least 1")
-    return KVSpec(cfg.num_layers, dims.kv_heads, cfg.head_dim, page_size, dtype)
+    return KVSpec(cfg.num_layers, dims.kv_heads, cfg.head_dim, page_size, dtype, cfg.kv_planes)
 
 
 def pool_sharding(mesh: Mesh) -> NamedSharding:

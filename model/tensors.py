@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint make which parameter, and how one shard of it is filled."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,7 @@ _TILE: Final = 64
 _COMPARED_ROWS: Final = 1024
 _EMBED: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
+_NAMES: Final = ("gate_proj", "up_proj", "down_proj")
 
 Index = tuple[slice, ...]
 
@@ -35,7 +36,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """A parameter laid out as its tensor; the first axis may be padded."""
+    """A parameter laid out as its tensor; any axis may be padded."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,17 +46,21 @@ class Plain:
 
     def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         part = tuple(_within(s, size) for s, size in zip(index, self.shape, strict=True))
-        if _length(part[0]):  # the last shards of a small vocabulary may be nothing but padding
-            out[: _length(part[0])] = files.read(self.name, part)
+        if all(map(_length, part)):  # the last shards may be nothing but padding
+            out[tuple(slice(0, _length(s)) for s in part)] = files.read(self.name, part)
 
 
 @dataclass(frozen=True)
 class Turned:
-    """A parameter [in, out] of a tensor [out, in]; either axis may be padded."""
+    """A parameter [in, out] of a tensor [out, in]; either axis may be padded.
+
+    order: which row of the tensor is which column, where that is not the same.
+    """
 
     name: str
     size_in: int
     size_out: int
+    order: tuple[int, ...] = ()
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.size_out, self.size_in)
@@ -64,6 +69,9 @@ class Turned:
         rows, columns = _within(index[1], self.size_out), _within(index[0], self.size_in)
         if _length(rows) and _length(columns):
             values = files.read(self.name, (rows, columns))
+            if self.order:
+                assert _length(rows) == self.size_out, "rows in another order are read together"
+                values = values[list(self.order)]
             _turn(values, out[: _length(columns), : _length(rows)])
 
 
@@ -168,6 +176,115 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """[in, kv_heads, group, head_dim] of a tensor [query rows, in].
+
+    order: which of a head's rows is which entry, where that is not the same.
+    """
+
+    name: str
+    heads: Heads
+    size_in: int
+    order: tuple[int, ...] = ()
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.heads.sizes[0], self.size_in)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        head_dim = self.heads.head_dim
+        order = list(self.order) or slice(None)
+        for i, stored in enumerate(range(index[1].start, index[1].stop)):
+            rows = self.heads.queries(stored)
+            if _length(rows):
+                values = files.read(self.name, (rows, slice(0, self.size_in)))
+                values = values.reshape(-1, head_dim, self.size_in)[:, order]
+                out[:, i, : len(values)] = values.transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class OutOfLatent:
+    """What each head makes of a latent vector: [kv_heads, group, part, rank], or the last two
+    turned, of a tensor [rows of all heads, rank] in which a head has `part` of its head_dim rows.
+    """
+
+    name: str
+    heads: Heads
+    rank: int
+    part: slice
+    turned: bool
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.heads.sizes[0], self.rank)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        for i, stored in enumerate(range(index[0].start, index[0].stop)):
+            rows = self.heads.queries(stored)
+            if _length(rows):
+                values = files.read(self.name, (rows, slice(0, self.rank)))
+                values = values.reshape(-1, self.heads.head_dim, self.rank)[:, self.part]
+                out[i, : len(values)] = values.transpose(0, 2, 1) if self.turned else values
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """[kv_heads, group] of a tensor [query heads]. heads: of head_dim 1."""
+
+    name: str
+    heads: Heads
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (self.heads.sizes[0],)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        for i, stored in enumerate(range(index[0].start, index[0].stop)):
+            rows = self.heads.queries(stored)
+            if _length(rows):
+                out[i, : _length(rows)] = files.read(self.name, (rows,))
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """[*lead, 2, size] of a tensor [*lead, 2 * size] with gates in even columns, ups in odd ones.
+
+    The last axis may be padded.
+    """
+
+    name: str
+    lead: tuple[int, ...]
+    size: int
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, (*self.lead, 2 * self.size)
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        assert index[-2] == slice(0, 2), index
+        columns = _within(index[-1], self.size)
+        if not _length(columns):
+            return
+        both = slice(2 * columns.start, 2 * columns.stop)
+        for i, first in enumerate(range(index[0].start, index[0].stop)):
+            # One expert at a time: all of them would be as much again as what is filled.
+            part = (slice(first, first + 1), *index[1:-2], both)
+            pairs = files.read(self.name, part)[0].reshape(*out.shape[1:-2], _length(columns), 2)
+            out[i, ..., : _length(columns)] = np.swapaxes(pairs, -1, -2)
+
+
+@dataclass(frozen=True)
+class OnFirst:
+    """[experts, devices, size] of a tensor [experts, size]: the first device's, else zero."""
+
+    name: str
+    shape: tuple[int, int]
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, self.shape
+
+    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+        if index[1].start == 0:
+            out[:, 0] = files.read(self.name, (index[0], index[2]))
+
+
+@dataclass(frozen=True)
 class Stack:
     """A leading axis of layers or experts, each of its own tensors."""
 
@@ -217,6 +334,25 @@ def _segment_sources(cfg: ModelConfig, dims: Dims, run: Segment) -> dict[str, So
 
 def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str, Source]:
     hidden = cfg.hidden_size
+    found = _latent_sources(cfg, dims, at) if cfg.latent else _heads_sources(cfg, dims, at)
+    found["attn_norm"] = Plain(f"{at}.input_layernorm.weight", (hidden,))
+    found["mlp_norm"] = Plain(f"{at}.post_attention_layernorm.weight", (hidden,))
+    if not moe:
+        found["gate_up"], found["down"] = _gated(hidden, cfg.intermediate_size, f"{at}.mlp", _NAMES)
+    elif cfg.architecture == "GptOssForCausalLM":
+        found |= _stacked_expert_sources(cfg, at)
+    else:
+        found |= _expert_sources(cfg, at)
+    if moe and cfg.num_shared_experts:
+        width = cfg.num_shared_experts * cfg.moe_intermediate_size
+        shared = _gated(hidden, width, f"{at}.mlp.shared_experts", _NAMES)
+        found["shared_gate_up"], found["shared_down"] = shared
+    return found
+
+
+def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+    """Of attention with keys and values of their own."""
+    hidden = cfg.hidden_size
     heads = Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
 
     def qkv(kind: str) -> tuple[str, str, str]:
@@ -227,10 +363,8 @@ def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str
         )
 
     found: dict[str, Source] = {
-        "attn_norm": Plain(f"{at}.input_layernorm.weight", (hidden,)),
         "qkv": QKV(qkv("weight"), heads, hidden),
         "o": Output(f"{at}.self_attn.o_proj.weight", heads, hidden),
-        "mlp_norm": Plain(f"{at}.post_attention_layernorm.weight", (hidden,)),
     }
     if cfg.qkv_bias:
         found["qkv_bias"] = QKV(qkv("bias"), heads, None)
@@ -239,26 +373,75 @@ def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str
     if cfg.qk_norm:
         found["q_norm"] = Plain(f"{at}.self_attn.q_norm.weight", (cfg.head_dim,))
         found["k_norm"] = Plain(f"{at}.self_attn.k_norm.weight", (cfg.head_dim,))
-    if moe:
-        return found | _expert_sources(cfg, at)
-    found["gate_up"], found["down"] = _gated(
-        hidden, cfg.intermediate_size, f"{at}.mlp", ("gate_proj", "up_proj", "down_proj")
-    )
+    if cfg.sinks:
+        found["sinks"] = OfHeads(f"{at}.self_attn.sinks", replace(heads, head_dim=1))
     return found
+
+
+def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
+    """Of latent attention. What is rotated goes by neighbours there, and by halves here."""
+    latent, hidden = cfg.latent, cfg.hidden_size
+    assert latent is not None
+    at = f"{at}.self_attn"
+    nope, rank, rope = latent.nope_dim, latent.kv_rank, latent.rope_dim
+    all_dim = nope + latent.value_dim
+    heads = Heads(1, cfg.num_heads, nope + rope, dims.replicas, dims.group)
+    of_both = replace(heads, head_dim=all_dim)
+    keys, values = slice(0, nope), slice(nope, all_dim)
+    kv_b = f"{at}.kv_b_proj.weight"
+    kv_order, q_order = _halves_last(rank, rope), _halves_last(nope, rope)
+    found: dict[str, Source] = {
+        "kv_a": Turned(f"{at}.kv_a_proj_with_mqa.weight", hidden, rank + rope, kv_order),
+        "kv_a_norm": Plain(f"{at}.kv_a_layernorm.weight", (rank,)),
+        "k_b": OutOfLatent(kv_b, of_both, rank, keys, turned=False),
+        "v_b": OutOfLatent(kv_b, of_both, rank, values, turned=True),
+        "o": Output(f"{at}.o_proj.weight", replace(heads, head_dim=latent.value_dim), hidden),
+    }
+    if not latent.q_rank:
+        return found | {"q": Queries(f"{at}.q_proj.weight", heads, hidden, q_order)}
+    return found | {
+        "q_a": Turned(f"{at}.q_a_proj.weight", hidden, latent.q_rank),
+        "q_a_norm": Plain(f"{at}.q_a_layernorm.weight", (latent.q_rank,)),
+        "q_b": Queries(f"{at}.q_b_proj.weight", heads, latent.q_rank, q_order),
+    }
+
+
+def _halves_last(before: int, size: int) -> tuple[int, ...]:
+    """The first entries as they are, and of `size` behind them the even ones, then the odd ones."""
+    pairs = range(before, before + size)
+    return (*range(before), *pairs[::2], *pairs[1::2])
 
 
 def _expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
     mixtral = cfg.architecture == "MixtralForCausalLM"
     block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = ("w1", "w3", "w2") if mixtral else _NAMES
     pairs = [
         _gated(cfg.hidden_size, cfg.moe_intermediate_size, f"{block}.experts.{e}", names)
         for e in range(cfg.num_experts)
     ]
-    return {
+    found: dict[str, Source] = {
         "router": Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts),
         "experts_gate_up": Stack(tuple(pair[0] for pair in pairs)),
         "experts_down": Stack(tuple(pair[1] for pair in pairs)),
+    }
+    if cfg.router.correction:
+        bias = f"{block}.gate.e_score_correction_bias"
+        found["router_correction"] = Plain(bias, (cfg.num_experts,))
+    return found
+
+
+def _stacked_expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
+    """Of GPT-OSS, where one tensor has all experts, and they have biases."""
+    hidden, width, experts = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
+    block = f"{at}.mlp.experts"
+    return {
+        "router": Turned(f"{at}.mlp.router.weight", hidden, experts),
+        "router_bias": Plain(f"{at}.mlp.router.bias", (experts,)),
+        "experts_gate_up": Interleaved(f"{block}.gate_up_proj", (experts, hidden), width),
+        "experts_gate_up_bias": Interleaved(f"{block}.gate_up_proj_bias", (experts,), width),
+        "experts_down": Plain(f"{block}.down_proj", (experts, width, hidden)),
+        "experts_down_bias": OnFirst(f"{block}.down_proj_bias", (experts, hidden)),
     }
 
 
@@ -277,12 +460,15 @@ def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
     """
     tree = param_sources(cfg, dims)
     wanted = dict(pair for source in _leaves(tree) for pair in source.expected())
+    extra = range(cfg.num_layers, cfg.num_layers + cfg.num_extra_layers)
+    unread = tuple(f"model.layers.{layer}." for layer in extra)
     for name, shape in wanted.items():
         files.check(name, shape)
     for name in files.names:
         # Older files carry rotary tables; some carry a head that is the embedding again.
         tied_head = cfg.tie_word_embeddings and name == _HEAD
-        if name not in wanted and not tied_head and not name.endswith(".rotary_emb.inv_freq"):
+        known = name in wanted or tied_head or name.startswith(unread)
+        if not known and not name.endswith(".rotary_emb.inv_freq"):
             raise ModelError(f"{files.folder}: tensor {name} is unknown in {cfg.architecture}")
     if cfg.tie_word_embeddings and _HEAD in files.names:
         _check_tied_head(files, cfg)

@@ -19,9 +19,11 @@ from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kv import PagePool
-from model.layers import embed, feed_forward, product, rms_norm, rope_frequencies, rope_tables
+from model.latent import latent_attention
+from model.layers import embed, feed_forward, product, rms_norm, rope_tables
 from model.moe import moe
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
+from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
 
 # On CPU, dense layers from this size on have arrays of their own (docs/adr/0029); smaller ones
@@ -71,17 +73,8 @@ class Model:
         if stacked is None:
             stacked = platform != "cpu" or dense_layer_bytes(cfg, dims, kind) < OWN_ARRAYS_BYTES
         dims = replace(dims, stacked=stacked)
-        shape = kernels.AttentionShape(
-            platform, kind.name, page_size, dims.kv_heads // dims.tp, dims.group, cfg.head_dim
-        )
-        routed = kernels.ExpertsShape(
-            platform,
-            kind.name,
-            cfg.hidden_size,
-            dims.moe_intermediate // dims.expert_shards,
-            cfg.num_experts // dims.ep,
-            cfg.num_experts_per_tok,
-        )
+        shape = kernels.attention_shape(cfg, dims, platform, kind.name, page_size)
+        routed = kernels.experts_shape(cfg, dims, platform, kind.name)
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
@@ -156,8 +149,11 @@ def decode_rows(
     kv_idx: page * page_size + offset of the token. Returns as `prefill_rows`.
     """
 
-    def attend(q: Array, pool: Array, layer: Array) -> Array:
-        out: Array = model.kernels.decode_attention(q, pool, layer, positions, page_table)
+    def attend(
+        q: Array, pool: Array, layer: Array, sinks: Array | None, window: Array | None
+    ) -> Array:
+        kernel = model.kernels.decode_attention
+        out: Array = kernel(q, pool, layer, positions, page_table, sinks, window)
         return out
 
     live = positions >= 0
@@ -269,8 +265,10 @@ def _prefill(
     expert_map: Array | None,
     capture: bool,
 ) -> _Carry:
-    def attend(q: Array, pool: Array, layer: Array) -> Array:
-        out: Array = model.kernels.prefill_attention(q, pool, layer, batch)
+    def attend(
+        q: Array, pool: Array, layer: Array, sinks: Array | None, window: Array | None
+    ) -> Array:
+        out: Array = model.kernels.prefill_attention(q, pool, layer, batch, sinks, window)
         return out
 
     live = (batch.kv_idx >= 0) & (batch.kv_idx < pool.shape[2] * pool.shape[3])
@@ -297,8 +295,9 @@ def _layers(
 ) -> _Carry:
     cfg = model.cfg
     x = embed(params["embed"], inputs.token_ids)
-    freq = rope_frequencies(cfg.rope, cfg.head_dim)
-    rows = Rows(*rope_tables(freq, inputs.positions), inputs.kv_idx)
+    freq = rope_frequencies(cfg.rope, cfg.rope_dim)
+    tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
+    rows = Rows(*tables, inputs.kv_idx)
     carry = _Carry(x, pool, nothing_captured(cfg, x) if capture else None)
 
     @partial(jax.jit, static_argnums=0)  # traced once, however many layers have own arrays
@@ -345,7 +344,8 @@ def _block(
     cfg = model.cfg
     x, pool, captured = carry
     inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
-    out, pool = attention(cfg, weights, inner, pool, layer, rows, attend)
+    attend_layer = latent_attention if cfg.latent else attention
+    out, pool = attend_layer(cfg, weights, inner, pool, layer, rows, attend)
     x = x + out.astype(x.dtype)
     inner = rms_norm(x, weights["mlp_norm"], cfg.rms_norm_eps)
     routing = None
@@ -353,15 +353,15 @@ def _block(
         out, routing = moe(
             cfg,
             inner,
-            weights["router"],
-            weights["experts_gate_up"],
-            weights["experts_down"],
+            weights,
             idx,
             expert_map[layer],
             inputs.live,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )
+        if cfg.num_shared_experts:
+            out += feed_forward(inner, weights["shared_gate_up"], weights["shared_down"])
     else:
         out = feed_forward(inner, weights["gate_up"], weights["down"])
     x = x + out.astype(x.dtype)

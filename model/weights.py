@@ -15,6 +15,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.orbax import is_orbax, save_orbax
 from model.params import Leaf, Params
+from model.quantised import open_checkpoint
 from model.tensors import Source, checked_sources
 from model.transformer import Model, random_params
 
@@ -42,7 +43,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     meter = _Meter(progress, stored_bytes(model))
     if is_orbax(folder):
         return orbax.load_params(folder, model, meter.add)
-    files = Checkpoint(folder)
+    files = _opened(folder, model.cfg)
     sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
     made = [
         _place(files, source, leaf, model.mesh, meter)
@@ -105,17 +106,26 @@ def model_digest(path: str | Path) -> str:
     agree; the two forms of one model do not. Raises ModelError as load_params does.
     """
     folder = Path(path)
-    digest = xxhash.xxh3_64(repr(ModelConfig.from_dir(folder)).encode())
+    cfg = ModelConfig.from_dir(folder)
+    digest = xxhash.xxh3_64(repr(cfg).encode())
     if is_orbax(folder):
         orbax.add_to_digest(folder, digest)
         return digest.hexdigest()
-    files = Checkpoint(folder)
+    files = _opened(folder, cfg)
     for name in files.names:
         shape = files.shape(name)
         digest.update(f"{name} {files.dtype(name)} {shape};".encode())
         if shape and min(shape) > 0:
             digest.update(_sample(files, name, shape))
     return digest.hexdigest()
+
+
+def _opened(folder: Path, cfg: ModelConfig) -> Checkpoint:
+    """Its tensors, unquantised. Raises ModelError."""
+    if cfg.quantization == "fp8":
+        rows, columns = cfg.quantized_block
+        return open_checkpoint(folder, cfg.quantization, (rows, columns))
+    return open_checkpoint(folder, cfg.quantization)
 
 
 def _sample(files: Checkpoint, name: str, shape: tuple[int, ...]) -> bytes:

@@ -72,8 +72,8 @@ class PrefillEngine:
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Array]]:
         """Pack pages for the wire, one run of each rank, which may be empty.
 
-        Returns by rank one array per shard, [layers, 2, bucket, page_size, kv, dim], of which the
-        first len(page_ids[rank]) pages count. The copy of runs with pages to the host has begun.
+        Returns by rank one array per shard, [layers, planes, bucket, page_size, kv, dim], of which
+        the first len(page_ids[rank]) pages count. The copy of runs with pages to the host begins.
         """
         bucket = bucket_for(max(map(len, page_ids)), self._buckets.run_pages)
         ids = np.zeros((self._dp_size, bucket), np.int32)

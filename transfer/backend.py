@@ -218,7 +218,7 @@ class PageSender(Protocol):
     ) -> None:
         """Queue a run of pages.
 
-        shards: one per source shard, [layers, 2, n, page_size, heads of the shard, head_dim],
+        shards: one per source shard, [layers, planes, n, page_size, heads of the shard, head_dim],
         kept alive and unchanged until sent. Fills pages page_start .. page_start+n-1 of the
         grant. runs: which heads go where (transfer.layout.plan_heads).
         """
@@ -257,7 +257,7 @@ class PageReceiver(Protocol):
     """Decode's end. Its callbacks come from threads of its own:
 
     on_pages(room, page_start, shards): a run of pages is complete; one array per shard,
-        [layers, 2, n, page_size, heads of the shard, head_dim], now the callee's.
+        [layers, planes, n, page_size, heads of the shard, head_dim], now the callee's.
     on_finish(room, first): all pages of the grant were delivered, and this is where to go on.
     on_lost(rooms, message, code): rooms whose pages will not be completed. GONE: the sender
         gave them up. PEER_LOST: it is not there any more.

@@ -40,7 +40,7 @@ class _Expected:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A run of pages, complete: one array per shard, [layers, 2, n, page_size, heads, dim]."""
+    """A run of pages, complete: one array per shard, [layers, planes, n, page_size, heads, dim]."""
 
     page_start: int
     shards: list[np.ndarray]
@@ -215,7 +215,7 @@ class Inbound:
 
     def _shape(self, num_pages: int, num_heads: int) -> tuple[int, ...]:
         kv = self._kv
-        return (kv.num_layers, 2, num_pages, kv.page_size, num_heads, kv.head_dim)
+        return (kv.num_layers, kv.planes, num_pages, kv.page_size, num_heads, kv.head_dim)
 
 
 class Receiver(ABC):

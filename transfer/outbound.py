@@ -22,7 +22,7 @@ _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
 @dataclass(slots=True)
 class Job:
-    """A frame to send. payload only for PAGES: [layers, 2, n, page_size, heads, head_dim]."""
+    """A frame to send. payload only for PAGES: [layers, planes, n, page_size, heads, head_dim]."""
 
     frame: Frame
     meta: bytes = b""
@@ -332,8 +332,8 @@ def _pages_per_frame(num_pages: int, most: int) -> int:
 def segments(pages: np.ndarray | None) -> list[memoryview]:
     """The bytes of pages in order, in as few contiguous pieces as there are; None has none.
 
-    pages: [layers, 2, n, page_size, heads, head_dim], of any dtype. Copied only when heads were
-    cut out of it; a cut of pages is sent from where it lies.
+    pages: [layers, planes, n, page_size, heads, head_dim], of any dtype. Copied only when heads
+    were cut out of it; a cut of pages is sent from where it lies.
     """
     if pages is None:
         return []

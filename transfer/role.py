@@ -325,6 +325,7 @@ def describe(
             head_dim=kv.head_dim,
             page_size=kv.page_size,
             dtype=kv.dtype,
+            planes=kv.planes,
         ),
         tp_size=config.tp_size,
         dp_size=config.dp_size,

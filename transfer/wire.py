@@ -1,7 +1,6 @@
 """Every control message between two processes: frozen, typed, versioned; read this file first.
 
-Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects.
-Who sends what:
+Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects. Senders:
 
     API -> prefill, decode   SubmitBatch, AbortBatch, Subscribe
     prefill, decode -> API   StepBatch   (the reply stream of Subscribe: one per step)
@@ -246,6 +245,7 @@ class KVSpecMessage(Message):
     head_dim: int
     page_size: int
     dtype: str
+    planes: int = 2  # keys and values, or 1: what is both
 
 
 class Load(Message):

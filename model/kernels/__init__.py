@@ -3,17 +3,23 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import model.kernels.attention.reference as attention_reference
 import model.kernels.moe.reference as moe_reference
+from model.config import ModelConfig
+from model.sharding import Dims
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one shard's attention has to serve. kv_heads and group are per shard."""
+    """What one shard's attention has to serve. kv_heads and group are per shard.
+
+    planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
+    """
 
     platform: str
     dtype: str
@@ -21,11 +27,18 @@ class AttentionShape:
     kv_heads: int
     group: int
     head_dim: int
+    planes: int = 2
+    scale: float | None = None
+    sinks: bool = False
+    windows: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """What one shard's experts have to serve. experts and intermediate are per shard."""
+    """What one shard's experts have to serve. experts and intermediate are per shard.
+
+    limit, alpha: see model.layers.gated. bias: whether the kernel is given any.
+    """
 
     platform: str
     dtype: str
@@ -33,6 +46,42 @@ class ExpertsShape:
     intermediate: int
     experts: int
     chosen: int
+    limit: float = 0.0
+    alpha: float = 1.0
+    bias: bool = False
+
+
+def attention_shape(
+    cfg: ModelConfig, dims: Dims, platform: str, dtype: str, page_size: int
+) -> AttentionShape:
+    """Of one shard of a model."""
+    return AttentionShape(
+        platform,
+        dtype,
+        page_size,
+        dims.kv_heads // dims.tp,
+        dims.group,
+        cfg.head_dim,
+        cfg.kv_planes,
+        cfg.softmax_scale,
+        cfg.sinks,
+        any(cfg.window_layers),
+    )
+
+
+def experts_shape(cfg: ModelConfig, dims: Dims, platform: str, dtype: str) -> ExpertsShape:
+    """Of one shard of a model."""
+    return ExpertsShape(
+        platform,
+        dtype,
+        cfg.hidden_size,
+        dims.moe_intermediate // dims.expert_shards,
+        cfg.num_experts // dims.ep,
+        cfg.num_experts_per_tok,
+        cfg.swiglu_limit,
+        cfg.swiglu_alpha,
+        cfg.experts_bias,
+    )
 
 
 class Backend(NamedTuple):
@@ -44,12 +93,17 @@ class Backend(NamedTuple):
 
 # Best first; the reference serves every shape, so it comes last.
 PREFILL_ATTENTION: Sequence[Backend] = (
-    Backend("reference", lambda shape: attention_reference.prefill),
+    Backend("reference", lambda shape: partial(attention_reference.prefill, scale=shape.scale)),
 )
 DECODE_ATTENTION: Sequence[Backend] = (
-    Backend("reference", lambda shape: attention_reference.decode),
+    Backend("reference", lambda shape: partial(attention_reference.decode, scale=shape.scale)),
 )
-EXPERTS: Sequence[Backend] = (Backend("reference", lambda shape: moe_reference.experts),)
+EXPERTS: Sequence[Backend] = (
+    Backend(
+        "reference",
+        lambda shape: partial(moe_reference.experts, limit=shape.limit, alpha=shape.alpha),
+    ),
+)
 
 
 def choose(

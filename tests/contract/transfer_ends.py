@@ -69,8 +69,8 @@ class Diary:
         ]
 
     def kv_of(self, room: int, num_pages: int, kv: KVSpec, tp_size: int) -> np.ndarray:
-        """Bits delivered to a room: [layers, 2, n, page_size, stored heads, head_dim]."""
-        shape = (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
+        """Bits delivered to a room: [layers, planes, n, page_size, stored heads, head_dim]."""
+        shape = (kv.num_layers, kv.planes, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
         bits = bits_of(kv)
         found = np.zeros(shape, bits)
         for number, start, shards in self.pages:

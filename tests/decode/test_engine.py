@@ -45,7 +45,7 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
 
     monkeypatch.setattr(jax, "block_until_ready", counted)
     kv = opened.kv
-    shape = (kv.num_layers, 2, longest, page_size, kv.num_kv_heads, kv.head_dim)
+    shape = (kv.num_layers, kv.planes, longest, page_size, kv.num_kv_heads, kv.head_dim)
     run = np.ones(shape, np.float32)
     for number in range(20):
         engine.place_run(0, range(longest), [run])

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from model.config import KVSpec, ModelConfig, RopeConfig
+from model.config import KVSpec, ModelConfig
 from model.errors import ModelError
+from model.rope import RopeConfig
 from tests.model.checkpoints import QWEN2, write_config
 from tests.model.harness import GOLDENS
 
@@ -35,7 +36,7 @@ def test_each_family_turns_on_its_features() -> None:
     assert llama.bos_token_id == 1017
     assert (qwen3.qk_norm, qwen3.tie_word_embeddings, qwen3.head_dim) == (True, True, 32)
     assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
-    assert (mixtral.moe_intermediate_size, mixtral.norm_topk_prob) == (96, True)
+    assert (mixtral.moe_intermediate_size, mixtral.router.normalise) == (96, True)
     routed = features("qwen3_moe")
     assert routed.moe_layers == (True, False, True, True)
     assert (routed.intermediate_size, routed.moe_intermediate_size) == (160, 48)

@@ -32,7 +32,14 @@ def _params(model: Model) -> Any:
 
 def _array(model: Model, num_pages: int, dtype: str = "") -> jax.ShapeDtypeStruct:
     spec = model.kv_spec()
-    shape = (spec.num_layers, 2, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    shape = (
+        spec.num_layers,
+        spec.planes,
+        num_pages,
+        spec.page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+    )
     return jax.ShapeDtypeStruct(
         shape, jnp.dtype(dtype or model.dtype), sharding=pool_sharding(model.mesh)
     )

@@ -61,8 +61,8 @@ def a_grant(
 
 
 def logical_pages(num_pages: int, seed: int = 0, kv: KVSpec = KV) -> np.ndarray:
-    """Random bits, u16 for bfloat16: [layers, 2, n, page_size, kv_heads, head_dim]."""
-    shape = (kv.num_layers, 2, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
+    """Random bits, u16 for bfloat16: [layers, planes, n, page_size, kv_heads, head_dim]."""
+    shape = (kv.num_layers, kv.planes, num_pages, kv.page_size, kv.num_kv_heads, kv.head_dim)
     bits = bits_of(kv)
     return np.random.default_rng(seed).integers(0, np.iinfo(bits).max, shape, bits, endpoint=True)
 

@@ -51,15 +51,17 @@ def _batched(a: Array, b: Array, transposed: bool) -> Array:
     return lax.dot_general(a, b, (contract, (batch, batch)), precision=exact)
 
 
-def _start(shape: tuple[int, ...]) -> _Running:
-    rows = shape[:-1]
-    return _Running(
-        jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), jnp.zeros(shape, jnp.float32)
-    )
+def _start(shape: tuple[int, ...], sinks: Array | None) -> _Running:
+    """Before the first block. sinks: f32 that broadcasts to shape[:-1], scores without a value."""
+    rows, acc = shape[:-1], jnp.zeros(shape, jnp.float32)
+    if sinks is None:
+        return _Running(jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), acc)
+    top = jnp.broadcast_to(sinks.astype(jnp.float32), rows)
+    return _Running(top, jnp.ones(rows, jnp.float32), acc)
 
 
-def _scaled(q: Array) -> Array:
-    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5)
+def _scaled(q: Array, scale: float | None) -> Array:
+    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _pad(list_: Array, multiple: int, value: int) -> Array:
@@ -72,10 +74,16 @@ def prefill(
     pool: PagePool,
     layer: Int32[Array, ""],
     batch: ChunkBatch,
+    sinks: Float[Array, "kv_heads group"] | None = None,
+    window: Int32[Array, ""] | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
     """Every token attends to its own sequence's positions up to its own. Padding yields anything.
 
-    Cost follows tokens times the pages in use, not the capacity of the page list.
+    A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
+    and gives no value. window: positions that a token sees, its own included. scale: of scores;
+    None: head_dim ** -0.5. Cost follows tokens times the pages in use, not the capacity of the page
+    list.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -85,25 +93,29 @@ def prefill(
     seqs = _pad(batch.page_seq, per_block, -1)
     starts = _pad(batch.page_pos, per_block, 0)
     offsets = jnp.arange(page_size, dtype=jnp.int32)
-    queries = _scaled(q).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
+    queries = _scaled(q, scale).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
+    own = None if sinks is None else jnp.repeat(sinks, tokens, axis=1)
 
     def block(b: Array, running: _Running) -> _Running:
         at = b * np.int32(per_block)
         block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
         kv = read_pages(pool, layer, block_ids).astype(jnp.float32)
-        kv = kv.transpose(1, 3, 0, 2, 4).reshape(2, heads, span, head_dim)
+        kv = kv.transpose(1, 3, 0, 2, 4).reshape(-1, heads, span, head_dim)
         pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
         seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
         used = (at + jnp.arange(per_block, dtype=jnp.int32) < batch.num_pages_used)[:, None]
         seq = jnp.where(used, seq, np.int32(-1)).reshape(span)
         same = seq == batch.seq_idx[:, None]
-        allowed = same & (pos.reshape(span) <= batch.positions[:, None])
+        ago = batch.positions[:, None] - pos.reshape(span)
+        allowed = same & (ago >= 0)
+        if window is not None:
+            allowed &= ago < window
         allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
-        return running.add(_batched(queries, kv[0], True), allowed, kv[1])
+        return running.add(_batched(queries, kv[0], True), allowed, kv[-1])
 
     trips = -(-batch.num_pages_used // np.int32(per_block))
     with jax.named_scope("prefill_attention"):
-        out = lax.fori_loop(np.int32(0), trips, block, _start(queries.shape)).value()
+        out = lax.fori_loop(np.int32(0), trips, block, _start(queries.shape, own)).value()
     return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
 
@@ -113,10 +125,14 @@ def decode(
     layer: Int32[Array, ""],
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
+    sinks: Float[Array, "kv_heads group"] | None = None,
+    window: Int32[Array, ""] | None = None,
+    scale: float | None = None,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
-    Cost follows rows times the longest row.
+    sinks, window, scale: see `prefill`. Cost follows rows times the longest row, or what lies
+    between the earliest position that any row sees and the last.
     """
     rows, heads, _, head_dim = q.shape
     page_size = pool.shape[3]
@@ -124,18 +140,27 @@ def decode(
     span = per_block * page_size
     table = _pad(page_table, per_block, 0)
     offsets = jnp.arange(span, dtype=jnp.int32)
-    queries = _scaled(q)
+    queries = _scaled(q, scale)
+    earliest = None if window is None else positions - window + np.int32(1)
 
     def allowed_in(b: Array) -> Bool[Array, "rows 1 1 span"]:
-        return (b * np.int32(span) + offsets <= positions[:, None])[:, None, None, :]
+        pos = b * np.int32(span) + offsets
+        allowed = pos <= positions[:, None]
+        if earliest is not None:
+            allowed &= pos >= earliest[:, None]
+        return allowed[:, None, None, :]
 
     def block(b: Array, running: _Running) -> _Running:
         ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
         kv = read_pages(pool, layer, ids).astype(jnp.float32)
-        kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(2, rows, heads, span, head_dim)
-        return running.add(_batched(queries, kv[0], True), allowed_in(b), kv[1])
+        kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(-1, rows, heads, span, head_dim)
+        return running.add(_batched(queries, kv[0], True), allowed_in(b), kv[-1])
 
+    first = jnp.zeros((), jnp.int32)
+    if earliest is not None:
+        of_live = jnp.where(positions >= 0, earliest, np.iinfo(np.int32).max)
+        first = jnp.maximum(jnp.min(of_live), first) // np.int32(span)
     trips = jnp.max(positions) // np.int32(span) + np.int32(1)
     with jax.named_scope("decode_attention"):
-        out = lax.fori_loop(np.int32(0), trips, block, _start(q.shape)).value()
+        out = lax.fori_loop(first, trips, block, _start(q.shape, sinks)).value()
     return out.astype(q.dtype)

@@ -26,10 +26,15 @@ def experts(
     gate_up: Float[Array, "layers experts hidden 2 f"],
     down: Float[Array, "layers experts f hidden"],
     layer: Int32[Array, ""],
+    gate_up_bias: Float[Array, "layers experts 2 f"] | None = None,
+    down_bias: Float[Array, "layers experts hidden"] | None = None,
+    limit: float = 0.0,
+    alpha: float = 1.0,
 ) -> Float[Array, "rows hidden"]:
     """Weighted sum of the chosen experts that live here; float32.
 
     local_ids: experts of this shard; the number of experts means "elsewhere", adding nothing.
+    limit, alpha: see model.layers.gated.
     """
     num_rows, chosen = local_ids.shape
     hidden, width, num_experts = x.shape[1], gate_up.shape[4], gate_up.shape[1]
@@ -50,8 +55,12 @@ def experts(
         zero = jnp.zeros((), jnp.int32)
         both = lax.dynamic_slice(gate_up, (layer, e, zero, zero, zero), (1, 1, hidden, 2, width))
         last = lax.dynamic_slice(down, (layer, e, zero, zero), (1, 1, width, hidden))
-        inner = gated(product(rows, both.reshape(hidden, 2 * width)))
-        done = product(inner, last.reshape(width, hidden))
+        both_out = product(rows, both.reshape(hidden, 2 * width))
+        if gate_up_bias is not None:
+            both_out += gate_up_bias[layer, e].reshape(2 * width).astype(jnp.float32)
+        done = product(gated(both_out, limit, alpha), last.reshape(width, hidden))
+        if down_bias is not None:
+            done += down_bias[layer, e].astype(jnp.float32)
         # Rows past this expert's last belong to the next block, which comes later and
         # overwrites them, or to nobody here, and then they must be zero.
         own = start + jnp.arange(size, dtype=jnp.int32) < row_ends[e]

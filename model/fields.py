@@ -1,0 +1,92 @@
+"""The fields of a checkpoint's JSON files, taken by name and type or refused in one line."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from model.errors import ModelError
+
+REQUIRED: Final = object()
+
+
+class Fields:
+    """One JSON object. What cannot be taken raises ModelError naming file and field."""
+
+    def __init__(self, file: str, values: dict[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    @staticmethod
+    def read(file: Path) -> "Fields":
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ModelError(f"{file}: no such file; expected a checkpoint's config") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{file}: not readable as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{file}: expected a JSON object, got {type(values).__name__}")
+        return Fields(str(file), values)
+
+    def fail(self, name: str, got: object, accepted: str) -> ModelError:
+        return ModelError(f"{self.file}: {name} is {got!r}; accepted: {accepted}")
+
+    def sub(self, name: str) -> "Fields | None":
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(name, value, "an object or null")
+        return Fields(f"{self.file}: {name}", value)
+
+    def raw(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            if default is REQUIRED:
+                raise ModelError(f"{self.file}: {name} is missing")
+            return default
+        return value
+
+    def integer(self, name: str, default: Any = REQUIRED, low: int = 1) -> Any:
+        value = self.raw(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.fail(name, value, f"an integer of at least {low}")
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED, low: float = 0.0) -> Any:
+        value = self.raw(name, default)
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(name, value, "a number")
+        if not math.isfinite(value) or value < low:
+            raise self.fail(name, value, f"a finite number of at least {low}")
+        return float(value)
+
+    def theta(self) -> float | None:
+        """rope_theta, where there is one: a base of powers, so zero is none."""
+        value: float | None = self.number("rope_theta", None)
+        if value == 0.0:
+            raise self.fail("rope_theta", value, "a finite number above 0")
+        return value
+
+    def flag(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self.raw(name, default)
+        if not isinstance(value, bool):
+            raise self.fail(name, value, "true or false")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        value = self.raw(name, [])
+        listed = value if isinstance(value, list) else [value]
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in listed):
+            raise self.fail(name, value, "a token id, or a list of them")
+        return tuple(listed)
+
+    def one_of(self, name: str, value: object, accepted: tuple[str, ...]) -> str:
+        if not isinstance(value, str) or value not in accepted:
+            raise self.fail(name, value, ", ".join(accepted))
+        return value

@@ -1,0 +1,82 @@
+"""Latent attention of one layer: a position's one vector is key and value of every head.
+
+What each head makes of the latent vector is moved to the other side of both products: queries are
+brought into the latent space, and what they find there is brought out of it. So pages hold the
+latent vector and the rotated key alone, and the kernels are those of grouped queries with one kv
+head. Source: arXiv:2405.04434, section 2.1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+from model.attention import Attend, Rows, window_of
+from model.config import ModelConfig
+from model.kv import PagePool, write_tokens
+from model.layers import product, rms_norm, rotate
+from model.sharding import sum_shards
+
+
+def latent_attention(
+    cfg: ModelConfig,
+    weights: dict[str, Array],
+    x: Float[Array, "rows hidden"],
+    pool: PagePool,
+    layer: Int32[Array, ""],
+    rows: Rows,
+    attend: Attend,
+) -> tuple[Float[Array, "rows hidden"], PagePool]:
+    """As model.attention.attention, for models with latent attention; every shard has the latent.
+
+    weights: one layer's. The last entries of a head's query, and of kv_a, are rotated by halves:
+    the loader brought them into that order.
+    """
+    latent = cfg.latent
+    assert latent is not None
+    with jax.named_scope("attention"):
+        one, heads, nope, rank = weights["k_b"].shape
+        assert one == 1, "a shard has one copy of the latent head"
+        both = product(x, weights["kv_a"]).astype(x.dtype)
+        kv = rms_norm(both[:, :rank], weights["kv_a_norm"], cfg.rms_norm_eps)
+        key = rotate(both[:, None, rank:], rows.cos, rows.sin)[:, 0]
+        row = jnp.concatenate([kv, key], axis=-1)
+        pool = write_tokens(pool, layer, row[:, None, None], rows.kv_idx)
+        q = _queries(cfg, weights, x)
+        turned = rotate(q[..., nope:], rows.cos, rows.sin)
+        inside = _by_head(q[..., :nope], weights["k_b"][0]).astype(x.dtype)
+        q = jnp.concatenate([inside, turned], axis=-1)[:, None]
+        found = attend(q, pool, layer, None, window_of(cfg, layer))[:, 0, :, :rank]
+        out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
+        out = product(out, weights["o"].reshape(-1, cfg.hidden_size))
+        return sum_shards(out), pool
+
+
+def _queries(
+    cfg: ModelConfig, weights: dict[str, Array], x: Float[Array, "rows hidden"]
+) -> Float[Array, "rows heads head_dim"]:
+    """Of this shard's heads, not rotated yet, of x's dtype."""
+    name = "q"
+    inner = x
+    if cfg.latent is not None and cfg.latent.q_rank:
+        name = "q_b"
+        inner = product(x, weights["q_a"]).astype(x.dtype)
+        inner = rms_norm(inner, weights["q_a_norm"], cfg.rms_norm_eps)
+    size, _, heads, head_dim = weights[name].shape
+    flat = product(inner, weights[name].reshape(size, heads * head_dim))
+    return flat.reshape(-1, heads, head_dim).astype(x.dtype)
+
+
+def _by_head(
+    x: Float[Array, "rows heads a"], w: Float[Array, "heads a b"]
+) -> Float[Array, "rows heads b"]:
+    """Each head by its own matrix, in float32, from operands of w's dtype."""
+    exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
+    out = lax.dot_general(
+        x.astype(w.dtype),
+        w,
+        (((2,), (1,)), ((1,), (0,))),
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )
+    return out.transpose(1, 0, 2)

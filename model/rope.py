@@ -1,0 +1,182 @@
+"""Rotary embedding: what a checkpoint says of it, and the frequencies that follow."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from model.fields import Fields
+
+# What an object of rotary settings may hold, by its kind. original_max_position_embeddings stands
+# beside kinds that have no use for it too.
+_KEYS: Final = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+_KINDS: Final = {
+    "default": _KEYS,
+    "linear": (*_KEYS, "factor"),
+    "llama3": (*_KEYS, "factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_KEYS, "factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+}
+_LATENT_KEYS: Final = ("mscale", "mscale_all_dim")  # of yarn where attention is latent
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. Which fields matter is up to the kind.
+
+    attention_factor: of cosines and sines. softmax_factor: of the softmax's scale.
+    Source: transformers, modeling_rope_utils (default, linear, llama3, yarn).
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    softmax_factor: float = 1.0
+
+
+def read_rope(fields: Fields, default_theta: float, latent: bool = False) -> RopeConfig:
+    """Read either form, or both where they say the same; transformers 5 obeys the older then.
+
+    latent: attention is, as DeepSeek's. Raises ModelError.
+    """
+    top = fields.theta()
+    found: dict[str, RopeConfig] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        settings = fields.sub(name)
+        if settings is None or not settings.values:
+            continue
+        theta = settings.theta() or top or default_theta
+        if top is not None and theta != top:
+            raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
+        found[name] = _settings(fields, settings, theta, latent)
+    if not found:
+        return RopeConfig("default", top or default_theta)
+    rope, *others = found.values()
+    if any(other != rope for other in others):
+        got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]
+        raise fields.fail("rope_scaling", got, f"what rope_parameters says ({accepted}), or null")
+    return rope
+
+
+def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> RopeConfig:
+    """One object of either name. `type` is the older name of `rope_type`."""
+    kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
+    kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_KINDS))
+    if kinds[1:] not in ([], [kind]):
+        raise settings.fail("type", kinds[1], f"{kind!r}, as rope_type has it, or one of the two")
+    taken = _KINDS[kind] + (_LATENT_KEYS if latent and kind == "yarn" else ())
+    for name, value in settings.values.items():
+        # Objects are of layer types, of which each may turn otherwise.
+        if value is not None and name not in taken:
+            accepted = f"null; fields of rope_type {kind!r}: {', '.join(taken)}"
+            raise settings.fail(name, value, accepted)
+    partial = settings.number("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise settings.fail("partial_rotary_factor", partial, "1.0")
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    factor = settings.number("factor", low=1.0)
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    original = settings.integer("original_max_position_embeddings")
+    # transformers 5 obeys the outer one.
+    outer = fields.integer("original_max_position_embeddings", original)
+    if outer != original:
+        accepted = f"{original}, as {settings.file} has it, or one of the two"
+        raise fields.fail("original_max_position_embeddings", outer, accepted)
+    if kind == "yarn":
+        return _yarn(settings, theta, factor, original)
+    rope = RopeConfig(
+        kind,
+        theta,
+        factor,
+        low_freq_factor=settings.number("low_freq_factor"),
+        high_freq_factor=settings.number("high_freq_factor"),
+        original_max_position=original,
+    )
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        accepted = f"more than low_freq_factor {rope.low_freq_factor}"
+        raise settings.fail("high_freq_factor", rope.high_freq_factor, accepted)
+    return rope
+
+
+def _yarn(settings: Fields, theta: float, factor: float, original: int) -> RopeConfig:
+    """Source: arXiv:2309.00071; mscale as DeepSeek's modeling_deepseek.py has it."""
+    if theta <= 1.0:
+        raise settings.fail("rope_theta", theta, "a number above 1 with rope_type 'yarn'")
+    fast, slow = settings.number("beta_fast", 32.0), settings.number("beta_slow", 1.0)
+    if not 0.0 < slow < fast:
+        raise settings.fail("beta_slow", slow, f"a number above 0 and below beta_fast {fast}")
+    each, every = settings.number("mscale", 0.0), settings.number("mscale_all_dim", 0.0)
+    if bool(each) != bool(every):
+        # Implementations differ in what one alone means.
+        raise settings.fail("mscale", each, "a number beside mscale_all_dim, or neither of them")
+    usual = _mscale(factor, each) / _mscale(factor, every) if each else _mscale(factor, 1.0)
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=settings.flag("truncate", True),
+        attention_factor=settings.number("attention_factor", usual),
+        softmax_factor=_mscale(factor, every) ** 2,
+    )
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def rope_frequencies(rope: RopeConfig, size: int) -> np.ndarray:
+    """Radians per position of each rotated pair, f32[size / 2].
+
+    Source: arXiv:2104.09864; llama3 and yarn scaling as transformers' modeling_rope_utils has it.
+    """
+    exponent = np.arange(0, size, 2, dtype=np.float64) / size
+    freq = 1.0 / rope.theta**exponent
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        # Turns a pair makes over the original context: few are stretched, many left alone,
+        # and the band between is blended.
+        turns = rope.original_max_position * freq / (2.0 * math.pi)
+        band = rope.high_freq_factor - rope.low_freq_factor
+        blend = np.clip((turns - rope.low_freq_factor) / band, 0.0, 1.0)
+        freq = (1.0 - blend) * freq / rope.factor + blend * freq
+    elif rope.kind == "yarn":
+        # The same by the pair's number, in which the band is a straight line.
+        low, high = _yarn_band(rope, size)
+        stretched = np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
+        freq = stretched * freq / rope.factor + (1.0 - stretched) * freq
+    else:
+        assert rope.kind == "default", rope.kind
+    return freq.astype(np.float32)
+
+
+def _yarn_band(rope: RopeConfig, size: int) -> tuple[float, float]:
+    """Between which pairs, counted as numbers that need not be whole, the blend runs."""
+
+    def pair(turns: float) -> float:
+        span = rope.original_max_position / (turns * 2.0 * math.pi)
+        return size * math.log(span) / (2.0 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, size - 1.0)
+    return low, high if high != low else high + 0.001
