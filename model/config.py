@@ -152,7 +152,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     num_extra_layers: int = 0  # of the checkpoint behind the last, left unread
     quantization: str = ""  # of the checkpoint's tensors: "", fp8, mxfp4
-    quantized_block: tuple[int, ...] = ()  # of fp8: rows and columns that share a scale
+    quantized_block: tuple[int, int] = (128, 128)  # of fp8: rows, columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float | None = None
@@ -207,7 +207,9 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         raise fields.fail("architectures", listed, f"a list of one of {', '.join(ARCHITECTURES)}")
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
     _refuse_unsupported(fields, architecture)
-    dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None) or "float32"
+    quantization = _quantization(fields, architecture)
+    dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None)
+    dtype = dtype or ("bfloat16" if quantization else "float32")
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
     bos = [token for source in sources for token in source.ids("bos_token_id")]
@@ -231,7 +233,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         **(_latent_heads(fields) if latent else _heads(fields, architecture)),
         **_experts(fields, architecture),
         **_windows(fields, architecture),
-        **_quantization(fields, architecture),
+        **quantization,
     )
 
 
@@ -351,7 +353,7 @@ def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:
     block = settings.raw("weight_block_size", None)
     if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
         raise settings.fail("weight_block_size", block, "rows and columns of a block: two integers")
-    return {"quantization": method, "quantized_block": tuple(block)}
+    return {"quantization": method, "quantized_block": (block[0], block[1])}
 
 
 def _is_size(value: object) -> bool:

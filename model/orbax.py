@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jax import Array
 
-from model.checkpoint import Checkpoint
 from model.errors import ModelError
 from model.params import Leaf, Params, param_leaves, segments
+from model.quantised import open_checkpoint
 from model.sharding import Dims
 from model.tensors import checked_sources
 from model.transformer import Model
@@ -58,7 +58,8 @@ def save_orbax(
         raise ModelError(f"{source_dir}: is in Orbax form already; expected safetensors")
     if (target / _PARAMS).exists():
         raise ModelError(f"{target / _PARAMS}: exists; expected a new folder")
-    files, whole = Checkpoint(source_dir), Dims(model.cfg, 1, 1)
+    cfg, whole = model.cfg, Dims(model.cfg, 1, 1)
+    files = open_checkpoint(source_dir, cfg.quantization, cfg.quantized_block)
     leaves = param_leaves(model.cfg, whole, model.dtype)
     total = sum(_canonical_bytes(leaf) for leaf in jax.tree.leaves(leaves))
     done = 0

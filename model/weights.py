@@ -43,7 +43,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     meter = _Meter(progress, stored_bytes(model))
     if is_orbax(folder):
         return orbax.load_params(folder, model, meter.add)
-    files = _opened(folder, model.cfg)
+    files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
     made = [
         _place(files, source, leaf, model.mesh, meter)
@@ -111,21 +111,13 @@ def model_digest(path: str | Path) -> str:
     if is_orbax(folder):
         orbax.add_to_digest(folder, digest)
         return digest.hexdigest()
-    files = _opened(folder, cfg)
+    files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
     for name in files.names:
         shape = files.shape(name)
         digest.update(f"{name} {files.dtype(name)} {shape};".encode())
         if shape and min(shape) > 0:
             digest.update(_sample(files, name, shape))
     return digest.hexdigest()
-
-
-def _opened(folder: Path, cfg: ModelConfig) -> Checkpoint:
-    """Its tensors, unquantised. Raises ModelError."""
-    if cfg.quantization == "fp8":
-        rows, columns = cfg.quantized_block
-        return open_checkpoint(folder, cfg.quantization, (rows, columns))
-    return open_checkpoint(folder, cfg.quantization)
 
 
 def _sample(files: Checkpoint, name: str, shape: tuple[int, ...]) -> bytes:

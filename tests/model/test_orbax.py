@@ -32,6 +32,8 @@ def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path
         (tmp_path / "odd", [(1, 1), (4, 1)]),
         (GOLDENS / "llama" / "model", [(4, 1)]),
         (GOLDENS / "qwen3_moe" / "model", [(2, 2)]),
+        (GOLDENS / "gpt_oss" / "model", [(4, 2)]),
+        (GOLDENS / "deepseek_v3" / "model", [(4, 1)]),
     ]
     for i, (source, meshes) in enumerate(cases):
         out = tmp_path / f"out{i}"

@@ -33,6 +33,8 @@ SYSTEMS = {
         "--decode-tp-size=2",
         "--decode-ep-size=4",
     ),
+    "gpt_oss": ("--prefill-tp-size=1", "--decode-tp-size=2", "--decode-ep-size=2"),
+    "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
 }
 
 
