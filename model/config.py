@@ -11,6 +11,7 @@ from model.rope import RopeConfig, read_rope
 
 ARCHITECTURES: Final = (
     "LlamaForCausalLM",
+    "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "MixtralForCausalLM",
@@ -20,6 +21,9 @@ ARCHITECTURES: Final = (
     "DeepseekV3ForCausalLM",
 )
 _LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+_WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
 _V2_METHODS: Final = ("greedy", "group_limited_greedy")
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
@@ -312,30 +316,36 @@ def _latent_heads(fields: Fields) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Layers that see but the last positions: of GPT-OSS alone."""
+    """Layers that see but the last positions.
+
+    GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
+    dense models beside a switch, from max_window_layers on.
+    """
     num_layers = fields.integer("num_hidden_layers")
-    types = fields.raw("layer_types", None)
     window = fields.integer("sliding_window", None)
+    usual = [_FULL] * num_layers
     if architecture == "GptOssForCausalLM":
-        kinds = ("sliding_attention", "full_attention")
-        types = [kinds[i % 2] for i in range(num_layers)] if types is None else types
-        listed = isinstance(types, list) and len(types) == num_layers
-        if not listed or any(x not in kinds for x in types):
-            accepted = f"{' or '.join(kinds)} for each of {num_layers} layers"
-            raise fields.fail("layer_types", types, accepted)
-        return {
-            "sliding_window": fields.integer("sliding_window"),
-            "window_layers": tuple(x == kinds[0] for x in types),
-        }
-    types = [] if types is None else types
-    if not isinstance(types, list) or any(x != "full_attention" for x in types):
-        raise fields.fail("layer_types", types, "full_attention in every layer")
-    # Qwen writes a window beside a switch that turns it off; Mixtral heeds no switch.
-    mixtral = architecture == "MixtralForCausalLM"
-    switch = mixtral or fields.flag("use_sliding_window", False)
-    if switch and window is not None and window < fields.integer("max_position_embeddings"):
-        raise fields.fail("sliding_window", window, "null, or a window as long as the context")
-    return {}
+        window = fields.integer("sliding_window")
+        usual = [_FULL if i % 2 else _SLIDING for i in range(num_layers)]
+    elif architecture in _WINDOW_EVERYWHERE:
+        usual = [_SLIDING if window else _FULL] * num_layers
+    elif fields.flag("use_sliding_window", False):
+        if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+            raise fields.fail("use_sliding_window", True, f"false in {architecture}")
+        first = fields.integer("max_window_layers", 28, low=0)
+        usual = [_SLIDING if window and i >= first else _FULL for i in range(num_layers)]
+    else:
+        window = None
+    types = fields.raw("layer_types", usual)
+    accepted = (_FULL,) if window is None else (_FULL, _SLIDING)
+    listed = isinstance(types, list) and len(types) == num_layers
+    if not listed or any(x not in accepted for x in types):
+        known = f"{' or '.join(accepted)} for each of {num_layers} layers"
+        raise fields.fail("layer_types", types, known)
+    layers = tuple(x == _SLIDING for x in types)
+    if not any(layers) or window >= fields.integer("max_position_embeddings"):
+        return {}
+    return {"sliding_window": window, "window_layers": layers}
 
 
 def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:

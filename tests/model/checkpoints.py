@@ -33,6 +33,19 @@ LLAMA: dict[str, Any] = QWEN2 | {
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "tie_word_embeddings": True,
 }
+# A window over the second layer alone, shorter than a page.
+QWEN2_WINDOW: dict[str, Any] = QWEN2 | {
+    "use_sliding_window": True,
+    "sliding_window": 11,
+    "max_window_layers": 1,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+# A window over every layer, longer than one.
+MISTRAL: dict[str, Any] = QWEN2 | {
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": 19,
+    "layer_types": ["sliding_attention"] * 2,
+}
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> Path:
@@ -63,9 +76,11 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
         found["lm_head.weight"] = matrix(config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
+        qwen2 = config["architectures"] == ["Qwen2ForCausalLM"]
         for name, size in (("q", queries), ("k", kv), ("v", kv)):
             found[f"{at}.self_attn.{name}_proj.weight"] = matrix(size, hidden)
-            found[f"{at}.self_attn.{name}_proj.bias"] = vector(size, 0.0)
+            if qwen2 or config.get("attention_bias"):
+                found[f"{at}.self_attn.{name}_proj.bias"] = vector(size, 0.0)
         found[f"{at}.self_attn.o_proj.weight"] = matrix(hidden, queries)
         if config.get("attention_bias"):
             found[f"{at}.self_attn.o_proj.bias"] = vector(hidden, 0.0)
@@ -92,6 +107,8 @@ def forward(config: dict[str, Any], tensors: dict[str, np.ndarray], ids: list[in
     freq = config["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim) / stretch
     angles = np.outer(np.arange(len(ids)), freq)
     causal = np.tril(np.ones((len(ids), len(ids)), bool))
+    types = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    inside = np.triu(causal, 1 - config.get("sliding_window", len(ids)))
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
@@ -115,7 +132,8 @@ def forward(config: dict[str, Any], tensors: dict[str, np.ndarray], ids: list[in
         for head in range(heads):
             shared = head // (heads // kv_heads)
             scores = q[:, head] @ k[:, shared].T / np.sqrt(head_dim)
-            scores = np.exp(np.where(causal, scores, -np.inf))
+            seen = inside if types[layer] == "sliding_attention" else causal
+            scores = np.exp(np.where(seen, scores, -np.inf))
             out[:, head] = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
         x = x + project(out.reshape(len(ids), -1), f"{at}.self_attn.o_proj")
         inner = norm(x, t[f"{at}.post_attention_layernorm.weight"])

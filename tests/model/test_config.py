@@ -48,6 +48,23 @@ def test_qwen2_has_biases_and_a_window_that_is_switched_off(tmp_path: Path) -> N
     assert cfg.moe_layers == (False, False)
 
 
+def test_windows_are_where_each_family_has_them(tmp_path: Path) -> None:
+    def windows(config: dict[str, Any], change: dict[str, Any]) -> tuple[int, tuple[bool, ...]]:
+        cfg = ModelConfig.from_dir(write_config(tmp_path, config | change))
+        return cfg.sliding_window, cfg.window_layers
+
+    mistral = QWEN2 | {"architectures": ["MistralForCausalLM"]}
+    switched = {"use_sliding_window": True}
+    assert windows(mistral, {}) == (128, (True, True))
+    assert windows(mistral, {"sliding_window": None}) == (0, ())
+    assert windows(mistral, {"sliding_window": 256}) == (0, ())  # as long as the context
+    assert windows(MIXTRAL, {"sliding_window": 64, "use_sliding_window": False})[0] == 64
+    assert windows(QWEN2, switched) == (0, ())  # from the layer 28 on
+    assert windows(QWEN2, switched | {"max_window_layers": 1}) == (128, (False, True))
+    listed = ["sliding_attention", "full_attention"]
+    assert windows(QWEN2, switched | {"layer_types": listed}) == (128, (True, False))
+
+
 def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     write_config(tmp_path, QWEN2)
     extra = {"eos_token_id": [9, 7], "temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -80,7 +97,6 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (QWEN2, {"hidden_size": 42}, "hidden_size is 42; accepted: a multiple of 4 heads"),
         (QWEN2, {"head_dim": 5}, "head_dim is 5; accepted: an even number"),
         (QWEN2, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; accepted: silu"),
-        (QWEN2, {"use_sliding_window": True}, "sliding_window is 128; accepted: null, or a"),
         (QWEN2, {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; accepted: true or"),
         (QWEN2, {"layer_types": ["sliding_attention"]}, "layer_types is ['sliding_attention']; "),
         (QWEN2, {"mlp_bias": True}, "mlp_bias is True; accepted: false"),
@@ -148,11 +164,10 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
             {"scoring_func": "sigmoid"},
             "scoring_func is 'sigmoid'; accepted: \"softmax\"",
         ),
-        (MIXTRAL, {"sliding_window": 64}, "sliding_window is 64; accepted: null"),
         (
-            MIXTRAL,
-            {"sliding_window": 64, "use_sliding_window": False},
-            "sliding_window is 64; accepted: null",
+            QWEN3_MOE,
+            {"sliding_window": 64, "use_sliding_window": True},
+            "use_sliding_window is True; accepted: false in Qwen3MoeForCausalLM",
         ),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),

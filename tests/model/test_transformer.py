@@ -12,12 +12,22 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import make_mesh
 from model.transformer import Model, logits, random_params
-from tests.model.checkpoints import LLAMA, QWEN2, forward, write_checkpoint
+from tests.model.checkpoints import LLAMA, MISTRAL, QWEN2, QWEN2_WINDOW, forward, write_checkpoint
 from tests.model.harness import GOLDENS, Harness
 
 
 @pytest.mark.parametrize(
-    ("config", "tp"), [(QWEN2, 1), (QWEN2, 2), (QWEN2, 4), (LLAMA, 1), (LLAMA, 4), (LLAMA, 8)]
+    ("config", "tp"),
+    [
+        (QWEN2, 1),
+        (QWEN2, 2),
+        (QWEN2, 4),
+        (QWEN2_WINDOW, 1),
+        (LLAMA, 1),
+        (LLAMA, 4),
+        (LLAMA, 8),
+        (MISTRAL, 2),
+    ],
 )
 def test_biased_models_of_odd_sizes_agree_with_plain_numpy(
     config: dict[str, Any], tp: int, tmp_path: Path
