@@ -66,7 +66,16 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tp", "ep"),
-    [("llama", 4, 1), ("qwen3", 1, 1), ("mixtral", 4, 2), ("qwen3_moe", 1, 1), ("qwen3_moe", 4, 4)],
+    [
+        ("llama", 4, 1),
+        ("qwen3", 1, 1),
+        ("mixtral", 4, 2),
+        ("qwen3_moe", 1, 1),
+        ("qwen3_moe", 4, 4),
+        ("gpt_oss", 2, 1),
+        ("deepseek_v2", 4, 2),
+        ("deepseek_v3", 1, 1),
+    ],
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(name: str, tp: int, ep: int) -> None:
     recorded = golden(name)
@@ -101,7 +110,14 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "ep", "median"), [("llama", 2, 1, 0.036), ("qwen3_moe", 2, 2, 0.053)]
+    ("name", "tp", "ep", "median"),
+    [
+        ("llama", 2, 1, 0.036),
+        ("qwen3_moe", 2, 2, 0.053),
+        ("gpt_oss", 1, 1, 0.093),
+        ("deepseek_v2", 1, 1, 0.041),
+        ("deepseek_v3", 2, 2, 0.061),
+    ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(
     name: str, tp: int, ep: int, median: float
