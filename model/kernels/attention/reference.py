@@ -82,8 +82,8 @@ def prefill(
 
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
-    None: head_dim ** -0.5. Cost follows tokens times the pages in use, not the capacity of the page
-    list.
+    None: head_dim ** -0.5. Cost follows tokens times the pages in use, or that any token's window
+    reaches, not the capacity of the page list.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -96,22 +96,26 @@ def prefill(
     queries = _scaled(q, scale).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
     own = None if sinks is None else jnp.repeat(sinks, tokens, axis=1)
 
-    def block(b: Array, running: _Running) -> _Running:
-        at = b * np.int32(per_block)
+    def attended(at: Array, allowed: Array, running: _Running) -> _Running:
         block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
         kv = read_pages(pool, layer, block_ids).astype(jnp.float32)
         kv = kv.transpose(1, 3, 0, 2, 4).reshape(-1, heads, span, head_dim)
+        allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
+        return running.add(_batched(queries, kv[0], True), allowed, kv[-1])
+
+    def block(b: Array, running: _Running) -> _Running:
+        at = b * np.int32(per_block)
         pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
         seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
         used = (at + jnp.arange(per_block, dtype=jnp.int32) < batch.num_pages_used)[:, None]
         seq = jnp.where(used, seq, np.int32(-1)).reshape(span)
         same = seq == batch.seq_idx[:, None]
         ago = batch.positions[:, None] - pos.reshape(span)
-        allowed = same & (ago >= 0)
-        if window is not None:
-            allowed &= ago < window
-        allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
-        return running.add(_batched(queries, kv[0], True), allowed, kv[-1])
+        if window is None:
+            return attended(at, same & (ago >= 0), running)
+        allowed = same & (ago >= 0) & (ago < window)
+        # Of a long sequence most blocks are behind every token's window.
+        return lax.cond(jnp.any(allowed), attended, lambda *args: args[2], at, allowed, running)
 
     trips = -(-batch.num_pages_used // np.int32(per_block))
     with jax.named_scope("prefill_attention"):
