@@ -21,19 +21,13 @@ def compare_backends(report: Report, bench: KernelBench) -> None:
     attention = kernels.attention_shape(cfg, dims, platform, shape.dtype, shape.page_size)
     bench.fill_pool()
     slots, chunk = max(shape.slots), max(shape.chunks)
-    for case, backends, inputs in (
-        (
-            f"decode attention x{slots}",
-            kernels.DECODE_ATTENTION,
-            bench.decode_attention_inputs(slots),
-        ),
-        (
-            f"prefill attention {chunk}",
-            kernels.PREFILL_ATTENTION,
-            bench.prefill_attention_inputs(chunk),
-        ),
-    ):
-        _compare(report, f"{shape.name} {case}", backends, attention, inputs)
+    for name, layer in bench.attention_layers().items():
+        inputs = bench.decode_attention_inputs(slots, layer)
+        case = f"{shape.name} decode {name} x{slots}"
+        _compare(report, case, kernels.DECODE_ATTENTION, attention, inputs)
+        inputs = bench.prefill_attention_inputs(chunk, layer)
+        case = f"{shape.name} prefill {name} {chunk}"
+        _compare(report, case, kernels.PREFILL_ATTENTION, attention, inputs)
     if cfg.num_experts:
         experts = kernels.experts_shape(cfg, dims, platform, shape.dtype)
         for tokens in (slots, chunk):

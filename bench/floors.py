@@ -2,7 +2,8 @@
 
 time >= max(bytes / measured copy rate, products / measured matmul rate). A decode step with B
 slots reads every dense weight once, of E experts E * (1 - (1 - k/E)**B) on average when the router
-is even, and the keys and values of its context.
+is even, and the keys and values of its context, of which a layer with a window reads those in it.
+Biases and sinks are read, so they count as bytes; adding them is no product. Norms are left out.
 """
 
 from dataclasses import dataclass
@@ -36,16 +37,48 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.num_bytes + other.num_bytes, self.flops + other.flops)
 
+    def times(self, count: int) -> "Cost":
+        """Of as many calls."""
+        return Cost(self.num_bytes * count, self.flops * count)
+
 
 def attention_params(cfg: ModelConfig) -> int:
-    """Weights of one layer's four projections."""
-    heads = 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-    return cfg.hidden_size * heads * cfg.head_dim
+    """Weights of one layer's projections; of latent attention, those into and out of its space."""
+    if cfg.latent is None:
+        heads = 2 * cfg.num_heads + 2 * cfg.num_kv_heads
+        return cfg.hidden_size * heads * cfg.head_dim
+    latent, hidden = cfg.latent, cfg.hidden_size
+    query = cfg.num_heads * (latent.nope_dim + latent.rope_dim)
+    q = latent.q_rank * (hidden + query) if latent.q_rank else hidden * query
+    kv_a = hidden * (latent.kv_rank + latent.rope_dim)
+    k_b_and_v_b = cfg.num_heads * latent.kv_rank * (latent.nope_dim + latent.value_dim)
+    return q + kv_a + k_b_and_v_b + cfg.num_heads * latent.value_dim * hidden
+
+
+def attention_biases(cfg: ModelConfig) -> int:
+    """What one layer's attention adds: biases of its projections, and sinks."""
+    qkv = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim * cfg.qkv_bias
+    return qkv + cfg.hidden_size * cfg.o_bias + cfg.num_heads * cfg.sinks
 
 
 def expert_params(cfg: ModelConfig) -> int:
     """Weights of one expert: gate, up, down."""
     return 3 * cfg.hidden_size * cfg.moe_intermediate_size
+
+
+def expert_biases(cfg: ModelConfig) -> int:
+    """Biases of one expert: gate, up, down."""
+    return (2 * cfg.moe_intermediate_size + cfg.hidden_size) * cfg.experts_bias
+
+
+def router_biases(cfg: ModelConfig) -> int:
+    """What one layer's router adds to its logits or scores."""
+    return cfg.num_experts * (cfg.router.bias + cfg.router.correction)
+
+
+def shared_params(cfg: ModelConfig) -> int:
+    """Weights of one layer's shared experts, which all tokens go to."""
+    return cfg.num_shared_experts * expert_params(cfg)
 
 
 def dense_params(cfg: ModelConfig) -> int:
@@ -60,39 +93,60 @@ def experts_touched(cfg: ModelConfig, tokens: int) -> float:
 
 def kv_bytes_per_token(shape: Shape) -> int:
     """Keys and values of one token, all layers."""
-    cfg = shape.cfg
-    return cfg.num_layers * 2 * cfg.num_kv_heads * cfg.head_dim * shape.dtype_bytes
+    return shape.cfg.num_layers * _kv_bytes(shape)
 
 
 def moe_cost(shape: Shape, tokens: int) -> Cost:
-    """One layer of experts with its router."""
+    """One layer of routed experts with its router."""
     cfg, size = shape.cfg, shape.dtype_bytes
     router = cfg.hidden_size * cfg.num_experts
-    params = experts_touched(cfg, tokens) * expert_params(cfg) + router
+    expert = expert_params(cfg) + expert_biases(cfg)
+    params = experts_touched(cfg, tokens) * expert + router + router_biases(cfg)
     active = cfg.num_experts_per_tok * expert_params(cfg) + router
     return Cost(params * size + 2 * tokens * cfg.hidden_size * size, 2.0 * tokens * active)
 
 
-def attention_cost(shape: Shape, queries: int, keys_per_query: float, keys_read: float) -> Cost:
-    """One layer's attention proper (no projections).
+def decode_attention_cost(shape: Shape, slots: int, context: int, windowed: bool = False) -> Cost:
+    """One layer's attention proper (no projections) of a decode step. windowed: in that layer."""
+    keys = min(context, shape.cfg.sliding_window) if windowed else context
+    return _attention_cost(shape, slots, keys, slots * keys)
 
-    keys_per_query: mean context of a query. keys_read: keys fetched, over all sequences.
+
+def prefill_attention_cost(shape: Shape, tokens: int, windowed: bool = False) -> Cost:
+    """One layer's attention proper of one prompt in one chunk."""
+    window = min(tokens, shape.cfg.sliding_window) if windowed else tokens
+    # The first tokens see one key more each, until the window is full.
+    keys = ((window + 1) / 2 * window + (tokens - window) * window) / tokens
+    return _attention_cost(shape, tokens, keys, tokens)
+
+
+def _attention_cost(shape: Shape, queries: int, keys_per_query: float, keys_read: float) -> Cost:
+    """keys_per_query: mean over the queries. keys_read: keys fetched, over all sequences.
+
+    A latent query is multiplied with all of a latent key and weighs the key's part that is a value;
+    both products are in the latent space for a chunk of prefill, too.
     """
     cfg, size = shape.cfg, shape.dtype_bytes
-    kv = 2 * cfg.num_kv_heads * cfg.head_dim * size
-    width = cfg.num_heads * cfg.head_dim
+    value_dim = cfg.latent.kv_rank if cfg.latent else cfg.head_dim
+    width = cfg.num_heads * (cfg.head_dim + value_dim)  # of queries and of what they find
     return Cost(
-        keys_read * kv + 2 * queries * width * size,
-        4.0 * queries * keys_per_query * width,
+        keys_read * _kv_bytes(shape) + queries * width * size,
+        2.0 * queries * keys_per_query * width,
     )
+
+
+def _kv_bytes(shape: Shape) -> int:
+    """Keys and values of one token, one layer."""
+    cfg = shape.cfg
+    return cfg.kv_planes * cfg.num_kv_heads * cfg.head_dim * shape.dtype_bytes
 
 
 def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
     cfg, size = shape.cfg, shape.dtype_bytes
     total = Cost(0.0, 0.0)
     for routed in cfg.moe_layers:
-        params = attention_params(cfg) + (0 if routed else dense_params(cfg))
-        total += Cost(params * size, 2.0 * tokens * params)
+        params = attention_params(cfg) + (shared_params(cfg) if routed else dense_params(cfg))
+        total += Cost((params + attention_biases(cfg)) * size, 2.0 * tokens * params)
         if routed:
             total += moe_cost(shape, tokens)
     head = cfg.hidden_size * cfg.vocab_size
@@ -101,20 +155,21 @@ def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
 
 def decode_step_cost(shape: Shape, slots: int, context: int) -> Cost:
     """One token for each slot, each with `context` tokens behind it."""
-    attention = attention_cost(shape, slots, context, slots * context)
-    layers = shape.cfg.num_layers
-    return _weights_cost(shape, slots, slots) + Cost(
-        attention.num_bytes * layers, attention.flops * layers
+    windowed = sum(shape.cfg.window_layers)
+    return (
+        _weights_cost(shape, slots, slots)
+        + decode_attention_cost(shape, slots, context).times(shape.cfg.num_layers - windowed)
+        + decode_attention_cost(shape, slots, context, windowed=True).times(windowed)
     )
 
 
 def prefill_chunk_cost(shape: Shape, tokens: int) -> Cost:
     """One prompt of `tokens` tokens in one chunk, logits for its last token only."""
-    attention = attention_cost(shape, tokens, (tokens + 1) / 2, tokens)
-    layers = shape.cfg.num_layers
+    windowed = sum(shape.cfg.window_layers)
     written = Cost(tokens * kv_bytes_per_token(shape), 0.0)
     return (
         _weights_cost(shape, tokens, 1)
-        + Cost(attention.num_bytes * layers, attention.flops * layers)
+        + prefill_attention_cost(shape, tokens).times(shape.cfg.num_layers - windowed)
+        + prefill_attention_cost(shape, tokens, windowed=True).times(windowed)
         + written
     )

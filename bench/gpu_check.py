@@ -4,9 +4,10 @@
     python -m bench.gpu_check --only steps  one part (repeat for more)
 
 Each part runs in a process of its own with a time limit, so that it has the device's memory to
-itself and cannot take the others along. Rows are appended as they are measured, by default to
-bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where the demo shape stands
-in for the large one.
+itself and cannot take the others along. The last two are all that other parts do, for a shape each,
+in the time that those have left. Rows are appended as they are measured, by default to
+bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo shapes stand in for
+the large ones.
 """
 
 import argparse
@@ -22,25 +23,31 @@ from bench.report import Report
 from bench.shapes import SHAPES, Shape
 from bench.surroundings import ROOT, describe
 
-# Seconds each part may take; together under eight minutes.
+# Seconds each part may take, and all together. Most take less than they may: what is left is for
+# those that come last, which measure what matters most first.
 LIMITS_S = {
     "ceilings": 30,
-    "goldens": 80,
+    "goldens": 110,
     "backends": 60,
     "steps": 150,
     "kernels": 60,
     "pages": 30,
     "serving": 65,
+    "deepseek-v2-lite": 90,
+    "gpt-oss-20b": 90,
 }
+TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
 STOP_TIMEOUT_S = 10.0
+# Parts named after their shape, and what stands in for it on a CPU.
+OTHER_SHAPES = {"deepseek-v2-lite": "demo-latent", "gpt-oss-20b": "demo-gpt-oss"}
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """0 when every part asked for ended well."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="default: qwen3-30b-a3b, CPU: demo")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--budget-s", type=float, default=0.4, help="for each measurement")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -48,30 +55,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = args.only or list(LIMITS_S)
     if args.inside:
         return _run_inside(parts[0], args)
-    failed = [part for part in parts if not _run_apart(part, args)]
+    end_s = clock() + TOTAL_S
+    failed = [part for part in parts if not _run_apart(part, args, end_s - clock())]
     print(f"gpu_check: {len(parts) - len(failed)} of {len(parts)} parts ended well")
     if failed:
         print(f"gpu_check: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _run_apart(part: str, args: argparse.Namespace) -> bool:
+def _run_apart(part: str, args: argparse.Namespace, left_s: float) -> bool:
+    if left_s <= 0:
+        print(f"gpu_check: {part} was not begun: no time is left", file=sys.stderr)
+        return False
+    limit_s = min(LIMITS_S[part], left_s)
     command = [sys.executable, "-m", "bench.gpu_check", "--inside", "--only", part]
     command += ["--budget-s", str(args.budget_s)]
     if args.shape:
         command += ["--shape", args.shape]
     if args.json:
         command += ["--json", str(args.json)]
-    print(f"--- {part} (at most {LIMITS_S[part]} s)", flush=True)
+    print(f"--- {part} (at most {limit_s:.0f} s)", flush=True)
     start_s = time.monotonic()
     environment = dict(os.environ)
     if part == "serving":  # the workers are processes of their own and share the device
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     else:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    code = run_limited(command, environment, LIMITS_S[part])
+    code = run_limited(command, environment, limit_s)
     if code is None:
-        print(f"gpu_check: {part} was stopped after {LIMITS_S[part]} s", file=sys.stderr)
+        print(f"gpu_check: {part} was stopped after {limit_s:.0f} s", file=sys.stderr)
         return False
     print(f"--- {part}: {time.monotonic() - start_s:.1f} s, exit {code}", flush=True)
     return code == 0
@@ -104,10 +116,17 @@ def _run_inside(part: str, args: argparse.Namespace) -> int:
     if not on_cpu:
         # Programs and what autotuning found are kept for the parts that follow.
         jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
-    shape = SHAPES[args.shape or ("demo" if on_cpu else "qwen3-30b-a3b")]
+    shape = shape_of(part, args.shape, on_cpu)
     report = Report("gpu_check", describe(with_jax=True), 0, path)
     good = PARTS[part](report, shape, args.budget_s)
     return 0 if good else 1
+
+
+def shape_of(part: str, asked: str | None, on_cpu: bool) -> Shape:
+    """What a part measures. asked: heeded by parts that are not named after a shape."""
+    if part in OTHER_SHAPES:
+        return SHAPES[OTHER_SHAPES[part] if on_cpu else part]
+    return SHAPES[asked or ("demo" if on_cpu else "qwen3-30b-a3b")]
 
 
 def _ceilings(report: Report, shape: Shape, budget_s: float) -> bool:
@@ -143,6 +162,19 @@ def _kernels(*parts: str) -> Callable[[Report, Shape, float], bool]:
     return run
 
 
+def _other_shape(report: Report, shape: Shape, budget_s: float) -> bool:
+    """Steps, then what they are made of, then backends: cut short, it has the most telling rows."""
+    from bench.backends import compare_backends
+    from bench.ceilings import measure_ceilings
+    from bench.kernels import KernelBench
+
+    bench = KernelBench(report, shape, measure_ceilings(report, shape.dtype, budget_s), budget_s)
+    for measure in (bench.decode, bench.prefill, bench.attention, bench.experts):
+        measure()
+    compare_backends(report, bench)
+    return True
+
+
 def _serving(report: Report, shape: Shape, budget_s: float) -> bool:
     """Both roles on the one device, the demo model end to end over HTTP."""
     from bench.serve import Slo, load, started_server
@@ -163,6 +195,8 @@ PARTS: dict[str, Callable[[Report, Shape, float], bool]] = {
     "kernels": _kernels("attention", "experts", "sampling"),
     "pages": _kernels("pages"),
     "serving": _serving,
+    "deepseek-v2-lite": _other_shape,
+    "gpt-oss-20b": _other_shape,
 }
 assert PARTS.keys() == LIMITS_S.keys()
 

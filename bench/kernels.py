@@ -17,16 +17,17 @@ from bench.ceilings import measure_ceilings
 from bench.floors import (
     Ceilings,
     Cost,
-    attention_cost,
+    decode_attention_cost,
     decode_step_cost,
     kv_bytes_per_token,
     moe_cost,
+    prefill_attention_cost,
     prefill_chunk_cost,
 )
 from bench.report import Report
 from bench.shapes import Shape
 from bench.timing import seconds_per_call
-from model.attention import ChunkBatch
+from model.attention import ChunkBatch, window_of
 from model.kv import gather_pages, init_pool, write_pages
 from model.programs import compile_program
 from model.sampling import empty_rows, sample
@@ -94,22 +95,28 @@ class KernelBench:
     # --- parts --------------------------------------------------------------------------------
 
     def attention(self) -> None:
-        """One layer's attention over pages, without projections."""
-        kernels = self.model.kernels
+        """Attention over pages, without projections, of one layer of each kind."""
+        for name, layer in self.attention_layers().items():
+            self._decode_attention(f"decode {name}", layer)
+            self._prefill_attention(f"prefill {name}", layer)
+
+    def _decode_attention(self, name: str, layer: int) -> None:
         for slots in self.shape.slots:
-            args = self.decode_attention_inputs(slots)
-            taken_s = self._time("decode_attention", kernels.decode_attention, args)
-            keys = slots * self.shape.context
-            cost = attention_cost(self.shape, slots, self.shape.context, keys)
-            self._rows(f"decode attention x{slots}", taken_s, cost, {"slots": slots})
+            args = self.decode_attention_inputs(slots, layer)
+            taken_s = self._time("decode_attention", self.model.kernels.decode_attention, args)
+            windowed = self._windowed(layer)
+            cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
+            self._rows(f"{name} x{slots}", taken_s, cost, {"slots": slots})
+
+    def _prefill_attention(self, name: str, layer: int) -> None:
         for tokens in self.shape.chunks:
-            args = self.prefill_attention_inputs(tokens)
-            taken_s = self._time("prefill_attention", kernels.prefill_attention, args)
-            cost = attention_cost(self.shape, tokens, (tokens + 1) / 2, tokens)
-            self._rows(f"prefill attention {tokens}", taken_s, cost, {"tokens": tokens})
+            args = self.prefill_attention_inputs(tokens, layer)
+            taken_s = self._time("prefill_attention", self.model.kernels.prefill_attention, args)
+            cost = prefill_attention_cost(self.shape, tokens, self._windowed(layer))
+            self._rows(f"{name} {tokens}", taken_s, cost, {"tokens": tokens})
 
     def experts(self) -> None:
-        """One layer's experts, evenly routed; nothing for a dense network."""
+        """One layer's routed experts, evenly chosen; nothing for a dense network."""
         if not self.shape.cfg.num_experts:
             return
         for tokens in (*self.shape.slots, *self.shape.chunks):
@@ -190,14 +197,20 @@ class KernelBench:
         fill = jax.jit(lambda pool: lax.fori_loop(0, pool.shape[0], layer, pool), donate_argnums=0)
         self.pool = fill(self.pool)
 
-    def decode_attention_inputs(self, slots: int) -> tuple[Any, ...]:
+    def attention_layers(self) -> dict[str, int]:
+        """What each kind of attention is called in rows, and the first layer that has it."""
+        kinds = [self._windowed(layer) for layer in range(self.shape.cfg.num_layers)]
+        names = {"attention": False, "windowed attention": True}
+        return {name: kinds.index(kind) for name, kind in names.items() if kind in kinds}
+
+    def decode_attention_inputs(self, slots: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a decode attention kernel, every slot `context` tokens long."""
         positions, table = self._table(slots)
-        return (self._queries(slots), self.pool, jnp.int32(0), positions, table)
+        return (self._queries(slots), *self._of_layer(layer, positions, table))
 
-    def prefill_attention_inputs(self, tokens: int) -> tuple[Any, ...]:
+    def prefill_attention_inputs(self, tokens: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a prefill attention kernel: one prompt that fills the chunk."""
-        return (self._queries(tokens), self.pool, jnp.int32(0), self._chunk(tokens))
+        return (self._queries(tokens), *self._of_layer(layer, self._chunk(tokens)))
 
     def experts_inputs(self, tokens: int) -> tuple[Any, ...]:
         """Arguments of an experts kernel, every expert as likely as the others."""
@@ -207,9 +220,23 @@ class KernelBench:
         ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
         weights = jnp.full(ids.shape, 1.0 / cfg.num_experts_per_tok, jnp.float32)
         x = self._random((tokens, cfg.hidden_size))
-        return (x, ids, weights, stacks["experts_gate_up"], stacks["experts_down"], jnp.int32(0))
+        args = (x, ids, weights, stacks["experts_gate_up"], stacks["experts_down"], jnp.int32(0))
+        if not cfg.experts_bias:
+            return args
+        # Of the devices that share an expert, of which there is one, each has a down bias.
+        return (*args, stacks["experts_gate_up_bias"], stacks["experts_down_bias"][:, :, 0])
 
     # --- helpers ------------------------------------------------------------------------------
+
+    def _windowed(self, layer: int) -> bool:
+        windows = self.shape.cfg.window_layers
+        return bool(windows) and windows[layer]
+
+    def _of_layer(self, layer: int, *rows: Any) -> tuple[Any, ...]:
+        """Arguments of an attention kernel behind its queries."""
+        cfg, dims = self.shape.cfg, self.model.dims
+        sinks = self._random((dims.kv_heads, dims.group)) if cfg.sinks else None
+        return (self.pool, jnp.int32(layer), *rows, sinks, window_of(cfg, jnp.int32(layer)))
 
     def _ids(self, count: int) -> np.ndarray:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)

@@ -1,8 +1,9 @@
 """Named shapes: the networks and batch sizes that benchmarks and tests speak of, each once."""
 
+import math
 from dataclasses import dataclass, replace
 
-from model.config import DTYPE_BYTES, ModelConfig, RouterConfig
+from model.config import DTYPE_BYTES, LatentConfig, ModelConfig, RouterConfig
 from model.rope import RopeConfig
 
 
@@ -26,6 +27,21 @@ class Shape:
         """Bytes of one parameter and of one number in the page pool."""
         return DTYPE_BYTES[self.dtype]
 
+
+def deepseek_yarn(mscale: float) -> RopeConfig:
+    """DeepSeek's rotary settings. mscale: mscale and mscale_all_dim alike, so cosines keep size."""
+    grown = 0.1 * mscale * math.log(40.0) + 1.0
+    return RopeConfig("yarn", 1e4, 40.0, original_max_position=4096, softmax_factor=grown**2)
+
+
+GPT_OSS_YARN = RopeConfig(
+    "yarn",
+    150000.0,
+    32.0,
+    original_max_position=4096,
+    truncate=False,
+    attention_factor=0.1 * math.log(32.0) + 1.0,
+)
 
 DEMO = Shape(
     name="demo",
@@ -81,6 +97,55 @@ DEMO_MOE = Shape(
     slots=(1, 8),
     context=128,
     chunks=(64,),
+)
+
+# As DeepSeek V3 is built: latent attention, experts of the best groups and one that all share.
+DEMO_LATENT = replace(
+    DEMO_MOE,
+    name="demo-latent",
+    cfg=replace(
+        DEMO_MOE.cfg,
+        architecture="DeepseekV3ForCausalLM",
+        num_kv_heads=1,
+        head_dim=80,
+        latent=LatentConfig(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
+        rope=deepseek_yarn(1.0),
+        qk_norm=False,
+        num_shared_experts=1,
+        router=RouterConfig(
+            sigmoid=True,
+            normalise=True,
+            scale=2.5,
+            correction=True,
+            num_groups=4,
+            groups_per_tok=2,
+            best_two=True,
+        ),
+        moe_layers=(False, True, True, True),
+    ),
+)
+
+# As GPT-OSS is built: windows in every other layer, sinks, biases, the clamped activation.
+DEMO_GPT_OSS = replace(
+    DEMO_MOE,
+    name="demo-gpt-oss",
+    cfg=replace(
+        DEMO_MOE.cfg,
+        architecture="GptOssForCausalLM",
+        intermediate_size=192,
+        rms_norm_eps=1e-5,
+        rope=GPT_OSS_YARN,
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        sliding_window=32,
+        window_layers=(True, False) * 2,
+        router=RouterConfig(normalise=True, bias=True),
+        experts_bias=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+    ),
 )
 
 # Between the demos, which lie in a processor's caches, and models that want a GPU: 663 MB and
@@ -179,8 +244,86 @@ QWEN3_30B_A3B = Shape(
     chunks=(2048, 8192),
 )
 
+DEEPSEEK_V2_LITE = Shape(
+    name="deepseek-v2-lite",
+    cfg=ModelConfig(
+        architecture="DeepseekV2ForCausalLM",
+        vocab_size=102400,
+        hidden_size=2048,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=576,
+        latent=LatentConfig(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        intermediate_size=10944,
+        rms_norm_eps=1e-6,
+        rope=deepseek_yarn(0.707),
+        tie_word_embeddings=False,
+        max_position_embeddings=163840,
+        num_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        num_shared_experts=2,
+        moe_layers=(False,) + (True,) * 26,
+    ),
+    dtype="bfloat16",
+    page_size=64,
+    slots=(1, 16, 64, 256),
+    context=1024,
+    chunks=(2048, 8192),
+)
+
+# Of the weights once they are read: in the checkpoint the experts are MXFP4.
+GPT_OSS_20B = Shape(
+    name="gpt-oss-20b",
+    cfg=ModelConfig(
+        architecture="GptOssForCausalLM",
+        vocab_size=201088,
+        hidden_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=2880,
+        rms_norm_eps=1e-5,
+        rope=GPT_OSS_YARN,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        sliding_window=128,
+        window_layers=(True, False) * 12,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=2880,
+        router=RouterConfig(normalise=True, bias=True),
+        experts_bias=True,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        moe_layers=(True,) * 24,
+    ),
+    dtype="bfloat16",
+    page_size=64,
+    slots=(1, 16, 64, 256),
+    context=1024,
+    chunks=(2048, 8192),
+)
+
 SHAPES = {
-    shape.name: shape for shape in (DEMO, DEMO_MOE, MIDDLE, MIDDLE_MOE, QWEN3_8B, QWEN3_30B_A3B)
+    shape.name: shape
+    for shape in (
+        DEMO,
+        DEMO_MOE,
+        DEMO_LATENT,
+        DEMO_GPT_OSS,
+        MIDDLE,
+        MIDDLE_MOE,
+        QWEN3_8B,
+        QWEN3_30B_A3B,
+        DEEPSEEK_V2_LITE,
+        GPT_OSS_20B,
+    )
 }
 
 # Parts of `kvferry bench kernels`, in the order they run.

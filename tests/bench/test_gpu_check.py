@@ -11,8 +11,42 @@ from bench.cli import main
 from bench.goldens import FOLDER, check_golden
 
 
-def test_all_parts_together_take_less_than_eight_minutes():
-    assert sum(gpu_check.LIMITS_S.values()) < 480
+def test_parts_that_take_all_they_may_end_within_eight_minutes(monkeypatch, capsys):
+    now_s = 0.0
+    seen: list[str] = []
+
+    def run(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
+        nonlocal now_s
+        seen.append(command[command.index("--only") + 1])
+        now_s += limit_s
+        return None
+
+    monkeypatch.setattr(gpu_check, "run_limited", run)
+    assert gpu_check.main([], clock=lambda: now_s) == 1
+    assert now_s + gpu_check.STOP_TIMEOUT_S <= 480
+    begun = len(seen)
+    assert seen == list(gpu_check.LIMITS_S)[:begun]
+    assert seen[:6] == ["ceilings", "goldens", "backends", "steps", "kernels", "pages"]
+    assert capsys.readouterr().err.count("no time is left") == len(gpu_check.LIMITS_S) - begun > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "asked", "expected"),
+    [
+        ("steps", None, "demo"),
+        ("steps", "middle", "middle"),
+        ("deepseek-v2-lite", None, "demo-latent"),
+        ("gpt-oss-20b", "middle", "demo-gpt-oss"),
+    ],
+)
+def test_on_a_cpu_small_shapes_stand_in_for_large_ones(part, asked, expected):
+    assert gpu_check.shape_of(part, asked, on_cpu=True).name == expected
+
+
+def test_on_an_accelerator_parts_named_after_a_shape_have_it():
+    names = [gpu_check.shape_of(part, None, on_cpu=False).name for part in gpu_check.LIMITS_S]
+    assert names[-2:] == list(gpu_check.LIMITS_S)[-2:] == ["deepseek-v2-lite", "gpt-oss-20b"]
+    assert set(names[:-2]) == {"qwen3-30b-a3b"}
 
 
 def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
@@ -40,8 +74,9 @@ def test_a_part_that_ends_gives_its_status():
     assert gpu_check.run_limited([sys.executable, "-c", "exit(3)"], dict(os.environ), 30) == 3
 
 
-def test_a_golden_checkpoint_gives_its_recorded_numbers():
-    outcome = check_golden(FOLDER / "qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_a_golden_checkpoint_gives_its_recorded_numbers(name):
+    outcome = check_golden(FOLDER / name)
     assert outcome.error < 2e-4
     assert outcome.same == outcome.prompts == 4
 

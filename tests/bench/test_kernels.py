@@ -1,37 +1,81 @@
 """The kernel benchmark runs on any device, with the smallest network that has every part."""
 
-import dataclasses
 import io
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
 
 from bench import ceilings, kernels
+from bench.backends import compare_backends
+from bench.floors import Ceilings
 from bench.report import Report
-from bench.shapes import DEMO_MOE, KERNEL_PARTS
+from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shape
 from bench.surroundings import Surroundings
+from model import kernels as backends
+from model.kernels import Backend
 
-CFG = dataclasses.replace(
-    DEMO_MOE.cfg,
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=1,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    moe_layers=(True,),
+
+def tiny(shape: Shape, moe_layers: tuple[bool, ...]) -> Shape:
+    cfg = replace(
+        shape.cfg,
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=len(moe_layers),
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        moe_layers=moe_layers,
+        window_layers=shape.cfg.window_layers[: len(moe_layers)],
+        sliding_window=min(shape.cfg.sliding_window, 3),
+    )
+    return replace(shape, name="tiny", cfg=cfg, page_size=4, slots=(2,), context=6, chunks=(8,))
+
+
+TINY_GPT_OSS = tiny(DEMO_GPT_OSS, (True, True))
+OF_NETWORKS = [part for part in KERNEL_PARTS if part != "sampling"]
+COMMON = ("decode step x2", "prefill chunk 8", "decode attention x2", "experts 8 tokens")
+WINDOWED = ("decode windowed attention x2", "prefill windowed attention 8")
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "expected"),
+    [
+        (tiny(DEMO_MOE, (True,)), KERNEL_PARTS, COMMON),
+        (tiny(DEMO_LATENT, (False, True)), OF_NETWORKS, COMMON),
+        (TINY_GPT_OSS, OF_NETWORKS, (*COMMON, *WINDOWED)),
+    ],
+    ids=("moe", "latent", "gpt-oss"),
 )
-TINY = dataclasses.replace(
-    DEMO_MOE, name="tiny", cfg=CFG, page_size=4, slots=(2,), context=6, chunks=(8,)
-)
-
-
-def test_every_part_reports_a_time_beside_its_floor(monkeypatch):
+def test_every_part_reports_a_time_beside_its_floor(shape, parts, expected, monkeypatch):
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(ceilings.MATMUL_SIZE, "cpu", 64)
     report = Report("kernels", Surroundings("c", "d", {}), out=io.StringIO())
-    kernels.run(report, TINY, KERNEL_PARTS, budget_s=0.01)
+    kernels.run(report, shape, parts, budget_s=0.01)
     timed = {row.case: row for row in report.rows if row.metric == "time"}
-    for part in ("decode step x2", "prefill chunk 8", "decode attention x2", "experts 8 tokens"):
+    for part in expected:
         row = timed[f"tiny {part}"]
         assert row.value > 0
         assert row.baseline is not None
         assert row.shapes["shape"] == "tiny"
     assert {"gather", "scatter"} <= {row.metric for row in report.rows}
+    assert any("windowed" in case for case in timed) == (expected != COMMON)
+
+
+def test_backends_are_compared_in_every_kind_of_layer_and_refusals_are_said(monkeypatch):
+    def refuse(shape: object) -> Callable[..., object]:
+        raise NotImplementedError("no such shape")
+
+    for name in ("DECODE_ATTENTION", "PREFILL_ATTENTION", "EXPERTS"):
+        (reference,) = getattr(backends, name)
+        others = (Backend("same", reference.build), Backend("other", refuse))
+        monkeypatch.setattr(backends, name, (*others, reference))
+    out = io.StringIO()
+    report = Report("gpu_check", Surroundings("c", "d", {}), out=out)
+    bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
+    compare_backends(report, bench)
+    errors = {row.case: row.value for row in report.rows if row.metric == "same off reference"}
+    cases = ("decode attention x2", "prefill attention 8", *WINDOWED)
+    assert errors.keys() >= {f"tiny {case}" for case in cases}
+    assert not any(errors.values())
+    assert out.getvalue().count("other refuses: no such shape") == len(errors) == 6
