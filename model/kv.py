@@ -65,16 +65,24 @@ def write_tokens(
     return row.set(_stored(kv, pool.dtype), mode="drop", wrap_negative_indices=False)
 
 
+def read_plane(
+    pool: PagePool,
+    layer: Int32[Array, ""],
+    plane: int,
+    page_ids: Int32[Array, "*n"],
+) -> Float[Array, "*n page_size kv_heads head_dim"]:
+    """As `read_pages`, of keys or of values alone. plane: -1 is the last."""
+    pages = pool.at[layer, plane % pool.shape[1], page_ids]
+    return _numbers(pages.get(mode="clip", wrap_negative_indices=False))
+
+
 def read_pages(
     pool: PagePool,
     layer: Int32[Array, ""],
     page_ids: Int32[Array, "*n"],
 ) -> Float[Array, "*n planes page_size kv_heads head_dim"]:
     """One layer's keys and values of some pages; an id past the pool reads some page."""
-    pages = pool.at[layer, :, page_ids].get(mode="clip", wrap_negative_indices=False)
-    if pages.dtype == jnp.uint8:
-        return jax.lax.bitcast_convert_type(pages, jnp.dtype(FP8))
-    return pages
+    return _numbers(pool.at[layer, :, page_ids].get(mode="clip", wrap_negative_indices=False))
 
 
 def gather_pages(
@@ -101,6 +109,13 @@ def write_pages(
     with jax.named_scope("write_pages"):
         row = pool.at[:, :, page_ids]
         return row.set(staged, mode="drop", wrap_negative_indices=False)
+
+
+def _numbers(pages: Array) -> Array:
+    """What was read of a pool, as numbers."""
+    if pages.dtype == jnp.uint8:
+        return jax.lax.bitcast_convert_type(pages, jnp.dtype(FP8))
+    return pages
 
 
 def _stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:

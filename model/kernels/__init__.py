@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import model.kernels.attention.reference as attention_reference
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
+from model.kernels.attention.unpacked import unpacked_decode
 from model.sharding import Dims
 
 log = logging.getLogger(__name__)
@@ -91,11 +92,18 @@ class Backend(NamedTuple):
     build: Callable[[Any], Callable[..., Any]]
 
 
+def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:
+    if shape.platform != "cpu":
+        raise NotImplementedError(f"for processors, this is {shape.platform}")
+    return partial(unpacked_decode, scale=shape.scale)
+
+
 # Best first; the reference serves every shape, so it comes last.
 PREFILL_ATTENTION: Sequence[Backend] = (
     Backend("reference", lambda shape: partial(attention_reference.prefill, scale=shape.scale)),
 )
 DECODE_ATTENTION: Sequence[Backend] = (
+    Backend("unpacked", _build_unpacked),
     Backend("reference", lambda shape: partial(attention_reference.decode, scale=shape.scale)),
 )
 EXPERTS: Sequence[Backend] = (

@@ -4,6 +4,7 @@ The trip count is data, so one program serves every context length. Scores, soft
 are float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
 """
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import jax
@@ -20,23 +21,26 @@ _DECODE_BLOCK: Final = 128
 _LOW: Final = np.float32(-1e30)
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     """Softmax so far: maximum and sum of the scores, weighted sum of the values."""
 
     top: Array
     total: Array
     acc: Array
 
-    def add(self, scores: Array, allowed: Array, values: Array) -> "_Running":
-        """One more block: scores [*b, q, s], allowed broadcasts to it, values [*b, s, h]."""
+    def add(self, scores: Array, allowed: Array, weighed: Callable[[Array], Array]) -> "Running":
+        """One more block: scores [*b, q, s], to which allowed broadcasts.
+
+        weighed(weights [*b, q, s]): the sum of the block's values, [*b, q, h].
+        """
         scores = jnp.where(allowed, scores, _LOW)
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         # A row with nothing allowed so far has top == _LOW, where exp would be one.
         weights = jnp.where(allowed, jnp.exp(scores - top[..., None]), np.float32(0))
         keep = jnp.exp(self.top - top)
         total = self.total * keep + jnp.sum(weights, axis=-1)
-        acc = self.acc * keep[..., None] + _batched(weights, values, False)
-        return _Running(top, total, acc)
+        acc = self.acc * keep[..., None] + weighed(weights)
+        return Running(top, total, acc)
 
     def value(self) -> Array:
         """The softmax-weighted mean; zero where nothing was allowed."""
@@ -51,13 +55,13 @@ def _batched(a: Array, b: Array, transposed: bool) -> Array:
     return lax.dot_general(a, b, (contract, (batch, batch)), precision=exact)
 
 
-def _start(shape: tuple[int, ...], sinks: Array | None) -> _Running:
+def _start(shape: tuple[int, ...], sinks: Array | None) -> Running:
     """Before the first block. sinks: f32 that broadcasts to shape[:-1], scores without a value."""
     rows, acc = shape[:-1], jnp.zeros(shape, jnp.float32)
     if sinks is None:
-        return _Running(jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), acc)
+        return Running(jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), acc)
     top = jnp.broadcast_to(sinks.astype(jnp.float32), rows)
-    return _Running(top, jnp.ones(rows, jnp.float32), acc)
+    return Running(top, jnp.ones(rows, jnp.float32), acc)
 
 
 def _scaled(q: Array, scale: float | None) -> Array:
@@ -96,14 +100,15 @@ def prefill(
     queries = _scaled(q, scale).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
     own = None if sinks is None else jnp.repeat(sinks, tokens, axis=1)
 
-    def attended(at: Array, allowed: Array, running: _Running) -> _Running:
+    def attended(at: Array, allowed: Array, running: Running) -> Running:
         block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
         kv = read_pages(pool, layer, block_ids).astype(jnp.float32)
         kv = kv.transpose(1, 3, 0, 2, 4).reshape(-1, heads, span, head_dim)
         allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
-        return running.add(_batched(queries, kv[0], True), allowed, kv[-1])
+        scores = _batched(queries, kv[0], True)
+        return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
 
-    def block(b: Array, running: _Running) -> _Running:
+    def block(b: Array, running: Running) -> Running:
         at = b * np.int32(per_block)
         pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
         seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
@@ -125,6 +130,26 @@ def prefill(
     return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
 
+def add_by_products(
+    queries: Float[Array, "rows kv_heads group head_dim"],
+    pool: PagePool,
+    layer: Int32[Array, ""],
+    ids: Int32[Array, "rows pages_per_block"],
+    allowed: Bool[Array, "rows 1 1 span"],
+    running: Running,
+) -> Running:
+    """One block of pages of every row. queries: f32, scaled."""
+    rows, heads, _, head_dim = queries.shape
+    kv = read_pages(pool, layer, ids).astype(jnp.float32)
+    kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(-1, rows, heads, allowed.shape[-1], head_dim)
+    scores = _batched(queries, kv[0], True)
+    return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
+
+
+# As `add_by_products`.
+AddBlock = Callable[[Array, PagePool, Array, Array, Array, Running], Running]
+
+
 def decode(
     q: Float[Array, "rows kv_heads group head_dim"],
     pool: PagePool,
@@ -134,13 +159,13 @@ def decode(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    add: AddBlock = add_by_products,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
-    sinks, window, scale: see `prefill`. Cost follows rows times the longest row, or what lies
-    between the earliest position that any row sees and the last.
+    sinks, window, scale: see `prefill`. add: how a block is computed. Cost follows rows times the
+    longest row, or what lies between the earliest position that any row sees and the last.
     """
-    rows, heads, _, head_dim = q.shape
     page_size = pool.shape[3]
     per_block = max(1, _DECODE_BLOCK // page_size)
     span = per_block * page_size
@@ -156,11 +181,9 @@ def decode(
             allowed &= pos >= earliest[:, None]
         return allowed[:, None, None, :]
 
-    def block(b: Array, running: _Running) -> _Running:
+    def block(b: Array, running: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
-        kv = read_pages(pool, layer, ids).astype(jnp.float32)
-        kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(-1, rows, heads, span, head_dim)
-        return running.add(_batched(queries, kv[0], True), allowed_in(b), kv[-1])
+        return add(queries, pool, layer, ids, allowed_in(b), running)
 
     first = jnp.zeros((), jnp.int32)
     if earliest is not None:
