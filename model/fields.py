@@ -1,7 +1,7 @@
 """The fields of a checkpoint's JSON files, taken by name and type or refused in one line."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,7 +62,7 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number")
-        if not math.isfinite(value) or value < low:
+        if not low <= value <= sys.float_info.max:  # math.isfinite takes no integer above it
             raise self.fail(name, value, f"a finite number of at least {low}")
         return float(value)
 
