@@ -218,6 +218,7 @@ def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) 
 
 def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
     assert KVSpec(3, 2, 16, 8, "bfloat16").page_bytes == 3 * 2 * 8 * 2 * 16 * 2
+    assert KVSpec(3, 2, 16, 8, "bfloat16", planes=1).page_bytes == 3 * 2 * 8 * 16 * 2
     assert (
         KVSpec(3, 2, 16, 8, "float32").page_bytes == 2 * KVSpec(3, 2, 16, 8, "float16").page_bytes
     )
