@@ -142,6 +142,23 @@ def test_experts_in_mxfp4_are_those_stored_in_bfloat16(
     _check_same(gpt_oss, mesh, dtype)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gates_and_ups_of_mxfp4_are_parted_and_down_is_as_it_lies(
+    gpt_oss: tuple[Path, Path], mesh: tuple[int, int]
+) -> None:
+    quantised, plain = gpt_oss
+    model = Model.create(ModelConfig.from_dir(quantised), make_mesh(*mesh), "bfloat16", 16)
+    (found,) = load_params(quantised, model)["layers"]
+    tensors = load_file(plain / "model.safetensors")
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        both, down = tensors[f"{at}.gate_up_proj"], tensors[f"{at}.down_proj"]
+        stored = np.asarray(found["experts_gate_up"][layer])
+        assert (stored[..., 0, :] == both[..., 0::2]).all()
+        assert (stored[..., 1, :] == both[..., 1::2]).all()
+        assert (np.asarray(found["experts_down"][layer]) == down).all()
+
+
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_projections_in_fp8_are_their_products_stored_in_float32(
     fp8: tuple[Path, Path], mesh: tuple[int, int]
