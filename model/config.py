@@ -22,6 +22,7 @@ ARCHITECTURES: Final = (
 )
 _LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 _WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
+_MOST_LAYERS: Final = 10_000  # more is a slip, and what is made for each of them would not end
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _V2_METHODS: Final = ("greedy", "group_limited_greedy")
@@ -212,7 +213,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
     _refuse_unsupported(fields, architecture)
     quantization = _quantization(fields, architecture)
-    dtype = fields.raw("torch_dtype", None) or fields.raw("dtype", None)
+    dtype = _said_once(fields, "torch_dtype", "dtype")
     dtype = dtype or ("bfloat16" if quantization else "float32")
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
@@ -241,6 +242,14 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     )
 
 
+def _said_once(fields: Fields, name: str, other: str) -> Any:
+    """The value of two names of one thing, or None. Raises ModelError where they differ."""
+    value, same = fields.raw(name, None), fields.raw(other, None)
+    if value is not None and same is not None and value != same:
+        raise fields.fail(name, value, f"{same!r}, as {other} has it, or one of the two")
+    return same if value is None else value
+
+
 def _top_k(generation: Fields) -> int | None:
     """Both ways to say that it is off are taken, as from a client; ours is 0."""
     value: int | None = generation.integer("top_k", None, low=-1)
@@ -250,6 +259,9 @@ def _top_k(generation: Fields) -> int | None:
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     """Refuse what would change the numbers and is not computed."""
     fields.one_of("hidden_act", fields.raw("hidden_act", "silu"), ("silu",))
+    layers = fields.integer("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise fields.fail("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     neutrals = _NEUTRAL if architecture in _LATENT else _NEUTRAL | _NEUTRAL_ROUTING
     for name, neutral in neutrals.items():
         value = fields.raw(name, neutral)
@@ -377,6 +389,7 @@ def _experts(fields: Fields, architecture: str) -> dict[str, Any]:
     if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         return {"moe_layers": (False,) * num_layers}
     # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
+    _said_once(fields, "num_experts", "num_local_experts")
     experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
     found = {"num_experts": experts, "num_experts_per_tok": _chosen(fields, experts)}
     if architecture != "Qwen3MoeForCausalLM":
@@ -426,6 +439,8 @@ def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
     num_layers = fields.integer("num_hidden_layers")
     experts = fields.integer("n_routed_experts")
     chosen = _chosen(fields, experts)
+    third = architecture == "DeepseekV3ForCausalLM"
+    num_dense = fields.integer("first_k_dense_replace", REQUIRED if third else 0, low=0)
     if fields.integer("moe_layer_freq", 1) != 1:
         raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
     return {
@@ -434,9 +449,7 @@ def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "num_shared_experts": fields.integer("n_shared_experts", 0, low=0),
         "router": _deepseek_router(fields, architecture, experts, chosen),
-        "moe_layers": tuple(
-            i >= fields.integer("first_k_dense_replace", 0, low=0) for i in range(num_layers)
-        ),
+        "moe_layers": tuple(i >= num_dense for i in range(num_layers)),
     }
 
 
@@ -445,16 +458,16 @@ def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: in
     scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
     fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
     method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
-    normalise, scale = (
-        fields.flag("norm_topk_prob", third),
-        fields.number("routed_scaling_factor", 1.0),
-    )
+    # What transformers takes where V3's config is silent is V3's own, and no other model's.
+    one = REQUIRED if third else 1
+    normalise = fields.flag("norm_topk_prob", third)
+    scale = float(fields.number("routed_scaling_factor", one))
     if normalise and scale != 1.0 and not third:
         # DeepSeek's own code scales or normalises there, others do both.
         raise fields.fail("routed_scaling_factor", scale, "1.0 beside norm_topk_prob")
     groups, best = 1, 1
     if method != "greedy":
-        groups, best = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+        groups, best = fields.integer("n_group", one), fields.integer("topk_group", one)
         if experts % groups:
             raise fields.fail("n_group", groups, f"a divisor of {experts} experts")
         if best > groups or chosen > best * (experts // groups):

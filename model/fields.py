@@ -1,7 +1,7 @@
 """The fields of a checkpoint's JSON files, taken by name and type or refused in one line."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ class Fields:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"{file}: no such file; expected a checkpoint's config") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ModelError(f"{file}: not readable as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelError(f"{file}: expected a JSON object, got {type(values).__name__}")
@@ -62,7 +62,7 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number")
-        if not math.isfinite(value) or value < low:
+        if not low <= value <= sys.float_info.max:  # math.isfinite takes no integer above it
             raise self.fail(name, value, f"a finite number of at least {low}")
         return float(value)
 

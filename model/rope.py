@@ -23,6 +23,7 @@ _KINDS: Final = {
     "llama3": (*_KEYS, "factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (*_KEYS, "factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
 }
+_LIMIT: Final = 1e6  # of numbers that are multiplied with others before they are used
 _LATENT_KEYS: Final = ("mscale", "mscale_all_dim")  # of yarn where attention is latent
 
 
@@ -118,13 +119,20 @@ def _yarn(settings: Fields, theta: float, factor: float, original: int) -> RopeC
     if theta <= 1.0:
         raise settings.fail("rope_theta", theta, "a number above 1 with rope_type 'yarn'")
     fast, slow = settings.number("beta_fast", 32.0), settings.number("beta_slow", 1.0)
-    if not 0.0 < slow < fast:
-        raise settings.fail("beta_slow", slow, f"a number above 0 and below beta_fast {fast}")
+    if not 0.0 < slow <= fast:
+        raise settings.fail("beta_slow", slow, f"above 0, and at most beta_fast {fast}")
+    for name, value in (("beta_slow", slow), ("beta_fast", fast)):
+        if not 1.0 / _LIMIT <= value <= _LIMIT:
+            raise settings.fail(name, value, f"a number from {1.0 / _LIMIT:g} to {_LIMIT:g}")
     each, every = settings.number("mscale", 0.0), settings.number("mscale_all_dim", 0.0)
-    if bool(each) != bool(every):
+    if bool(each) != bool(every) or max(each, every) > _LIMIT:
         # Implementations differ in what one alone means.
-        raise settings.fail("mscale", each, "a number beside mscale_all_dim, or neither of them")
+        accepted = f"a number up to {_LIMIT:g} beside mscale_all_dim, or neither of them"
+        raise settings.fail("mscale", settings.raw("mscale", None), accepted)
     usual = _mscale(factor, each) / _mscale(factor, every) if each else _mscale(factor, 1.0)
+    attention_factor = settings.number("attention_factor", usual)
+    if attention_factor == 0.0:
+        raise settings.fail("attention_factor", 0, "a number above 0, or null")
     return RopeConfig(
         "yarn",
         theta,
@@ -133,7 +141,7 @@ def _yarn(settings: Fields, theta: float, factor: float, original: int) -> RopeC
         beta_fast=fast,
         beta_slow=slow,
         truncate=settings.flag("truncate", True),
-        attention_factor=settings.number("attention_factor", usual),
+        attention_factor=attention_factor,
         softmax_factor=_mscale(factor, every) ** 2,
     )
 

@@ -85,6 +85,29 @@ def test_pages_of_every_type_arrive_bit_by_bit(open_ends: Open, dtype: str) -> N
     assert (ends.diary.kv_of(1, 5, kv, 2) == pages).all()
 
 
+@pytest.mark.parametrize(("src", "dst"), [((1, 1), (2, 2)), ((4, 4), (1, 1))])
+def test_pages_of_one_latent_head_arrive_once_for_each_copy(
+    open_ends: Open, src: tuple[int, int], dst: tuple[int, int]
+) -> None:
+    kv = replace(KV, num_kv_heads=dst[1], planes=1)
+    ends = open_ends(kv=kv, tp_size=dst[0], max_frame_bytes=300)
+    pages = logical_pages(5, kv=replace(kv, num_kv_heads=1))
+    assert pages.shape[1] == 1
+    ends.receiver.expect(1, 1, 5)
+    ends.send_room(1, pages, src=src, dst=dst, runs_of=2)
+    ends.until(lambda: bool(ends.diary.finished))
+    assert sorted(ends.diary.page_idx(1)) == list(range(5))
+    assert (ends.diary.kv_of(1, 5, kv, dst[0]) == np.repeat(pages, dst[1], axis=4)).all()
+
+
+def test_pages_of_another_number_of_planes_are_refused(open_ends: Open) -> None:
+    ends = open_ends(kv=replace(KV, planes=1))
+    ends.receiver.expect(1, 1, 2)
+    ends.send_room(1, logical_pages(2))
+    refused(ends, 1, "size")
+    assert ends.diary.pages == []
+
+
 @pytest.mark.parametrize("src", [(1, 4), (2, 4), (4, 4), (8, 8)])
 @pytest.mark.parametrize("dst", [(1, 4), (2, 4), (4, 4), (8, 8)])
 def test_any_sharding_reaches_any_other(

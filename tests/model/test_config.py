@@ -103,7 +103,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (QWEN2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; accepted: 1.0"),
         (QWEN2, {"torch_dtype": "int8"}, "torch_dtype is 'int8'; accepted: float32, bfloat16"),
         (QWEN2, {"eos_token_id": "end"}, "eos_token_id is 'end'; accepted: a token id"),
-        (QWEN2, {"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq';"),
+        (QWEN2, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'"),
         (QWEN2, {"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type is 'su'; accepted"),
         (QWEN2, {"rope_theta": 0}, "rope_theta is 0.0; accepted: a finite number above 0"),
         (QWEN2, {"rope_theta": -1.0}, "rope_theta is -1.0; accepted: a finite number"),
@@ -233,6 +233,7 @@ def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) 
 
 def test_page_bytes_count_keys_and_values_of_all_layers() -> None:
     assert KVSpec(3, 2, 16, 8, "bfloat16").page_bytes == 3 * 2 * 8 * 2 * 16 * 2
+    assert KVSpec(3, 2, 16, 8, "bfloat16", planes=1).page_bytes == 3 * 2 * 8 * 16 * 2
     assert (
         KVSpec(3, 2, 16, 8, "float32").page_bytes == 2 * KVSpec(3, 2, 16, 8, "float16").page_bytes
     )

@@ -71,6 +71,19 @@ def test_a_layers_pages_are_read_in_the_order_asked() -> None:
     assert (found[1, 0] == values[1, :, 0]).all()
 
 
+def test_a_position_may_have_one_vector_for_keys_and_values() -> None:
+    spec = dataclasses.replace(SPEC, planes=1)
+    pool = init_pool(spec, PAGES, make_mesh(1, 1))
+    kv = np.random.default_rng(2).standard_normal((6, 1, 4, 3)).astype(np.float32)
+    pool = jax.jit(write_tokens, donate_argnums=0)(pool, i32(1), kv, i32(list(range(4, 10))))
+    read = np.asarray(jax.jit(read_pages)(pool, i32(1), i32([1, 2])))
+    assert read.shape == (2, 1, 4, 4, 3)
+    assert (read.transpose(0, 2, 1, 3, 4).reshape(8, 1, 4, 3)[:6] == kv).all()
+    staged = jax.jit(gather_pages)(pool, i32([1, 2]))
+    moved = jax.jit(write_pages)(init_pool(spec, PAGES, make_mesh(1, 1)), staged, i32([5, 0]))
+    assert (np.asarray(moved)[1, 0, [5, 0]] == read[:, 0]).all()
+
+
 def test_fp8_pages_hold_the_nearest_value_and_never_overflow() -> None:
     spec = dataclasses.replace(SPEC, dtype=FP8)
     assert (spec.page_bytes, SPEC.page_bytes) == (192, 768)

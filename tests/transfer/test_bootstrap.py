@@ -95,6 +95,10 @@ def test_saying_goodbye_ends_this_life_only() -> None:
             {"kv_spec": msgspec.structs.replace(a_worker().kv_spec, page_size=16)},
             ("page_size", "4", "16"),
         ),
+        (
+            {"kv_spec": msgspec.structs.replace(a_worker().kv_spec, planes=1)},
+            ("planes", "1", "2"),
+        ),
     ],
 )
 def test_a_worker_that_fits_nobody_here_is_refused_with_both_values(

@@ -107,6 +107,14 @@ def test_a_pair_of_different_shardings_fits() -> None:
     check_pair(a_worker("prefill", tp_size=4), a_worker("decode", tp_size=8, stored_kv_heads=8))
 
 
+def test_a_pair_with_one_latent_head_fits_whatever_the_copies() -> None:
+    spec = msgspec.structs.replace(SPEC, num_kv_heads=1, planes=1)
+    check_pair(
+        a_worker("prefill", kv_spec=spec, tp_size=4),
+        a_worker("decode", kv_spec=spec, tp_size=1, stored_kv_heads=1),
+    )
+
+
 def backends(prefill: tuple[str, str], decode: tuple[str, str]) -> list[wire.WorkerInfo]:
     """A pair of workers, each of (transfer backend, host identity)."""
     return [
@@ -165,6 +173,10 @@ SPEC = a_worker().kv_spec
         ({"kv_spec": msgspec.structs.replace(SPEC, num_layers=3)}, ("num_layers", "2", "3")),
         ({"kv_spec": msgspec.structs.replace(SPEC, head_dim=16)}, ("head_dim", "8", "16")),
         ({"kv_spec": msgspec.structs.replace(SPEC, num_kv_heads=2)}, ("num_kv_heads", "4", "2")),
+        (
+            {"kv_spec": msgspec.structs.replace(SPEC, planes=1)},
+            ("kv planes", "prefill-0 has 2", "decode-0 has 1"),
+        ),
         (
             {"kv_spec": msgspec.structs.replace(SPEC, dtype="float32")},
             ("dtype", "bfloat16", "float32"),

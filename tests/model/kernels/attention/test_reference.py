@@ -1,6 +1,7 @@
 """Paged attention against one softmax at a time, in plain numpy."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,45 +11,98 @@ import pytest
 
 from model import kernels
 from model.attention import ChunkBatch
+from model.kernels.attention import reference
 from tests.model.harness import i32
 
 PAGES, PAGE_SIZE, HEADS, GROUP, HEAD_DIM = 50, 16, 2, 3, 8
-SHAPE = kernels.AttentionShape("cpu", "float32", PAGE_SIZE, HEADS, GROUP, HEAD_DIM)
+PLAIN = kernels.AttentionShape("cpu", "float32", PAGE_SIZE, HEADS, GROUP, HEAD_DIM)
+SHAPES = {
+    "plain": PLAIN,
+    "sinks": replace(PLAIN, sinks=True),
+    "gpt_oss": replace(PLAIN, sinks=True, windows=True),
+    "latent": replace(PLAIN, planes=1, kv_heads=1, group=4, scale=0.3, windows=True),
+}
 LAYER = 1
+LAST = np.iinfo(np.int32).max  # the window of a layer without one
+# Of one position, within a page, a page and one more, over pages, a decode block of 128 and one
+# more, over blocks, longer than every context.
+WINDOWS = (1, 5, 16, 17, 40, 128, 129, 200, 1000, LAST)
+LISTED = [[31, 2, 17], [8], list(range(40, 22, -1))]
 
 
 def _built(backends: Sequence[kernels.Backend]) -> list[Any]:
-    """Every backend that serves the shape here."""
+    """Every backend of every shape that it serves here."""
     found: list[Any] = []
     for backend in backends:
-        try:
-            found.append(pytest.param(backend.build(SHAPE), id=backend.name))
-        except NotImplementedError:
-            continue
+        for name, shape in SHAPES.items():
+            try:
+                kernel = backend.build(shape)
+            except NotImplementedError:
+                continue
+            found.append(pytest.param(jax.jit(kernel), shape, id=f"{backend.name}-{name}"))
     return found
 
 
-def _pool_and_queries(rows: int) -> tuple[np.ndarray, np.ndarray]:
+PREFILL, DECODE = map(_built, (kernels.PREFILL_ATTENTION, kernels.DECODE_ATTENTION))
+
+
+def _pool_and_queries(shape: kernels.AttentionShape, rows: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(4)
-    pool = draw.standard_normal((2, 2, PAGES, PAGE_SIZE, HEADS, HEAD_DIM)).astype(np.float32)
-    return pool, draw.standard_normal((rows, HEADS, GROUP, HEAD_DIM)).astype(np.float32)
+    pool = draw.standard_normal((2, shape.planes, PAGES, PAGE_SIZE, shape.kv_heads, HEAD_DIM))
+    queries = draw.standard_normal((rows, shape.kv_heads, shape.group, HEAD_DIM))
+    return pool.astype(np.float32), queries.astype(np.float32)
 
 
-def _one(pool: np.ndarray, q: np.ndarray, pages: list[int], position: int) -> np.ndarray:
-    flat = pool[LAYER][:, pages].reshape(2, -1, HEADS, HEAD_DIM)[:, : position + 1]
-    scores = np.einsum("kgh,skh->kgs", q, flat[0]) / np.sqrt(HEAD_DIM)
+def _sinks(shape: kernels.AttentionShape) -> np.ndarray | None:
+    """Of usual size, and one that takes nearly all, nearly nothing, all, nothing."""
+    if not shape.sinks:
+        return None
+    return np.array([[0.5, 4.0, -3.0], [1e4, -1e4, -3e38]], np.float32)
+
+
+def _windows(shape: kernels.AttentionShape) -> tuple[int | None, ...]:
+    return WINDOWS if shape.windows else (None,)
+
+
+def _one(
+    shape: kernels.AttentionShape,
+    pool: np.ndarray,
+    q: np.ndarray,
+    pages: list[int],
+    position: int,
+    window: int | None,
+) -> np.ndarray:
+    """What one query finds. The sink is one more score, of a value that is zero."""
+    first = 0 if window is None else max(0, position - window + 1)
+    flat = pool[LAYER][:, pages].reshape(shape.planes, -1, shape.kv_heads, HEAD_DIM)
+    keys, values = flat[0, first : position + 1], flat[-1, first : position + 1]
+    scale = HEAD_DIM**-0.5 if shape.scale is None else shape.scale
+    scores = np.einsum("kgh,skh->kgs", q, keys).astype(np.float64) * scale
+    sinks = _sinks(shape)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks[..., None]], axis=-1)
+        values = np.concatenate([values, np.zeros_like(values[:1])])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), flat[1])
+    found: np.ndarray = np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), values)
+    return found
 
 
-@pytest.mark.parametrize("prefill", _built(kernels.PREFILL_ATTENTION))
+def _extras(shape: kernels.AttentionShape, window: int | None) -> tuple[jax.Array | None, ...]:
+    sinks = _sinks(shape)
+    return None if sinks is None else jnp.asarray(sinks), None if window is None else i32(window)
+
+
+@pytest.mark.parametrize(("prefill", "shape"), PREFILL)
 def test_packed_tokens_see_their_own_sequence_up_to_themselves(
-    prefill: Callable[..., jax.Array],
+    prefill: Callable[..., jax.Array], shape: kernels.AttentionShape
 ) -> None:
-    pages = [[31, 2, 17], [8], list(range(40, 22, -1))]
     rows = [(0, 33), (0, 34), (0, 35), (1, 0), (1, 1), (2, 287), (2, 255)]
-    pool, q = _pool_and_queries(len(rows) + 1)
-    listed = [(page, seq, i * PAGE_SIZE) for seq, p in enumerate(pages) for i, page in enumerate(p)]
+    pool, q = _pool_and_queries(shape, len(rows) + 1)
+    listed = [
+        (page, seq, i * PAGE_SIZE)
+        for seq, pages in enumerate(LISTED)
+        for i, page in enumerate(pages)
+    ]
     used = len(listed)
     listed += [(0, 3, 0)] * 9
     out_of_range = PAGES * PAGE_SIZE
@@ -56,26 +110,91 @@ def test_packed_tokens_see_their_own_sequence_up_to_themselves(
     seq_idx = [seq for seq, _ in rows] + [3]
     per_token = [[0] * 8, positions, seq_idx, [out_of_range] * 8]
     batch = ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
-    out = np.asarray(jax.jit(prefill)(jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch))
-    assert np.isfinite(out).all()
-    for row, (seq, position) in enumerate(rows):
-        expected = _one(pool, q[row], pages[seq], position)
-        np.testing.assert_allclose(out[row], expected, atol=2e-6)
+    for window in _windows(shape):
+        arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch
+        out = np.asarray(prefill(*arrays, *_extras(shape, window)))
+        assert np.isfinite(out).all()
+        for row, (seq, position) in enumerate(rows):
+            expected = _one(shape, pool, q[row], LISTED[seq], position, window)
+            np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"{window} {row}")
 
 
-@pytest.mark.parametrize("decode", _built(kernels.DECODE_ATTENTION))
+@pytest.mark.parametrize(("decode", "shape"), DECODE)
 def test_each_row_sees_its_own_pages_and_padding_rows_see_nothing(
-    decode: Callable[..., jax.Array],
+    decode: Callable[..., jax.Array], shape: kernels.AttentionShape
 ) -> None:
-    pages = [[31, 2, 17], [8], list(range(40, 22, -1))]
-    positions = [40, 0, 287, -1]
-    pool, q = _pool_and_queries(4)
-    table = np.zeros((4, 19), np.int32)
-    for row, listed in enumerate(pages):
-        table[row, : len(listed)] = listed
-    arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32(positions), i32(table)
-    out = np.asarray(jax.jit(decode)(*arrays))
-    for row, listed in enumerate(pages):
-        expected = _one(pool, q[row], listed, positions[row])
-        np.testing.assert_allclose(out[row], expected, atol=2e-6)
-    assert (out[3] == 0).all()
+    pool, q = _pool_and_queries(shape, 4)
+    for window in _windows(shape):
+        # From the second on, no row sees the first block of 128 through a short window.
+        for far in ([40, 0, 287, -1], [-1, -1, 270, -1], [-1, -1, 128, -1], [-1] * 4):
+            table = np.zeros((4, 19), np.int32)
+            for row, pages in enumerate(LISTED):
+                table[row, : len(pages)] = pages
+            arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32(far), i32(table)
+            out = np.asarray(decode(*arrays, *_extras(shape, window)))
+            for row, position in enumerate(far):
+                if position < 0:
+                    assert (out[row] == 0).all()
+                    continue
+                expected = _one(shape, pool, q[row], LISTED[row], position, window)
+                np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"{window} {far}")
+
+
+@pytest.mark.parametrize(("decode", "shape"), DECODE)
+def test_rows_far_apart_each_keep_their_own_window(
+    decode: Callable[..., jax.Array], shape: kernels.AttentionShape
+) -> None:
+    """All rows read one sequence, each up to another position: the earliest one says where from."""
+    pool, q = _pool_and_queries(shape, 4)
+    pages = LISTED[2]
+    table = i32(np.tile(np.array([*pages, 0]), (4, 1)))
+    for window in _windows(shape):
+        for positions in ([287, 131, 260, -1], [287, 286, -1, 257], [127, 128, 129, 255]):
+            arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32(positions), table
+            out = np.asarray(decode(*arrays, *_extras(shape, window)))
+            for row, position in enumerate(positions):
+                if position >= 0:
+                    expected = _one(shape, pool, q[row], pages, position, window)
+                    np.testing.assert_allclose(
+                        out[row], expected, atol=2e-6, err_msg=f"{window} {positions}"
+                    )
+
+
+@pytest.mark.parametrize(
+    ("window", "positions", "unread"),
+    [
+        (5, [287, 200, -1], 1),  # the earliest is 196
+        (5, [287, 131, -1], 0),  # ... 127
+        (4, [287, 131, -1], 1),  # ... 128
+        (1, [-1, 256, 287], 2),
+        (288, [287, -1, -1], 0),
+        (LAST, [287, -1, -1], 0),
+    ],
+)
+def test_decoding_reads_no_block_before_every_rows_window(
+    window: int, positions: list[int], unread: int
+) -> None:
+    """The pages of the blocks that are skipped hold no numbers; those that are read would tell."""
+    pool, q = _pool_and_queries(PLAIN, 4)
+    pages = LISTED[2]
+    pool[:, :, pages[: unread * 8]] = np.nan
+    table = i32(np.tile(np.array([*pages, 0]), (4, 1)))
+    run = jax.jit(reference.decode)
+    arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32([*positions, -1]), table
+    assert np.isfinite(np.asarray(run(*arrays, None, i32(window)))).all()
+    pool[:, :, pages[unread * 8]] = np.nan  # the first block that is read
+    arrays = jnp.asarray(q), jnp.asarray(pool), *arrays[2:]
+    assert not np.isfinite(np.asarray(run(*arrays, None, i32(window)))).all()
+
+
+def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
+    """Of prefill: a token whose sequence has no page in use."""
+    shape = SHAPES["sinks"]
+    pool, q = _pool_and_queries(shape, 2)
+    columns = [[0, 0], [5, 5], [0, 1], [0, 0], [31, 2], [0, 1], [0, 0]]
+    for used in (1, 0):
+        batch = ChunkBatch._make(map(i32, [*columns, used]))
+        arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch
+        out = np.asarray(jax.jit(reference.prefill)(*arrays, *_extras(shape, None)))
+        assert (out[1] == 0).all()
+        assert (out[0] == 0).all() == (used == 0)

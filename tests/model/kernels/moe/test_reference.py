@@ -1,6 +1,7 @@
 """Grouped expert products against one row and one expert at a time, in plain numpy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from tests.model.harness import i32
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 3, 10, 7
 SHAPE = kernels.ExpertsShape("cpu", "float32", HIDDEN, WIDTH, EXPERTS, CHOSEN)
+GPT_OSS = replace(SHAPE, limit=2.0, alpha=1.702, bias=True)
 
 
 def _ids(kind: str, rows: int) -> np.ndarray:
@@ -48,6 +50,64 @@ def test_every_row_gets_the_weighted_sum_of_its_local_experts(
     arrays = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights, gate_up, down)]
     out = np.asarray(jax.jit(experts)(*arrays, i32(1)))
     np.testing.assert_allclose(out, expected, atol=2e-4)
+
+
+def _gated(shape: kernels.ExpertsShape, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if not shape.limit:
+        return gate / (1 + np.exp(-gate)) * up
+    gate = np.where(gate > shape.limit, shape.limit, gate)
+    up = np.where(np.abs(up) > shape.limit, np.sign(up) * shape.limit, up)
+    return gate / (1 + np.exp(-shape.alpha * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "rows"),
+    [
+        (GPT_OSS, "spread", 40),
+        (GPT_OSS, "mixed", 40),
+        (GPT_OSS, "elsewhere", 40),
+        (GPT_OSS, "mixed", 1),
+        (replace(GPT_OSS, limit=0.0), "mixed", 5),
+        (replace(GPT_OSS, alpha=0.5, bias=False), "mixed", 5),
+    ],
+)
+@pytest.mark.parametrize("backend", kernels.EXPERTS, ids=lambda backend: backend.name)
+def test_biases_are_added_and_activations_clamped_where_the_rows_are(
+    backend: kernels.Backend, shape: kernels.ExpertsShape, kind: str, rows: int
+) -> None:
+    experts: Callable[..., jax.Array] = backend.build(shape)
+    draw = np.random.default_rng(8)
+    x = draw.standard_normal((rows, HIDDEN)).astype(np.float32)
+    weights = draw.random((rows, CHOSEN)).astype(np.float32)
+    stacks = [
+        draw.standard_normal(size).astype(np.float32)
+        for size in (
+            (2, EXPERTS, HIDDEN, 2, WIDTH),
+            (2, EXPERTS, WIDTH, HIDDEN),
+            (2, EXPERTS, 2, WIDTH),
+            (2, EXPERTS, HIDDEN),
+        )
+    ]
+    biases = stacks[2:] if shape.bias else [np.zeros_like(stack) for stack in stacks[2:]]
+    ids = _ids(kind, rows)
+    expected = np.zeros((rows, HIDDEN))
+    seen = []
+    for row in range(rows):
+        for expert, weight in zip(ids[row], weights[row], strict=True):
+            if expert < EXPERTS:
+                both = np.einsum("d,dxf->xf", x[row], stacks[0][1, expert]) + biases[0][1, expert]
+                seen.append(both)
+                done = _gated(shape, *both) @ stacks[1][1, expert] + biases[1][1, expert]
+                expected[row] += weight * done
+    if kind == "spread":  # both bounds of both halves count for something
+        assert np.abs(seen).max(axis=(0, 2)).min() > GPT_OSS.limit
+        assert np.min(seen) < -GPT_OSS.limit
+    arrays = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights, *stacks[:2])]
+    given = map(jnp.asarray, biases) if shape.bias else ()
+    out = np.asarray(jax.jit(experts)(*arrays, i32(1), *given))
+    np.testing.assert_allclose(out, expected, atol=2e-4)
+    if kind == "elsewhere":
+        assert (out == 0).all()
 
 
 def test_blocks_grow_with_the_rows_an_expert_gets() -> None:
