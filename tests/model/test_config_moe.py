@@ -312,7 +312,7 @@ def test_what_only_one_family_means_is_refused_in_the_others(
 def test_a_band_of_yarn_may_be_a_step(tmp_path: Path) -> None:
     cfg = _read(tmp_path, DEEPSEEK_V3 | _yarn(DEEPSEEK_V3, beta_fast=1.0, beta_slow=1.0))
     turned = rope_frequencies(cfg.rope, 16) / rope_frequencies(RopeConfig("default", 10000.0), 16)
-    assert set(turned.round(6).tolist()) == {1.0, 0.025}
+    assert set(turned.astype(float).round(6).tolist()) == {1.0, 0.025}
 
 
 def test_weights_that_are_normalised_need_no_factor_in_deepseek_v2(tmp_path: Path) -> None:
