@@ -92,8 +92,7 @@ def test_scratch_memory_does_not_grow_with_a_pool_of_fp8_either(program: Any) ->
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("program", [_decode, _prefill])
+@pytest.mark.parametrize(("program", "name"), [(_prefill, "gpt_oss"), (_decode, "deepseek_v3")])
 def test_nor_with_pages_of_windows_and_latents(program: Any, name: str) -> None:
     model = _model(name, "bfloat16", 2)
     small, large = (program(model, n).memory_analysis() for n in (SMALL, LARGE))
