@@ -18,13 +18,13 @@ from bench.routing_cost import (
     pairs_of,
 )
 from prefill.balancer import Method
-from prefill.prefix_cache import PrefixCache
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from serving.config import Policy
 from serving.router import Pair, Router
 from transfer import wire
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 Layout = Literal["group", "groups"]  # one group of four ranks; four groups of one
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

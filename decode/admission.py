@@ -8,13 +8,30 @@ the youngest for ever and the oldest always runs to its end.
 There is one queue in front of all data-parallel ranks. A rank has slots and pages of its own, and
 is chosen when a request is let in, unless it was dictated. Who waits for a rank is overtaken by
 nobody there.
+
+Pages of prompts that decode computed itself stay in a prefix cache of their rank. They count as
+free: whoever needs one has the oldest that nobody holds.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
 
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """A prompt that decode computes itself, as the prefix caches see it."""
+
+    token_ids: np.ndarray  # i32[n]
+    salt: str
+    num_reusable: int  # tokens that a cached prefix may stand for
 
 
 @dataclass(slots=True)
@@ -22,11 +39,13 @@ class Seat:
     """What one room owns on decode: a slot and pages."""
 
     room: int
-    num_tokens: int  # tokens whose kv arrives from prefill
+    num_tokens: int  # tokens whose kv arrives from prefill, or is computed here
     arrival_s: float
     rank: int = -1  # dictated, or chosen when it is seated
+    sharing: Sharing | None = None  # None: prefill computes it
     slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
+    num_cached: int = 0  # tokens found in the prefix cache when it was seated
 
 
 def _age(seat: Seat) -> tuple[float, int]:
@@ -37,10 +56,16 @@ class Admission:
     """Owner of slots and pages of all ranks, and the queue in front of them."""
 
     def __init__(
-        self, pools: Sequence[PagePool], rank_slots: int, page_size: int, headroom_pages: int
+        self,
+        pools: Sequence[PagePool],
+        rank_slots: int,
+        page_size: int,
+        headroom_pages: int,
+        caching: bool = False,
     ) -> None:
-        """pools: one a rank. rank_slots: slots of each."""
+        """pools: one a rank. rank_slots: slots of each. caching: prompts computed here are kept."""
         self._pools = pools
+        self.caches = tuple(PrefixCache(pool, page_size, caching) for pool in pools)
         self._page_size = page_size
         self._headroom_pages = headroom_pages
         self._free_slots = [
@@ -68,12 +93,19 @@ class Admission:
         """Of one rank."""
         return len(self._free_slots[rank])
 
-    def add(self, room: int, num_tokens: int, arrival_s: float, rank: int = -1) -> None:
-        """Queue a room; rank: dictated, or -1."""
+    def add(
+        self,
+        room: int,
+        num_tokens: int,
+        arrival_s: float,
+        rank: int = -1,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """Queue a room; rank: dictated, or -1. sharing: see Seat."""
         assert -1 <= rank < len(self._pools), rank
         assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
         assert room not in self._seats, f"room {room} twice"
-        insort(self._waiting, Seat(room, num_tokens, arrival_s, rank), key=_age)
+        insort(self._waiting, Seat(room, num_tokens, arrival_s, rank, sharing), key=_age)
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many of the waiting as fit, oldest first; nobody overtakes."""
@@ -97,11 +129,19 @@ class Admission:
 
     def grow(self, seat: Seat) -> int | None:
         """One more page for a seat, or None when the pool of its rank is dry."""
-        pages = self._pools[seat.rank].reserve(1)
+        pages = self._reserve(seat.rank, 1)
         if pages is None:
             return None
         seat.pages.append(pages[0])
         return pages[0]
+
+    def computed(self, seat: Seat, num_tokens: int) -> None:
+        """Decode computes a prompt's first num_tokens tokens, before any call that comes later:
+        others may share the pages that this fills."""
+        if seat.sharing is not None:
+            full = num_tokens // self._page_size
+            token_ids = seat.sharing.token_ids[: full * self._page_size]
+            self.caches[seat.rank].insert(token_ids, seat.sharing.salt, seat.pages[:full])
 
     def victim(self, rank: int) -> Seat:
         """The youngest seat of the rank. There is one whenever a seat could not grow: at worst,
@@ -124,8 +164,11 @@ class Admission:
         """Slots and pages add up."""
         for rank, pool in enumerate(self._pools):
             seats = [seat for seat in self._seats.values() if seat.rank == rank]
-            held = sum(len(seat.pages) for seat in seats)
-            assert held == pool.num_held, (rank, held, pool.num_held)
+            cached = self.caches[rank].pages
+            owners = Counter(chain(cached, *(seat.pages for seat in seats)))
+            assert len(owners) == pool.num_held, (rank, len(owners), pool.num_held)
+            for page, count in owners.items():
+                assert count == pool.refcount(page), (rank, page, count, pool.refcount(page))
             assert len(seats) == self._num_seated[rank], (rank, len(seats))
             slots = sorted([*self._free_slots[rank], *(seat.slot for seat in seats)])
             first = rank * self.num_slots // len(self._pools)
@@ -136,26 +179,43 @@ class Admission:
     def _roomiest(self, ranks: set[int], num_tokens: int) -> int | None:
         """Of these ranks with a free slot, the one with most free pages and slots that has room."""
         fitting = [rank for rank in ranks if self._fits(rank, num_tokens)]
-        if not fitting:
-            return None
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
         return max(
             fitting,
-            key=lambda rank: (self._pools[rank].num_free, len(self._free_slots[rank]), -rank),
+            key=lambda rank: (self._num_to_have(rank), len(self._free_slots[rank]), -rank),
         )
 
     def _fits(self, rank: int, num_tokens: int) -> bool:
         headroom = self._headroom_pages if self._num_seated[rank] else 0
-        return self._pools[rank].num_free >= self._need(num_tokens) + headroom
+        short = self._need(num_tokens) + headroom - self._pools[rank].num_free
+        return short <= 0 or self.caches[rank].can_evict(short)
+
+    def _num_to_have(self, rank: int) -> int:
+        return self._pools[rank].num_free + self.caches[rank].num_evictable()
+
+    def _reserve(self, rank: int, num_pages: int) -> tuple[int, ...] | None:
+        """Of free pages, then of cached ones; None and nothing taken when there are too few."""
+        pool = self._pools[rank]
+        short = num_pages - pool.num_free
+        if short > 0:
+            self.caches[rank].evict(short)
+        return pool.reserve(num_pages)
 
     def _need(self, num_tokens: int) -> int:
         """Pages of a prompt and of its first token."""
         return num_tokens // self._page_size + 1
 
     def _sit(self, seat: Seat, rank: int) -> None:
-        pages = self._pools[rank].reserve(self._need(seat.num_tokens))
-        assert pages is not None
+        shared: tuple[int, ...] = ()
+        if seat.sharing is not None:
+            asked = seat.sharing
+            shared = self.caches[rank].match(asked.token_ids, asked.salt, asked.num_reusable)
+        fresh = self._reserve(rank, self._need(seat.num_tokens) - len(shared))
+        assert fresh is not None
         seat.rank = rank
-        seat.pages = list(pages)
+        seat.pages = [*shared, *fresh]
+        seat.num_cached = len(shared) * self._page_size
         seat.slot = self._free_slots[rank].pop()
         self._num_seated[rank] += 1
         self._seats[seat.room] = seat

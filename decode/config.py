@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from transfer.errors import ConfigError
 from transfer.worker_config import WorkerConfig, at_least, at_most, check_port, reachable
 
+ANY_PROMPT = -1  # of --local-prefill-tokens
+
 
 @dataclass(frozen=True)
 class DecodeConfig(WorkerConfig):
@@ -12,7 +14,8 @@ class DecodeConfig(WorkerConfig):
 
     max_running_requests: int = 0  # slots of all ranks; 0 = 16 on CPU, 256 elsewhere, for each
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
-    local_prefill_tokens: int = 0  # longest prompt that decode computes itself; 0 = none
+    # Longest prompt that decode computes itself; 0 = none, ANY_PROMPT = whatever it can hold.
+    local_prefill_tokens: int = 0
     data_host: str = ""  # where frames are taken; "" = host
     data_port: int = 0
     transfer_staging_bytes: int = 0  # memory shared with a prefill of this host; 0 = enough
@@ -27,8 +30,7 @@ class DecodeConfig(WorkerConfig):
                 f"{self.max_running_requests}: every rank has as many slots"
             )
         at_least(self, "headroom_pages", 0)
-        at_least(self, "local_prefill_tokens", 0)
-        at_most(self, "local_prefill_tokens", 8192)  # a chunk of as many is compiled
+        at_least(self, "local_prefill_tokens", ANY_PROMPT)
         at_least(self, "transfer_staging_bytes", 0)
         reachable(self, "data_host")
         check_port(self, "data_port")

@@ -8,10 +8,10 @@ On the device every rank counts its own slots and pages, and all take each step 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,12 +67,34 @@ class SlotStart:
     params: SamplingParams
 
 
+class FirstAsk(NamedTuple):
+    """How a prompt's first token is drawn, and its length without earlier attempts."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+
+
 @dataclass(frozen=True)
 class StepInFlight:
     """One dispatched step."""
 
     out: SampleOut
     rows: np.ndarray  # i32[n]: which row of `out` belongs to each slot of the plan
+
+
+class StepEngine(Protocol):
+    """What the loop needs of `DecodeEngine`."""
+
+    @property
+    def num_pages(self) -> int: ...
+    def place_run(
+        self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
+    ) -> None: ...
+    def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
+    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
+    def run_local(
+        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
 
 
 class DecodeEngine:
@@ -178,20 +200,22 @@ class DecodeEngine:
         return StepInFlight(out, rows)
 
     def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]:
-        """Dispatch a chunk of whole prompts, by rank, and the draw of their first tokens.
+        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
+        """Dispatch a chunk of prompts, by rank, and the draw of first tokens.
 
-        firsts: of each piece, how it is sampled and the length of its prompt without earlier
-        attempts. Row i of the draw belongs to row i of the chunk's logits.
+        asks: by room, of prompts that end in this chunk. Row i of the draw, None without any,
+        belongs to row i of the chunk's logits.
         """
         assert self._chunks is not None, "no chunk was compiled"
         self._pool, chunk = self._chunks.run(self._params, self._pool, plans)
         draws = []
-        for placed, (params, num_prompt_tokens) in zip(chunk.pieces, firsts, strict=True):
-            token_ids = placed.piece.prompt.token_ids
-            draws.append(FirstSample(placed.row, params, token_ids, num_prompt_tokens))
-        return chunk, self._chunks.sample_first(chunk, draws)
+        for placed in chunk.pieces:
+            prompt = placed.piece.prompt
+            if placed.piece.is_last:
+                params, num_prompt_tokens = asks[prompt.room]
+                draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt_tokens))
+        return chunk, self._chunks.sample_first(chunk, draws) if draws else None
 
     # --- shapes -------------------------------------------------------------------------------
 

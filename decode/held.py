@@ -14,6 +14,7 @@ from model.sampling import SampleOut
 from transfer.backend import FirstToken
 from transfer.emit import Rows
 from transfer.errors import Code
+from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import HeldRoom
 
 
@@ -52,6 +53,8 @@ class Held(HeldRoom):
     num_steps: int = 0  # known once it is over
     rank: int = -1  # of its seat
     prefill_rank: int = -1  # as the registry told
+    num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
+    logprobs: CollectedLogprobs | None = None  # of a prompt computed here, where they are asked
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,10 @@ class StepFlight:
 
 @dataclass(frozen=True)
 class LocalFlight:
-    """A dispatched chunk of prompts, and the draw of their first tokens."""
+    """A dispatched chunk of prompts, and the draw of first tokens of those that end in it."""
 
     chunk: ChunkInFlight[LocalPrompt]
-    sampled: SampleOut
+    sampled: SampleOut | None
 
 
 def rows_of(

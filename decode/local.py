@@ -1,6 +1,7 @@
-"""Prompts that decode computes itself: seated, waiting for a chunk. Pure.
+"""Prompts that decode computes itself: seated, waiting for chunks. Pure.
 
-A chunk takes whole prompts, in the order in which they were seated, one packed chunk a rank.
+Prompts are packed into a chunk a rank in the order in which they were seated, until its tokens, its
+rows or its context pages are used up; one that is longer goes on in the next.
 """
 
 from collections import deque
@@ -15,14 +16,17 @@ from model.pieces import Piece
 MAX_SEQS = 8  # prompts of one chunk and rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalPrompt:
     """One prompt in its reserved pages."""
 
     room: int
     rank: int
     token_ids: np.ndarray  # i32[n]
-    pages: list[int]
+    pages: Sequence[int]
+    salt: str = ""
+    logprobs_start: int = -1  # positions >= start need logits; -1 = none
+    num_planned: int = 0  # tokens cached, computed or in a chunk that was dispatched
 
     @property
     def num_tokens(self) -> int:
@@ -30,32 +34,34 @@ class LocalPrompt:
 
     @property
     def wants_logprobs(self) -> bool:
-        return False  # those go to prefill
+        return self.logprobs_start >= 0
 
 
 class LocalPiece(Piece[LocalPrompt]):
-    """The whole of one prompt within a chunk."""
+    """A run of one prompt's tokens within a chunk."""
 
     __slots__ = ()
 
 
-def local_buckets(local_tokens: int, page_size: int) -> PrefillBuckets:
-    """Shapes of chunks that hold any prompt of up to local_tokens tokens."""
+def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> PrefillBuckets:
+    """Shapes of chunks for prompts of up to local_tokens tokens, chunk_tokens at once."""
     whole = pages_for(local_tokens, page_size) * page_size
-    return prefill_buckets(whole, MAX_SEQS, whole, page_size)
+    return prefill_buckets(min(chunk_tokens, whole), MAX_SEQS, whole, page_size)
 
 
 class LocalQueue:
-    """Who waits for a chunk, by rank."""
+    """Who waits for chunks, by rank."""
 
-    def __init__(self, dp_size: int, most_tokens: int) -> None:
-        """most_tokens: of one chunk and rank."""
+    def __init__(self, dp_size: int, page_size: int, chunk_tokens: int, chunk_pages: int) -> None:
+        """chunk_tokens, chunk_pages: most of one chunk and rank; pages hold a whole prompt."""
         self._waiting: list[deque[LocalPrompt]] = [deque() for _ in range(dp_size)]
-        self._most_tokens = most_tokens
+        self._page_size = page_size
+        self._chunk_tokens = chunk_tokens
+        self._chunk_pages = chunk_pages
 
     def add(self, prompt: LocalPrompt) -> None:
-        """Queue a prompt that fits a chunk."""
-        assert prompt.num_tokens <= self._most_tokens, f"{prompt.num_tokens} tokens"
+        """Queue a prompt."""
+        assert 0 <= prompt.num_planned < prompt.num_tokens, f"room {prompt.room}"
         self._waiting[prompt.rank].append(prompt)
 
     def remove(self, room: int) -> None:
@@ -64,16 +70,25 @@ class LocalQueue:
             self._waiting[rank] = deque(prompt for prompt in waiting if prompt.room != room)
 
     def plan(self) -> list[Sequence[LocalPiece]]:
-        """The next chunk, by rank; those in it wait no more."""
+        """The next chunk, by rank; its tokens count as planned at once."""
         return [self._take(waiting) for waiting in self._waiting]
 
     def _take(self, waiting: deque[LocalPrompt]) -> Sequence[LocalPiece]:
         pieces: list[LocalPiece] = []
-        tokens_left = self._most_tokens
-        while waiting and len(pieces) < MAX_SEQS and waiting[0].num_tokens <= tokens_left:
-            prompt = waiting.popleft()
-            tokens_left -= prompt.num_tokens
-            pieces.append(LocalPiece(prompt, 0, prompt.num_tokens))
+        tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
+        while waiting and tokens_left and len(pieces) < MAX_SEQS:
+            prompt = waiting[0]
+            num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
+            num_pages = pages_for(prompt.num_planned + num_tokens, self._page_size)
+            if num_pages > pages_left:
+                break
+            piece = LocalPiece(prompt, prompt.num_planned, num_tokens)
+            pieces.append(piece)
+            prompt.num_planned = piece.end
+            tokens_left -= num_tokens
+            pages_left -= num_pages
+            if piece.is_last:
+                waiting.popleft()
         return pieces
 
     def __len__(self) -> int:

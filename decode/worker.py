@@ -8,14 +8,15 @@ import logging
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 
-from decode.admission import Admission
-from decode.config import DecodeConfig
-from decode.engine import DecodeEngine, SlotStart, StepInFlight
+from decode.admission import Admission, Sharing
+from decode.config import ANY_PROMPT, DecodeConfig
+from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepEngine, StepInFlight
 from decode.grants import GrantSender
 from decode.held import (
     Finished,
@@ -27,10 +28,10 @@ from decode.held import (
     StepFlight,
     rows_of,
 )
-from decode.local import LocalPiece, LocalPrompt, LocalQueue, local_buckets
+from decode.loads import Loads
+from decode.local import LocalPrompt, LocalQueue, local_buckets
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
-from model.buckets import decode_buckets
-from model.chunks import ChunkInFlight
+from model.buckets import PrefillBuckets, decode_buckets
 from model.opening import on_cpu
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
@@ -38,34 +39,27 @@ from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import FirstRow, Rows, StepEmitter, first_rows
+from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
 from transfer.pages import PagePool
-from transfer.role import PoolFacts, RoleWorker, describe, micros, open_configured
+from transfer.prefix_cache import reusable_tokens
+from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
+from transfer.role import (
+    PoolFacts,
+    RoleWorker,
+    describe,
+    flush_caches,
+    micros,
+    open_configured,
+)
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security
 from transfer.stops import finish_of
-from transfer.wire import SamplingParams
 
 log = logging.getLogger(__name__)
 
 MAX_ROUTES = 1 << 16  # rooms of all prefill workers whose ranks are remembered
-
-
-class StepEngine(Protocol):
-    """What the loop needs of `decode.engine.DecodeEngine`."""
-
-    @property
-    def num_pages(self) -> int: ...
-    def place_run(
-        self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
-    ) -> None: ...
-    def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
-    def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]: ...
 
 
 class DecodeWorker(RoleWorker[Held, DecodeConfig]):
@@ -91,11 +85,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        opened = open_configured(config)
+        opened = open_configured(
+            config, config.chunked_prefill_size if config.local_prefill_tokens else 0
+        )
         rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
         buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
-        page_size, local_tokens = opened.kv.page_size, config.local_prefill_tokens
-        local = local_buckets(local_tokens, page_size) if local_tokens else None
+        local, local_tokens = None, self._most_local(opened.context_length)
+        if local_tokens:
+            chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
+            local = local_buckets(local_tokens, chunk, opened.kv.page_size)
         engine = DecodeEngine(
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
         )
@@ -112,11 +110,22 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         data_address = receiver.start()
-        self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address)
+        self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address, local)
         self._compiles.arm()
-        self.resolved(opened, engine.num_pages, max_running_requests=config.dp_size * rank_slots)
+        self.resolved(
+            opened,
+            engine.num_pages,
+            max_running_requests=config.dp_size * rank_slots,
+            local_prefill_tokens=local_tokens,
+            chunked_prefill_size=local.tokens[-1] if local is not None else 0,
+        )
         info = describe(self, self.config, opened, data_address, engine.num_pages)
-        return msgspec.structs.replace(info, local_prefill_tokens=config.local_prefill_tokens)
+        return msgspec.structs.replace(info, local_prefill_tokens=local_tokens)
+
+    def _most_local(self, context_length: int) -> int:
+        """Tokens of the longest prompt that is computed here."""
+        limit = self.config.local_prefill_tokens
+        return context_length if limit == ANY_PROMPT else min(limit, context_length)
 
     def assemble(
         self,
@@ -125,17 +134,24 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         rank_slots: int,
         receiver: PageReceiver,
         data_address: str,
+        local: PrefillBuckets | None = None,
     ) -> None:
-        """Put the parts together; the simulator brings an engine and a wire of its own."""
+        """Put the parts together; the simulator brings an engine and a wire of its own.
+
+        local: chunks of prompts that are computed here; None: there are none.
+        """
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages
-        self._pools = [PagePool(engine.num_pages) for _ in range(self.config.dp_size)]
+        pools = [PagePool(engine.num_pages) for _ in range(self.config.dp_size)]
+        caching = local is not None and not self.config.disable_radix_cache
         self._admission = Admission(
-            self._pools, rank_slots, facts.page_size, self.config.headroom_pages
+            pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
         )
+        self._loads = Loads(self._admission, pools, self.clock)
         self._scheduler = DecodeScheduler(self._admission, facts.page_size)
-        self._local = LocalQueue(self.config.dp_size, self.config.local_prefill_tokens)
+        most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
+        self._local = LocalQueue(self.config.dp_size, facts.page_size, *most)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._receiver = receiver
         self._data_address = data_address
@@ -145,7 +161,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         return submit.num_prompt_tokens + submit.sampling.max_new_tokens
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
-        num_tokens, limit = len(submit.token_ids) // 4, self.config.local_prefill_tokens
+        num_tokens = len(submit.token_ids) // 4
+        limit = self._most_local(self._facts.context_length)
         if _is_local(submit) and num_tokens > limit:
             message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of {limit}"
             return wire.Refusal(submit.room, Code.STALE.value, message)
@@ -171,8 +188,14 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def take(self, submit: wire.Submit, room: Room) -> Held:
         num_tokens, rank = len(submit.token_ids) // 4, self.dictated_rank(submit)
-        self._admission.add(submit.room, num_tokens, submit.arrival_s, rank)
-        return Held(submit, room)
+        held, sharing, start = Held(submit, room), None, submit.sampling.prompt_logprobs_start
+        if _is_local(submit):
+            token_ids = wire.unpack_i32(submit.token_ids)
+            sharing = Sharing(token_ids, submit.cache_salt, reusable_tokens(num_tokens, start))
+            if start >= 0:
+                held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
+        self._admission.add(submit.room, num_tokens, submit.arrival_s, rank, sharing)
+        return held
 
     def release(self, held: Held) -> None:
         """Late frames of the room will be refused."""
@@ -192,6 +215,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held.submit.room,
             stages,
             ending,
+            held.num_cached,
             num_steps=held.num_steps,
             first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
             dp_rank=held.rank,
@@ -260,7 +284,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self._complete(self._inflight.popleft())
         self.expire()
         self._refresh_load()
-        self.publish(self._emitter.take(self.clock.monotonic_s()))
+        self._tell()
         return bool(self._inflight or self._starts or len(self._local))
 
     def _seat(self) -> None:
@@ -273,10 +297,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
             self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)
-            if _is_local(held.submit):
-                tokens = wire.unpack_i32(held.submit.token_ids)
-                prompt = LocalPrompt(seat.room, seat.rank, tokens, seat.pages[:num_pages])
-                self._local.add(prompt)
+            if seat.sharing is not None:
+                asked, held.num_cached = seat.sharing, seat.num_cached
+                start = held.submit.sampling.prompt_logprobs_start
+                pages = seat.pages[:num_pages]
+                self._local.add(
+                    LocalPrompt(
+                        *(seat.room, seat.rank, asked.token_ids, pages, asked.salt, start),
+                        num_planned=seat.num_cached,
+                    )
+                )
                 continue
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
@@ -336,29 +366,44 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _dispatch_local(self) -> None:
         """A chunk of prompts that decode computes itself, ahead of the next step."""
         plans = self._local.plan()
-        firsts = []
+        asks = {}
         for piece in chain.from_iterable(plans):
             held = self._held[piece.prompt.room]
-            held.room.advance(State.RECEIVING, self.clock.monotonic_s())
-            firsts.append((held.submit.sampling, held.submit.num_prompt_tokens))
-            self.counters["local_prefills"] += 1
+            assert held.seat is not None
+            if held.room.state is State.RESERVED:
+                held.room.advance(State.RECEIVING, self.clock.monotonic_s())
+                self.counters["local_prefills"] += 1
+            if piece.is_last:
+                submit = held.submit
+                asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens)
+            self._admission.computed(held.seat, piece.end)
             self.counters["tokens_computed"] += piece.num_tokens
-        self._inflight.append(LocalFlight(*self._engine.run_local(plans, firsts)))
+        self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks)))
 
     def _complete(self, flight: StepFlight | LocalFlight) -> None:
         if isinstance(flight, LocalFlight):
             self._complete_local(flight)
         else:
             self._complete_step(flight.plan, flight.step, flight.started)
+        self._tell()  # not with what completes next: that may be a chunk later
 
     def _complete_local(self, flight: LocalFlight) -> None:
         """Tell first tokens, as prefill does; rooms that ended meanwhile are passed over."""
+        if flight.chunk.prompt_logprobs is not None:
+            arrays = [np.asarray(array) for array in flight.chunk.prompt_logprobs]
+            for placed in flight.chunk.pieces:
+                held = self._held.get(placed.piece.prompt.room)
+                if held is not None and held.logprobs is not None:
+                    held.logprobs.add(placed.piece, placed.token_row, arrays)
+        if flight.sampled is None:
+            jax.block_until_ready(flight.chunk.logits)  # the host is a chunk ahead, not more
+            return
         out = SampleOut(*map(np.asarray, flight.sampled))
         by_api: dict[str, list[FirstRow]] = {}
         for placed in flight.chunk.pieces:
             prompt, row = placed.piece.prompt, placed.row
             held = self._held.get(prompt.room)
-            if held is None:
+            if held is None or not placed.piece.is_last:
                 continue
             submit = held.submit
             token_id, token_idx = int(out.ids[row]), submit.num_generated
@@ -367,16 +412,22 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 continue
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
-            self._emitter.event(submit.api_id, wire.RoomEvent(prompt.room, "prefilled"))
+            self._emitter.event(submit.api_id, self._prefilled(held, prompt))
             self._may_start(held, FirstToken(token_id, token_idx, prompt.num_tokens, finish))
         for api_id, firsts in by_api.items():
-            self._emit(api_id, first_rows(firsts, out))
+            self._emitter.rows(api_id, first_rows(firsts, out))
 
-    def _emit(self, api_id: str, rows: Rows) -> None:
-        # Two calls may complete in one turn: each is a message of its own.
-        if self._emitter.has_rows(api_id):
-            self.publish(self._emitter.take(self.clock.monotonic_s()))
-        self._emitter.rows(api_id, rows)
+    def _prefilled(self, held: Held, prompt: LocalPrompt) -> wire.RoomEvent:
+        self.counters["cached_tokens"] += held.num_cached
+        return wire.RoomEvent(
+            prompt.room,
+            "prefilled",
+            cached_tokens=held.num_cached,
+            prompt_logprobs=told_logprobs(held.logprobs, prompt.token_ids),
+        )
+
+    def _tell(self) -> None:
+        self.publish(self._emitter.take(self.clock.monotonic_s()))
 
     def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
@@ -399,10 +450,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         tops = (
             (np.asarray(out.top_ids), np.asarray(out.top_logprobs)) if (wanted > 0).any() else None
         )
-        for api_id, rows in by_api.items():
-            at_rows = np.array(rows, np.int32)
+        for api_id, ats in by_api.items():
+            at_rows = np.array(ats, np.int32)
             device_rows = flight.rows[result.rows[at_rows]]
-            self._emit(api_id, rows_of(result, at_rows, device_rows, wanted, logprobs, tops))
+            rows = rows_of(result, at_rows, device_rows, wanted, logprobs, tops)
+            self._emitter.rows(api_id, rows)
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
 
@@ -415,47 +467,21 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        self._load = wire.Load(
-            queued_requests=self._admission.num_waiting,
-            queued_tokens=self._admission.waiting_tokens,
-            running_requests=self._scheduler.num_running,
-            pages_total=sum(pool.num_pages for pool in self._pools),
-            pages_free=sum(pool.num_free for pool in self._pools),
-            slots_total=self._admission.num_slots,
-            slots_free=self._admission.num_free_slots,
-            steps=self.progress,
-        )
+        self._load = self._loads.total(self._scheduler.num_running, self.progress)
 
     def rank_loads(self) -> tuple[wire.Load, ...]:
-        """See wire.Heartbeat. Another thread reads: each figure by itself is one that was true."""
-        dp_size = self.config.dp_size
-        if dp_size == 1:
-            return ()
-        slots = self._admission.num_slots // dp_size
-        loads = []
-        for rank, pool in enumerate(self._pools):
-            free = self._admission.rank_free_slots(rank)
-            loads.append(
-                wire.Load(
-                    running_requests=slots - free,
-                    pages_total=pool.num_pages,
-                    pages_free=pool.num_free,
-                    slots_total=slots,
-                    slots_free=free,
-                    steps=self.progress,
-                )
-            )
-        return tuple(loads)
+        """See decode.loads.Loads."""
+        return self._loads.by_rank(self.progress)
 
     def state(self) -> wire.WorkerState:
-        self._refresh_load()
         self._admission.check()
         counters = self.counters + Counter(dict(self._receiver.counters))  # another thread counts
-        held = sum(pool.num_held for pool in self._pools)
-        return self.described_state(held, 0, counters, self._admission.num_waiting)
+        held, cached = self._loads.num_held, self._loads.num_cached
+        self._refresh_load()
+        return self.described_state(held, cached, counters, self._admission.num_waiting)
 
     def flush(self) -> wire.FlushReply:
-        return wire.FlushReply(flushed=True, message="decode keeps no cache")
+        return flush_caches(self._admission.caches)
 
     def close(self) -> None:
         self._compiles.disarm()

@@ -10,16 +10,13 @@ from transfer.worker_config import WorkerConfig, at_least, at_most
 class PrefillConfig(WorkerConfig):
     """Configuration of `kvferry prefill`. Names are those of the flags."""
 
-    chunked_prefill_size: int = 0  # tokens of a chunk; 0 = 512 on CPU, 8192 elsewhere
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
-    disable_radix_cache: bool = False
     transfer_connections: int = 2  # to each decode worker, opened as rooms want them
     # How prompts are shared out to the data-parallel ranks.
     load_balance_method: Method = "shortest_queue"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, "chunked_prefill_size", 0)
         at_least(self, "max_seqs_per_chunk", 1)
         at_least(self, "transfer_connections", 1)
         at_most(self, "transfer_connections", 64)  # each has a thread at either end

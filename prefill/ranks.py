@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefill.balancer import Balancer, Method, RankLoad
-from prefill.prefix_cache import PrefixCache
-from prefill.scheduler import Piece, PrefillScheduler, Prompt, reusable_tokens
+from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True)
@@ -123,9 +123,8 @@ class Ranks:
         """Digests of its pages, and by rank the tokens of it that its cache has."""
         chain = prompt.chain
         if chain is None:
-            chain = self.ranks[0].cache.chain(
-                prompt.token_ids, prompt.salt, reusable_tokens(prompt)
-            )
+            cache = self.ranks[0].cache
+            chain = cache.chain(prompt.token_ids, prompt.salt, prompt.num_reusable)
             prompt.chain = chain
         return chain, [rank.cache.cached_tokens(chain) for rank in self.ranks]
 

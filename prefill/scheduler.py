@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model import pieces
-from prefill.prefix_cache import PrefixCache
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache, reusable_tokens
 
 
 @dataclass(slots=True)
@@ -40,6 +40,11 @@ class Prompt:
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs_start >= 0
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that a cached prefix may stand for."""
+        return reusable_tokens(self.num_tokens, self.logprobs_start)
 
 
 class Piece(pieces.Piece[Prompt]):
@@ -169,7 +174,7 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
-        shared = self._cache.match(prompt.token_ids, prompt.salt, reusable_tokens(prompt))
+        shared = self._cache.match(prompt.token_ids, prompt.salt, prompt.num_reusable)
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -192,14 +197,6 @@ class PrefillScheduler:
         self._cache.insert(
             prompt.token_ids[: full * self._page_size], prompt.salt, prompt.pages[:full]
         )
-
-
-def reusable_tokens(prompt: Prompt) -> int:
-    """Tokens of the prompt that a cached prefix may stand for."""
-    reusable = prompt.num_tokens - 1  # the last token's logits must be computed
-    if prompt.logprobs_start >= 0:
-        reusable = min(reusable, max(prompt.logprobs_start - 1, 0))
-    return reusable
 
 
 def pages_to_ship(piece: pieces.Piece[Prompt], page_size: int, already: int) -> Sequence[int]:

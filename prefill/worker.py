@@ -23,8 +23,7 @@ from model.sampling import NOT_A_TOKEN, SampleOut
 from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
-from prefill.held import Held, first_sample, joined_logprobs
-from prefill.prefix_cache import PrefixCache
+from prefill.held import Held, first_sample
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
@@ -35,7 +34,9 @@ from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
-from transfer.role import PoolFacts, RoleWorker, describe, open_configured
+from transfer.prefix_cache import PrefixCache
+from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
+from transfer.role import PoolFacts, RoleWorker, describe, flush_caches, open_configured
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
@@ -198,6 +199,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         )
         self._ranks.add(prompt)
         held = Held(submit, room, prompt)
+        if prompt.wants_logprobs:
+            held.logprobs = CollectedLogprobs(prompt.logprobs_start, submit.num_prompt_tokens)
         early = self._early.pop(submit.room, None)
         if early is not None:
             self._grant(held, early[0])
@@ -395,7 +398,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             held.submit.room,
             "prefilled",
             cached_tokens=held.prompt.num_cached,
-            prompt_logprobs=joined_logprobs(held),
+            prompt_logprobs=told_logprobs(held.logprobs, held.prompt.token_ids),
         )
 
     def _collect_prompt_logprobs(self, chunk: ChunkInFlight) -> None:
@@ -404,15 +407,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         for placed in chunk.pieces:
             piece, row = placed.piece, placed.token_row
             held = self._held.get(piece.prompt.room)
-            if held is not None and piece.prompt.wants_logprobs:
-                # Row r tells of the token after it: position piece.start + r + 1.
-                first = max(piece.prompt.logprobs_start, 1)
-                skip = max(first - (piece.start + 1), 0)
-                last = min(piece.end, held.submit.num_prompt_tokens - 1) - piece.start
-                if skip < last:
-                    cut = slice(row + skip, row + last)
-                    lps, ids, tops = (array[cut] for array in arrays)
-                    held.logprobs.append((lps, ids, tops))
+            if held is not None and held.logprobs is not None:
+                held.logprobs.add(piece, row, arrays)
 
     def expire(self) -> None:
         super().expire()
@@ -469,13 +465,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         )
 
     def flush(self) -> wire.FlushReply:
-        caches = [rank.cache for rank in self._ranks.ranks]
-        flushed = sum(cache.flush() for cache in caches)
-        left = sum(map(len, caches))
-        message = f"{flushed} pages flushed"
-        if left:
-            message += f", {left} kept: running requests hold them"
-        return wire.FlushReply(flushed=left == 0, message=message)
+        return flush_caches([rank.cache for rank in self._ranks.ranks])
 
     def close(self) -> None:
         self._compiles.disarm()

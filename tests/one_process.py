@@ -12,10 +12,10 @@ from model.buckets import decode_buckets, prefill_buckets
 from model.chunks import FirstSample
 from model.opening import OpenedModel, open_model
 from prefill.engine import PrefillEngine
-from prefill.prefix_cache import PrefixCache
 from prefill.scheduler import PrefillScheduler, Prompt
 from transfer import wire
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 PAGE_SIZE = 16
 CONTEXT = 512

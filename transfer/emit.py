@@ -74,10 +74,6 @@ class StepEmitter:
         assert pending.rows is None, "one set of rows a step"
         pending.rows = rows
 
-    def has_rows(self, api_id: str) -> bool:
-        pending = self._pending.get(api_id)
-        return pending is not None and pending.rows is not None
-
     def event(self, api_id: str, event: wire.RoomEvent) -> None:
         self._pending.setdefault(api_id, _Pending()).events.append(event)
 

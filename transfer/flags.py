@@ -434,14 +434,16 @@ WORKER_HELP = {
     "drain_timeout_s": "seconds that a worker told to leave (SIGTERM, POST /drain) may take to "
     "finish what has begun",
     "stall_timeout_s": "seconds without progress after which a data connection is lost",
-    "chunked_prefill_size": "tokens computed at once; 0: 512 on CPU, else 8192",
+    "chunked_prefill_size": "tokens of prompts computed at once; 0: 512 on CPU, else 8192, or 2048 "
+    "where decode computes them",
     "max_seqs_per_chunk": "prompts packed into one chunk at most",
     "transfer_connections": "data connections to each decode worker at most",
     "disable_radix_cache": "do not reuse the pages of common prefixes",
     "load_balance_method": "which data-parallel rank takes the next prompt, when one has room",
     "max_running_requests": "slots: requests decoded at once, over all data-parallel "
     "ranks; 0: 16 on CPU, else 256, for each rank",
-    "local_prefill_tokens": "longest prompt that decode computes itself, not prefill; 0: none",
+    "local_prefill_tokens": "longest prompt that decode computes itself, not prefill; 0: none, "
+    "-1: any",
     "headroom_pages": "pages kept free for growth when a request is let in",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code
+from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, RoomTable, Side, State
 from transfer.route_feeds import RoutePublisher, TurnRoutes
 from transfer.rpc import Security, host_port
@@ -288,6 +289,16 @@ class PoolFacts:
     def request_limit(self, num_pages: int) -> int:
         """Most tokens of one request, prompt and output."""
         return min(self.context_length, num_pages * self.page_size)
+
+
+def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
+    """The answer to Flush: what no running request holds is forgotten."""
+    flushed = sum(cache.flush() for cache in caches)
+    left = sum(map(len, caches))
+    message = f"{flushed} pages flushed"
+    if left:
+        message += f", {left} kept: running requests hold them"
+    return wire.FlushReply(flushed=left == 0, message=message)
 
 
 def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:

@@ -29,6 +29,9 @@ class WorkerConfig:
     max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
+    # Tokens of a chunk; 0 = 512 on CPU; elsewhere 8192, or 2048 where decode's streams wait for it.
+    chunked_prefill_size: int = 0
+    disable_radix_cache: bool = False
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     max_frame_bytes: int = 16 << 20
@@ -38,7 +41,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests", "max_frame_bytes"):
             at_least(self, name, 1)
-        for name in ("context_length", "page_size", "max_total_tokens"):
+        for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size"):
             at_least(self, name, 0)
         if self.dp_size * self.tp_size > MAX_DEVICES:
             raise ConfigError(

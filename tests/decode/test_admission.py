@@ -1,20 +1,31 @@
 """Slots and pages: oldest first, nobody overtakes, the youngest leaves."""
 
+from collections.abc import Sequence
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode.admission import Admission, Seat
+from decode.admission import Admission, Seat, Sharing
 from transfer.pages import PagePool
 
 PAGE = 4
 
 
 def admission(
-    num_pages: int = 16, num_slots: int = 4, headroom_pages: int = 0, ranks: int = 1
+    num_pages: int = 16,
+    num_slots: int = 4,
+    headroom_pages: int = 0,
+    ranks: int = 1,
+    caching: bool = False,
 ) -> Admission:
     pools = [PagePool(num_pages) for _ in range(ranks)]
-    return Admission(pools, num_slots, PAGE, headroom_pages)
+    return Admission(pools, num_slots, PAGE, headroom_pages, caching)
+
+
+def sharing(token_ids: Sequence[int], salt: str = "") -> Sharing:
+    return Sharing(np.array(token_ids, np.int32), salt, len(token_ids) - 1)
 
 
 def rooms(seats: tuple[Seat, ...]) -> list[int]:
@@ -168,12 +179,48 @@ def test_a_rank_takes_its_victim_from_its_own_seats() -> None:
     assert (desk.victim(0).room, desk.victim(1).room) == (3, 4)
 
 
+def test_a_prompt_computed_here_shares_the_pages_of_one_before_it() -> None:
+    desk = admission(caching=True)
+    desk.add(1, 10, 1.0, sharing=sharing(range(10)))
+    (first,) = desk.admit()
+    desk.computed(first, 6)  # a chunk that fills one page
+    desk.add(2, 9, 2.0, sharing=sharing(range(9)))
+    desk.add(3, 9, 3.0, sharing=sharing(range(9), "other"))
+    desk.add(4, 9, 4.0)  # prefill computes it: it fills its own
+    second, third, fourth = desk.admit()
+    assert second.num_cached == PAGE
+    assert second.pages[0] == first.pages[0]
+    assert third.num_cached == fourth.num_cached == 0
+    assert len({page for seat in (first, second, third, fourth) for page in seat.pages}) == 11
+    desk.check()
+
+
+def test_what_is_cached_is_as_good_as_free_but_for_pages_in_use() -> None:
+    desk = admission(num_pages=4, caching=True)
+    desk.add(1, 12, 1.0, sharing=sharing(range(12)))
+    (first,) = desk.admit()
+    desk.computed(first, 12)
+    desk.release(1)
+    assert len(desk.caches[0]) == 3
+    desk.add(2, 12, 2.0, sharing=sharing(range(12)))  # two pages of it, and two more
+    (second,) = desk.admit()
+    assert second.num_cached == 2 * PAGE
+    assert desk.grow(second) is None
+    desk.add(3, 1, 3.0)
+    assert desk.admit() == ()
+    desk.release(2)
+    assert rooms(desk.admit()) == [3]
+    desk.check()
+
+
 class AdmissionBesideModel(RuleBasedStateMachine):
     """Random arrivals, growth and ends; what is waiting and seated is told by plain dicts."""
 
+    caching = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.desk = admission(num_pages=10, num_slots=3, headroom_pages=1)
+        self.desk = admission(num_pages=10, num_slots=3, headroom_pages=1, caching=self.caching)
         self.waiting: dict[int, tuple[float, int]] = {}  # room -> age, tokens
         self.seated: dict[int, Seat] = {}
         self.next_room = 0
@@ -181,7 +228,8 @@ class AdmissionBesideModel(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(1, 30), arrival_s=st.integers(0, 5))
     def arrive(self, num_tokens: int, arrival_s: int) -> None:
         self.next_room += 1
-        self.desk.add(self.next_room, num_tokens, float(arrival_s))
+        prompt = sharing([0] * num_tokens) if self.caching else None
+        self.desk.add(self.next_room, num_tokens, float(arrival_s), sharing=prompt)
         self.waiting[self.next_room] = float(arrival_s), num_tokens
 
     @rule()
@@ -192,6 +240,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
             assert len(seat.pages) == self.waiting[oldest][1] // PAGE + 1
             del self.waiting[oldest]
             self.seated[oldest] = seat
+            self.desk.computed(seat, seat.num_tokens)
         if self.waiting and not self.seated:
             oldest = min(self.waiting, key=lambda room: (self.waiting[room][0], room))
             assert self.waiting[oldest][1] // PAGE + 1 > 10, "it fits, and nobody is in its way"
@@ -200,7 +249,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def grow(self, data: st.DataObject) -> None:
         seat = self.seated[data.draw(st.sampled_from(sorted(self.seated)))]
-        held = sum(len(other.pages) for other in self.seated.values())
+        held = len(self.pages())
         page = self.desk.grow(seat)
         assert (page is None) == (held == 10)
 
@@ -220,11 +269,15 @@ class AdmissionBesideModel(RuleBasedStateMachine):
         assert seat is self.seated.pop(room, None)
         self.waiting.pop(room, None)
 
+    def pages(self) -> set[int]:
+        """All that seats have."""
+        return {page for seat in self.seated.values() for page in seat.pages}
+
     @invariant()
     def slots_and_pages_add_up(self) -> None:
         self.desk.check()
-        pages = [page for seat in self.seated.values() for page in seat.pages]
-        assert len(pages) == len(set(pages))
+        held = sum(len(seat.pages) for seat in self.seated.values())
+        assert self.caching or len(self.pages()) == held
         assert self.desk.num_waiting == len(self.waiting)
         assert self.desk.waiting_tokens == sum(tokens for _, tokens in self.waiting.values())
 
@@ -233,3 +286,13 @@ AdmissionBesideModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 TestAdmissionBesideModel = AdmissionBesideModel.TestCase
+
+
+class SharedPagesBesideModel(AdmissionBesideModel):
+    """The same, where every prompt is computed here and begins as all others do."""
+
+    caching = True
+
+
+SharedPagesBesideModel.TestCase.settings = AdmissionBesideModel.TestCase.settings
+TestSharedPagesBesideModel = SharedPagesBesideModel.TestCase

@@ -4,8 +4,10 @@ from typing import cast
 
 import numpy as np
 
-from decode.local import MAX_SEQS, LocalPrompt, LocalQueue
-from tests.sim.alone import Alone
+from decode.config import ANY_PROMPT
+from decode.local import MAX_SEQS, LocalPrompt, LocalQueue, local_buckets
+from tests.sim.alone import PAGE, Alone
+from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.errors import Code
@@ -20,27 +22,66 @@ def rooms(queue: LocalQueue) -> list[list[int]]:
     return [[piece.prompt.room for piece in pieces] for pieces in queue.plan()]
 
 
-def test_a_chunk_takes_whole_prompts_in_order_by_rank() -> None:
-    queue = LocalQueue(2, 10)
-    for room, num_tokens, rank in ((1, 6, 0), (2, 5, 0), (3, 1, 0), (4, 10, 1), (5, 1, 1)):
+def spans(queue: LocalQueue) -> list[list[tuple[int, int, int]]]:
+    """Room, start and end of each piece, by rank."""
+    return [[(p.prompt.room, p.start, p.end) for p in pieces] for pieces in queue.plan()]
+
+
+def test_a_chunk_is_filled_in_order_by_rank_and_a_long_prompt_goes_on_in_the_next() -> None:
+    queue = LocalQueue(2, PAGE, chunk_tokens=10, chunk_pages=100)
+    for room, num_tokens, rank in ((1, 6, 0), (2, 25, 0), (3, 1, 0), (4, 10, 1), (5, 1, 1)):
         queue.add(prompt(room, num_tokens, rank))
-    assert rooms(queue) == [[1], [4]]
+    assert spans(queue) == [[(1, 0, 6), (2, 0, 4)], [(4, 0, 10)]]
+    assert len(queue) == 3
+    assert spans(queue) == [[(2, 4, 14)], [(5, 0, 1)]]
     queue.remove(3)
-    assert len(queue) == 2
-    assert rooms(queue) == [[2], [5]]
+    assert spans(queue) == [[(2, 14, 24)], []]
+    assert spans(queue) == [[(2, 24, 25)], []]
     assert len(queue) == 0
 
 
+def test_what_a_cached_prefix_stands_for_is_not_computed_again() -> None:
+    queue = LocalQueue(1, PAGE, chunk_tokens=10, chunk_pages=100)
+    cached = prompt(1, 14)
+    cached.num_planned = 8
+    queue.add(cached)
+    assert spans(queue) == [[(1, 8, 14)]]
+
+
+def test_a_room_that_ends_between_two_chunks_leaves_the_second_to_others() -> None:
+    queue = LocalQueue(1, PAGE, chunk_tokens=4, chunk_pages=100)
+    queue.add(prompt(1, 8))
+    queue.add(prompt(2, 2))
+    assert spans(queue) == [[(1, 0, 4)]]
+    queue.remove(1)
+    assert spans(queue) == [[(2, 0, 2)]]
+
+
 def test_a_chunk_has_at_most_so_many_prompts() -> None:
-    queue = LocalQueue(1, 100)
+    queue = LocalQueue(1, PAGE, 100, 1000)
     for room in range(MAX_SEQS + 1):
         queue.add(prompt(room, 1))
     assert rooms(queue) == [list(range(MAX_SEQS))]
     assert rooms(queue) == [[MAX_SEQS]]
 
 
-def local(**sizes: int) -> tuple[Alone, SimDecode]:
-    alone = Alone("decode", local_tokens=8, **sizes)
+def test_a_chunk_has_at_most_so_many_pages_of_context() -> None:
+    queue = LocalQueue(1, PAGE, chunk_tokens=100, chunk_pages=5)
+    for room, num_tokens in ((1, 12), (2, 12), (3, 1)):
+        queue.add(prompt(room, num_tokens))
+    assert rooms(queue) == [[1]]  # nobody overtakes
+    assert rooms(queue) == [[2, 3]]
+
+
+def test_chunks_are_as_long_as_the_longest_prompt_or_as_asked() -> None:
+    assert local_buckets(40, 512, 16).tokens[-1] == 48
+    assert local_buckets(4096, 512, 16).tokens[-1] == 512
+    # Context of a whole prompt fits one chunk, whatever is packed in front of it.
+    assert local_buckets(4096, 512, 16).pages >= 4096 // 16 + MAX_SEQS
+
+
+def local(local_tokens: int = 8, **sizes: int) -> tuple[Alone, SimDecode]:
+    alone = Alone("decode", local_tokens=local_tokens, **sizes)
     return alone, cast(SimDecode, alone.worker)
 
 
@@ -85,3 +126,65 @@ def test_a_decode_worker_that_computes_nothing_refuses_any() -> None:
     refusal = alone.worker.refusal(leg)
     assert isinstance(refusal, wire.Refusal)
     assert refusal.code == Code.STALE.value
+
+
+def test_any_prompt_is_computed_in_chunks_between_which_others_decode() -> None:
+    alone, worker = local(ANY_PROMPT)
+    alone.submit(1, num_tokens=3, max_new=8, prefill=alone.ref())
+    alone.turn()
+    alone.submit(2, num_tokens=20, max_new=2, prefill=alone.ref())  # three chunks of eight
+    before = len(alone.tokens())
+    for _ in range(2):
+        alone.turn()
+    assert {room for room, _ in alone.tokens()[before:]} == {1}
+    while alone.turn():
+        pass
+    assert [pair for pair in alone.tokens() if pair[0] == 2] == [(2, 0), (2, 1)]
+    worker.check_idle()
+
+
+def test_a_prefix_that_was_computed_here_is_shared_and_told() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=8)
+    for room in (1, 2):
+        # Tokens of the helper begin at the room's number, so these are named.
+        tokens = wire.pack_i32(range(100, 113))
+        alone.submit(room, 13, max_new=2, prefill=alone.ref(), token_ids=tokens)
+        while alone.turn():
+            pass
+    told = [event.cached_tokens for batch in alone.batches for event in batch.events]
+    assert told == [0, 12]
+    assert worker.counters["tokens_computed"] == 13 + 1
+    assert [leg.cached_tokens for leg in alone.legs()] == [0, 12]
+    state = worker.state()
+    assert (state.pages_held, state.pages_cached) == (0, 3)
+    assert state.load.pages_free == 8
+    assert worker.flush().flushed
+    assert worker.state().pages_cached == 0
+
+
+def test_cached_pages_make_room_for_a_prompt_and_for_its_growth() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=8)
+    for room in range(1, 5):  # 24 positions each: six pages of eight, none of them shared
+        tokens = wire.pack_i32(range(100 * room, 100 * room + 16))
+        alone.submit(room, 16, max_new=8, prefill=alone.ref(), token_ids=tokens)
+        while alone.turn():
+            pass
+    assert worker.counters["preemptions"] == 0
+    assert len(alone.tokens()) == 4 * 8
+    worker.check_idle()
+
+
+def test_logprobs_of_a_prompt_come_with_its_first_token() -> None:
+    alone, worker = local(ANY_PROMPT)
+    sampling = wire.SamplingParams(2, prompt_logprobs_start=5)
+    alone.submit(1, 20, prefill=alone.ref(), sampling=sampling)
+    while alone.turn():
+        pass
+    (event,) = (event for batch in alone.batches for event in batch.events)
+    told = event.prompt_logprobs
+    assert told is not None
+    assert told.start == 5
+    assert wire.unpack_i32(told.token_ids).tolist() == list(range(6, 21))
+    wanted = [prompt_logprob(position) for position in range(5, 20)]
+    assert wire.unpack_f32(told.logprobs).tolist() == wanted
+    worker.check_idle()

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from prefill.balancer import Method
-from prefill.prefix_cache import PrefixCache
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import PrefillScheduler, Prompt
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 PAGE, CHUNK, SEQS = 4, 16, 2
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.prefix_cache import PrefixCache
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 PAGE = 4
 

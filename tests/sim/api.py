@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from decode.config import DecodeConfig
+from decode.config import ANY_PROMPT, DecodeConfig
 from serving.step_rows import unpack_runs
 from tests.sim.engines import prompt_logprob
 from tests.sim.network import expected_tokens
@@ -317,9 +317,9 @@ class Api:
     def _may_be_local(self, request: Request, decode: Line) -> bool:
         config = decode.worker.config
         assert isinstance(config, DecodeConfig)
-        fits = len(request.prompt_ids) + len(request.tokens) <= config.local_prefill_tokens
-        told = request.prefilled or request.sampling.prompt_logprobs_start < 0
-        return fits and told and not request.is_dictated
+        limit, num_tokens = config.local_prefill_tokens, len(request.prompt_ids)
+        fits = limit == ANY_PROMPT or num_tokens + len(request.tokens) <= limit
+        return fits and not request.is_dictated
 
     def _message(self, request: Request, api_id: str) -> wire.Submit:
         sampling = request.sampling

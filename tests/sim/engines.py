@@ -5,13 +5,13 @@ same contents. What is read later than it could be is counted, to see that the l
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from decode.engine import SlotStart, StepInFlight
+from decode.engine import FirstAsk, SlotStart, StepInFlight
 from decode.local import LocalPiece, LocalPrompt
 from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.sampling import NUM_TOP, SampleOut
@@ -19,6 +19,8 @@ from prefill.scheduler import Piece
 from tests.sim.network import START, chain, draw, extend, kv_of
 from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
+
+AnyPiece = Piece | LocalPiece
 
 
 class Pool:
@@ -29,6 +31,7 @@ class Pool:
         self.tp_size = tp_size
         heads = facts.stored_kv_heads
         self.kv = np.full((1, 2, num_pages, facts.page_size, heads, 1), -1, np.float32)
+        self.salts: dict[int, str] = {}  # page -> salt of the prompt last computed into it
 
     def write(self, pages: Sequence[int], start: int, states: Sequence[int]) -> None:
         """Positions start .. start+len(states)-1 of the request that has these pages."""
@@ -99,7 +102,6 @@ class ChunkEngine:
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
         self._chunk_tokens = chunk_tokens
         self._seqs = seqs
-        self._salt: dict[tuple[int, int], str] = {}  # rank, page -> salt of who wrote it
 
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight:
         self.dispatched += 1
@@ -113,31 +115,13 @@ class ChunkEngine:
             assert sum(piece.num_tokens for piece in pieces) <= self._chunk_tokens
             token_row = rank * self._chunk_tokens
             for row, piece in enumerate(pieces, start=rank * self._seqs):
-                tokens = piece.prompt.token_ids.tolist()
-                states[row] = self._compute(rank, piece)
-                follow = [*tokens[piece.start + 1 : piece.end + 1], 0]
-                spots = range(piece.start + 1, piece.end + 1)
-                told = list(zip(map(prompt_logprob, spots), follow, strict=False))
-                asked[token_row : token_row + piece.num_tokens] = told
+                assert piece.prompt.rank == rank
+                states[row] = _compute(self._pools[rank], piece, f"prefill of rank {rank}")
+                asked[token_row : token_row + piece.num_tokens] = _told(piece)
                 placed.append(Placed(piece, row, token_row))
                 token_row += piece.num_tokens
         wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
         return ChunkInFlight(tuple(placed), states, _asked(asked) if wants else None)
-
-    def _compute(self, rank: int, piece: Piece) -> int:
-        """The state behind the piece's last token; its pages are written."""
-        pool, prompt, page_size = self._pools[rank], piece.prompt, self._facts.page_size
-        assert prompt.rank == rank
-        tokens = prompt.token_ids.tolist()
-        before = chain(tokens[: piece.start])
-        pool.expect(prompt.pages, before, f"prefill of room {prompt.room}")
-        for page in prompt.pages[: piece.start // page_size]:
-            assert self._salt[rank, page] == prompt.salt, f"page {page} crossed salts"
-        fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
-        pool.write(prompt.pages, piece.start, fresh)
-        for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
-            self._salt[rank, page] = prompt.salt
-        return fresh[-1]
 
     def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut:
         ids = np.zeros(len(self._pools) * self._seqs, np.int32)
@@ -176,12 +160,15 @@ class StepEngine:
         rank_slots: int,
         stats: Counter[str],
         dp_size: int,
+        local_chunk: int,
     ) -> None:
         self.num_pages = num_pages
         self.stats = stats
         self.dispatched = 0
         self._facts = facts
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
+        self._local_chunk = local_chunk
+        self._rooms: set[int] = set()  # whose prompts were computed here, in part or in whole
         self._rank_slots = rank_slots
         self._num_slots = dp_size * rank_slots
         self._slots: dict[int, _Slot] = {}
@@ -203,25 +190,33 @@ class StepEngine:
             )
 
     def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], firsts: Sequence[tuple[SamplingParams, int]]
-    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut]:
+        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+    ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
         self.dispatched += 1
+        assert all(sum(p.num_tokens for p in pieces) <= self._local_chunk for pieces in plans)
         pieces = [piece for rank_pieces in plans for piece in rank_pieces]
         states: Any = np.zeros(len(pieces), np.int64)  # in place of logits
         ids = np.zeros(len(pieces), np.int32)
-        placed = []
+        placed: list[Placed[LocalPrompt]] = []
+        told: list[tuple[float, int]] = []
         # Rows in another order than the pieces: whoever forgets to look them up is found out.
-        for row, piece, (params, num_prompt_tokens) in zip(
-            reversed(range(len(pieces))), pieces, firsts, strict=True
-        ):
+        for row, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
             prompt = piece.prompt
-            fresh = chain(prompt.token_ids.tolist())
-            self._pools[prompt.rank].write(prompt.pages, 0, fresh)
-            states[row] = fresh[-1]
-            ids[row] = draw(fresh[-1], prompt.num_tokens - num_prompt_tokens, params.seed)
-            placed.append(Placed(piece, row, 0))
-            self.stats["local_prefills"] += 1
-        return ChunkInFlight(tuple(placed), states, None), _sampled(ids, self)
+            states[row] = _compute(self._pools[prompt.rank], piece, f"chunk of room {prompt.room}")
+            placed.append(Placed(piece, row, len(told)))
+            told += _told(piece)
+            if piece.is_last:
+                params, num_prompt_tokens = asks[prompt.room]
+                ids[row] = draw(states[row], prompt.num_tokens - num_prompt_tokens, params.seed)
+            if piece.start and prompt.room not in self._rooms:
+                self.stats["local_prefixes_shared"] += 1
+            self.stats["local_logprobs"] += prompt.wants_logprobs
+            self.stats["local_prefills" if piece.is_last else "local_chunks_left"] += 1
+            self._rooms.add(prompt.room)
+        assert set(asks) == {piece.prompt.room for piece in pieces if piece.is_last}
+        wants = any(piece.prompt.wants_logprobs for piece in pieces)
+        chunk = ChunkInFlight(tuple(placed), states, _asked(told) if wants else None)
+        return chunk, _sampled(ids, self) if asks else None
 
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
         self.dispatched += 1
@@ -248,6 +243,28 @@ class StepEngine:
 
     def _pool_of(self, slot: int) -> Pool:
         return self._pools[slot // self._rank_slots]
+
+
+def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
+    """The state behind the piece's last token; its pages are written."""
+    prompt, page_size = piece.prompt, pool.facts.page_size
+    tokens = prompt.token_ids.tolist()
+    before = chain(tokens[: piece.start])
+    pool.expect(prompt.pages, before, what)
+    for page in prompt.pages[: piece.start // page_size]:
+        assert pool.salts[page] == prompt.salt, f"page {page} crossed salts"
+    fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
+    pool.write(prompt.pages, piece.start, fresh)
+    for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
+        pool.salts[page] = prompt.salt
+    return fresh[-1]
+
+
+def _told(piece: AnyPiece) -> list[tuple[float, int]]:
+    """Logprob and id of the token that follows each of the piece's."""
+    follow = [*piece.prompt.token_ids[piece.start + 1 : piece.end + 1].tolist(), 0]
+    spots = range(piece.start + 1, piece.end + 1)
+    return list(zip(map(prompt_logprob, spots), follow, strict=False))
 
 
 def prompt_logprob(position: int) -> float:

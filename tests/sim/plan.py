@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
+from decode.config import ANY_PROMPT
 from prefill.balancer import METHODS, Method
 
 
@@ -81,7 +82,7 @@ def draw_plan(rng: Random) -> Plan:
             headroom_pages=rng.choice((0, 1, 2)),
             dp_size=rng.choice((1, 1, 2, 3)),
             balancing=rng.choice(METHODS),
-            local_tokens=rng.choice((0, 0, context // 2)),
+            local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
         )
 
     prefills = tuple(

@@ -11,12 +11,12 @@ import pytest
 
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
-from prefill.prefix_cache import PrefixCache
 from prefill.ranks import Ranks
 from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer.inbound import Inbound
+from transfer.prefix_cache import PrefixCache
 from transfer.worker import Aborted, ApiGone
 
 NUM_SEEDS = 100
@@ -41,7 +41,11 @@ HAPPENS = [
     "refused_queue_full",
     # several ranks behind one address
     "dictated",
+    # prompts that decode computes itself
     "local_prefills",
+    "local_chunks_left",
+    "local_prefixes_shared",
+    "local_logprobs",
     "prefill_rank_2_holds",
     "decode_rank_2_holds",
     # endings in every state

@@ -7,6 +7,7 @@ from typing import Any
 
 from decode.config import DecodeConfig
 from decode.held import Finished, PagesArrived, SenderLost
+from decode.local import MAX_SEQS
 from decode.worker import DecodeWorker
 from model.buckets import PrefillBuckets, pages_for
 from model.config import KVSpec
@@ -196,9 +197,24 @@ class SimDecode(DecodeWorker):
         )
         self.receiver = receiver
         engine = StepEngine(
-            plan.num_pages, facts, plan.tp_size, plan.num_slots, stats, plan.dp_size
+            plan.num_pages,
+            facts,
+            plan.tp_size,
+            plan.num_slots,
+            stats,
+            plan.dp_size,
+            plan.chunk_tokens,
         )
-        self.assemble(engine, facts, plan.num_slots, receiver, receiver.start())
+        pages = 2 * pages_for(plan.context, plan.page_size)
+        local = PrefillBuckets((plan.chunk_tokens,), MAX_SEQS, pages, (1,), 1)
+        self.assemble(
+            engine,
+            facts,
+            plan.num_slots,
+            receiver,
+            receiver.start(),
+            local if plan.local_tokens else None,
+        )
         self._ready = True
         self._publish = publish
         self._grants_out = send_grants
@@ -218,7 +234,7 @@ class SimDecode(DecodeWorker):
         """Pages, slots, rooms and states add up."""
         self._watch.look({room: held.room for room, held in self._held.items()}, stats)
         assert len(self._rooms) == len(self._held)
-        for pool in self._pools:
+        for pool in self._admission._pools:
             pool.check()
         self._admission.check()
         seated = {room for room, held in self._held.items() if held.seat is not None}
@@ -241,13 +257,12 @@ class SimDecode(DecodeWorker):
         assert not left, f"rooms left: {left}"
         assert not self._inflight
         assert not self._starts
-        assert not any(pool.num_held for pool in self._pools)
-        assert self._admission.num_free_slots == self._admission.num_slots
+        self.check_drained()
         assert not self.receiver.expected
 
     def check_drained(self) -> None:
         """It leaves, and holds nothing."""
-        assert not any(pool.num_held for pool in self._pools)
+        assert self._loads.num_held == 0
         assert self._admission.num_free_slots == self._admission.num_slots
 
 

@@ -14,6 +14,17 @@ import numpy as np
 from transfer.pages import PagePool
 
 
+def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
+    """Tokens of a prompt that a cached prefix may stand for.
+
+    logprobs_start: positions from there on need logits; -1 = none.
+    """
+    reusable = num_tokens - 1  # the last token's logits must be computed
+    if logprobs_start >= 0:
+        reusable = min(reusable, max(logprobs_start - 1, 0))
+    return reusable
+
+
 class PrefixCache:
     """Prefixes of prompts that are or were computed, page by page."""
 
@@ -25,6 +36,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    @property
+    def pages(self) -> Collection[int]:
+        """All that it holds a reference on, oldest first."""
+        return self._pages.values()
 
     def match(self, token_ids: np.ndarray, salt: str, limit_tokens: int) -> tuple[int, ...]:
         """Share the pages of the longest cached prefix of at most limit_tokens tokens.

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefill.prefix_cache import PrefixCache
 from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
 
 PAGE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=0, max_size=11)
