@@ -23,7 +23,7 @@ from decode.local import LocalPiece, LocalPrompt
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages, write_pages
-from model.opening import OpenedModel, make_pool
+from model.opening import OpenedModel, make_pool, on_cpu
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
 from model.sampling import SampleOut, SamplingRows, empty_rows, sample, set_row
 from model.sharding import (
@@ -122,7 +122,8 @@ class DecodeEngine:
         self._place: dict[int, Program] = {}
         self.plan: MemoryPlan
         self._pool: Array
-        natural = self._rank_slots * buckets.pages_per_slot
+        # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
+        contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
         # Pages that came and are on the device, but not in the pool yet.
         self._placing_pages = 0
         self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
@@ -137,7 +138,7 @@ class DecodeEngine:
             opened,
             mem_fraction,
             max_total_tokens,
-            natural,
+            contexts * buckets.pages_per_slot,
             self._compile,
             spare_pages,
             state_bytes,
