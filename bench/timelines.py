@@ -59,9 +59,12 @@ def _parts(timeline: dict[str, Any]) -> tuple[float, ...] | None:
     """(chunks, grant wait %, handing over %, share overlapped, ms left) of one request."""
     ttft_ms = timeline["first_write_ms"]
     attempts = timeline["choices"][0]["attempts"]
-    if len(attempts) != 1 or not attempts[0]["prefill"]["reported"] or not ttft_ms:
+    if len(attempts) != 1 or not ttft_ms:
         return None
     prefill = attempts[0]["prefill"]
+    # None where decode computed the prompt itself: then nothing was transferred.
+    if prefill is None or not prefill["reported"]:
+        return None
     moved, chunks = prefill["transfer"], prefill["chunks"]
     if moved is None or moved["acked_ms"] is None or prefill["grant_wait_ms"] is None:
         return None

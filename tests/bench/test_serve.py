@@ -172,6 +172,7 @@ def test_timelines_say_what_grant_and_transfer_add_to_the_first_token():
     report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
     others = [a_timeline(reported=False), a_timeline(transfer=None), a_timeline()]
     others[2]["first_write_ms"] = None
+    others.append({"first_write_ms": 1.0, "choices": [{"attempts": [{"prefill": None}]}]})
     report_timelines(report, "case", [a_timeline(), *others], {})
     assert [(row.metric, row.value, row.unit) for row in report.rows] == [
         ("chunks a prompt", 2.0, "count"),
