@@ -3,9 +3,14 @@
 from dataclasses import dataclass
 
 from transfer.errors import ConfigError
-from transfer.worker_config import WorkerConfig, at_least, at_most, check_port, reachable
-
-ANY_PROMPT = -1  # of --local-prefill-tokens
+from transfer.worker_config import (
+    ANY_PROMPT,
+    WorkerConfig,
+    at_least,
+    at_most,
+    check_port,
+    reachable,
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from decode.admission import Admission
+from decode.local import LocalQueue
 from transfer import wire
 from transfer.clock import Clock
 from transfer.pages import PagePool
@@ -11,10 +12,17 @@ _COUNT_AGAIN_S = 0.2  # counting what a cache could give walks it, too long for 
 
 
 class Loads:
-    """Counts for `wire.Load`. Cached pages that no room holds are as good as free."""
+    """Counts for `wire.Load`.
 
-    def __init__(self, admission: Admission, pools: Sequence[PagePool], clock: Clock) -> None:
+    Cached pages that no room holds are as good as free. Queued are those without a seat, and those
+    whose prompts are still to be computed here.
+    """
+
+    def __init__(
+        self, admission: Admission, local: LocalQueue, pools: Sequence[PagePool], clock: Clock
+    ) -> None:
         self._admission = admission
+        self._local = local
         self._pools = pools
         self._clock = clock
         self._evictable = [0] * len(pools)  # by rank, as of the last count
@@ -34,9 +42,10 @@ class Loads:
         """Over all ranks."""
         if self._clock.monotonic_s() >= self._due_s:
             self._count()
+        left = [self._local.left(rank) for rank in range(len(self._pools))]
         return wire.Load(
-            queued_requests=self._admission.num_waiting,
-            queued_tokens=self._admission.waiting_tokens,
+            queued_requests=self._admission.num_waiting + sum(requests for requests, _ in left),
+            queued_tokens=self._admission.waiting_tokens + sum(tokens for _, tokens in left),
             running_requests=num_running,
             pages_total=sum(pool.num_pages for pool in self._pools),
             pages_free=sum(map(self._free, range(len(self._pools)))),
@@ -53,9 +62,12 @@ class Loads:
         loads = []
         for rank, pool in enumerate(self._pools):
             free = self._admission.rank_free_slots(rank)
+            queued_requests, queued_tokens = self._local.left(rank)
             loads.append(
                 wire.Load(
-                    running_requests=slots - free,
+                    queued_requests=queued_requests,
+                    queued_tokens=queued_tokens,
+                    running_requests=slots - free - queued_requests,
                     pages_total=pool.num_pages,
                     pages_free=self._free(rank),
                     slots_total=slots,

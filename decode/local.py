@@ -73,6 +73,11 @@ class LocalQueue:
         """The next chunk, by rank; its tokens count as planned at once."""
         return [self._take(waiting) for waiting in self._waiting]
 
+    def left(self, rank: int) -> tuple[int, int]:
+        """Prompts that wait there, and tokens of them that are in no chunk yet."""
+        waiting = self._waiting[rank]
+        return len(waiting), sum(prompt.num_tokens - prompt.num_planned for prompt in waiting)
+
     def _take(self, waiting: deque[LocalPrompt]) -> Sequence[LocalPiece]:
         pieces: list[LocalPiece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages

@@ -148,10 +148,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission = Admission(
             pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
         )
-        self._loads = Loads(self._admission, pools, self.clock)
         self._scheduler = DecodeScheduler(self._admission, facts.page_size)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
         self._local = LocalQueue(self.config.dp_size, facts.page_size, *most)
+        self._loads = Loads(self._admission, self._local, pools, self.clock)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._receiver = receiver
         self._data_address = data_address

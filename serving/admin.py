@@ -94,7 +94,7 @@ class Admin:
     # --- health ---
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 once a prefill and a decode worker take work, and while one of each gets on."""
+        """200 once workers of each role needed take work, and while one of each gets on."""
         self._front.require_ready()
         stuck = self._dispatcher.roles_without_progress()
         if stuck:

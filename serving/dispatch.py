@@ -154,11 +154,11 @@ class Dispatcher:
     # --- the cluster ---
 
     def cluster_ready(self) -> bool:
-        """Whether a prefill and a decode worker take work."""
+        """Whether workers take work: of decode, and of prefill unless decode needs none."""
         return self._membership.ready()
 
     def roles_without_progress(self) -> list[wire.Role]:
-        """Whose workers all say that they live, and do nothing more."""
+        """Those needed whose workers all say that they live, and do nothing more."""
         return self._membership.roles_without_progress()
 
     def was_ready(self) -> bool:
@@ -169,8 +169,9 @@ class Dispatcher:
         """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
         return self._membership.context_length()
 
-    def dp_size(self, role: wire.Role) -> int:
-        """The most data-parallel ranks of a worker of that role; 0 when none is there."""
+    def dp_size(self, role: wire.Role) -> int | None:
+        """The most data-parallel ranks of a worker of that role; None while none is there, 0 where
+        none is needed."""
         return self._membership.dp_size(role)
 
     @property
@@ -385,7 +386,7 @@ class Dispatcher:
     def _deadline(self, generation: Generation) -> None:
         spec = generation.spec
         waited_s = spec.deadline_s - spec.arrival_s
-        where = "being served" if generation.room else "waiting for a prefill and decode worker"
+        where = "being served" if generation.room else "waiting for workers"
         self.fail(
             generation,
             RequestError(Code.DEADLINE, f"not done within {waited_s:.3g} s, still {where}"),

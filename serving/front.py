@@ -40,17 +40,17 @@ class Front:
         self.runner = Runner(dispatcher, config.request_timeout_s)
 
     def require_ready(self) -> None:
-        """Raises ApiError (503) while no pair of workers is there."""
+        """Raises ApiError (503) while the workers that a request needs are not there."""
         if not self.dispatcher.cluster_ready():
-            raise _not_ready("no prefill and decode worker is ready; try again")
+            raise _not_ready("the workers that a request needs are not ready; try again")
 
     def require_was_ready(self) -> None:
-        """Raises ApiError (503) before the first pair of workers was there.
+        """Raises ApiError (503) before they were there for the first time.
 
         Later, requests wait for one that restarts, as they wait for one that is full.
         """
         if not self.dispatcher.was_ready():
-            raise _not_ready("no prefill and decode worker was ready yet; try again")
+            raise _not_ready("the workers that a request needs were not ready yet; try again")
 
     def choices(self, request: Request) -> list[Choice]:
         return [Choice(ask, self.model.tokenizer) for ask in request.choices]

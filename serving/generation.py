@@ -161,10 +161,8 @@ class Generation:
 
     @property
     def may_be_local(self) -> bool:
-        """Whether decode may compute the prompt: not where prefill's rank is dictated, or logprobs
-        of the prompt are still to be told, which only prefill computes."""
-        told = self.prefilled or self.spec.sampling.prompt_logprobs_start < 0
-        return told and self.spec.ranks.prefill < 0
+        """Whether decode may compute the prompt: not where prefill's rank is dictated."""
+        return self.spec.ranks.prefill < 0
 
     def involves(self, key: Key) -> bool:
         """Whether the current attempt is at that worker."""

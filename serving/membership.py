@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from serving.config import ServeConfig
-from serving.router import Key, key_of
+from serving.router import Key, computes_all, key_of
 from serving.timers import Timer
 from serving.worker_link import Context, WorkerLink
 from transfer import wire
@@ -79,11 +79,14 @@ class Membership:
             if link.open and link.member.info.role == role and (key in self._listed or in_grace)
         ]
 
+    def _able(self, role: wire.Role) -> list[wire.Member]:
+        return [member for member in self.takers(role) if not member.draining]
+
     def ready(self) -> bool:
-        return all(
-            any(not member.draining for member in self.takers(role))
-            for role in ("prefill", "decode")
-        )
+        """Whether a decode worker takes work, and somebody who computes prompts."""
+        decodes = self._able("decode")
+        is_alone = any(computes_all(member.info) for member in decodes)
+        return is_alone or bool(decodes and self._able("prefill"))
 
     def stalled(self) -> list[Key]:
         """Workers that say they live, while their loops stand still."""
@@ -91,13 +94,18 @@ class Membership:
         return [link.key for link in self._links.values() if link.stalled_s > timeout_s]
 
     def roles_without_progress(self) -> list[wire.Role]:
-        """Roles whose workers that take work are all stalled; not those that have none."""
+        """Roles whose workers that take work are all stalled.
+
+        Not those that have none; nor prefill while every decode worker computes all prompts.
+        """
         stalled = self.stalled()
-        roles: tuple[wire.Role, ...] = ("prefill", "decode")
-        takers = {role: [m for m in self.takers(role) if not m.draining] for role in roles}
+        prefills, decodes = self._able("prefill"), self._able("decode")
+        if decodes and all(computes_all(member.info) for member in decodes):
+            prefills = []
+        able: dict[wire.Role, list[wire.Member]] = {"prefill": prefills, "decode": decodes}
         return [
             role
-            for role, members in takers.items()
+            for role, members in able.items()
             if members and all(key_of(member) in stalled for member in members)
         ]
 
@@ -120,10 +128,16 @@ class Membership:
             return min(asked, self._context_length)
         return self._context_length or asked
 
-    def dp_size(self, role: wire.Role) -> int:
-        """The most data-parallel ranks of a worker of that role; 0 when none is there."""
-        sizes = (member.info.dp_size for member in self.members if member.info.role == role)
-        return max(sizes, default=0)
+    def dp_size(self, role: wire.Role) -> int | None:
+        """The most data-parallel ranks of a worker of that role; None while none is there.
+
+        0 of prefill where it is not waited for: every decode worker computes all prompts.
+        """
+        sizes = [member.info.dp_size for member in self.members if member.info.role == role]
+        if sizes:
+            return max(sizes)
+        is_alone = bool(self.members) and all(computes_all(m.info) for m in self.members)
+        return 0 if is_alone else None
 
     # --- changes ---
 

@@ -131,7 +131,7 @@ class Placement:
             self.place(generation)
 
     def found_cached(self, generation: Generation, cached_tokens: int) -> None:
-        """What prefill had of the prompt in its cache."""
+        """What the worker that computed the prompt had of it in its cache."""
         if generation.pair is None:
             return
         # It computes what it has again where logprobs of the prompt are asked.
@@ -289,7 +289,7 @@ class Placement:
 
     def _nobody_came(self, generation: Generation) -> None:
         waited_s = self._config.queue_timeout_s
-        message = f"waited {waited_s:g} s for a prefill and a decode worker"
+        message = f"waited {waited_s:g} s for workers that take it"
         self._owner.fail(generation, RequestError(Code.PEER_LOST, message))
 
     def _place_later(self, generation: Generation, exponent: int) -> None:

@@ -1,7 +1,7 @@
-"""Which prefill worker has seen which prefix: what the router guesses of caches it cannot see.
+"""Which worker has seen which prefix: what the router guesses of caches it cannot see.
 
 A prompt is a chain of keys, one for each full page, each over all tokens up to its end, as in
-prefill's own cache. The guess errs both ways: other API processes fill the caches too, and a
+the caches themselves. The guess errs both ways: other API processes fill the caches too, and a
 cache evicts without telling. A wrong guess costs a worse choice of worker, never a wrong token,
 so 64 bits a key are enough.
 

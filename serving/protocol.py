@@ -112,9 +112,9 @@ class ServedModel:
         config: ServeConfig,
         model_config: ModelConfig,
         workers_context_length: Callable[[], int],
-        workers_dp_size: Callable[[wire.Role], int] = lambda _: 0,
+        workers_dp_size: Callable[[wire.Role], int | None] = lambda _: None,
     ) -> None:
-        """workers_context_length, workers_dp_size: 0 while no worker is seen."""
+        """While no worker is seen, workers_context_length is 0 and workers_dp_size None."""
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
@@ -149,9 +149,10 @@ class ServedModel:
         if rank < 0:
             raise bad_field(name, f"must be at least 0, got {told(rank)}")
         size = self._workers_dp_size(role)
-        if size and rank >= size:
-            what = f"{role} has data-parallel ranks 0 to {size - 1}, got {told(rank)}"
-            raise bad_field(name, what)
+        if size is not None and rank >= size:
+            none = f"this cluster has no {role} worker"
+            has = f"{role} has data-parallel ranks 0 to {size - 1}" if size else none
+            raise bad_field(name, f"{has}, got {told(rank)}")
         return rank
 
     async def encode_prompt(

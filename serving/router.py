@@ -12,8 +12,10 @@ from serving.prefix_index import PrefixIndex, Use, prefix_chain
 from transfer import wire
 
 Key = tuple[str, int]  # worker id and epoch: one incarnation
+Cache = tuple[Key, int]  # and the rank that has it; -1: the worker's own, or any of its ranks
 # Prefill: queued tokens, requests; decode: the larger share in use of slots or pages, requests.
 Burden = tuple[float, float]
+_FULLER = 0.25  # of its slots or pages that one may have in use before its cache counts no more
 MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
@@ -23,6 +25,11 @@ ACKNOWLEDGED_AFTER_S = 1.0
 
 def key_of(member: wire.Member) -> Key:
     return member.info.worker_id, member.epoch
+
+
+def computes_all(info: wire.WorkerInfo) -> bool:
+    """Whether that is a decode worker that computes every prompt it can hold: without prefill."""
+    return info.role == "decode" and info.local_prefill_tokens >= info.max_request_tokens
 
 
 class Ranks(NamedTuple):
@@ -65,6 +72,12 @@ def _load_of(member: wire.Member, rank: int) -> wire.Load:
     return member.ranks[rank] if rank < len(member.ranks) else member.load
 
 
+def _cache_of(place: Place) -> Cache:
+    """As Pair.cache has it."""
+    member = place.member
+    return key_of(member), place.rank if member.info.role == "decode" else -1
+
+
 @dataclass(slots=True, eq=False)
 class Pair:
     """The workers of one attempt, and what they are charged until their reports show it."""
@@ -73,8 +86,8 @@ class Pair:
     decode: wire.Member
     num_tokens: int  # of the prompt and earlier attempts
     picked_s: float  # monotonic
-    num_uncached: int = 0  # of these tokens, those that prefill is thought to compute
-    use: Use | None = None  # of prefill's cache, until it is settled
+    num_uncached: int = 0  # of these tokens, those that are thought to be computed
+    use: Use | None = None  # of `cache`, until it is settled
     prefill_rank: int = -1  # dictated; -1: prefill chooses
     decode_rank: int = -1  # -1: there is but one
     prefill_charged: bool = True
@@ -94,6 +107,11 @@ class Pair:
         return self.prefill_key == self.decode_key
 
     @property
+    def cache(self) -> Cache:
+        """Where pages of the prompt are found. Prefill chooses its rank late, so it has but one."""
+        return (self.decode_key, self.decode_rank) if self.is_local else (self.prefill_key, -1)
+
+    @property
     def keys(self) -> tuple[Key, ...]:
         """Of its workers, each once; decode first."""
         return (self.decode_key,) if self.is_local else (self.decode_key, self.prefill_key)
@@ -102,16 +120,17 @@ class Pair:
 @dataclass(slots=True)
 class _Charge:
     requests: int = 0
-    tokens: int = 0
+    to_compute: int = 0  # tokens of prompts
+    to_hold: int = 0  # tokens, in pages of decode
     last_pick: int = 0  # rank of the latest pick, to take turns among equals
 
 
 class Router:
     """Picks each role's worker by its policy, of decode the rank as well; never a draining one.
 
-    cache_aware takes the prefill worker with the least to compute before this prompt is done:
-    queued tokens and those of the prompt that it is not thought to have in its cache. Without any
-    overlap that is the least load, and so it is for decode, which has no cache.
+    cache_aware takes the worker with the least to compute before this prompt is done: queued tokens
+    and those of the prompt that it is not thought to have in its cache. Without any overlap that is
+    the least load. Of decode it is the least load, too, unless there is no prefill worker.
     """
 
     def __init__(
@@ -132,15 +151,15 @@ class Router:
             "round_robin": self._next_in_turn,
             "random": self._random.choice,
             "power_of_two": self._better_of_two,
-            "cache_aware": self._least_loaded,  # with the prompt's chain for prefill, see pick
+            "cache_aware": self._least_loaded,  # where no cache matters, see pick
         }
         for_prefill = policy if prefill_policy == "same" else prefill_policy
         for_decode = policy if decode_policy == "same" else decode_policy
         self.policies: dict[wire.Role, str] = {"prefill": for_prefill, "decode": for_decode}
         self._choose_prefill, self._choose_decode = choosers[for_prefill], choosers[for_decode]
-        # None unless prefill is picked by what its caches have.
-        self._index: PrefixIndex[Key] | None = None
-        if for_prefill == "cache_aware":
+        # None unless workers are picked by what their caches have.
+        self._index: PrefixIndex[Cache] | None = None
+        if "cache_aware" in self.policies.values():
             self._index = PrefixIndex()
 
     def pick(
@@ -156,25 +175,32 @@ class Router:
         ranks: Ranks = ANY_RANKS,
         may_be_local: bool = False,
     ) -> Pair | None:
-        """A pair, charged with the request; None when a role has no worker that takes work.
+        """A pair, charged with the request; None when there are no workers that take it.
 
         may_be_local: where decode says that it computes prompts of so few tokens itself, it is
-        both workers of the pair.
+        both workers of the pair. Without a prefill worker, only such a one takes it.
 
         stalled: those that make no progress, taken only when there is no other; so is, among the
         rest, avoid: ids. now_s: monotonic. prompt_ids, salt: by which caches find it; the prompt
         may have fewer tokens than num_tokens. ranks: only workers that have them take it.
         """
         self._acknowledge(now_s)
-        to_prefill, to_decode = (
-            _places(self._takers(members, avoid, stalled, now_s, rank), rank)
-            for members, rank in ((prefills, ranks.prefill), (decodes, ranks.decode))
-        )
-        if not (to_prefill and to_decode):
+
+        def is_local(member: wire.Member) -> bool:
+            return may_be_local and num_tokens <= member.info.local_prefill_tokens
+
+        to_prefill = self._places(prefills, ranks.prefill, avoid, stalled, now_s)
+        if not to_prefill:
+            decodes = [member for member in decodes if is_local(member)]
+        to_decode = self._places(decodes, ranks.decode, avoid, stalled, now_s)
+        if not to_decode:
             return None
+        if not to_prefill and self.policies["decode"] == "cache_aware":
+            found = self._pick_by_cache(self._evenly(to_decode), num_tokens, prompt_ids, salt)
+            return self._local_pair(*found, to_decode, num_tokens, now_s)
         decode = self._choose_decode(to_decode)
-        if may_be_local and num_tokens <= decode.member.info.local_prefill_tokens:
-            return self._pick_local(decode, to_decode, num_tokens, now_s)
+        if is_local(decode.member):
+            return self._local_pair(decode, None, num_tokens, to_decode, num_tokens, now_s)
         prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt_ids, salt)
         pair = Pair(prefill.member, decode.member, num_tokens, now_s, num_uncached, use)
         pair.prefill_rank, pair.decode_rank = prefill.rank, decode.rank
@@ -182,29 +208,53 @@ class Router:
             "prefill": self._burdens(prefill, to_prefill),
             "decode": self._burdens(decode, to_decode),
         }
-        self._picked(pair, ((prefill, num_uncached), (decode, num_tokens)), now_s)
+        self._picked(pair, ((prefill, num_uncached, 0), (decode, 0, num_tokens)), now_s)
         return pair
 
-    def _pick_local(
-        self, decode: Place, to_decode: Sequence[Place], num_tokens: int, now_s: float
+    def _evenly(self, places: Sequence[Place]) -> Sequence[Place]:
+        """Those with room that are not much fuller than the emptiest: what a place has cached says
+        nothing of how long its streams wait for each other, or a request there for a slot."""
+        shares = [self._burden(place)[0] for place in places]
+        most = min(min(shares) + _FULLER, 1.0)
+        able = [place for place, share in zip(places, shares, strict=True) if share < most]
+        return able or places
+
+    def _local_pair(
+        self,
+        decode: Place,
+        use: Use | None,
+        num_uncached: int,
+        to_decode: Sequence[Place],
+        num_tokens: int,
+        now_s: float,
     ) -> Pair:
-        pair = Pair(decode.member, decode.member, num_tokens, now_s, num_tokens)
+        pair = Pair(decode.member, decode.member, num_tokens, now_s, num_uncached, use)
         pair.decode_rank = decode.rank
-        pair.prefill_charged = False
         pair.considered = {"decode": self._burdens(decode, to_decode)}
-        self._picked(pair, ((decode, num_tokens),), now_s)
+        self._picked(pair, ((decode, num_uncached, num_tokens),), now_s)
         return pair
 
-    def _picked(self, pair: Pair, charged: Sequence[tuple[Place, int]], now_s: float) -> None:
-        """Charge each place with so many tokens."""
+    def _picked(self, pair: Pair, charged: Sequence[tuple[Place, int, int]], now_s: float) -> None:
+        """Charge each place with so many tokens to compute, and to hold."""
         self._picks += 1
-        for place, tokens in charged:
+        for place, to_compute, to_hold in charged:
             charge = self._charge(place)
             charge.requests += 1
-            charge.tokens += tokens
+            charge.to_compute += to_compute
+            charge.to_hold += to_hold
             charge.last_pick = self._picks
             self.breakers.picked(key_of(place.member), pair, now_s)
         self._unacknowledged.append(pair)
+
+    def _places(
+        self,
+        members: Sequence[wire.Member],
+        rank: int,
+        avoid: frozenset[str],
+        stalled: Collection[Key],
+        now_s: float,
+    ) -> list[Place]:
+        return _places(self._takers(members, avoid, stalled, now_s, rank), rank)
 
     def _takers(
         self,
@@ -228,41 +278,53 @@ class Router:
         self, places: Sequence[Place], num_tokens: int, prompt_ids: Sequence[int], salt: str
     ) -> tuple[Place, Use | None, int]:
         """The worker, what is foreseen of its cache, and the tokens it will have to compute."""
+        if self.policies["prefill"] == "cache_aware":
+            return self._pick_by_cache(places, num_tokens, prompt_ids, salt)
+        return self._choose_prefill(places), None, num_tokens
+
+    def _pick_by_cache(
+        self, places: Sequence[Place], num_tokens: int, prompt_ids: Sequence[int], salt: str
+    ) -> tuple[Place, Use | None, int]:
+        """The same, of places of either role that would compute the prompt."""
         index = self._index
-        if index is None:
-            return self._choose_prefill(places), None, num_tokens
+        assert index is not None, "cache_aware has an index"
         page_size = places[0].member.info.kv_spec.page_size  # the registry takes no other beside it
         chain = prefix_chain(prompt_ids, page_size, salt)
         # The last token is always computed: its logits are the answer.
         num_reusable = max(num_tokens - 1, 0) // page_size
         best: tuple[tuple[float, float, int], Place, int] | None = None
         for place in places:
-            found = index.match(key_of(place.member), chain[:num_reusable])
+            found = index.match(_cache_of(place), chain[:num_reusable])
             num_uncached = num_tokens - page_size * found
-            queued, requests, last_pick = self._burden(place)
-            cost = queued + num_uncached, requests, last_pick
+            _, requests, last_pick = self._burden(place)
+            cost = self._to_compute(place) + num_uncached, requests, last_pick
             if best is None or cost < best[0]:
                 best = cost, place, num_uncached
         assert best is not None, "somebody takes work"
         _, place, num_uncached = best
-        member = place.member
-        use = index.use(key_of(member), chain, num_reusable, member.load.pages_total)
+        cache = _cache_of(place)
+        load = place.member.load if cache[1] < 0 else place.load
+        use = index.use(cache, chain, num_reusable, load.pages_total)
         return place, use, num_uncached
 
     def prefilled(self, pair: Pair) -> None:
-        """Prefill is done with the request."""
-        if pair.prefill_charged:
-            pair.prefill_charged = False
-            self._discharge(pair.prefill_key, pair.prefill_rank, pair.num_uncached)
+        """The prompt is computed, and so prefill is done with the request."""
+        if not pair.prefill_charged:
+            return
+        pair.prefill_charged = False
+        if pair.is_local:
+            self._discharge(pair.decode_key, pair.decode_rank, 0, to_compute=pair.num_uncached)
+        else:
+            self._discharge(pair.prefill_key, pair.prefill_rank, 1, to_compute=pair.num_uncached)
 
     def found_cached(self, pair: Pair, cached_tokens: int | None) -> None:
-        """What prefill says it had of the prompt; None when it may have had more than it used."""
+        """What its worker had of the prompt, as it says; None when it may have had more."""
         if self._index is None or pair.use is None:
             return
         use, pair.use = pair.use, None
         page_size = pair.prefill.info.kv_spec.page_size
         num_cached = None if cached_tokens is None else cached_tokens // page_size
-        self._index.settle(pair.prefill_key, use, num_cached)
+        self._index.settle(pair.cache, use, num_cached)
 
     def ended(self, pair: Pair) -> None:
         """Neither worker has the request any more."""
@@ -275,17 +337,18 @@ class Router:
         self.prefilled(pair)
         if pair.decode_charged:
             pair.decode_charged = False
-            self._discharge(pair.decode_key, pair.decode_rank, pair.num_tokens)
+            self._discharge(pair.decode_key, pair.decode_rank, 1, to_hold=pair.num_tokens)
 
     def forget(self, key: Key) -> None:
         """That incarnation of a worker is gone."""
-        self._charges.pop(key, None)
         self.flushed(key)
+        self._charges.pop(key, None)
 
     def flushed(self, key: Key) -> None:
         """That worker's cache is empty."""
         if self._index is not None:
-            self._index.forget(key)
+            for rank in {-1, *self._charges.get(key, ())}:
+                self._index.forget((key, rank))
 
     def charged_requests(self, key: Key) -> int:
         """Choices of ours that the worker's report does not show yet."""
@@ -307,14 +370,23 @@ class Router:
             charge = by_rank[place.rank] = _Charge()
         return charge
 
-    def _discharge(self, key: Key, rank: int, num_tokens: int) -> None:
+    def _discharge(
+        self, key: Key, rank: int, requests: int, to_compute: int = 0, to_hold: int = 0
+    ) -> None:
         charge = self._charges.get(key, {}).get(rank)
         if charge is None:  # forgotten meanwhile
             return
-        charge.requests -= 1
-        charge.tokens -= num_tokens
-        assert charge.requests >= 0, f"{key} rank {rank} discharged more than charged"
-        assert charge.tokens >= 0, f"{key} rank {rank} discharged more than charged"
+        charge.requests -= requests
+        charge.to_compute -= to_compute
+        charge.to_hold -= to_hold
+        least = min(charge.requests, charge.to_compute, charge.to_hold)
+        assert least >= 0, f"{key} rank {rank} discharged more than charged"
+
+    def _to_compute(self, place: Place) -> float:
+        """Tokens of prompts that are queued there."""
+        # Bound late, a prompt waits for the share of one rank.
+        sharers = place.member.info.dp_size if place.rank < 0 else 1
+        return (place.load.queued_tokens + self._charge(place).to_compute) / sharers
 
     def _burden(self, place: Place) -> tuple[float, float, int]:
         """What sorts places of one role: the least burdened first, equals in turn."""
@@ -322,14 +394,12 @@ class Router:
         charge = self._charge(place)
         requests = load.queued_requests + load.running_requests + charge.requests
         if member.info.role == "prefill":
-            # Bound late, a prompt waits for the share of one rank.
             sharers = member.info.dp_size if rank < 0 else 1
-            tokens = load.queued_tokens + charge.tokens
-            return tokens / sharers, requests / sharers, charge.last_pick
+            return self._to_compute(place), requests / sharers, charge.last_pick
         slots = requests / max(load.slots_total, 1)
         pages = 0.0
         if load.pages_total:
-            charged_pages = charge.tokens / member.info.kv_spec.page_size
+            charged_pages = charge.to_hold / member.info.kv_spec.page_size
             pages = (load.pages_total - load.pages_free + charged_pages) / load.pages_total
         return max(slots, pages), requests, charge.last_pick
 

@@ -43,7 +43,7 @@ class Attempt:
     room: int
     began_s: float
     considered: dict[wire.Role, dict[str, Burden]]
-    num_uncached: int  # tokens that prefill was thought to compute
+    num_uncached: int  # tokens that were thought to be computed
     legs: dict[wire.Role, Leg]
     left_s: float | None = None
     reason: str = ""  # why it was left for another: a code, or preempted

@@ -131,6 +131,8 @@ def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | N
     if leg.record is not None:
         offset = _Offsets(attempt.began_s if leg.sent_s is None else leg.sent_s, since)
         told |= _prefill(leg.record, offset) if role == "prefill" else _decode(leg.record, offset)
+        if "prefill" not in attempt.legs:
+            told["cached_tokens"] = leg.record.cached_tokens
     return told
 
 

@@ -25,7 +25,7 @@ from serving.demo import demo_model_path
 from serving.listening import Address, claimed, refuse_two_addresses
 from transfer import flags, terminal
 from transfer.errors import ConfigError
-from transfer.worker_config import WorkerConfig
+from transfer.worker_config import ANY_PROMPT, WorkerConfig
 
 _PROBE_TIMEOUT_S = 5.0
 
@@ -45,16 +45,18 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     """
     args = _parser(prog, roles).parse_args(argv)
     refuse_two_addresses(argv)
+    _settle_prefill(args, roles)
     model_path = args.model_path = Path(args.model_path or demo_model_path())
     # Each process checks its own flags again; here they fail before anything starts.
-    for role, config in roles.items():
+    for role, config in _started(args, roles).items():
         _worker_config(config, args, role, "")
     front = flags.config_from(ServeConfig, args, registry_address="")
     if not model_path.is_dir():
         raise ConfigError(f"--model-path {model_path} is not a folder")
-    for count in roles:
-        if not 1 <= getattr(args, count) <= _MOST_GROUPS:
-            raise ConfigError(f"--{count} must be 1 to {_MOST_GROUPS}, got {getattr(args, count)}")
+    for role in roles:
+        count = getattr(args, role)
+        if not 1 <= count <= _MOST_GROUPS and (role, count) != ("prefill", 0):
+            raise ConfigError(f"--{role} must be 1 to {_MOST_GROUPS}, got {count}")
     with claimed(front):
         pass  # it can be had; the child claims it again
     supervise(
@@ -67,11 +69,16 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
     flags.add_flags(
         parser, ServeConfig, api.HELP, skip=("registry_address",), optional=("model_path",)
     )
-    parser.set_defaults(model_path=None)
     for role in roles:
         parser.add_argument(
             f"--{role}", type=int, default=1, metavar="N", help=f"number of {role} groups"
         )
+    parser.add_argument(
+        "--colocated",
+        action="store_true",
+        help="both roles in one process: no prefill group, decode computes every prompt itself",
+    )
+    parser.set_defaults(model_path=None, prefill=None)
     both = parser.add_argument_group("both roles")
     flags.add_flags(
         both,
@@ -95,12 +102,53 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
     return parser
 
 
+def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
+    """How many prefill groups there are; where none, decode computes every prompt.
+
+    Raises ConfigError for flags that contradict this.
+    """
+    flag, local = "", 0
+    for name in ("local_prefill_tokens", "decode_local_prefill_tokens"):  # the last one wins
+        if name in args:
+            flag, local = flags.flag_name(name), getattr(args, name)
+    if args.colocated:
+        if args.prefill:
+            raise ConfigError(f"--colocated starts no prefill group, got --prefill {args.prefill}")
+        if flag and local != ANY_PROMPT:
+            raise ConfigError(f"--colocated has decode compute any prompt, got {flag} {local}")
+        args.prefill, args.decode_local_prefill_tokens = 0, ANY_PROMPT
+    if args.prefill is None:
+        args.prefill = 1
+    if args.prefill:
+        return
+    if not args.colocated and local != ANY_PROMPT:
+        raise ConfigError(
+            "--prefill 0 leaves long prompts to nobody: give --local-prefill-tokens "
+            f"{ANY_PROMPT} with it, or --colocated in its place; got {local}"
+        )
+    shared = {field.name for field in fields(WorkerConfig)}
+    for field in fields(roles["prefill"]):
+        for name in (field.name, f"prefill_{field.name}"):
+            if name in args and name not in shared:
+                asked = "--colocated" if args.colocated else "--prefill 0"
+                raise ConfigError(
+                    f"{flags.flag_name(name)} is for prefill, of which {asked} starts no group"
+                )
+
+
+def _started(args: argparse.Namespace, roles: Roles) -> Roles:
+    """The roles that have a group."""
+    return {role: config for role, config in roles.items() if getattr(args, role)}
+
+
+def _starting(args: argparse.Namespace, roles: Roles) -> str:
+    """What is said first."""
+    groups = [f"{getattr(args, role)} {role}" for role in _started(args, roles)]
+    return f"kvferry: starting {', '.join(groups)} and the API on {args.model_path}"
+
+
 async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, roles: Roles) -> None:
-    terminal.say(
-        "kvferry: starting "
-        + ", ".join(f"{getattr(args, role)} {role}" for role in roles)
-        + f" and the API on {args.model_path}"
-    )
+    terminal.say(_starting(args, roles))
     port_flag = "--disaggregation-bootstrap-port"
     command = ("serving.launch", "registry", port_flag)
     registry = await supervisor.start(ChildSpec("registry", (*command, "0")))

@@ -8,6 +8,7 @@ from transfer import nixl_agent
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
+ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 
 
 @dataclass(frozen=True)

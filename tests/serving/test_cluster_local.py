@@ -54,10 +54,20 @@ def test_one_token_and_logprobs_come_from_decode_as_from_prefill(
     before = cluster.worker("prefill")["counters"]
     asks = {"temperature": 0, "return_logprob": True, "top_logprobs_num": 3}
     one = cluster.generate(ids, max_new_tokens=1, **asks)
-    two = cluster.generate(ids, max_new_tokens=2, **asks)
+    two = cluster.generate(ids, max_new_tokens=2, logprob_start_len=0, **asks)
     assert cluster.worker("prefill")["counters"] == before
-    # Logprobs of the prompt are prefill's to compute.
-    whole = cluster.generate(ids, max_new_tokens=2, logprob_start_len=0, **asks)
+    # Who names prefill's rank wants prefill.
+    whole = cluster.post(
+        "/generate",
+        {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 2},
+            "return_logprob": True,
+            "top_logprobs_num": 3,
+            "logprob_start_len": 0,
+            "disagg_prefill_dp_rank": 0,
+        },
+    )
     assert cluster.worker("prefill")["counters"] != before
     assert two["output_ids"] == whole["output_ids"]
     assert one["output_ids"] == whole["output_ids"][:1]
@@ -66,6 +76,10 @@ def test_one_token_and_logprobs_come_from_decode_as_from_prefill(
         for answer in (one, two):
             found = flat(answer["meta_info"][name])
             assert found == pytest.approx(wanted[: len(found)], abs=2e-4)
+    for name in ("input_token_logprobs", "input_top_logprobs"):
+        wanted = flat(whole["meta_info"][name])
+        assert len(wanted) >= len(ids)
+        assert flat(two["meta_info"][name]) == pytest.approx(wanted, abs=2e-4)
 
 
 def flat(rows: list[Any]) -> list[float]:

@@ -1,11 +1,12 @@
 """One generation's tokens: in order, once, whatever order the rows come in."""
 
+import dataclasses
 import random
 
 import pytest
 
 from serving.generation import Generation, GenerationSpec, Tokens
-from serving.router import Pair
+from serving.router import Pair, Ranks
 from serving.step_rows import Run
 from tests.recording import RecordingSink
 from tests.serving.test_router import member
@@ -107,6 +108,15 @@ def test_the_next_attempt_goes_on_after_the_tokens_told_and_forgets_early_ones()
     assert accept(gen, 1) == [101]
     assert accept(gen, 2) == [102]
     assert accept(gen, 3) == [103]
+
+
+def test_decode_may_compute_any_prompt_but_one_for_a_rank_of_prefill():
+    gen = generation(prompt_logprobs_start=0)
+    assert gen.may_be_local
+    gen.spec = dataclasses.replace(gen.spec, ranks=Ranks(decode=1))
+    assert gen.may_be_local
+    gen.spec = dataclasses.replace(gen.spec, ranks=Ranks(prefill=0))
+    assert not gen.may_be_local
 
 
 def test_a_run_is_taken_whole_and_ends_with_its_last_token():

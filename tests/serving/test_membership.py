@@ -2,7 +2,9 @@
 
 import asyncio
 
-from tests.fakes import FakeCluster, RecordingSink, until
+import msgspec
+
+from tests.fakes import CONTEXT_LENGTH, FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_placement import played, running
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
@@ -16,6 +18,52 @@ async def test_a_cluster_is_ready_with_one_worker_of_each_role():
         assert not dispatcher.cluster_ready()
         await cluster.decode[0].start()
         await until(dispatcher.cluster_ready)
+
+
+def announce(worker: FakeWorker, local_prefill_tokens: int, draining: bool = False) -> None:
+    """As it is, but that it computes prompts of so many tokens."""
+    info = msgspec.structs.replace(worker.info(), local_prefill_tokens=local_prefill_tokens)
+    worker.cluster.registry.set(wire.Member(info, worker.epoch, worker.load, draining))
+
+
+async def test_a_decode_worker_that_computes_every_prompt_is_a_cluster():
+    async with FakeCluster(auto_step=False, prefills=0, decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher()
+        alone, other = cluster.decode
+        announce(alone, CONTEXT_LENGTH - 1)
+        await until(lambda: dispatcher.members()[0].info.local_prefill_tokens > 0)
+        assert not dispatcher.cluster_ready()
+        assert dispatcher.dp_size("prefill") is None
+        announce(alone, CONTEXT_LENGTH)
+        await until(dispatcher.cluster_ready)
+        assert dispatcher.dp_size("prefill") is None, "the other one waits for prefill"
+        dispatcher.submit(cluster.spec(prompt_logprobs_start=0), RecordingSink())
+        await until(lambda: len(alone.rooms) == 1)
+        (room,) = alone.rooms.values()
+        assert room.submit.prefill == room.submit.decode
+        announce(other, CONTEXT_LENGTH)
+        await until(lambda: dispatcher.dp_size("prefill") == 0)
+        assert dispatcher.dp_size("decode") == 1
+        for worker in cluster.decode:
+            announce(worker, CONTEXT_LENGTH, draining=True)
+        await until(lambda: not dispatcher.cluster_ready())
+        assert dispatcher.was_ready()
+        assert len(alone.rooms) == 1
+        assert not other.rooms
+
+
+async def test_prefill_may_stand_still_while_decode_computes_every_prompt():
+    clock = ManualClock(1000.0)
+    async with FakeCluster(auto_step=False, clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher(progress_timeout_s=2.0)
+        cluster.prefill[0].stuck = True
+        await cluster.pass_time(3.0)
+        assert dispatcher.roles_without_progress() == ["prefill"]
+        announce(cluster.decode[0], CONTEXT_LENGTH)
+        await until(lambda: not dispatcher.roles_without_progress())
+        cluster.decode[0].stuck = True
+        await cluster.pass_time(3.0)
+        assert dispatcher.roles_without_progress() == ["decode"]
 
 
 async def test_a_draining_worker_finishes_its_work_and_gets_no_new():

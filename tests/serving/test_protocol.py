@@ -29,7 +29,7 @@ def served(
         ServeConfig(registry_address="127.0.0.1:1", **settings),
         ModelConfig.from_dir(MODEL_PATH),
         lambda: context_length,
-        lambda role: 0 if dp_sizes is None else dp_sizes.get(role, 0),
+        lambda role: None if dp_sizes is None else dp_sizes.get(role),
     )
 
 
@@ -469,6 +469,11 @@ async def test_dictated_ranks_are_read_and_kept_within_what_the_workers_have(rea
         assert message in str(caught.value)
     sizes.clear()  # nobody is there to say what there is
     assert (await read(model, routed_dp_rank=7)).ranks == (-1, 7)
+    sizes["prefill"] = 0  # decode needs none
+    with pytest.raises(
+        ApiError, match="disagg_prefill_dp_rank: this cluster has no prefill worker"
+    ):
+        await read(model, disagg_prefill_dp_rank=0)
 
 
 async def test_a_batch_of_generate_may_say_each_thing_once_or_per_prompt() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Ranks, Router, key_of
+from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Ranks, Router, computes_all, key_of
 from transfer import wire
 
 
@@ -79,6 +79,28 @@ def test_decode_is_both_workers_of_a_prompt_that_it_computes_itself():
         assert other is not None
         assert not other.is_local
         assert other.keys == (("d", 1), ("p", 1))
+
+
+def test_only_decode_that_holds_no_prompt_it_cannot_compute_needs_no_prefill():
+    assert computes_all(member("d", local_prefill_tokens=64).info)
+    assert not computes_all(member("d", local_prefill_tokens=63).info)
+    assert not computes_all(member("p", "prefill", local_prefill_tokens=64).info)
+
+
+def test_without_prefill_only_decode_that_computes_the_prompt_itself_is_picked():
+    router = Router("least_load")
+    decodes = [member("a"), member("b", local_prefill_tokens=8, running_requests=9)]
+    drains = member("p", "prefill", draining=True)
+    for prefills in ([], [drains]):
+        pair = router.pick(prefills, decodes, 8, 0.0, may_be_local=True)
+        assert pair is not None
+        assert pair.keys == (("b", 1),)
+    # Passed over by others only for one that takes the prompt, too.
+    pair = router.pick([], decodes, 8, 0.0, frozenset("b"), stalled=[("b", 1)], may_be_local=True)
+    assert pair is not None
+    assert pair.keys == (("b", 1),)
+    assert router.pick([], decodes, 9, 0.0, may_be_local=True) is None
+    assert router.pick([], decodes, 8, 0.0, ranks=Ranks(prefill=0)) is None
 
 
 def test_least_load_takes_the_prefill_with_fewer_queued_tokens():
@@ -241,6 +263,99 @@ def test_a_prompt_found_in_full_computes_its_last_page_and_that_is_no_miss():
     assert pick_prompt(router, TWO[:1], ids).num_uncached == PAGE
     served(router, TWO[:1], ids, cached_tokens=3 * PAGE)
     assert pick_prompt(router, TWO[:1], [*[5] * PAGE, 0]).num_uncached == 1
+
+
+def alone(worker_id: str, queued_tokens: int = 0, running_requests: int = 0):
+    """A decode worker that computes every prompt."""
+    return member(
+        worker_id,
+        local_prefill_tokens=1 << 20,
+        slots_total=8,
+        queued_tokens=queued_tokens,
+        running_requests=running_requests,
+    )
+
+
+def pick_alone(router: Router, decodes, ids) -> Pair:
+    pair = router.pick([], decodes, len(ids), 0.0, prompt_ids=ids, may_be_local=True)
+    assert pair is not None
+    assert pair.is_local
+    return pair
+
+
+def served_alone(router: Router, decodes, ids, cached_tokens: int | None = None) -> str:
+    pair = pick_alone(router, decodes, ids)
+    router.found_cached(pair, cached_tokens)
+    router.ended(pair)
+    return pair.decode.info.worker_id
+
+
+def test_cache_aware_takes_the_decode_that_has_the_prefix_where_there_is_no_prefill():
+    two = [alone("a"), alone("b")]
+    router = Router("cache_aware")
+    assert [served_alone(router, two, prompt(n, 4)) for n in (1, 2)] == ["a", "b"]
+    assert [served_alone(router, two, prompt(n, 4)) for n in (2, 1, 1, 2, 2)] == list("baabb")
+    assert served_alone(router, two, prompt(1, 4), cached_tokens=0) == "a"
+    assert pick_alone(router, two, prompt(1, 4)).num_uncached == 1, "it has computed it now"
+    router.flushed(("a", 1))
+    assert {pick_alone(router, two, prompt(2, 4)).num_uncached for _ in range(3)} == {1}
+    assert pick_alone(router, two, prompt(1, 4)).num_uncached == 4 * PAGE + 1
+
+
+def test_cache_aware_leaves_decode_that_has_more_to_compute_or_is_much_fuller():
+    for busy, expected in (
+        ({"queued_tokens": 4 * PAGE - 1}, "a"),
+        ({"queued_tokens": 4 * PAGE + 1}, "b"),
+        ({"running_requests": 1}, "a"),
+        ({"running_requests": 2}, "b"),
+    ):
+        router = Router("cache_aware")
+        assert served_alone(router, [alone("a"), alone("b")], prompt(1, 4)) == "a"
+        assert served_alone(router, [alone("a", **busy), alone("b")], prompt(1, 4)) == expected
+    two = [alone("a", running_requests=8), alone("b", running_requests=8)]
+    assert served_alone(router, two, prompt(1, 4)) == "a", "both are full: what is cached counts"
+
+
+def test_a_prefix_that_all_share_does_not_fill_one_decode_before_the_others():
+    router = Router("cache_aware")
+    two = [alone("a"), alone("b")]
+    served_alone(router, two, prompt(1, 4))
+    picked: Counter[str] = Counter()
+    for _ in range(12):
+        pair = pick_alone(router, two, prompt(1, 4))
+        router.prefilled(pair)  # they go on decoding
+        picked[pair.decode.info.worker_id] += 1
+    assert abs(picked["a"] - picked["b"]) <= 2
+
+
+def test_decode_is_charged_with_a_prompt_until_it_is_computed_and_with_the_request_longer():
+    router = Router("cache_aware")
+    two = [alone("a"), alone("b")]
+    pair = pick_alone(router, two, prompt(1, 4))
+    assert pair.decode.info.worker_id == "a"
+    assert pick_alone(router, two, prompt(1, 4)).decode.info.worker_id == "b"
+    for _ in range(2):
+        router.prefilled(pair)
+    assert router.charged_requests(("a", 1)) == 1
+    assert pick_alone(router, two, prompt(1, 4)).decode.info.worker_id == "a"
+    for _ in range(2):
+        router.ended(pair)
+    assert router.charged_requests(("a", 1)) == 1
+
+
+def test_every_rank_of_decode_has_a_cache_of_its_own():
+    ranks = (wire.Load(slots_total=8),) * 2
+    decodes = [member("a", local_prefill_tokens=1 << 20, dp_size=2, ranks=ranks)]
+    router = Router("least_load", decode_policy="cache_aware")
+
+    def rank_of(ids) -> int:
+        pair = pick_alone(router, decodes, ids)
+        router.ended(pair)
+        return pair.decode_rank
+
+    assert [rank_of(prompt(n, 4)) for n in (1, 2, 2, 1, 1)] == [0, 1, 1, 0, 0]
+    router.flushed(("a", 1))
+    assert pick_alone(router, decodes, prompt(1, 4)).num_uncached == 4 * PAGE + 1
 
 
 def test_each_role_may_have_a_policy_of_its_own():

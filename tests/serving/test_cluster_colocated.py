@@ -1,0 +1,80 @@
+"""Both roles in one process: the words of two, with no prefill worker anywhere."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serving.demo import demo_model_path
+from serving.tokenizer import Tokenizer
+from tests.cluster import Cluster, up, wait_until
+from tests.one_process import OneProcess
+from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    flags = [flag for flag in CROWD if not flag.startswith("--prefill")]
+    with up(*flags, "--colocated", "--decode=2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def one_process() -> OneProcess:
+    return OneProcess(demo_model_path())
+
+
+def test_a_crowd_gets_the_tokens_of_one_process_alone(
+    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+) -> None:
+    jobs = jobs_of(tokenizer, 60)
+    assert max(len(ids) for ids, _ in jobs) > 64, "one that takes several chunks"
+    crowds(cluster, jobs, expected(one_process, jobs))
+    workers = cluster.settled()
+    assert [worker["role"] for worker in workers] == ["decode", "decode"]
+    for worker in workers:
+        assert worker["counters"]["local_prefills"] > 0
+        assert worker["compiles_after_ready"] == 0
+        assert worker["pages_held"] == 0
+        assert worker["load"]["pages_free"] == worker["load"]["pages_total"]
+
+
+def test_a_prefix_is_computed_once_until_it_is_flushed(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXTS[2])
+    whole = (len(ids) - 1) // 16 * 16
+    assert cluster.http.post("/flush_cache").status_code == 200
+    answers = [cluster.generate(ids, temperature=0, max_new_tokens=4) for _ in range(3)]
+    assert cluster.http.post("/flush_cache").status_code == 200
+    answers.append(cluster.generate(ids, temperature=0, max_new_tokens=4))
+    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert cached == [0, whole, whole, 0]
+    assert all(answer["output_ids"] == answers[0]["output_ids"] for answer in answers)
+
+
+def test_a_rank_of_prefill_cannot_be_dictated(cluster: Cluster) -> None:
+    reply = cluster.http.post("/generate", json={"input_ids": [5], "disagg_prefill_dp_rank": 0})
+    assert reply.status_code == 400
+    assert "this cluster has no prefill worker, got 0" in reply.text
+
+
+def test_a_killed_worker_is_a_pause_not_another_text(
+    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+) -> None:
+    jobs = jobs_of(tokenizer, 100)
+    want = expected(one_process, jobs)
+    epochs = {worker["epoch"] for worker in cluster.workers()}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        answers = [pool.submit(cluster.generate, ids, **sampling) for ids, sampling in jobs]
+        wait_until(lambda: all(w["load"]["running_requests"] > 0 for w in cluster.workers()))
+        os.kill(cluster.children()["decode"].pid, signal.SIGKILL)
+        assert [answer.result(120)["output_ids"] for answer in answers] == want
+    wait_until(lambda: len({w["epoch"] for w in cluster.workers()} - epochs) == 1, 120)
