@@ -31,6 +31,21 @@ def one_process() -> OneProcess:
     return OneProcess(demo_model_path())
 
 
+def test_a_prefix_is_computed_once_until_it_is_flushed(
+    cluster: Cluster, tokenizer: Tokenizer
+) -> None:
+    """First of all: who was busy a moment ago is avoided, whatever its cache has."""
+    ids = tokenizer.encode(TEXTS[2])
+    whole = (len(ids) - 1) // 16 * 16
+    assert cluster.http.post("/flush_cache").status_code == 200
+    answers = [cluster.generate(ids, temperature=0, max_new_tokens=4) for _ in range(3)]
+    assert cluster.http.post("/flush_cache").status_code == 200
+    answers.append(cluster.generate(ids, temperature=0, max_new_tokens=4))
+    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert cached == [0, whole, whole, 0]
+    assert all(answer["output_ids"] == answers[0]["output_ids"] for answer in answers)
+
+
 def test_a_crowd_gets_the_tokens_of_one_process_alone(
     cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
 ) -> None:
@@ -44,20 +59,6 @@ def test_a_crowd_gets_the_tokens_of_one_process_alone(
         assert worker["compiles_after_ready"] == 0
         assert worker["pages_held"] == 0
         assert worker["load"]["pages_free"] == worker["load"]["pages_total"]
-
-
-def test_a_prefix_is_computed_once_until_it_is_flushed(
-    cluster: Cluster, tokenizer: Tokenizer
-) -> None:
-    ids = tokenizer.encode(TEXTS[2])
-    whole = (len(ids) - 1) // 16 * 16
-    assert cluster.http.post("/flush_cache").status_code == 200
-    answers = [cluster.generate(ids, temperature=0, max_new_tokens=4) for _ in range(3)]
-    assert cluster.http.post("/flush_cache").status_code == 200
-    answers.append(cluster.generate(ids, temperature=0, max_new_tokens=4))
-    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-    assert cached == [0, whole, whole, 0]
-    assert all(answer["output_ids"] == answers[0]["output_ids"] for answer in answers)
 
 
 def test_a_rank_of_prefill_cannot_be_dictated(cluster: Cluster) -> None:
