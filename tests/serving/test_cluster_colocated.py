@@ -17,7 +17,7 @@ from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     flags = [flag for flag in CROWD if not flag.startswith("--prefill")]
-    with up(*flags, "--colocated", "--decode=2") as running:
+    with up(*flags, "--colocated", "--decode=2", "--policy=cache_aware") as running:
         yield running
 
 
