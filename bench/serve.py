@@ -213,6 +213,8 @@ def run(args: argparse.Namespace, report: Report) -> int:
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
     paced = f"rate {args.rate}" if args.rate else f"x{args.concurrency}"
     case = f"{config.input_tokens}/{config.output_tokens} {paced}"
+    if args.server_args and not args.url:
+        case += f", {args.server_args.strip()}"  # its rows are no later ones of the case without
     with contextlib.ExitStack() as stack:
         if args.url:
             server = parse_url(args.url, args.api_key)
