@@ -24,6 +24,8 @@ import numpy as np
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 
+_EVICTED_SHIFT = 8  # a 256th of the pool at once
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
@@ -73,6 +75,7 @@ class Admission:
             for rank in range(len(pools))
         ]
         self._waiting: list[Seat] = []  # oldest first
+        self._may_fit = False  # something changed for who waits: looking costs a walk of the cache
         self._seats: dict[int, Seat] = {}
         self._num_seated = [0] * len(pools)
         self.num_slots = len(pools) * rank_slots
@@ -105,10 +108,14 @@ class Admission:
         assert -1 <= rank < len(self._pools), rank
         assert all(seat.room != room for seat in self._waiting), f"room {room} twice"
         assert room not in self._seats, f"room {room} twice"
+        self._may_fit = True
         insort(self._waiting, Seat(room, num_tokens, arrival_s, rank, sharing), key=_age)
 
     def admit(self) -> tuple[Seat, ...]:
         """Seat as many of the waiting as fit, oldest first; nobody overtakes."""
+        if not self._may_fit:
+            return ()
+        self._may_fit = False
         seated: list[Seat] = []
         open_ranks = {rank for rank, slots in enumerate(self._free_slots) if slots}
         at = 0
@@ -135,6 +142,21 @@ class Admission:
         seat.pages.append(pages[0])
         return pages[0]
 
+    def share(self, seat: Seat) -> None:
+        """Whatever the cache has of its prompt by now takes the place of pages of its own, to which
+        nothing was written yet."""
+        if seat.sharing is None:
+            return
+        asked, cache, pool = seat.sharing, self.caches[seat.rank], self._pools[seat.rank]
+        pages = cache.match(asked.token_ids, asked.salt, asked.num_reusable)
+        if len(pages) * self._page_size <= seat.num_cached:
+            pool.release(pages)
+            return
+        pool.release(seat.pages[: len(pages)])
+        seat.pages[: len(pages)] = pages
+        seat.num_cached = len(pages) * self._page_size
+        self._may_fit = True
+
     def computed(self, seat: Seat, num_tokens: int) -> None:
         """Decode computes a prompt's first num_tokens tokens, before any call that comes later:
         others may share the pages that this fills."""
@@ -150,6 +172,7 @@ class Admission:
 
     def release(self, room: int) -> Seat | None:
         """The room is over, in whatever state: slot and pages go back. None if unknown."""
+        self._may_fit = True
         seat = self._seats.pop(room, None)
         if seat is None:
             self._waiting = [s for s in self._waiting if s.room != room]
@@ -199,7 +222,8 @@ class Admission:
         pool = self._pools[rank]
         short = num_pages - pool.num_free
         if short > 0:
-            self.caches[rank].evict(short)
+            # It walks past all that long streams hold: rather seldom, and more of a large pool.
+            self.caches[rank].evict(max(short, pool.num_pages >> _EVICTED_SHIFT))
         return pool.reserve(num_pages)
 
     def _need(self, num_tokens: int) -> int:

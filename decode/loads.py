@@ -55,7 +55,7 @@ class Loads:
         )
 
     def by_rank(self, steps: int) -> tuple[wire.Load, ...]:
-        """See wire.Heartbeat. Another thread reads: each figure by itself is one that was true."""
+        """See wire.Heartbeat; () with one rank."""
         if len(self._pools) == 1:
             return ()
         slots = self._admission.num_slots // len(self._pools)

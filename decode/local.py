@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from decode.admission import Admission, Seat, Sharing
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.pieces import Piece
 
@@ -18,23 +19,33 @@ MAX_SEQS = 8  # prompts of one chunk and rank
 
 @dataclass(slots=True)
 class LocalPrompt:
-    """One prompt in its reserved pages."""
+    """One prompt in the pages of its seat."""
 
-    room: int
-    rank: int
-    token_ids: np.ndarray  # i32[n]
-    pages: Sequence[int]
-    salt: str = ""
-    logprobs_start: int = -1  # positions >= start need logits; -1 = none
+    seat: Seat
+    sharing: Sharing
+    wants_logprobs: bool = False
+    has_begun: bool = False
     num_planned: int = 0  # tokens cached, computed or in a chunk that was dispatched
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
+    def room(self) -> int:
+        return self.seat.room
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs_start >= 0
+    def rank(self) -> int:
+        return self.seat.rank
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.sharing.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return self.seat.num_tokens
+
+    @property
+    def pages(self) -> Sequence[int]:
+        return self.seat.pages
 
 
 class LocalPiece(Piece[LocalPrompt]):
@@ -52,16 +63,18 @@ def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> Prefi
 class LocalQueue:
     """Who waits for chunks, by rank."""
 
-    def __init__(self, dp_size: int, page_size: int, chunk_tokens: int, chunk_pages: int) -> None:
+    def __init__(
+        self, admission: Admission, page_size: int, chunk_tokens: int, chunk_pages: int
+    ) -> None:
         """chunk_tokens, chunk_pages: most of one chunk and rank; pages hold a whole prompt."""
-        self._waiting: list[deque[LocalPrompt]] = [deque() for _ in range(dp_size)]
+        self._admission = admission
+        self._waiting: list[deque[LocalPrompt]] = [deque() for _ in admission.caches]
         self._page_size = page_size
         self._chunk_tokens = chunk_tokens
         self._chunk_pages = chunk_pages
 
     def add(self, prompt: LocalPrompt) -> None:
         """Queue a prompt."""
-        assert 0 <= prompt.num_planned < prompt.num_tokens, f"room {prompt.room}"
         self._waiting[prompt.rank].append(prompt)
 
     def remove(self, room: int) -> None:
@@ -83,6 +96,10 @@ class LocalQueue:
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         while waiting and tokens_left and len(pieces) < MAX_SEQS:
             prompt = waiting[0]
+            if not prompt.has_begun:
+                # Seated long ago, perhaps: others have computed what it begins with since.
+                self._admission.share(prompt.seat)
+                prompt.num_planned, prompt.has_begun = prompt.seat.num_cached, True
             num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
             num_pages = pages_for(prompt.num_planned + num_tokens, self._page_size)
             if num_pages > pages_left:
@@ -90,6 +107,7 @@ class LocalQueue:
             piece = LocalPiece(prompt, prompt.num_planned, num_tokens)
             pieces.append(piece)
             prompt.num_planned = piece.end
+            self._admission.computed(prompt.seat, piece.end)
             tokens_left -= num_tokens
             pages_left -= num_pages
             if piece.is_last:

@@ -85,14 +85,12 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        opened = open_configured(
-            config, config.chunked_prefill_size if config.local_prefill_tokens else 0
-        )
+        chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
+        opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
         rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
         buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
         local, local_tokens = None, self._most_local(opened.context_length)
         if local_tokens:
-            chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
             local = local_buckets(local_tokens, chunk, opened.kv.page_size)
         engine = DecodeEngine(
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
@@ -150,7 +148,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         self._scheduler = DecodeScheduler(self._admission, facts.page_size)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
-        self._local = LocalQueue(self.config.dp_size, facts.page_size, *most)
+        self._local = LocalQueue(self._admission, facts.page_size, *most)
         self._loads = Loads(self._admission, self._local, pools, self.clock)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
         self._receiver = receiver
@@ -222,6 +220,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             prefill_dp_rank=held.prefill_rank,
         )
 
+    def has_begun(self, held: Held) -> bool:
+        """A prompt that waits for its first chunk has a seat, but cost nothing yet."""
+        is_local = held.seat is not None and held.seat.sharing is not None
+        return super().has_begun(held) and not (is_local and held.room.state is State.RESERVED)
+
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
         held = self._held.get(room)
         if held is None or held.seat is None:
@@ -270,7 +273,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def turn(self) -> bool:
         self._seat()
         self._start()
-        if len(self._local):
+        computes = len(self._local) > 0
+        if computes:
             self._dispatch_local()
         plan = self._plan()
         if plan is not None:
@@ -280,7 +284,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self.counters["steps"] += 1
         while len(self._inflight) > 1:
             self._complete(self._inflight.popleft())
-        if self._inflight and plan is None:
+        if self._inflight and plan is None and not computes:
             self._complete(self._inflight.popleft())
         self.expire()
         self._refresh_load()
@@ -298,15 +302,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)
             if seat.sharing is not None:
-                asked, held.num_cached = seat.sharing, seat.num_cached
-                start = held.submit.sampling.prompt_logprobs_start
-                pages = seat.pages[:num_pages]
-                self._local.add(
-                    LocalPrompt(
-                        *(seat.room, seat.rank, asked.token_ids, pages, asked.salt, start),
-                        num_planned=seat.num_cached,
-                    )
-                )
+                self._local.add(LocalPrompt(seat, seat.sharing, held.logprobs is not None))
                 continue
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
@@ -369,14 +365,13 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         asks = {}
         for piece in chain.from_iterable(plans):
             held = self._held[piece.prompt.room]
-            assert held.seat is not None
             if held.room.state is State.RESERVED:
+                held.num_cached = piece.start
                 held.room.advance(State.RECEIVING, self.clock.monotonic_s())
                 self.counters["local_prefills"] += 1
             if piece.is_last:
                 submit = held.submit
                 asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens)
-            self._admission.computed(held.seat, piece.end)
             self.counters["tokens_computed"] += piece.num_tokens
         self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks)))
 
@@ -468,10 +463,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _refresh_load(self) -> None:
         self._load = self._loads.total(self._scheduler.num_running, self.progress)
+        self._rank_loads = self._loads.by_rank(self.progress)
 
     def rank_loads(self) -> tuple[wire.Load, ...]:
-        """See decode.loads.Loads."""
-        return self._loads.by_rank(self.progress)
+        return self._rank_loads
 
     def state(self) -> wire.WorkerState:
         self._admission.check()

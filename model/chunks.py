@@ -1,6 +1,6 @@
 """Packed chunks of prompts as compiled programs: pieces in, pages written, logits and tokens out.
 
-Both roles run them: prefill for all prompts, decode for those short enough to compute itself. All
+Both roles run them: prefill for its prompts, decode for those that it computes itself. All
 data-parallel ranks take each call together, each with its own part, which may be empty. Rows of
 arrays are those of rank 0 first; pages are counted within each rank. Nothing here waits for the
 device.

@@ -191,10 +191,14 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         for room in self._rooms.expired(self.clock.now_s()):
             self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
 
+    def has_begun(self, held: H) -> bool:
+        """Whether the room has cost more than its place in a queue."""
+        return held.room.state not in _NOT_BEGUN
+
     def _hand_on(self) -> None:
         """Give back what has not begun, to go to another worker; what has begun is finished."""
         self.handing_on = True
-        for room in [r for r, held in self._held.items() if held.room.state in _NOT_BEGUN]:
+        for room in [r for r, held in self._held.items() if not self.has_begun(held)]:
             self.fail(room, Code.DRAINING, f"{self.worker_id()} drains")
 
     def _close(self, room: int, state: State, ending: str = "") -> None:

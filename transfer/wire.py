@@ -182,7 +182,7 @@ class LegRecord(Message):
     room: int
     stages: dict[str, int]  # transfer.room.State -> offset at which it was entered
     ending: str = ""  # "" well; else why it was dropped
-    cached_tokens: int = 0  # prefill: found in its cache
+    cached_tokens: int = 0  # found in the cache of who computed the prompt
     # prefill: i64[n, 5], a row a chunk: tokens, and offsets at which it was dispatched, was known
     # to be computed, its pages were handed to the data plane, and the last of them had left.
     chunks: bytes = b""
@@ -407,7 +407,7 @@ class ApiState(Message):
     process: int  # its number, from 0; one started again has the same
     pid: int
     api_id: str
-    ready: bool  # a prefill and a decode worker take its work
+    ready: bool  # the workers that a request needs take it
     running: int  # generations in the workers' hands
     queued: int  # generations waiting for a place
 

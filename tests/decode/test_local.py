@@ -4,6 +4,7 @@ from typing import cast
 
 import numpy as np
 
+from decode.admission import Admission, Seat, Sharing
 from decode.config import ANY_PROMPT
 from decode.local import MAX_SEQS, LocalPrompt, LocalQueue, local_buckets
 from tests.sim.alone import PAGE, Alone
@@ -11,11 +12,26 @@ from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.errors import Code
-from transfer.worker import Aborted
+from transfer.pages import PagePool
+from transfer.room import State
+from transfer.worker import Aborted, Drain
 
 
-def prompt(room: int, num_tokens: int, rank: int = 0) -> LocalPrompt:
-    return LocalPrompt(room, rank, np.zeros(num_tokens, np.int32), list(range(num_tokens)))
+class Desk:
+    """Seats of prompts that share nothing, and the queue behind them."""
+
+    def __init__(self, ranks: int = 1, chunk_tokens: int = 10, chunk_pages: int = 1000) -> None:
+        self.admission = Admission([PagePool(100) for _ in range(ranks)], 100, PAGE, 0, True)
+        self.queue = LocalQueue(self.admission, PAGE, chunk_tokens, chunk_pages)
+
+    def seat(self, room: int, num_tokens: int, rank: int = 0, first: int = 0) -> Seat:
+        """first: token with which it begins; 0: one that no other has."""
+        token_ids = np.full(num_tokens, first or 1000 + room, np.int32)
+        sharing = Sharing(token_ids, "", num_tokens - 1)
+        self.admission.add(room, num_tokens, float(room), rank, sharing)
+        (seat,) = self.admission.admit()
+        self.queue.add(LocalPrompt(seat, sharing))
+        return seat
 
 
 def rooms(queue: LocalQueue) -> list[list[int]]:
@@ -28,9 +44,10 @@ def spans(queue: LocalQueue) -> list[list[tuple[int, int, int]]]:
 
 
 def test_a_chunk_is_filled_in_order_by_rank_and_a_long_prompt_goes_on_in_the_next() -> None:
-    queue = LocalQueue(2, PAGE, chunk_tokens=10, chunk_pages=100)
+    desk = Desk(ranks=2)
+    queue = desk.queue
     for room, num_tokens, rank in ((1, 6, 0), (2, 25, 0), (3, 1, 0), (4, 10, 1), (5, 1, 1)):
-        queue.add(prompt(room, num_tokens, rank))
+        desk.seat(room, num_tokens, rank)
     assert spans(queue) == [[(1, 0, 6), (2, 0, 4)], [(4, 0, 10)]]
     assert len(queue) == 3
     assert spans(queue) == [[(2, 4, 14)], [(5, 0, 1)]]
@@ -40,37 +57,43 @@ def test_a_chunk_is_filled_in_order_by_rank_and_a_long_prompt_goes_on_in_the_nex
     assert len(queue) == 0
 
 
-def test_what_a_cached_prefix_stands_for_is_not_computed_again() -> None:
-    queue = LocalQueue(1, PAGE, chunk_tokens=10, chunk_pages=100)
-    cached = prompt(1, 14)
-    cached.num_planned = 8
-    queue.add(cached)
-    assert spans(queue) == [[(1, 8, 14)]]
+def test_what_others_have_computed_by_then_is_not_computed_again() -> None:
+    desk = Desk()
+    seats = [desk.seat(room, 14, first=7) for room in (1, 2, 3)]
+    pages = {page for seat in seats for page in seat.pages}
+    assert spans(desk.queue) == [[(1, 0, 10)]]
+    assert spans(desk.queue) == [[(1, 10, 14), (2, 12, 14), (3, 12, 14)]]  # of the same chunk, too
+    assert seats[1].pages[:3] == seats[0].pages[:3]
+    assert [seat.num_cached for seat in seats] == [0, 12, 12]
+    assert len({page for seat in seats for page in seat.pages}) == len(pages) - 6
+    desk.admission.check()
 
 
 def test_a_room_that_ends_between_two_chunks_leaves_the_second_to_others() -> None:
-    queue = LocalQueue(1, PAGE, chunk_tokens=4, chunk_pages=100)
-    queue.add(prompt(1, 8))
-    queue.add(prompt(2, 2))
-    assert spans(queue) == [[(1, 0, 4)]]
-    queue.remove(1)
-    assert spans(queue) == [[(2, 0, 2)]]
+    desk = Desk(chunk_tokens=4)
+    desk.seat(1, 8)
+    desk.seat(2, 2)
+    assert spans(desk.queue) == [[(1, 0, 4)]]
+    desk.queue.remove(1)
+    assert spans(desk.queue) == [[(2, 0, 2)]]
 
 
 def test_a_chunk_has_at_most_so_many_prompts() -> None:
-    queue = LocalQueue(1, PAGE, 100, 1000)
-    for room in range(MAX_SEQS + 1):
-        queue.add(prompt(room, 1))
-    assert rooms(queue) == [list(range(MAX_SEQS))]
-    assert rooms(queue) == [[MAX_SEQS]]
+    desk = Desk(chunk_tokens=100)
+    for room in range(1, MAX_SEQS + 2):
+        desk.seat(room, 1)
+    assert rooms(desk.queue) == [list(range(1, MAX_SEQS + 1))]
+    assert rooms(desk.queue) == [[MAX_SEQS + 1]]
 
 
 def test_a_chunk_has_at_most_so_many_pages_of_context() -> None:
-    queue = LocalQueue(1, PAGE, chunk_tokens=100, chunk_pages=5)
+    desk = Desk(chunk_tokens=100, chunk_pages=5)
     for room, num_tokens in ((1, 12), (2, 12), (3, 1)):
-        queue.add(prompt(room, num_tokens))
-    assert rooms(queue) == [[1]]  # nobody overtakes
-    assert rooms(queue) == [[2, 3]]
+        desk.seat(room, num_tokens)
+    assert rooms(desk.queue) == [[1]]  # nobody overtakes
+    assert desk.queue.left(0) == (2, 13)
+    assert rooms(desk.queue) == [[2, 3]]
+    assert desk.queue.left(0) == (0, 0)
 
 
 def test_chunks_are_as_long_as_the_longest_prompt_or_as_asked() -> None:
@@ -188,3 +211,51 @@ def test_logprobs_of_a_prompt_come_with_its_first_token() -> None:
     wanted = [prompt_logprob(position) for position in range(5, 20)]
     assert wire.unpack_f32(told.logprobs).tolist() == wanted
     worker.check_idle()
+
+
+def test_a_burst_with_one_prefix_computes_it_once() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=40)
+    for room in range(1, 5):
+        tokens = wire.pack_i32([*range(100, 124), room])
+        alone.submit(room, 25, max_new=1, prefill=alone.ref(), token_ids=tokens)
+    while alone.turn():
+        pass
+    assert worker.counters["tokens_computed"] == 25 + 3
+    assert worker.counters["cached_tokens"] == 3 * 24
+    worker.check_idle()
+
+
+def test_a_chunk_is_ahead_of_the_host_while_nobody_decodes() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=16)
+    alone.submit(1, 40, max_new=1, prefill=alone.ref())
+    for _ in range(5):
+        assert alone.turn()
+        assert len(worker._inflight) == 1
+    assert not alone.turn()
+    worker.check_idle()
+
+
+def test_a_worker_that_drains_hands_on_prompts_that_wait_for_their_first_chunk() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=40)
+    for room in (1, 2, 3):
+        alone.submit(room, 25, max_new=1, prefill=alone.ref())
+    alone.turn()
+    assert worker._held[2].room.state is State.RESERVED
+    worker.handle(Drain())
+    while alone.turn():
+        pass
+    handed_on = [("failed", room, Code.DRAINING.value) for room in (2, 3)]
+    assert sorted(alone.events()) == [*handed_on, ("prefilled", 1, "")]
+    assert alone.tokens() == [(1, 0)]
+    worker.check_idle()
+
+
+def test_ranks_tell_of_prompts_that_wait_there() -> None:
+    alone, worker = local(ANY_PROMPT, num_pages=40, dp_size=2)
+    for room in (1, 2, 3):
+        alone.submit(room, 20, max_new=1, prefill=alone.ref(), routed_dp_rank=1)
+    alone.turn()
+    none, some = worker.rank_loads()
+    assert (none.queued_requests, none.queued_tokens, none.running_requests) == (0, 0, 0)
+    assert (some.queued_requests, some.queued_tokens, some.running_requests) == (3, 52, 0)
+    assert worker.load().queued_tokens == 52

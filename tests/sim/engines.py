@@ -248,15 +248,16 @@ class StepEngine:
 def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
     """The state behind the piece's last token; its pages are written."""
     prompt, page_size = piece.prompt, pool.facts.page_size
+    salt = prompt.sharing.salt if isinstance(prompt, LocalPrompt) else prompt.salt
     tokens = prompt.token_ids.tolist()
     before = chain(tokens[: piece.start])
     pool.expect(prompt.pages, before, what)
     for page in prompt.pages[: piece.start // page_size]:
-        assert pool.salts[page] == prompt.salt, f"page {page} crossed salts"
+        assert pool.salts[page] == salt, f"page {page} crossed salts"
     fresh = chain(tokens[piece.start : piece.end], before[-1] if before else START)
     pool.write(prompt.pages, piece.start, fresh)
     for page in prompt.pages[piece.start // page_size : -(-piece.end // page_size)]:
-        pool.salts[page] = prompt.salt
+        pool.salts[page] = salt
     return fresh[-1]
 
 
