@@ -47,7 +47,7 @@ class Seat:
     sharing: Sharing | None = None  # None: prefill computes it
     slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
-    num_cached: int = 0  # tokens found in the prefix cache when it was seated
+    num_cached: int = 0  # tokens of it that pages of the prefix cache stand for
 
 
 def _age(seat: Seat) -> tuple[float, int]:
