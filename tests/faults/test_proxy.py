@@ -67,6 +67,35 @@ async def test_what_a_sender_left_behind_springs_no_trap() -> None:
     decode.close()
 
 
+@pytest.mark.timeout(30)
+async def test_a_connection_that_stood_still_springs_no_further_trap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its sender may have given it up, and what says so be behind all that it sent before."""
+    monkeypatch.setattr("tests.faults.proxy._HELD_UP_S", 0.05)
+    ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
+    proxy = Proxy("decode-0", decode.sockets[0].getsockname()[1])
+    port = free_port()
+    await proxy.start(port)
+    proxy.trap = stall = Trap("mid_frame", "stall", lasts_s=0.1)
+
+    _, held_up = await asyncio.open_connection("127.0.0.1", port)
+    frame = whole_frame(Frame(Kind.PAGES), payload=[LONG[:4096]])
+    held_up.write(frame + frame)
+    await stall.sprung.wait()
+    proxy.trap = trap = Trap("mid_frame", "cut")
+    reader, writer = await ends.get()
+    assert await reader.readexactly(2 * len(frame)) == frame + frame
+    assert not trap.sprung.is_set()
+
+    await _springs(trap, port, ends)
+    held_up.close()
+    writer.close()
+    await proxy.close()
+    decode.close()
+
+
 async def _springs(
     trap: Trap, port: int, ends: "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"
 ) -> None:
