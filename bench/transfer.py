@@ -31,6 +31,7 @@ from bench.transfer_peer import AHEAD, EPOCH, STALL_TIMEOUT_S, WORKLOADS, page_i
 from bench.transfer_pools import pool_of, runs_of
 from transfer import wire
 from transfer.backend import FirstToken
+from transfer.choice import default_connections
 from transfer.layout import plan_heads
 from transfer.nixl import NixlSender
 from transfer.rpc import Security
@@ -42,7 +43,6 @@ OUTSTANDING = (1, 8)
 BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
 WARM_UPS = 4
-CONNECTIONS = 2  # as by default
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ WAYS = (
     Way(", gathered", gathered=True),
     Way(", gathered, not placed", gathered=True, placed=False),
 )
+
+
+def connections_of(outstanding: int) -> int:
+    """Data connections that so many requests at a time have by default."""
+    return min(outstanding, default_connections())
 
 
 class TransferFailed(RuntimeError):
@@ -111,7 +116,7 @@ class Sender:
     def __init__(
         self, work: PageWork, address: str, outstanding: int, backend: str, way: Way = HOST
     ) -> None:
-        """As many connections as processors may send on, as long as each has a request."""
+        """As many connections as a prefill worker opens by default for so many requests."""
         self._work = work
         self._address = address
         self.pool = pool_of(work, 1, way.on_device)
@@ -139,7 +144,7 @@ class Sender:
             "on_event": self._on_event,
             "max_frame_bytes": MAX_FRAME_BYTES,
             "stall_timeout_s": STALL_TIMEOUT_S,
-            "connections": min(outstanding, CONNECTIONS),
+            "connections": connections_of(outstanding),
         }
         self._sender: TcpSender
         if backend == "shm":
@@ -229,7 +234,11 @@ def measure(
 ) -> None:
     """One workload with so many requests outstanding, and its baselines."""
     case = f"{work.name} x{outstanding}"
-    shapes = asdict(work) | {"page_bytes": work.page_bytes, "outstanding": outstanding}
+    shapes = asdict(work) | {
+        "page_bytes": work.page_bytes,
+        "outstanding": outstanding,
+        "connections": connections_of(outstanding),
+    }
     threads = min(outstanding, os.cpu_count() or 1)
     if work.num_pages == 1:
         round_trip_us = tcp_round_trip_us(work.request_bytes, budget_s)

@@ -11,13 +11,15 @@ class PrefillConfig(WorkerConfig):
     """Configuration of `kvferry prefill`. Names are those of the flags."""
 
     max_seqs_per_chunk: int = 8  # prompts packed into one chunk
-    transfer_connections: int = 2  # to each decode worker, opened as rooms want them
+    transfer_connections: int = (
+        0  # to each decode worker, opened as rooms want them; 0: by processors
+    )
     # How prompts are shared out to the data-parallel ranks.
     load_balance_method: Method = "shortest_queue"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, "max_seqs_per_chunk", 1)
-        at_least(self, "transfer_connections", 1)
+        at_least(self, "transfer_connections", 0)
         at_most(self, "transfer_connections", 64)  # each has a thread at either end
         at_most(self, "max_seqs_per_chunk", 1024)  # each has a row of logits

@@ -28,7 +28,7 @@ from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender
-from transfer.choice import open_sender
+from transfer.choice import default_connections, open_sender
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
@@ -131,16 +131,22 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
         )
         log.info("memory: %s", engine.plan)
+        connections = config.transfer_connections or default_connections()
         sender = open_sender(
             config,
             self.security,
-            config.transfer_connections,
+            connections,
             sender_id=self.worker_id(),
             on_event=lambda event: self.inbox.post(SenderSaid(event)),
         )
         self.assemble(engine, PoolFacts.of(opened), buckets, sender)
         self._compiles.arm()
-        self.resolved(opened, engine.num_pages, chunked_prefill_size=chunk)
+        self.resolved(
+            opened,
+            engine.num_pages,
+            chunked_prefill_size=chunk,
+            transfer_connections=connections,
+        )
         return describe(self, self.config, opened, "", engine.num_pages)
 
     def assemble(

@@ -1,5 +1,6 @@
 """The two ends of the backend that a worker's flags ask for."""
 
+import os
 from typing import Any
 
 from transfer.backend import OnEvent, PageReceiver, PageSender
@@ -8,6 +9,17 @@ from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
 from transfer.tcp import TcpReceiver, TcpSender
 from transfer.worker_config import WorkerConfig
+
+_MOST_CONNECTIONS = 2  # by default: a third adds no GB/s that stands out
+
+
+def default_connections() -> int:
+    """Data connections of a pair of workers: one for each two processors of this host.
+
+    Both ends of one keep two processors busy where a pair is on one host; a second would only
+    take its turns with the first, out of cold caches.
+    """
+    return max(1, min(_MOST_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
 
 
 def open_sender(

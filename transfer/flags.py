@@ -437,7 +437,8 @@ WORKER_HELP = {
     "chunked_prefill_size": "tokens of prompts computed at once; 0: 512 on CPU, else 8192, or 2048 "
     "where decode computes them",
     "max_seqs_per_chunk": "prompts packed into one chunk at most",
-    "transfer_connections": "data connections to each decode worker at most",
+    "transfer_connections": "data connections to each decode worker at most; 0: one for each "
+    "two processors of this host, 2 at most",
     "disable_radix_cache": "do not reuse the pages of common prefixes",
     "load_balance_method": "which data-parallel rank takes the next prompt, when one has room",
     "max_running_requests": "slots: requests decoded at once, over all data-parallel "

@@ -19,7 +19,11 @@ CONTEXT = 512
 START_TIMEOUT_S = 240.0
 # Small pools and chunks: prompts of several chunks, and requests that push each other out.
 SIZES = {
-    "prefill": ("--chunked-prefill-size=64", "--max-seqs-per-chunk=4"),
+    "prefill": (
+        "--chunked-prefill-size=64",
+        "--max-seqs-per-chunk=4",
+        "--transfer-connections=2",
+    ),
     "decode": ("--max-running-requests=8", "--max-total-tokens=640"),
 }
 REQUEST_TIMEOUT_S = 120.0

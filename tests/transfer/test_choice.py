@@ -1,6 +1,7 @@
 """Flags choose the backend; what cannot work is refused before anything starts."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.transfer.samples import KV, NEEDS_NIXL, SECURITY
 from transfer import nixl_agent
-from transfer.choice import open_receiver, open_sender
+from transfer.choice import default_connections, open_receiver, open_sender
 from transfer.errors import ConfigError
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.shm import ShmReceiver, ShmSender
@@ -99,3 +100,11 @@ def test_a_nixl_that_cannot_be_loaded_is_refused_with_the_reason(
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("json",))  # it has no such bindings
     with pytest.raises(ConfigError, match=r"json cannot be loaded: .*json._bindings"):
         open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)
+
+
+@pytest.mark.parametrize(("processors", "connections"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+def test_a_pair_has_a_connection_for_each_two_processors(
+    processors: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    assert default_connections() == connections
