@@ -71,6 +71,8 @@ HELP = {
     "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",
     "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
+    "reasoning_parser": "how the model writes reasoning: a field of its own in chats then",
+    "tool_call_parser": "how the model writes tool calls: fields of their own in chats then",
     "enable_metrics": "serve /metrics",
     "otlp_traces_endpoint": "URL that takes the spans of ended requests by OTLP over HTTP, for "
     "example http://HOST:4318/v1/traces; needs the extra otel; '': none",

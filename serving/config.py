@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from serving.parsing import ReasoningParser, ToolCallParser
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
@@ -40,6 +41,8 @@ class ServeConfig:
     slow_client_timeout_s: float = 30.0
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
     sampling_defaults: Literal["model", "openai"] = "model"
+    reasoning_parser: ReasoningParser = "none"
+    tool_call_parser: ToolCallParser = "none"
     enable_metrics: bool = True
     otlp_traces_endpoint: str = ""  # URL that takes OTLP over HTTP; "" = no traces
     timeline_requests: int = 512  # of which /requests/ID/timeline tells; each choice counts
@@ -75,6 +78,12 @@ class ServeConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} must be above 0, got {getattr(self, name)}")
+        if (self.reasoning_parser == "gpt-oss") != (self.tool_call_parser == "gpt-oss"):
+            raise ConfigError(
+                "gpt-oss is one format for reasoning and tool calls: give it to both "
+                f"--reasoning-parser and --tool-call-parser, got {self.reasoning_parser} and "
+                f"{self.tool_call_parser}"
+            )
         if self.otlp_traces_endpoint and not self.timeline_requests:
             raise ConfigError("--otlp-traces-endpoint needs --timeline-requests above 0, got 0")
         if not self.host:

@@ -46,6 +46,13 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the functions that a request offers."""
+    functions = (tool.get("function") for tool in tools)
+    names = (function.get("name") for function in functions if isinstance(function, dict))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
 def render(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
 ) -> str:

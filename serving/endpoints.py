@@ -60,7 +60,9 @@ class ChatEndpoint:
         return openai_api.ChatReader(openai_api.read_chat(body), model)
 
     def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
-        return chat_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))
+        assert isinstance(reader, openai_api.ChatReader), "this endpoint made it"
+        model = front.model
+        return chat_answer(request, model.tokenizer, model.name, int(arrival_s), reader.parsing)
 
 
 class CompletionEndpoint:

@@ -5,11 +5,14 @@ them, as vLLM has it: stop_reason, prompt_logprobs, and token ids where asked.
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from serving.choice import Choice, Entry, Piece
 from serving.json_bytes import dumps
+from serving.marked_text import MarkedText, Told
+from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.tokenizer import Tokenizer
 
@@ -165,19 +168,19 @@ class _Answer:
         return b"".join([self._chunk(choice, item, extras) for item in items])
 
     def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        if not choice.plain or self._request.continuous_usage:
+        if not (self._shape.splices and choice.plain) or self._request.continuous_usage:
             return None
         before, after = self.piece(choice, Piece(_MARK)).split(f'"{_MARK}"'.encode())
         return before, after
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
-        return self._chunk(choice, self._shape.piece(choice, piece, None))
+        item = self._shape.piece(choice, piece)
+        return b"" if item is None else self._chunk(choice, item)
 
     def finish(self, choice: Choice, rest: Piece) -> bytes:
-        data = b""
-        if rest.text or rest.ids or rest.entries:
-            data = self.piece(choice, rest)
-        return data + self._chunk(choice, self._shape.piece(choice, Piece(), choice.finish_reason))
+        item = self._shape.rest(choice, rest)
+        data = b"" if item is None else self._chunk(choice, item)
+        return data + self._chunk(choice, self._shape.end(choice))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         if not self._request.include_usage:
@@ -203,12 +206,23 @@ class Shape(Protocol):
 
     whole_object: str
     chunk_object: str
+    splices: bool  # pieces of text differ in nothing but the text
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]: ...
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]: ...
 
-    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]: ...
+    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """None: there is nothing to tell yet."""
+        ...
+
+    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        """The last piece, which may be empty."""
+        ...
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        """That it ended, and why."""
+        ...
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Fields beside `choices`."""
@@ -220,6 +234,7 @@ class ChatShape:
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    splices = True
 
     def __init__(self, logprobs: LogprobShapes) -> None:
         self._logprobs = logprobs
@@ -229,9 +244,9 @@ class ChatShape:
         text = choice.ask.prompt.text + piece.text if shown.echo else piece.text
         item = {
             "index": choice.ask.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": {"role": "assistant", **self._message(choice, text), "refusal": None},
             "logprobs": self._logprobs.chat(choice, piece.entries),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         if shown.token_ids:
@@ -245,16 +260,16 @@ class ChatShape:
             item["token_ids"] = []
         return [item]
 
-    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        delta = {} if finish_reason else {"content": piece.text}
-        item = self._delta(choice, delta)
-        if piece.entries:
-            item["logprobs"] = self._logprobs.chat(choice, piece.entries)
-        if finish_reason:
-            item |= {"finish_reason": finish_reason, "stop_reason": choice.stop_reason}
-        if choice.ask.shown.token_ids:
-            item["token_ids"] = piece.ids
-        return item
+    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        return self._item(choice, piece, {"content": piece.text})
+
+    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        return self.piece(choice, piece) if _has_any(piece) else None
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        item = self._item(choice, Piece(), {})
+        reason = self._finish_reason(choice)
+        return item | {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         first = choices[0]
@@ -265,6 +280,20 @@ class ChatShape:
             extras["prompt_logprobs"] = prompt_logprobs
         return extras
 
+    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
+        return {"content": text}
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
+    def _item(self, choice: Choice, piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:
+        item = self._delta(choice, delta)
+        if piece.entries:
+            item["logprobs"] = self._logprobs.chat(choice, piece.entries)
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = piece.ids
+        return item
+
     def _delta(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
         return {
             "index": choice.ask.index,
@@ -274,11 +303,82 @@ class ChatShape:
         }
 
 
+class ParsedChatShape(ChatShape):
+    """A chat whose reasoning and tool calls have fields of their own, as SGLang names them.
+
+    A call comes in one delta, once all of it is there.
+    """
+
+    splices = False
+
+    def __init__(self, logprobs: LogprobShapes, parsing: Parsing) -> None:
+        super().__init__(logprobs)
+        self._parsing = parsing
+        self._parsers: dict[int, MarkedText] = {}  # by the choice's index
+        self._num_calls: Counter[int] = Counter()
+
+    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        return self._told(choice, piece, self._parser(choice).feed(piece.text))
+
+    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        parser = self._parser(choice)
+        return self._told(choice, piece, parser.feed(piece.text) + parser.finish())
+
+    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
+        parser = self._parser(choice)
+        told = parser.feed(text) + parser.finish()
+        calls = self._calls(choice, told)
+        message: dict[str, Any] = {"content": told.content or (None if calls else "")}
+        if self._parsing.reasoning != "none":
+            message["reasoning_content"] = told.reasoning or None
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        called = self._num_calls[choice.ask.index] and choice.finish_reason == "stop"
+        return "tool_calls" if called else choice.finish_reason
+
+    def _told(self, choice: Choice, piece: Piece, told: Told) -> dict[str, Any] | None:
+        first = self._num_calls[choice.ask.index]
+        calls = self._calls(choice, told)
+        delta: dict[str, Any] = {}
+        if told.reasoning:
+            delta["reasoning_content"] = told.reasoning
+        if told.content:
+            delta["content"] = told.content
+        if calls:
+            delta["tool_calls"] = [{"index": idx, **call} for idx, call in enumerate(calls, first)]
+        return self._item(choice, piece, delta) if delta or piece.ids or piece.entries else None
+
+    def _calls(self, choice: Choice, told: Told) -> list[dict[str, Any]]:
+        index = choice.ask.index
+        calls = told.calls
+        if self._parsing.one_call:
+            calls = [] if self._num_calls[index] else calls[:1]
+        self._num_calls[index] += len(calls)
+        return [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
+    def _parser(self, choice: Choice) -> MarkedText:
+        index = choice.ask.index
+        if index not in self._parsers:
+            self._parsers[index] = self._parsing.parser()
+        return self._parsers[index]
+
+
 class CompletionShape:
     """text_completion, whole and in chunks."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    splices = True
 
     def __init__(self, logprobs: LogprobShapes) -> None:
         self._logprobs = logprobs
@@ -305,12 +405,20 @@ class CompletionShape:
         item = self._item(choice, choice.ask.prompt.text, choice.prompt_entries)
         return [item | of_prompt]
 
-    def piece(self, choice: Choice, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+    def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
         item = self._item(choice, piece.text, piece.entries)
-        if finish_reason:
-            item |= {"finish_reason": finish_reason, "stop_reason": choice.stop_reason}
         if choice.ask.shown.token_ids:
             item["token_ids"] = piece.ids
+        return item
+
+    def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
+        return self.piece(choice, piece) if _has_any(piece) else None
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        item = self._item(choice, "", [])
+        item |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        if choice.ask.shown.token_ids:
+            item["token_ids"] = []
         return item
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -334,9 +442,21 @@ class CompletionShape:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
-def chat_answer(request: Request, tokenizer: Tokenizer, model_name: str, created: int) -> _Answer:
+def _has_any(piece: Piece) -> bool:
+    return bool(piece.text or piece.ids or piece.entries)
+
+
+def chat_answer(
+    request: Request,
+    tokenizer: Tokenizer,
+    model_name: str,
+    created: int,
+    parsing: Parsing | None = None,
+) -> _Answer:
     """Spells the answer of POST /v1/chat/completions."""
-    return _Answer(request, ChatShape(LogprobShapes(tokenizer)), model_name, created)
+    logprobs = LogprobShapes(tokenizer)
+    shape = ParsedChatShape(logprobs, parsing) if parsing else ChatShape(logprobs)
+    return _Answer(request, shape, model_name, created)
 
 
 def completion_answer(

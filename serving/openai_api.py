@@ -6,12 +6,14 @@ OpenAI-compatible server.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from serving.conversation import messages_of, render, text_of
+from serving.conversation import messages_of, render, text_of, tool_names
 from serving.errors import ApiError, bad_field, not_served
+from serving.parsing import Parsing
 from serving.protocol import (
     ChoiceAsk,
     Prompt,
@@ -123,6 +125,9 @@ class ChatFields(OpenAIFields, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -294,7 +299,10 @@ class ChatReader:
         num_logprobs = check_logprobs("top_logprobs", fields.top_logprobs or 0)
         if not fields.logprobs:
             num_logprobs = -1
+        self.parsing = _parsing(fields, model)
         self._shown = _shown(fields, num_logprobs, model, drop_output=False)
+        if self.parsing.needs_special_tokens:
+            self._shown = replace(self._shown, skip_special_tokens=False)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
@@ -306,6 +314,7 @@ class ChatReader:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
         fields, model = self._fields, self._model
         text = render(model, self._messages, fields)
+        self.parsing = replace(self.parsing, prompt=text)
         ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")
@@ -332,6 +341,22 @@ class ChatReader:
             self._interval,
             self._ranks,
         )
+
+
+def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
+    """What is taken out of the answer. Raises ApiError for what cannot be left in it."""
+    config = model.config
+    if config.reasoning_parser != "none":
+        for name in ("separate_reasoning", "stream_reasoning"):
+            if getattr(fields, name) is False:
+                raise not_served(name)
+    calls = config.tool_call_parser != "none" and fields.tool_choice != "none"
+    return Parsing(
+        config.reasoning_parser,
+        config.tool_call_parser,
+        tool_names(fields.tools or ()) if calls else frozenset(),
+        one_call=fields.parallel_tool_calls is False,
+    )
 
 
 # --- both -----------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""GPT-OSS's answers: messages with a channel each, and calls as messages to a tool.
+
+Format: openai/harmony: docs/format.md. A message is `<|channel|>NAME [to=TOOL] ... <|message|>TEXT`
+and ends with `<|end|>`, or with a token that ends the answer and is not in its text. Channel
+`analysis` is reasoning; what is addressed to `functions.NAME` is a call; all else is content.
+"""
+
+import re
+from typing import Final
+
+from serving.marked_text import MarkedText
+from serving.tool_calls import channel_call
+
+_START: Final = "<|start|>"
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT: Final = re.compile(r"\bto=(functions\.[^\s<]+)")
+
+
+class HarmonyText(MarkedText):
+    """See the module."""
+
+    def __init__(self, tools: frozenset[str], prompt: str) -> None:
+        """prompt: it has opened a message, whose text it may have begun."""
+        super().__init__(tools)
+        self._channel = ""
+        self._recipient = ""
+        self._call = ""
+        self._has_spoken: set[str] = set()  # channels that have text
+        self._is_new = True  # nothing of this message's text was told
+        self._header: str | None = ""  # None: it is over, text follows
+        opened, message, _ = prompt.rpartition(_START)[2].partition(_MESSAGE)
+        if message:
+            self._open(opened)
+
+    def _markers(self) -> tuple[str, ...]:
+        return (_MESSAGE, *_ENDS) if self._header is not None else (*_ENDS, _START)
+
+    def _passed(self, text: str) -> None:
+        if self._header is not None:
+            self._header += text
+            return
+        if self._recipient:
+            self._call += text
+            return
+        field = "reasoning" if self._channel == "analysis" else "content"
+        if self._is_new and field in self._has_spoken:
+            text = "\n" + text
+        self._is_new = False
+        self._has_spoken.add(field)
+        if field == "reasoning":
+            self._told.reasoning += text
+        else:
+            self._told.content += text
+
+    def _found(self, marker: str) -> None:
+        if marker == _MESSAGE:
+            self._open(self._header or "")
+        else:
+            self._close()
+
+    def _over(self) -> None:
+        if self._header is not None and not _CHANNEL.search(self._header):
+            self._told.content += self._header  # another format
+        self._close()
+
+    def _open(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._channel = channel[1] if channel else ""
+        self._recipient = recipient[1] if recipient else ""
+        self._call = ""
+        self._is_new = True
+        self._header = None
+
+    def _close(self) -> None:
+        recipient, call = self._recipient, self._call
+        if recipient:
+            self._called(call, lambda: channel_call(recipient, call))
+        self._header, self._recipient = "", ""

@@ -1,0 +1,58 @@
+"""What `--reasoning-parser` and `--tool-call-parser` take out of a chat's answer.
+
+Names and fields are those of sgl-project/sglang: python/sglang/srt/parser/reasoning_parser.py and
+python/sglang/srt/function_call.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.harmony import HarmonyText
+from serving.marked_text import MarkedText
+from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, TaggedText
+
+ReasoningParser = Literal["none", "deepseek-r1", "deepseek-v3", "gpt-oss", "qwen3"]
+ToolCallParser = Literal[
+    "none",
+    "deepseekv3",
+    "deepseekv31",
+    "gpt-oss",
+    "hermes",
+    "llama3",
+    "mistral",
+    "qwen",
+    "qwen25",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """What is taken out of the answer of one request. tools: names, none unless calls are."""
+
+    reasoning: ReasoningParser = "none"
+    tool_calls: ToolCallParser = "none"
+    tools: frozenset[str] = frozenset()
+    one_call: bool = False  # calls after the first are left out
+    prompt: str = ""
+
+    def __bool__(self) -> bool:
+        return self.reasoning != "none" or bool(self.tools)
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether markers are special tokens, which texts leave out by default."""
+        if self.reasoning == "gpt-oss":
+            return True
+        return bool(self.tools) and CALL_FORMATS[self.tool_calls].special
+
+    def parser(self) -> MarkedText:
+        """For one choice."""
+        if self.reasoning == "gpt-oss":
+            return HarmonyText(self.tools, self.prompt)
+        prompt = self.prompt.rstrip()
+        opened = prompt.endswith(THINK_BEGIN)
+        # R1 thinks even where its prompt does not begin the thought.
+        unasked = self.reasoning == "deepseek-r1" and not prompt.endswith(THINK_END)
+        thinks = self.reasoning != "none"
+        calls = CALL_FORMATS[self.tool_calls] if self.tools else None
+        return TaggedText(thinks, thinks and (opened or unasked), calls, self.tools)

@@ -1,0 +1,138 @@
+"""Thoughts between `<think>` tags and tool calls between markers: how most models write them.
+
+Formats: the models' own chat templates. Their names: sgl-project/sglang:
+python/sglang/srt/function_call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from serving.marked_text import MarkedText
+from serving.tool_calls import ToolCall, deepseek_call, json_calls, mistral_calls
+
+THINK_BEGIN: Final = "<think>"
+THINK_END: Final = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes tool calls."""
+
+    begin: str
+    end: str  # "": a call ends where the next begins, or with the text
+    read: Callable[[str], list[ToolCall]]  # what is between; ValueError when it is no call
+    around: tuple[str, ...] = ()  # markers that say nothing by themselves
+    bare: bool = False  # a text that begins with a brace is a call, too
+    special: bool = True  # markers are special tokens
+
+
+_HERMES = CallFormat("<tool_call>", "</tool_call>", json_calls, special=False)
+_DEEPSEEK = CallFormat(
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    deepseek_call,
+    around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+CALL_FORMATS: Final = {
+    "deepseekv3": _DEEPSEEK,
+    "deepseekv31": _DEEPSEEK,
+    "hermes": _HERMES,
+    "llama3": CallFormat("<|python_tag|>", "", json_calls, bare=True),
+    "mistral": CallFormat("[TOOL_CALLS]", "", mistral_calls),
+    "qwen": _HERMES,
+    "qwen25": _HERMES,
+}
+
+
+class _Where(Enum):
+    BEGIN = auto()  # nothing but space so far
+    THOUGHT = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class TaggedText(MarkedText):
+    """Thoughts between tags before all else, calls as `calls` says.
+
+    Space around thoughts and calls is dropped; a text without either is told as it is.
+    """
+
+    def __init__(
+        self, thinks: bool, in_thought: bool, calls: CallFormat | None, tools: frozenset[str]
+    ) -> None:
+        """in_thought: the prompt opened a thought, or the model does so unasked."""
+        super().__init__(tools)
+        self._thinks = thinks
+        self._calls = calls
+        self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
+        self._trims = in_thought  # space that comes next
+        self._space = ""  # at the end of what was passed
+        self._begun = ""  # of the call that it is in: space before, and marker
+        self._call = ""
+
+    def _markers(self) -> tuple[str, ...]:
+        calls = self._calls
+        if self._where is _Where.THOUGHT:
+            return (THINK_END, THINK_BEGIN)
+        if self._where is _Where.CALL:
+            assert calls is not None
+            return (calls.end,) if calls.end else (calls.begin,)
+        found = (calls.begin, *calls.around) if calls is not None else ()
+        return (*found, THINK_BEGIN) if self._thinks and self._where is _Where.BEGIN else found
+
+    def _passed(self, text: str) -> None:
+        if self._where is _Where.CALL:
+            self._call += text
+            return
+        if self._trims:
+            text = text.lstrip()
+        if not text:
+            return
+        self._trims = False
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if not kept:
+            return
+        if self._where is _Where.THOUGHT:
+            self._told.reasoning += kept
+            return
+        if self._where is _Where.BEGIN:
+            self._where = _Where.CONTENT
+            if self._calls is not None and self._calls.bare and kept.lstrip().startswith("{"):
+                self._space = ""
+                self._begin_call("")
+                self._call = text
+                return
+        self._told.content += kept
+
+    def _found(self, marker: str) -> None:
+        if self._where is _Where.CALL:
+            self._end_call(marker)
+        if self._calls is not None and marker == self._calls.begin:
+            self._begin_call(marker)
+        elif self._calls is None or marker != self._calls.end:
+            self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.CONTENT
+            self._space = ""
+            self._trims = True
+
+    def _over(self) -> None:
+        if self._where is _Where.CALL:
+            self._end_call("")
+        elif self._where is not _Where.THOUGHT:
+            self._told.content += self._space
+
+    def _begin_call(self, marker: str) -> None:
+        self._where = _Where.CALL
+        self._begun = self._space + marker
+        self._call = ""
+        self._space = ""
+
+    def _end_call(self, marker: str) -> None:
+        assert self._calls is not None
+        read, call = self._calls.read, self._call
+        self._where = _Where.CONTENT
+        written = self._begun + call + (marker if self._calls.end else "")
+        self._trims = self._called(written, lambda: read(call))

@@ -1,0 +1,97 @@
+"""What models write as tool calls, read: one function for each way to write them."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+_SPACE: Final = " \t\r\n"
+_FENCE: Final = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """arguments: JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+def json_calls(text: str) -> list[ToolCall]:
+    """Objects of name and arguments, or parameters: one, several in a row, or a list of them.
+
+    Raises ValueError when they are something else.
+    """
+    found: list[Any] = []
+    for value in _values(text, separators=_SPACE + ";"):
+        found += value if isinstance(value, list) else [value]
+    if not found:
+        raise ValueError("no call")
+    return [_call(value) for value in found]
+
+
+def mistral_calls(text: str) -> list[ToolCall]:
+    """A list of such objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`."""
+    text = text.strip()
+    if text.startswith("["):
+        return json_calls(text)
+    name, brace, arguments = text.partition("{")
+    return [_named(name.removesuffix("[ARGS]"), brace + arguments)]
+
+
+def deepseek_call(text: str) -> list[ToolCall]:
+    """`name<sep>{...}`, or `function<sep>name` and the arguments in a fence, as V3 has it."""
+    head, separator, rest = text.strip().partition("<｜tool▁sep｜>")
+    if not separator:
+        raise ValueError("no separator")
+    name, _, fenced = rest.partition("\n")
+    if head == "function" and (inner := _FENCE.match(fenced.strip())):
+        return [_named(name, inner[1])]
+    return [_named(head, rest)]
+
+
+def channel_call(recipient: str, text: str) -> list[ToolCall]:
+    """Arguments that were written to `functions.NAME`."""
+    return [_named(recipient.removeprefix("functions."), text)]
+
+
+def _named(name: str, arguments: str) -> ToolCall:
+    values = _values(arguments, separators=_SPACE)
+    if len(values) != 1:
+        raise ValueError("not one value")
+    return _call({"name": name.strip(), "arguments": values[0]})
+
+
+def _call(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("no name, or arguments that are no object")
+    text = json.dumps(arguments, ensure_ascii=False)
+    text.encode()  # a lone surrogate is a ValueError here, and none in the answer
+    return ToolCall(name, text)
+
+
+def _values(text: str, separators: str) -> list[Any]:
+    """JSON values one behind the other. Raises ValueError, also for what is JSON in Python alone
+    and for more levels than Python takes."""
+    values = []
+    at = 0
+    while at < len(text):
+        if text[at] in separators:
+            at += 1
+            continue
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except RecursionError as error:
+            raise ValueError("too many levels") from error
+        values.append(value)
+    return values
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse)

@@ -1,0 +1,159 @@
+"""Chats with reasoning and tool calls in fields of their own, over HTTP, by OpenAI's client."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.serving.live import EOS, MODEL_NAME, live_server, tokenizer_of_tests
+
+HELLO: list[Any] = [{"role": "user", "content": "Weather?"}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+]
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+ANSWER = f"<think>\nThey want é.\n</think>\n\nOne moment.\n{ONE}\n{ONE}"
+
+
+def writes(text: str) -> Any:
+    """A network that answers every prompt with this text."""
+    tokenizer = tokenizer_of_tests()
+    script = [*tokenizer.encode(text, False), EOS]
+    starts: dict[int, int] = {}
+
+    def network(token_ids: Sequence[int]) -> int:
+        # Prompts differ in length alone here, and each is asked about first.
+        key = next((n for n in sorted(starts) if token_ids[n:] == script[: len(token_ids) - n]), -1)
+        if key < 0:
+            starts[len(token_ids)] = key = len(token_ids)
+        return script[len(token_ids) - key]
+
+    return network
+
+
+@contextlib.asynccontextmanager
+async def client_of(text: str, **config: Any) -> AsyncIterator[Any]:
+    async with (
+        live_server(writes(text), **config) as live,
+        AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client.chat.completions
+
+
+PARSERS = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen"}
+
+
+async def streamed(chats: Any, **more: Any) -> tuple[str, str, list[tuple[str, str]], list[str]]:
+    """Reasoning, content, calls and finish reasons, put together as clients do."""
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
+    reasons = []
+    stream = await chats.create(model=MODEL_NAME, messages=HELLO, stream=True, **more)
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            assert call.index == len(calls)
+            assert call.id.startswith("call_")
+            calls.append((call.function.name, call.function.arguments))
+        if choice.finish_reason:
+            reasons.append(choice.finish_reason)
+    return reasoning, content, calls, reasons
+
+
+@pytest.mark.parametrize("interval", [1, 3, 50])
+async def test_both_kinds_of_answer_have_the_same_fields(interval: int) -> None:
+    async with client_of(ANSWER, **PARSERS, stream_interval=interval) as chats:
+        whole = await chats.create(model=MODEL_NAME, messages=HELLO, tools=TOOLS)
+        (choice,) = whole.choices
+        message = choice.message
+        assert (message.reasoning_content, message.content) == ("They want é.", "One moment.")
+        assert [call.type for call in message.tool_calls] == ["function"] * 2
+        assert len({call.id for call in message.tool_calls}) == 2
+        calls = [(call.function.name, call.function.arguments) for call in message.tool_calls]
+        assert calls == [("weather", '{"city": "Zürich"}')] * 2
+        assert choice.finish_reason == "tool_calls"
+        found = await streamed(chats, tools=TOOLS)
+        assert found == ("They want é.", "One moment.", calls, ["tool_calls"])
+
+
+async def test_calls_stay_text_without_tools_or_with_none_chosen() -> None:
+    async with client_of(ANSWER, **PARSERS) as chats:
+        content = f"One moment.\n{ONE}\n{ONE}"
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            assert await streamed(chats, **more) == ("They want é.", content, [], ["stop"])
+        (choice,) = (await chats.create(model=MODEL_NAME, messages=HELLO)).choices
+        assert (choice.message.content, choice.message.tool_calls) == (content, None)
+
+
+async def test_one_call_where_calls_may_not_be_parallel() -> None:
+    async with client_of(ANSWER, **PARSERS) as chats:
+        asked: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
+        _, _, calls, _ = await streamed(chats, **asked)
+        assert len(calls) == 1
+        (choice,) = (await chats.create(model=MODEL_NAME, messages=HELLO, **asked)).choices
+        assert len(choice.message.tool_calls) == 1
+
+
+async def test_choices_logprobs_and_usage_are_those_of_all_tokens() -> None:
+    async with client_of(ANSWER, **PARSERS) as chats:
+        answer = await chats.create(
+            model=MODEL_NAME, messages=HELLO, tools=TOOLS, n=2, logprobs=True
+        )
+        for choice in answer.choices:
+            assert choice.message.content == "One moment."
+            entries = choice.logprobs.content
+            assert len(entries) * 2 == answer.usage.completion_tokens
+        reasons, entries = [], 0
+        stream = await chats.create(
+            model=MODEL_NAME, messages=HELLO, tools=TOOLS, n=2, logprobs=True, stream=True
+        )
+        async for chunk in stream:
+            for choice in chunk.choices:
+                entries += len(choice.logprobs.content) if choice.logprobs else 0
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+        assert reasons == ["tool_calls"] * 2
+        assert entries == answer.usage.completion_tokens
+
+
+async def test_an_answer_that_is_cut_short_ends_by_length() -> None:
+    async with client_of(ANSWER, **PARSERS) as chats:
+        reasoning, content, calls, reasons = await streamed(chats, tools=TOOLS, max_tokens=8)
+        assert "<think>" not in reasoning
+        assert (content, calls, reasons) == ("", [], ["length"])
+
+
+async def test_channels_have_their_markers_though_special_tokens_are_left_out() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "é"}'
+    )
+    parsers = {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"}
+    async with client_of(text, **parsers) as chats:
+        found = await streamed(chats, tools=TOOLS)
+        assert found == ("Hm.", "", [("weather", '{"city": "é"}')], ["tool_calls"])
+
+
+async def test_reasoning_that_must_stay_in_the_text_is_refused() -> None:
+    async with client_of(ANSWER, **PARSERS) as chats:
+        for name in ("separate_reasoning", "stream_reasoning"):
+            with pytest.raises(openai.BadRequestError, match=name):
+                await chats.create(model=MODEL_NAME, messages=HELLO, extra_body={name: False})
+
+
+async def test_without_parsers_all_is_text() -> None:
+    async with client_of(ANSWER) as chats:
+        (choice,) = (
+            await chats.create(
+                model=MODEL_NAME,
+                messages=HELLO,
+                tools=TOOLS,
+                extra_body={"separate_reasoning": False},
+            )
+        ).choices
+        assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+        assert not hasattr(choice.message, "reasoning_content")

@@ -1,0 +1,226 @@
+"""Reasoning and tool calls come out of every format the same, however the text is cut."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.config import ServeConfig
+from serving.marked_text import Told
+from serving.parsing import Parsing
+from serving.tagged_text import CALL_FORMATS
+from serving.tool_calls import ToolCall
+from tests.serving.live import MODEL_PATH
+from transfer.errors import ConfigError
+
+TOOLS = frozenset({"weather", "ferry_times"})
+CALL = ToolCall("weather", '{"city": "Zürich"}')
+OTHER = ToolCall("ferry_times", "{}")
+OBJECT = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+OTHER_OBJECT = '{"name": "ferry_times", "arguments": {}}'
+V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Zürich"}\n```'
+V31 = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
+END = "<｜tool▁call▁end｜>"
+
+
+def pieces_told(parsing: Parsing, pieces: list[str]) -> Told:
+    parser = parsing.parser()
+    told = Told()
+    for piece in pieces:
+        told += parser.feed(piece)
+    return told + parser.finish()
+
+
+def told(parsing: Parsing, text: str) -> Told:
+    """Whole; and character by character, which must be the same."""
+    whole = pieces_told(parsing, [text])
+    assert pieces_told(parsing, list(text)) == whole
+    return whole
+
+
+QWEN3 = Parsing("qwen3")
+R1 = Parsing("deepseek-r1")
+THINKS_ON = Parsing("qwen3", prompt="<|im_start|>assistant\n<think>\n")
+HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("parsing", "text", "reasoning", "content"),
+    [
+        (QWEN3, "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (QWEN3, "\n<think>\n\n</think>\n\nYes.\n", "", "Yes.\n"),
+        (QWEN3, "  Yes <think> no </think>.", "", "  Yes <think> no </think>."),
+        (QWEN3, "<thin", "", "<thin"),
+        (QWEN3, "<think>a < b, </thin", "a < b, </thin", ""),
+        (QWEN3, "<think>Cut \n", "Cut", ""),
+        (QWEN3, " \n", "", " \n"),
+        (THINKS_ON, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (R1, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        (R1, "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
+        (Parsing("deepseek-r1", prompt="<think>\n\n</think>\n\n"), "Yes.", "", "Yes."),
+        (Parsing("deepseek-v3", prompt="<|Assistant|></think>"), "Yes.", "", "Yes."),
+        (Parsing("deepseek-v3", prompt="<|Assistant|><think>"), "Hm.</think>Yes.", "Hm.", "Yes."),
+    ],
+)
+def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> None:
+    assert told(parsing, text) == Told(reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("qwen", f"<tool_call>\n{OBJECT}\n</tool_call>", "", [CALL]),
+        ("qwen25", f"<tool_call>{OBJECT}</tool_call>", "", [CALL]),
+        (
+            "hermes",
+            f"See:\n<tool_call>\n{OBJECT}\n</tool_call>\n<tool_call>\n{OTHER_OBJECT}\n</tool_call>",
+            "See:",
+            [CALL, OTHER],
+        ),
+        ("hermes", f"<tool_call>\n{OBJECT}", "", [CALL]),  # the end was a token that ends the text
+        ("llama3", OBJECT.replace("arguments", "parameters"), "", [CALL]),
+        ("llama3", f"<|python_tag|>{OBJECT}; {OTHER_OBJECT}", "", [CALL, OTHER]),
+        ("llama3", f"{OBJECT}<|python_tag|>{OTHER_OBJECT}", "", [CALL, OTHER]),
+        ("llama3", 'Look: {"name": 1}', 'Look: {"name": 1}', []),
+        ("mistral", f"[TOOL_CALLS][{OBJECT}, {OTHER_OBJECT}]", "", [CALL, OTHER]),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}', "", [CALL]),
+        ("mistral", "Yes. [TOOL_CALLS]ferry_times{}[TOOL_CALLS]ferry_times{}", "Yes.", [OTHER] * 2),
+        (
+            "deepseekv3",
+            f"<｜tool▁calls▁begin｜>{V3}{END}\n{V3}{END}<｜tool▁calls▁end｜>",
+            "",
+            [CALL, CALL],
+        ),
+        ("deepseekv31", f"Yes.<｜tool▁calls▁begin｜>{V31}{END}", "Yes.", [CALL]),
+    ],
+)  # fmt: skip
+def test_calls(name: Any, text: str, content: str, calls: list[ToolCall]) -> None:
+    assert told(Parsing(tool_calls=name, tools=TOOLS), text) == Told("", content, calls)
+
+
+def test_thoughts_come_before_calls() -> None:
+    parsing = Parsing("qwen3", "qwen", TOOLS)
+    text = (
+        f"<think>\n<tool_call> would do\n</think>\n\nOne moment.\n<tool_call>{OBJECT}</tool_call>\n"
+    )
+    assert told(parsing, text) == Told("<tool_call> would do", "One moment.", [CALL])
+
+
+NO_CALLS = [
+    "not JSON",
+    "",
+    "[]",
+    '{"name": "weather"}',
+    '{"name": "weather", "arguments": [1]}',
+    '{"name": 7, "arguments": {}}',
+    '{"name": "weather", "arguments": {"a": NaN}}',
+    '{"name": "weather", "arguments": {"a": "\\ud800"}}',
+    '{"name": "weather", "arguments": {"a": ' + "9" * 5000 + "}}",
+    '{"name": "weather", "arguments": {"a": ' + "[" * 50_000,
+    '{"name": "of_nobody", "arguments": {}}',
+    OBJECT + " and more",
+]
+
+
+@pytest.mark.parametrize("between", NO_CALLS)
+def test_what_is_no_call_stays_text(between: str) -> None:
+    text = f"Well \n<tool_call>{between}</tool_call>\n. "
+    parsed = pieces_told(Parsing(tool_calls="hermes", tools=TOOLS), [text])
+    assert parsed == Told("", text, [])
+
+
+@pytest.mark.parametrize(("name", "form"), CALL_FORMATS.items())
+@pytest.mark.parametrize("between", NO_CALLS)
+def test_no_format_takes_what_is_no_call(name: Any, form: Any, between: str) -> None:
+    parsed = pieces_told(Parsing(tool_calls=name, tools=TOOLS), [form.begin, between, form.end])
+    assert not parsed.calls
+    assert parsed.content == form.begin + between + form.end
+
+
+NEXT = "<|start|>assistant<|channel|>"
+SEVERAL = (
+    f"<|channel|>analysis<|message|>a<|end|>{NEXT}analysis<|message|>b"
+    f"{NEXT}commentary<|message|>One moment.<|end|>"
+    f"{NEXT}commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Zürich"}<|call|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            Told("Hm.", "Yes."),
+        ),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", Told("", "{}")),
+        (SEVERAL, Told("a\nb", "One moment.", [CALL])),
+        (
+            " to=functions.ferry_times<|channel|>commentary json<|message|>{}",
+            Told("", "", [OTHER]),
+        ),
+        ("<|channel|>commentary to=functions.weather<|message|>{", Told("", "{")),
+        ("<|channel|>commentary to=functions.of_nobody<|message|>{}", Told("", "{}")),
+        ("<|channel|>commentary to=browser.open<|message|>{}", Told("", "{}")),
+        ("<|channel|>analy", Told()),
+        ("What another model writes.", Told("", "What another model writes.")),
+        ("<|channel|>final<|message|>a <|en", Told("", "a <|en")),
+    ],
+)
+def test_channels(text: str, expected: Told) -> None:
+    assert told(HARMONY, text) == expected
+
+
+def test_a_prompt_may_have_begun_the_message() -> None:
+    prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Ye"
+    assert told(Parsing("gpt-oss", "gpt-oss", TOOLS, prompt=prompt), "s.") == Told("", "s.")
+
+
+NAMES: list[Any] = list(CALL_FORMATS)
+PARSINGS = [
+    *(Parsing("qwen3", name, TOOLS) for name in NAMES),
+    *(Parsing("none", name, TOOLS) for name in NAMES),
+    QWEN3,
+    R1,
+    HARMONY,
+]
+PARTS = st.sampled_from(
+    [
+        "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]",
+        "<｜tool▁calls▁begin｜>", V3, V31, END, "<|start|>", "<|channel|>", "analysis", "final",
+        " to=functions.weather", "<|message|>", "<|end|>", "<|call|>", OBJECT, OTHER_OBJECT,
+        "{", "}", '{"city": 1}', "a", " ", "\n", "<", "<|", "[TOOL", ";",
+    ]
+)  # fmt: skip
+
+
+@given(st.sampled_from(PARSINGS), st.lists(PARTS, max_size=12), st.data())
+@settings(max_examples=400, deadline=None)
+def test_cuts_change_nothing_and_nothing_is_lost(
+    parsing: Parsing, parts: list[str], data: st.DataObject
+) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    cut, whole = pieces_told(parsing, pieces), pieces_told(parsing, [text])
+    assert cut == whole
+    for call in whole.calls:
+        assert call.name in TOOLS
+        assert isinstance(json.loads(call.arguments), dict)
+    if parsing.reasoning == "none" and not whole.calls and "calls" not in text:
+        assert whole == Told("", text)
+    # What is told is in the text, in order, but for calls.
+    for shown in (whole.reasoning, whole.content):
+        rest = iter(text + "\n" * 12)
+        assert all(character in rest for character in shown.replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "calls"), [("gpt-oss", "none"), ("none", "gpt-oss"), ("gpt-oss", "hermes")]
+)
+def test_gpt_oss_is_one_format_for_both(reasoning: Any, calls: Any) -> None:
+    with pytest.raises(ConfigError, match="give it to both") as refused:
+        ServeConfig(MODEL_PATH, "r:1", reasoning_parser=reasoning, tool_call_parser=calls)
+    assert f"got {reasoning} and {calls}" in str(refused.value)
