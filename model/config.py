@@ -29,8 +29,16 @@ _V2_METHODS: Final = ("greedy", "group_limited_greedy")
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
 PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
-# transformers' theta where a checkpoint says none; every other architecture's is 10000.
-_THETA: Final = {"MixtralForCausalLM": 1e6}
+# What transformers takes where a checkpoint says none; every other architecture's theta is 10000.
+_THETA: Final = {"MixtralForCausalLM": 1e6, "GptOssForCausalLM": 150000.0}
+_GPT_OSS_ROPE: Final[dict[str, Any]] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_USUAL_WINDOW: Final = 4096  # of those below, which have none only where the file says null
+_WINDOW_UNSAID: Final = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Fields of these architectures and of networks derived from them, each with the one value beside
 # null at which what we compute is what they say.
 _NEUTRAL: Final[dict[str, Any]] = {
@@ -219,6 +227,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     eos = [token for source in sources for token in source.ids("eos_token_id")]
     bos = [token for source in sources for token in source.ids("bos_token_id")]
     latent = architecture in _LATENT
+    usual_rope = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -226,7 +235,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         num_layers=fields.integer("num_hidden_layers"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(fields, _THETA.get(architecture, 10000.0), latent),
+        rope=read_rope(fields, _THETA.get(architecture, 10000.0), latent, usual_rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
@@ -334,7 +343,8 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
     dense models beside a switch, from max_window_layers on.
     """
     num_layers = fields.integer("num_hidden_layers")
-    window = fields.integer("sliding_window", None)
+    unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
+    window = _USUAL_WINDOW if unsaid else fields.integer("sliding_window", None)
     usual = [_FULL] * num_layers
     if architecture == "GptOssForCausalLM":
         window = fields.integer("sliding_window")

@@ -1,8 +1,10 @@
 """Rotary embedding: what a checkpoint says of it, and the frequencies that follow."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 
@@ -48,10 +50,15 @@ class RopeConfig:
     softmax_factor: float = 1.0
 
 
-def read_rope(fields: Fields, default_theta: float, latent: bool = False) -> RopeConfig:
+def read_rope(
+    fields: Fields,
+    default_theta: float,
+    latent: bool = False,
+    usual: Mapping[str, Any] = MappingProxyType({}),
+) -> RopeConfig:
     """Read either form, or both where they say the same; transformers 5 obeys the older then.
 
-    latent: attention is, as DeepSeek's. Raises ModelError.
+    latent: attention is, as DeepSeek's. usual: settings where there are none. Raises ModelError.
     """
     top = fields.theta()
     found: dict[str, RopeConfig] = {}
@@ -64,7 +71,8 @@ def read_rope(fields: Fields, default_theta: float, latent: bool = False) -> Rop
             raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
         found[name] = _settings(fields, settings, theta, latent)
     if not found:
-        return RopeConfig("default", top or default_theta)
+        settings = Fields(f"{fields.file}: rope_scaling", dict(usual))
+        return _settings(fields, settings, top or default_theta, latent)
     rope, *others = found.values()
     if any(other != rope for other in others):
         got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]

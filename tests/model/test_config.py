@@ -65,6 +65,21 @@ def test_windows_are_where_each_family_has_them(tmp_path: Path) -> None:
     assert windows(QWEN2, switched | {"layer_types": listed}) == (128, (True, False))
 
 
+def test_a_window_that_is_not_said_is_the_usual_one_and_null_is_none(tmp_path: Path) -> None:
+    def window(config: dict[str, Any], **change: Any) -> int:
+        unsaid = {name: value for name, value in config.items() if name != "sliding_window"}
+        long = {"max_position_embeddings": 8192}
+        return ModelConfig.from_dir(write_config(tmp_path, unsaid | long | change)).sliding_window
+
+    mistral = QWEN2 | {"architectures": ["MistralForCausalLM"]}
+    assert window(mistral) == 4096
+    assert window(mistral, sliding_window=None) == 0
+    assert window(mistral, max_position_embeddings=4096) == 0  # as long as the context
+    assert window(QWEN2) == 0  # switched off
+    assert window(QWEN2, use_sliding_window=True, max_window_layers=0) == 4096
+    assert window(MIXTRAL) == 0
+
+
 def test_generation_config_adds_end_tokens_and_sampling_defaults(tmp_path: Path) -> None:
     write_config(tmp_path, QWEN2)
     extra = {"eos_token_id": [9, 7], "temperature": 0.6, "top_p": 0.95, "top_k": 20}

@@ -56,6 +56,18 @@ def test_gpt_oss_has_sinks_windows_biases_and_a_clamped_activation(tmp_path: Pat
     assert cfg.softmax_scale == pytest.approx(32**-0.5)
 
 
+@pytest.mark.parametrize("name", ["rope_theta", "rope_scaling"])
+def test_gpt_oss_has_rotations_of_its_own_where_the_checkpoint_says_none(
+    name: str, tmp_path: Path
+) -> None:
+    said = GPT_OSS | _yarn(GPT_OSS, original_max_position_embeddings=4096)
+    cfg = _read(tmp_path, said)
+    assert _read(tmp_path, said | {name: None}) == cfg
+    assert _read(tmp_path, {key: said[key] for key in said if key != name}) == cfg
+    default = _read(tmp_path, said | {"rope_scaling": {"rope_type": "default"}})
+    assert default.rope == RopeConfig("default", 150000.0)
+
+
 def test_deepseek_v2_has_latent_pages_and_routes_by_softmax(tmp_path: Path) -> None:
     cfg = _read(tmp_path, DEEPSEEK_V2)
     assert cfg.latent == LatentConfig(0, 32, 32, 16, 32)
