@@ -28,6 +28,7 @@ __all__ = [
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -89,6 +90,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing more special
             raise TokenizerError(f"{tokenizer_file} is no tokenizer: {_one_line(error)}") from error
+        _add_tokens(backend, config.get("added_tokens_decoder") or {})
         special_tokens: dict[str, Any] = {
             name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
         }
@@ -259,6 +261,36 @@ def _token_text(token: Any) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
+    """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
+
+    tokenizer.json may lack some of them, or not know that they are special. Raises TokenizerError.
+    """
+    try:
+        said = {int(token_id): _added_token(token) for token_id, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = "tokenizer_config.json: added_tokens_decoder: expected tokens by their ids"
+        raise TokenizerError(f"{what}, got {_one_line(error)}") from error
+    known = backend.get_added_tokens_decoder()
+    for token_id in said.keys() & known.keys():
+        # A token that either file has as special stays so.
+        said[token_id].special |= known[token_id].special
+    other = {i: said[i] for i in sorted(said) if repr(known.get(i)) != repr(said[i])}
+    backend.add_tokens([*other.values()])
+    for token_id, token in other.items():
+        if (got := backend.token_to_id(token.content)) != token_id:
+            raise TokenizerError(
+                f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
+                f"tokenizer.json as {got}"
+            )
+
+
+def _added_token(token: Any) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token["content"], **{name: token[name] for name in _TOKEN_FLAGS if name in token}
+    )
 
 
 # --- bytes of tokens --------------------------------------------------------------------------

@@ -220,6 +220,39 @@ TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% e
 PARTS = "{% for m in messages %}{{ m.content[-1].text }}[end]{% endfor %}"
 
 
+def test_added_tokens_are_as_tokenizer_config_has_them(folder):
+    listed = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+    new = {"content": "<new>", "lstrip": True, "normalized": False, "special": True}
+    call = listed["1022"] | {"special": True}
+    end = listed["1019"] | {"special": False}  # stays as tokenizer.json has it
+    set_config(folder, added_tokens_decoder={"1024": new, "1022": call, "1019": end})
+    tokenizer = Tokenizer.from_dir(folder)
+    ids = tokenizer.encode("a  <new><tool_call><think><|im_end|>", add_special_tokens=False)
+    assert ids[1:] == [1024, 1022, 1020, 1019]
+    assert tokenizer.decode(ids) == "a<think>"
+    assert tokenizer.vocab_size == 1025
+    assert tokenizer.special_ids == {1017, 1018, 1019, 1022, 1024}
+
+
+@pytest.mark.parametrize(
+    ("listed", "match"),
+    [
+        ({"1030": {"content": "<new>"}}, "'<new>' as 1030, tokenizer.json as 1024"),
+        ({"1019": {"content": "<think>"}}, "'<think>' as 1019, tokenizer.json as 1020"),
+        ({"x": {"content": "<new>"}}, "expected tokens by their ids"),
+        ({"1024": {"content": 7}}, "expected tokens by their ids"),
+        ({"1024": {"content": "<new>", "special": "yes"}}, "expected tokens by their ids"),
+        ({"1024": {}}, "expected tokens by their ids"),
+        ({"1024": "<new>"}, "expected tokens by their ids"),
+        (["<new>"], "expected tokens by their ids"),
+    ],
+)
+def test_added_tokens_that_cannot_be_taken_are_refused(folder, listed, match):
+    with pytest.raises(TokenizerError, match=match) as refused:
+        Tokenizer.from_dir(set_config(folder, added_tokens_decoder=listed))
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("template", "content", "want"),
     [
