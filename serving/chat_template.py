@@ -76,13 +76,14 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` renders its body."""
+    """`{% generation %}...{% endgeneration %}` renders its body, a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

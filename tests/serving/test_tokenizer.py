@@ -195,6 +195,8 @@ def test_templates_have_the_surroundings_they_are_written_for(folder):
                   "{% endfor %}") == "1"  # fmt: skip
     assert render(folder, "  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
     assert render(folder, "{% generation %}a{{ 1 + 1 }}{% endgeneration %}b") == "a2b"
+    within = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert render(folder, within) == "21"
     assert render(folder, "{{ {'b': '<é>'} | tojson(indent=1) }}") == '{\n "b": "<é>"\n}'
     assert render(folder, "{{ enable_thinking }}", enable_thinking=False) == "False"
 
