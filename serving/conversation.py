@@ -38,7 +38,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
-    return [_message(message, i, model.takes_parts) for i, message in enumerate(fields.messages)]
+    return [_message(message, i, model) for i, message in enumerate(fields.messages)]
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
@@ -95,7 +95,7 @@ def _check_number(
         raise bad_field("messages", what)
 
 
-def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str, Any]:
+def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[str, Any]:
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -104,9 +104,9 @@ def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str
     calls = message.get("tool_calls") or []
     if isinstance(content, list):
         parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        content = parts if takes_parts else text_of(parts)
+        content = parts if model.takes_parts else text_of(parts)
     elif content is None and calls:
-        content = ""
+        content = model.tokenizer.call_form.content
     elif not isinstance(content, str):
         kind = type(content).__name__ if content is not None else "null"
         raise _wrong_type(f"{where}.content", f"text, got {kind}")
@@ -114,7 +114,8 @@ def _message(message: dict[str, Any], place: int, takes_parts: bool) -> dict[str
     if calls:
         if not isinstance(calls, list):
             raise _wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
-        message["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
+        as_text = model.tokenizer.call_form.arguments_as_text
+        message["tool_calls"] = [_tool_call(x, f"{where}.tool_calls", as_text) for x in calls]
     return message
 
 
@@ -130,8 +131,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]}
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A call with its arguments as an object: clients send them as text, templates print JSON."""
+def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
+    """A call with its arguments as an object: clients send them as text, most templates print JSON.
+
+    as_text: this model's joins texts.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise _wrong_type(where, "functions")
@@ -147,6 +151,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             raise _wrong_type(where, what) from error
         except (ValueError, RecursionError) as error:
             raise _wrong_type(where, f"JSON as arguments of {name!r}") from error
+    if as_text:
+        text = json.dumps(arguments or {}, ensure_ascii=False)
+        arguments = given if isinstance(given, str) and given else text
     return {**call, "function": {**function, "arguments": arguments}}
 
 

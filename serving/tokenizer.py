@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -18,6 +19,7 @@ from serving.detokenizer import (
 from transfer.clock import SYSTEM_CLOCK, Clock
 
 __all__ = [
+    "CallForm",
     "ChatTemplateError",
     "IncrementalDetokenizer",
     "StopStrings",
@@ -34,6 +36,13 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 class TokenizerError(ValueError):
     """A tokenizer's file is missing or malformed; one line with the file's name."""
+
+
+class CallForm(NamedTuple):
+    """How a chat template takes a message of tool calls and no content."""
+
+    content: str | None = ""
+    arguments_as_text: bool = False
 
 
 class Tokenizer:
@@ -189,6 +198,31 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         return template.render(messages, continue_final_message, **variables)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The first form in which the chat template prints a call; the usual one if it has none.
+
+        DeepSeek's join arguments as text, and older ones print calls where content is null.
+        """
+        forms = [CallForm(content, as_text) for as_text in (False, True) for content in ("", None)]
+        return next(filter(self._prints_call, forms), forms[0])
+
+    def _prints_call(self, form: CallForm) -> bool:
+        """Tried with one call. A template that prints an object as Python does wants text."""
+        arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}
+        function = {"name": "probe_name", "arguments": arguments}
+        call = {"id": "probe0123", "type": "function", "function": function}
+        probe: list[dict[str, Any]] = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": form.content, "tool_calls": [call]},
+            {"role": "tool", "content": "probe", "tool_call_id": "probe0123", "name": "probe_name"},
+        ]
+        try:
+            text = self.apply_chat_template(probe)
+        except ChatTemplateError:
+            return False
+        return "probe_key" in text and "'probe_key'" not in text
 
     def _id_of_named(self, name: str) -> int | None:
         token = self._special_tokens.get(name)

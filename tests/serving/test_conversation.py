@@ -1,0 +1,76 @@
+"""Conversations as each kind of chat template takes them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import ModelConfig
+from serving.config import ServeConfig
+from serving.conversation import messages_of, render
+from serving.openai_api import read_chat
+from serving.protocol import ServedModel
+from serving.tokenizer import CallForm, Tokenizer
+from tests.serving.live import MODEL_PATH
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "tokenizer"
+ASKS_FOR_CALLS = "m.tool_calls is defined"
+ASKS_FOR_NULL = "m.content is none"
+PRINTS_JSON = "(m.tool_calls[0].function.arguments | tojson)"
+JOINS = "m.tool_calls[0].function.arguments"
+PRINTS_PYTHON = "(m.tool_calls[0].function.arguments | string)"
+
+
+def _template(asks: str, arguments: str) -> str:
+    call = "'[' + m.role + '>' + m.tool_calls[0].function.name + " + arguments + " + ']'"
+    text = "'[' + m.role + ']' + m.content"
+    body = f"{{% if {asks} %}}{{{{ {call} }}}}{{% else %}}{{{{ {text} }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}{body}{{% endfor %}}"
+
+
+def _served(folder: Path, template: str) -> ServedModel:
+    shutil.copy(GOLDENS / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    config = ServeConfig(registry_address="127.0.0.1:1", model_path=MODEL_PATH)
+    model_config = ModelConfig.from_dir(MODEL_PATH)
+    return ServedModel(Tokenizer.from_dir(folder), config, model_config, lambda: 512)
+
+
+def _prompt(model: ServedModel, arguments: Any) -> str:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    fields = read_chat(json.dumps({"messages": messages}).encode())
+    return render(model, messages_of(fields, model), fields)
+
+
+@pytest.mark.parametrize(
+    ("asks", "arguments", "form"),
+    [
+        (ASKS_FOR_CALLS, PRINTS_JSON, CallForm("", False)),
+        (ASKS_FOR_NULL, PRINTS_JSON, CallForm(None, False)),
+        (ASKS_FOR_CALLS, JOINS, CallForm("", True)),
+        (ASKS_FOR_CALLS, PRINTS_PYTHON, CallForm("", True)),
+        (ASKS_FOR_NULL, JOINS, CallForm(None, True)),
+    ],
+)
+def test_a_call_is_printed_by_every_template_that_prints_calls(
+    asks: str, arguments: str, form: CallForm, tmp_path: Path
+) -> None:
+    model = _served(tmp_path, _template(asks, arguments))
+    assert model.tokenizer.call_form == form
+    for given in ('{"x": "é"}', {"x": "é"}):
+        assert _prompt(model, given) == '[user]a[assistant>f{"x": "é"}][tool]b'
+    assert _prompt(model, "") == "[user]a[assistant>f{}][tool]b"
+
+
+def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:
+    model = _served(tmp_path, _template("false", JOINS))
+    assert model.tokenizer.call_form == CallForm("", False)
+    assert _prompt(model, '{"x": 1}') == "[user]a[assistant][tool]b"
