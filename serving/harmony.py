@@ -26,10 +26,10 @@ class HarmonyText(MarkedText):
         super().__init__(tools)
         self._channel = ""
         self._recipient = ""
-        self._call = ""
+        self._call: list[str] = []
         self._has_spoken: set[str] = set()  # channels that have text
         self._is_new = True  # nothing of this message's text was told
-        self._header: str | None = ""  # None: it is over, text follows
+        self._header: list[str] | None = []  # None: it is over, text follows
         opened, message, _ = prompt.rpartition(_START)[2].partition(_MESSAGE)
         if message:
             self._open(opened)
@@ -39,42 +39,40 @@ class HarmonyText(MarkedText):
 
     def _passed(self, text: str) -> None:
         if self._header is not None:
-            self._header += text
+            self._header.append(text)
             return
         if self._recipient:
-            self._call += text
+            self._call.append(text)
             return
         field = "reasoning" if self._channel == "analysis" else "content"
         if self._is_new and field in self._has_spoken:
             text = "\n" + text
         self._is_new = False
         self._has_spoken.add(field)
-        if field == "reasoning":
-            self._told.reasoning += text
-        else:
-            self._told.content += text
+        (self._reasoning if field == "reasoning" else self._content).append(text)
 
     def _found(self, marker: str) -> None:
         if marker == _MESSAGE:
-            self._open(self._header or "")
+            self._open("".join(self._header or ()))
         else:
             self._close()
 
     def _over(self) -> None:
-        if self._header is not None and not _CHANNEL.search(self._header):
-            self._told.content += self._header  # another format
+        header = "".join(self._header or ())
+        if not _CHANNEL.search(header):
+            self._content.append(header)  # another format
         self._close()
 
     def _open(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._channel = channel[1] if channel else ""
         self._recipient = recipient[1] if recipient else ""
-        self._call = ""
+        self._call = []
         self._is_new = True
         self._header = None
 
     def _close(self) -> None:
-        recipient, call = self._recipient, self._call
+        recipient, call = self._recipient, "".join(self._call)
         if recipient:
             self._called(call, lambda: channel_call(recipient, call))
-        self._header, self._recipient = "", ""
+        self._header, self._recipient = [], ""

@@ -4,9 +4,11 @@ What may be the beginning of a marker waits for more, so what is told does not d
 text was cut.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from serving.tool_calls import ToolCall
 
@@ -28,6 +30,9 @@ class Told:
 class MarkedText(ABC):
     """The text of one choice. What is looked for depends on where it is.
 
+    Any text takes time that grows as its length does: all streams wait for it. So what grows is
+    a list until it is told, and nothing is looked at twice.
+
     A call is told when all of it is there. One that cannot be read, or is of no tool that the
     request names, stays text.
     """
@@ -35,38 +40,48 @@ class MarkedText(ABC):
     def __init__(self, tools: frozenset[str]) -> None:
         """tools: names of those that may be called."""
         self._tools = tools
-        self._told = Told()
+        # Not told yet.
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._found_calls: list[ToolCall] = []
         self._text = ""  # fed, and not passed yet
 
     def feed(self, text: str) -> Told:
         """The next text."""
-        self._told = Told()
         self._text += text
         self._walk(is_last=False)
-        return self._told
+        return self._tell()
 
     def finish(self) -> Told:
         """What waited, as no more comes."""
-        self._told = Told()
         self._walk(is_last=True)
         self._over()
-        return self._told
+        return self._tell()
 
     def _walk(self, is_last: bool) -> None:
-        while self._text:
+        text, at = self._text, 0  # what is before `at` is passed
+        while at < len(text):
             markers = self._markers()
-            marker, at = _first(self._text, markers)
-            if not marker:
-                at = len(self._text) - (0 if is_last else _begun(self._text, markers))
-            passed, self._text = self._text[:at], self._text[at:]
-            if passed:
-                self._passed(passed)
+            first = _any_of(markers).search(text, at)
+            if first:
+                end = first.start()
+            else:
+                end = len(text) - (0 if is_last else _begun(text, at, markers))
+            if end > at:
+                self._passed(text[at:end])
+                at = end
                 if self._markers() != markers:
                     continue  # what comes next may mean something else now
-            if not marker:
-                return
-            self._text = self._text.removeprefix(marker)
-            self._found(marker)
+            if not first:
+                break
+            at = first.end()
+            self._found(first[0])
+        self._text = text[at:]
+
+    def _tell(self) -> Told:
+        told = Told("".join(self._reasoning), "".join(self._content), self._found_calls)
+        self._reasoning, self._content, self._found_calls = [], [], []
+        return told
 
     def _called(self, written: str, read: Callable[[], list[ToolCall]]) -> bool:
         """A call ended; whether it is one. written: by the model, markers included."""
@@ -75,9 +90,9 @@ class MarkedText(ABC):
         except ValueError:
             calls = []
         if calls and all(call.name in self._tools for call in calls):
-            self._told.calls += calls
+            self._found_calls += calls
             return True
-        self._told.content += written
+        self._content.append(written)
         return False
 
     @abstractmethod
@@ -96,19 +111,18 @@ class MarkedText(ABC):
         """The text ends here."""
 
 
-def _first(text: str, markers: tuple[str, ...]) -> tuple[str, int]:
-    """The first marker there, and where; ("", -1) without one."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    at, marker = min(found, default=(-1, ""))
-    return marker, at
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first of them, of which none begins another. None are found nowhere."""
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")
 
 
-def _begun(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at its end may be the beginning of a marker."""
+def _begun(text: str, at: int, markers: tuple[str, ...]) -> int:
+    """How many characters at its end, from `at` on, may be the beginning of a marker."""
     lengths = (
         count
         for marker in markers
-        for count in range(min(len(marker) - 1, len(text)), 0, -1)
+        for count in range(min(len(marker) - 1, len(text) - at), 0, -1)
         if text.endswith(marker[:count])
     )
     return max(lengths, default=0)

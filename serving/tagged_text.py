@@ -68,14 +68,15 @@ class TaggedText(MarkedText):
         self._calls = calls
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # space that comes next
-        self._space = ""  # at the end of what was passed
+        self._space: list[str] = []  # at the end of what was passed
         self._begun = ""  # of the call that it is in: space before, and marker
-        self._call = ""
+        self._call: list[str] = []
 
     def _markers(self) -> tuple[str, ...]:
         calls = self._calls
         if self._where is _Where.THOUGHT:
-            return (THINK_END, THINK_BEGIN)
+            # Further on it is what the model thinks about.
+            return (THINK_END, THINK_BEGIN) if self._trims else (THINK_END,)
         if self._where is _Where.CALL:
             assert calls is not None
             return (calls.end,) if calls.end else (calls.begin,)
@@ -84,29 +85,30 @@ class TaggedText(MarkedText):
 
     def _passed(self, text: str) -> None:
         if self._where is _Where.CALL:
-            self._call += text
+            self._call.append(text)
             return
         if self._trims:
             text = text.lstrip()
         if not text:
             return
         self._trims = False
-        text = self._space + text
         kept = text.rstrip()
-        self._space = text[len(kept) :]
         if not kept:
+            self._space.append(text)
             return
+        self._space.append(kept)
+        shown, self._space = "".join(self._space), [text[len(kept) :]]
         if self._where is _Where.THOUGHT:
-            self._told.reasoning += kept
+            self._reasoning.append(shown)
             return
         if self._where is _Where.BEGIN:
             self._where = _Where.CONTENT
             if self._calls is not None and self._calls.bare and kept.lstrip().startswith("{"):
-                self._space = ""
+                after, self._space = self._space, []
                 self._begin_call("")
-                self._call = text
+                self._call = [shown, *after]
                 return
-        self._told.content += kept
+        self._content.append(shown)
 
     def _found(self, marker: str) -> None:
         if self._where is _Where.CALL:
@@ -115,24 +117,24 @@ class TaggedText(MarkedText):
             self._begin_call(marker)
         elif self._calls is None or marker != self._calls.end:
             self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.CONTENT
-            self._space = ""
+            self._space = []
             self._trims = True
 
     def _over(self) -> None:
         if self._where is _Where.CALL:
             self._end_call("")
         elif self._where is not _Where.THOUGHT:
-            self._told.content += self._space
+            self._content += self._space
 
     def _begin_call(self, marker: str) -> None:
         self._where = _Where.CALL
-        self._begun = self._space + marker
-        self._call = ""
-        self._space = ""
+        self._begun = "".join(self._space) + marker
+        self._call = []
+        self._space = []
 
     def _end_call(self, marker: str) -> None:
         assert self._calls is not None
-        read, call = self._calls.read, self._call
+        read, call = self._calls.read, "".join(self._call)
         self._where = _Where.CONTENT
         written = self._begun + call + (marker if self._calls.end else "")
         self._trims = self._called(written, lambda: read(call))

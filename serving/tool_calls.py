@@ -1,12 +1,11 @@
 """What models write as tool calls, read: one function for each way to write them."""
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 _SPACE: Final = " \t\r\n"
-_FENCE: Final = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+_FENCE: Final = "```"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,10 @@ def deepseek_call(text: str) -> list[ToolCall]:
     if not separator:
         raise ValueError("no separator")
     name, _, fenced = rest.partition("\n")
-    if head == "function" and (inner := _FENCE.match(fenced.strip())):
-        return [_named(name, inner[1])]
+    fenced = fenced.strip()
+    if head == "function" and fenced.startswith(_FENCE) and fenced.endswith(_FENCE):
+        inner = fenced.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json")
+        return [_named(name, inner.strip())]
     return [_named(head, rest)]
 
 

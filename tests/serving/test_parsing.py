@@ -1,6 +1,7 @@
 """Reasoning and tool calls come out of every format the same, however the text is cut."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -27,10 +28,9 @@ END = "<｜tool▁call▁end｜>"
 
 def pieces_told(parsing: Parsing, pieces: list[str]) -> Told:
     parser = parsing.parser()
-    told = Told()
-    for piece in pieces:
-        told += parser.feed(piece)
-    return told + parser.finish()
+    told = [*map(parser.feed, pieces), parser.finish()]
+    calls = [call for one in told for call in one.calls]
+    return Told("".join(x.reasoning for x in told), "".join(x.content for x in told), calls)
 
 
 def told(parsing: Parsing, text: str) -> Told:
@@ -215,6 +215,29 @@ def test_cuts_change_nothing_and_nothing_is_lost(
     for shown in (whole.reasoning, whole.content):
         rest = iter(text + "\n" * 12)
         assert all(character in rest for character in shown.replace("\n", ""))
+
+
+SPACE = " " * 100_000
+LONG = [
+    (HARMONY, "<|end|>", ""),
+    (HARMONY, "<|channel|>final<|message|>a<|end|>", ""),
+    (R1, "<think>", ""),
+    (Parsing(tool_calls="deepseekv3", tools=TOOLS), "<｜tool▁calls▁begin｜>", ""),
+    (Parsing(tool_calls="deepseekv3", tools=TOOLS), "", V3.replace("{", SPACE + "x") + END),
+    (Parsing(tool_calls="hermes", tools=TOOLS), "a<tool_call></tool_call>", ""),
+    (Parsing(tool_calls="hermes", tools=TOOLS), " " * 50, "a"),
+    (Parsing(tool_calls="hermes", tools=TOOLS), "a" * 50, "<tool_call>"),
+]
+
+
+@pytest.mark.parametrize(("parsing", "part", "begin"), LONG)
+def test_time_grows_as_the_text_does(parsing: Parsing, part: str, begin: str) -> None:
+    # Ten times what they take; as the square of the length, most of them take longer.
+    texts = [begin, *[part] * 100_000]
+    for pieces in (texts, ["".join(texts)]):
+        start_s = time.process_time()
+        pieces_told(parsing, pieces)
+        assert time.process_time() - start_s < 10
 
 
 @pytest.mark.parametrize(
