@@ -359,7 +359,7 @@ class ParsedChatShape(ChatShape):
         self._num_calls[index] += len(calls)
         return [
             {
-                "id": f"call_{secrets.token_hex(12)}",
+                "id": self._parsing.new_call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -4,6 +4,7 @@ Names and fields are those of sgl-project/sglang: python/sglang/srt/parser/reaso
 python/sglang/srt/function_call.
 """
 
+import secrets
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,6 +45,12 @@ class Parsing:
         if self.reasoning == "gpt-oss":
             return True
         return bool(self.tools) and CALL_FORMATS[self.tool_calls].special
+
+    def new_call_id(self) -> str:
+        """For a call that was told."""
+        if self.tool_calls == "mistral":
+            return secrets.token_hex(5)[:9]  # its chat templates refuse any other length
+        return f"call_{secrets.token_hex(12)}"
 
     def parser(self) -> MarkedText:
         """For one choice."""

@@ -30,12 +30,16 @@ def json_calls(text: str) -> list[ToolCall]:
 
 
 def mistral_calls(text: str) -> list[ToolCall]:
-    """A list of such objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`."""
+    """A list of such objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`.
+
+    Some models put an id between: `name[CALL_ID]id[ARGS]{...}`.
+    """
     text = text.strip()
     if text.startswith("["):
         return json_calls(text)
     name, brace, arguments = text.partition("{")
-    return [_named(name.removesuffix("[ARGS]"), brace + arguments)]
+    name = name.removesuffix("[ARGS]").partition("[CALL_ID]")[0]
+    return [_named(name, brace + arguments)]
 
 
 def deepseek_call(text: str) -> list[ToolCall]:

@@ -138,6 +138,21 @@ async def test_channels_have_their_markers_though_special_tokens_are_left_out() 
         assert found == ("Hm.", "", [("weather", '{"city": "é"}')], ["tool_calls"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_of_calls_are_such_as_mistrals_chat_templates_take(stream: bool) -> None:
+    text = "[TOOL_CALLS]weather{}[TOOL_CALLS]weather{}"
+    async with client_of(text, tool_call_parser="mistral") as chats:
+        asked: dict[str, Any] = {"model": MODEL_NAME, "messages": HELLO, "tools": TOOLS}
+        if stream:
+            chunks = [chunk async for chunk in await chats.create(**asked, stream=True)]
+            calls = [call for x in chunks for call in x.choices[0].delta.tool_calls or ()]
+        else:
+            calls = (await chats.create(**asked)).choices[0].message.tool_calls
+        ids = {call.id for call in calls}
+        assert len(ids) == 2
+        assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
 async def test_reasoning_that_must_stay_in_the_text_is_refused() -> None:
     async with client_of(ANSWER, **PARSERS) as chats:
         for name in ("separate_reasoning", "stream_reasoning"):

@@ -86,6 +86,7 @@ def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> 
         ("llama3", 'Look: {"name": 1}', 'Look: {"name": 1}', []),
         ("mistral", f"[TOOL_CALLS][{OBJECT}, {OTHER_OBJECT}]", "", [CALL, OTHER]),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Zürich"}', "", [CALL]),
+        ("mistral", '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Zürich"}', "", [CALL]),
         ("mistral", "Yes. [TOOL_CALLS]ferry_times{}[TOOL_CALLS]ferry_times{}", "Yes.", [OTHER] * 2),
         (
             "deepseekv3",
