@@ -73,7 +73,8 @@ def _call(value: Any) -> ToolCall:
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no name, or arguments that are no object")
-    text = json.dumps(arguments, ensure_ascii=False)
+    # Of 1e999, which is JSON, Python makes an infinity: a ValueError, too.
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # a lone surrogate is a ValueError here, and none in the answer
     return ToolCall(name, text)
 

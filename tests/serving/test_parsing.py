@@ -117,6 +117,7 @@ NO_CALLS = [
     '{"name": "weather", "arguments": [1]}',
     '{"name": 7, "arguments": {}}',
     '{"name": "weather", "arguments": {"a": NaN}}',
+    '{"name": "weather", "arguments": {"a": 1e999}}',
     '{"name": "weather", "arguments": {"a": "\\ud800"}}',
     '{"name": "weather", "arguments": {"a": ' + "9" * 5000 + "}}",
     '{"name": "weather", "arguments": {"a": ' + "[" * 50_000,
