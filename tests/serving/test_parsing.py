@@ -55,6 +55,7 @@ HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
         (QWEN3, "<thin", "", "<thin"),
         (QWEN3, "<think>a < b, </thin", "a < b, </thin", ""),
         (QWEN3, "<think>Cut \n", "Cut", ""),
+        (QWEN3, "<think>After <think> we go on.</think>Yes.", "After <think> we go on.", "Yes."),
         (QWEN3, " \n", "", " \n"),
         (THINKS_ON, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
         (R1, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
