@@ -241,10 +241,11 @@ class ChatShape:
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         shown = choice.ask.shown
-        text = choice.ask.prompt.text + piece.text if shown.echo else piece.text
+        echoed = choice.ask.prompt.text if shown.echo else ""
+        message = self._message(choice, echoed, piece.text)
         item = {
             "index": choice.ask.index,
-            "message": {"role": "assistant", **self._message(choice, text), "refusal": None},
+            "message": {"role": "assistant", **message, "refusal": None},
             "logprobs": self._logprobs.chat(choice, piece.entries),
             "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
@@ -280,8 +281,8 @@ class ChatShape:
             extras["prompt_logprobs"] = prompt_logprobs
         return extras
 
-    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"content": text}
+    def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
+        return {"content": echoed + text}
 
     def _finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason
@@ -324,11 +325,12 @@ class ParsedChatShape(ChatShape):
         parser = self._parser(choice)
         return self._told(choice, piece, parser.feed(piece.text) + parser.finish())
 
-    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
+    def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
         parser = self._parser(choice)
         told = parser.feed(text) + parser.finish()
         calls = self._calls(choice, told)
-        message: dict[str, Any] = {"content": told.content or (None if calls else "")}
+        content = echoed + told.content
+        message: dict[str, Any] = {"content": content or (None if calls else "")}
         if self._parsing.reasoning != "none":
             message["reasoning_content"] = told.reasoning or None
         if calls:

@@ -14,7 +14,8 @@ HELLO: list[Any] = [{"role": "user", "content": "Weather?"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 ]
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+CALL = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+ONE = f"<tool_call>\n{CALL}\n</tool_call>"
 ANSWER = f"<think>\nThey want é.\n</think>\n\nOne moment.\n{ONE}\n{ONE}"
 
 
@@ -51,7 +52,7 @@ async def streamed(chats: Any, **more: Any) -> tuple[str, str, list[tuple[str, s
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
     reasons = []
-    stream = await chats.create(model=MODEL_NAME, messages=HELLO, stream=True, **more)
+    stream = await chats.create(**{"model": MODEL_NAME, "messages": HELLO, "stream": True} | more)
     async for chunk in stream:
         (choice,) = chunk.choices
         reasoning += getattr(choice.delta, "reasoning_content", None) or ""
@@ -88,6 +89,22 @@ async def test_calls_stay_text_without_tools_or_with_none_chosen() -> None:
             assert await streamed(chats, **more) == ("They want é.", content, [], ["stop"])
         (choice,) = (await chats.create(model=MODEL_NAME, messages=HELLO)).choices
         assert (choice.message.content, choice.message.tool_calls) == (content, None)
+
+
+async def test_what_is_echoed_is_no_answer_to_parse() -> None:
+    began: Any = [*HELLO, {"role": "assistant", "content": "{<think>Ye"}]
+    asked = {"echo": True, "continue_final_message": True, "add_generation_prompt": False}
+    for text, parsers in ((ANSWER, PARSERS), (CALL, {"tool_call_parser": "llama3"})):
+        async with client_of(text, **parsers) as chats:
+            more: dict[str, Any] = {"messages": began, "tools": TOOLS, "extra_body": asked}
+            reasoning, content, calls, reasons = await streamed(chats, **more)
+            (choice,) = (await chats.create(model=MODEL_NAME, **more)).choices
+            message = choice.message
+            assert content == message.content
+            assert content.startswith("{<think>Ye")
+            assert reasoning == (getattr(message, "reasoning_content", None) or "")
+            assert len(message.tool_calls) == len(calls) == text.count("weather")
+            assert reasons == [choice.finish_reason] == ["tool_calls"]
 
 
 async def test_one_call_where_calls_may_not_be_parallel() -> None:
