@@ -74,6 +74,7 @@ class Choice:
         quiet = frozenset(ask.sampling.stop_token_ids) if not shown.include_stop else frozenset()
         if shown.skip_special_tokens:
             quiet -= tokenizer.special_ids
+        quiet |= shown.quiet_ids
         self._quiet_ids = quiet
         # Its tokens need no look one by one, so several may wait for each other to be taken.
         self.text_only = self.plain and self._stops is None and not quiet

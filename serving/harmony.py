@@ -14,6 +14,7 @@ from serving.tool_calls import channel_call
 _START: Final = "<|start|>"
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS: Final = (_START, _MESSAGE, *_ENDS, "<|channel|>", "<|constrain|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT: Final = re.compile(r"\bto=(functions\.[^\s<]+)")
 

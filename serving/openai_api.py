@@ -301,8 +301,7 @@ class ChatReader:
             num_logprobs = -1
         self.parsing = _parsing(fields, model)
         self._shown = _shown(fields, num_logprobs, model, drop_output=False)
-        if self.parsing.needs_special_tokens:
-            self._shown = replace(self._shown, skip_special_tokens=False)
+        self._shown = _with_markers(self._shown, self.parsing, model)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
@@ -357,6 +356,15 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
         tool_names(fields.tools or ()) if calls else frozenset(),
         one_call=fields.parallel_tool_calls is False,
     )
+
+
+def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
+    """The same, and of special tokens those that are parsed."""
+    special = model.tokenizer.special_ids
+    markers = special & {model.tokenizer.token_id(marker) for marker in parsing.markers}
+    if not (markers and shown.skip_special_tokens):
+        return shown
+    return replace(shown, skip_special_tokens=False, quiet_ids=special - markers)
 
 
 # --- both -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.harmony import HarmonyText
+from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
 from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, TaggedText
 
@@ -40,11 +40,16 @@ class Parsing:
         return self.reasoning != "none" or bool(self.tools)
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether markers are special tokens, which texts leave out by default."""
+    def markers(self) -> tuple[str, ...]:
+        """What must be in the text, also where a model has it as special tokens.
+
+        One family's models differ in that. Other special tokens, such as the one that ends an
+        answer, would make a call none.
+        """
         if self.reasoning == "gpt-oss":
-            return True
-        return bool(self.tools) and CALL_FORMATS[self.tool_calls].special
+            return MARKERS
+        thoughts = (THINK_BEGIN, THINK_END) if self.reasoning != "none" else ()
+        return thoughts + (CALL_FORMATS[self.tool_calls].markers if self.tools else ())
 
     def new_call_id(self) -> str:
         """For a call that was told."""

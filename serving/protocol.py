@@ -51,6 +51,7 @@ class Shown:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    quiet_ids: frozenset[int] = frozenset()  # have no text though special tokens are not skipped
     stop_ids: frozenset[int] = frozenset()  # those the client named; eos ids are not among them
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1

@@ -24,23 +24,29 @@ class CallFormat:
     end: str  # "": a call ends where the next begins, or with the text
     read: Callable[[str], list[ToolCall]]  # what is between; ValueError when it is no call
     around: tuple[str, ...] = ()  # markers that say nothing by themselves
+    within: tuple[str, ...] = ()  # markers that `read` knows
     bare: bool = False  # a text that begins with a brace is a call, too
-    special: bool = True  # markers are special tokens
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All of them."""
+        return (self.begin, self.end, *self.around, *self.within)
 
 
-_HERMES = CallFormat("<tool_call>", "</tool_call>", json_calls, special=False)
+_HERMES = CallFormat("<tool_call>", "</tool_call>", json_calls)
 _DEEPSEEK = CallFormat(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     deepseek_call,
     around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    within=("<｜tool▁sep｜>",),
 )
 CALL_FORMATS: Final = {
     "deepseekv3": _DEEPSEEK,
     "deepseekv31": _DEEPSEEK,
     "hermes": _HERMES,
     "llama3": CallFormat("<|python_tag|>", "", json_calls, bare=True),
-    "mistral": CallFormat("[TOOL_CALLS]", "", mistral_calls),
+    "mistral": CallFormat("[TOOL_CALLS]", "", mistral_calls, within=("[CALL_ID]", "[ARGS]")),
     "qwen": _HERMES,
     "qwen25": _HERMES,
 }

@@ -1,14 +1,19 @@
 """Chats with reasoning and tool calls in fields of their own, over HTTP, by OpenAI's client."""
 
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.serving.live import EOS, MODEL_NAME, live_server, tokenizer_of_tests
+from serving.tokenizer import Tokenizer
+from tests.serving import live
+from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, live_server, tokenizer_of_tests
 
 HELLO: list[Any] = [{"role": "user", "content": "Weather?"}]
 TOOLS: list[Any] = [
@@ -38,8 +43,8 @@ def writes(text: str) -> Any:
 @contextlib.asynccontextmanager
 async def client_of(text: str, **config: Any) -> AsyncIterator[Any]:
     async with (
-        live_server(writes(text), **config) as live,
-        AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+        live_server(writes(text), **config) as served,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client.chat.completions
 
@@ -168,6 +173,25 @@ async def test_ids_of_calls_are_such_as_mistrals_chat_templates_take(stream: boo
         ids = {call.id for call in calls}
         assert len(ids) == 2
         assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+
+
+async def test_of_special_tokens_the_markers_are_shown_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(MODEL_PATH, tmp_path / "model")
+    said = json.loads((folder / "tokenizer.json").read_text())
+    for token in said["added_tokens"]:
+        token["special"] = True  # as some of Hermes' models have it
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    monkeypatch.setattr(live, "tokenizer_of_tests", lambda: Tokenizer.from_dir(folder))
+    found = ("They want é.", "One moment.", [("weather", '{"city": "Zürich"}')] * 2, ["tool_calls"])
+    async with client_of(ANSWER, **PARSERS) as chats:
+        _, content, _, _ = await streamed(chats)
+        assert content == f"One moment.\n\n{CALL}\n\n\n{CALL}\n"
+        assert await streamed(chats, tools=TOOLS) == found
+        # The token that ends the answer is a special one as well.
+        more = {"include_stop_str_in_output": True}
+        assert await streamed(chats, tools=TOOLS, extra_body=more) == found
 
 
 async def test_reasoning_that_must_stay_in_the_text_is_refused() -> None:
