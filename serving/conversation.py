@@ -41,8 +41,10 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     return [_message(message, i, model) for i, message in enumerate(fields.messages)]
 
 
-def text_of(content: str | list[dict[str, Any]]) -> str:
-    """A content, or its parts, as one text."""
+def text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """A content, or its parts, as one text; without one there may be calls."""
+    if content is None:
+        return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 

@@ -2,7 +2,8 @@
 
 Format: openai/harmony: docs/format.md. A message is `<|channel|>NAME [to=TOOL] ... <|message|>TEXT`
 and ends with `<|end|>`, or with a token that ends the answer and is not in its text. Channel
-`analysis` is reasoning; what is addressed to `functions.NAME` is a call; all else is content.
+`analysis` is reasoning; what is addressed to `functions.NAME`, or to NAME alone as it happens, is a
+call where the request has that tool; all else is content.
 """
 
 import re
@@ -16,7 +17,7 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS: Final = (_START, _MESSAGE, *_ENDS, "<|channel|>", "<|constrain|>")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT: Final = re.compile(r"\bto=(functions\.[^\s<]+)")
+_RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyText(MarkedText):
@@ -67,7 +68,7 @@ class HarmonyText(MarkedText):
     def _open(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._channel = channel[1] if channel else ""
-        self._recipient = recipient[1] if recipient else ""
+        self._recipient = recipient[1] if recipient and recipient[1] in self._tools else ""
         self._call = []
         self._is_new = True
         self._header = None

@@ -87,7 +87,7 @@ class MarkedText(ABC):
         """A call ended; whether it is one. written: by the model, markers included."""
         try:
             calls = read()
-        except ValueError:
+        except (ValueError, RecursionError):
             calls = []
         if calls and all(call.name in self._tools for call in calls):
             self._found_calls += calls

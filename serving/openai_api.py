@@ -313,13 +313,14 @@ class ChatReader:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
         fields, model = self._fields, self._model
         text = render(model, self._messages, fields)
-        self.parsing = replace(self.parsing, prompt=text)
         ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")
         last = self._messages[-1]
         echoes = fields.echo and last["role"] == "assistant"
         shown_text = text_of(last["content"]) if echoes else ""
+        begun = text_of(last["content"]) if fields.continue_final_message else ""
+        self.parsing = replace(self.parsing, prompt=text, begun=begun)
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,

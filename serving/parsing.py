@@ -35,6 +35,7 @@ class Parsing:
     tools: frozenset[str] = frozenset()
     one_call: bool = False  # calls after the first are left out
     prompt: str = ""
+    begun: str = ""  # of the answer, where the prompt has its beginning
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)
@@ -61,10 +62,14 @@ class Parsing:
         """For one choice."""
         if self.reasoning == "gpt-oss":
             return HarmonyText(self.tools, self.prompt)
-        prompt = self.prompt.rstrip()
-        opened = prompt.endswith(THINK_BEGIN)
+        if self.begun:
+            opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
+            is_over = THINK_END in self.begun
+        else:
+            prompt = self.prompt.rstrip()
+            opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
         # R1 thinks even where its prompt does not begin the thought.
-        unasked = self.reasoning == "deepseek-r1" and not prompt.endswith(THINK_END)
+        unasked = self.reasoning == "deepseek-r1" and not is_over
         thinks = self.reasoning != "none"
         calls = CALL_FORMATS[self.tool_calls] if self.tools else None
         return TaggedText(thinks, thinks and (opened or unasked), calls, self.tools)

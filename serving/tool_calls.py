@@ -55,9 +55,9 @@ def deepseek_call(text: str) -> list[ToolCall]:
     return [_named(head, rest)]
 
 
-def channel_call(recipient: str, text: str) -> list[ToolCall]:
-    """Arguments that were written to `functions.NAME`."""
-    return [_named(recipient.removeprefix("functions."), text)]
+def channel_call(name: str, text: str) -> list[ToolCall]:
+    """Arguments alone, as they are written to a tool."""
+    return [_named(name, text)]
 
 
 def _named(name: str, arguments: str) -> ToolCall:

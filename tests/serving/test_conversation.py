@@ -10,7 +10,8 @@ import pytest
 from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.conversation import messages_of, render
-from serving.openai_api import read_chat
+from serving.errors import ApiError
+from serving.openai_api import ChatReader, read_chat
 from serving.protocol import ServedModel
 from serving.tokenizer import CallForm, Tokenizer
 from tests.serving.live import MODEL_PATH
@@ -68,6 +69,20 @@ def test_a_call_is_printed_by_every_template_that_prints_calls(
     for given in ('{"x": "é"}', {"x": "é"}):
         assert _prompt(model, given) == '[user]a[assistant>f{"x": "é"}][tool]b'
     assert _prompt(model, "") == "[user]a[assistant>f{}][tool]b"
+
+
+@pytest.mark.parametrize("option", ["echo", "continue_final_message"])
+async def test_an_answer_may_follow_calls_beside_null(option: str, tmp_path: Path) -> None:
+    model = _served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked = {"messages": [{"role": "user", "content": "a"}, last], option: True, "max_tokens": 1}
+    reader = ChatReader(read_chat(json.dumps(asked).encode()), model)
+    if option == "echo":
+        assert (await reader.finish(None)).choices[0].prompt.text == ""
+    else:
+        with pytest.raises(ApiError, match="continue_final_message"):
+            await reader.finish(None)
 
 
 def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Reasoning and tool calls come out of every format the same, however the text is cut."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -62,6 +61,10 @@ HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
         (R1, "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
         (Parsing("deepseek-r1", prompt="<think>\n\n</think>\n\n"), "Yes.", "", "Yes."),
         (Parsing("deepseek-v3", prompt="<|Assistant|></think>"), "Yes.", "", "Yes."),
+        (Parsing("qwen3", begun="<think>\nHm"), "m.\n</think>\n\nYes.", "m.", "Yes."),
+        (Parsing("qwen3", begun="<think>Hm.</think>Ye"), "s.", "", "s."),
+        (Parsing("deepseek-r1", begun="<think>Hm.</think>Ye"), "s.", "", "s."),
+        (Parsing("deepseek-r1", begun="Hm"), "m.</think>Yes.", "m.", "Yes."),
         (Parsing("deepseek-v3", prompt="<|Assistant|><think>"), "Hm.</think>Yes.", "Hm.", "Yes."),
     ],
 )
@@ -164,6 +167,7 @@ SEVERAL = (
             " to=functions.ferry_times<|channel|>commentary json<|message|>{}",
             Told("", "", [OTHER]),
         ),
+        ("<|channel|>commentary to=ferry_times<|message|>{}", Told("", "", [OTHER])),
         ("<|channel|>commentary to=functions.weather<|message|>{", Told("", "{")),
         ("<|channel|>commentary to=functions.of_nobody<|message|>{}", Told("", "{}")),
         ("<|channel|>commentary to=browser.open<|message|>{}", Told("", "{}")),
@@ -233,14 +237,11 @@ LONG = [
 ]
 
 
+@pytest.mark.timeout(60)  # a second does; where time grows as its square does, none of these
 @pytest.mark.parametrize(("parsing", "part", "begin"), LONG)
 def test_time_grows_as_the_text_does(parsing: Parsing, part: str, begin: str) -> None:
-    # Ten times what they take; as the square of the length, most of them take longer.
     texts = [begin, *[part] * 100_000]
-    for pieces in (texts, ["".join(texts)]):
-        start_s = time.process_time()
-        pieces_told(parsing, pieces)
-        assert time.process_time() - start_s < 10
+    assert pieces_told(parsing, texts) == pieces_told(parsing, ["".join(texts)])
 
 
 @pytest.mark.parametrize(
