@@ -23,6 +23,7 @@ from decode.local import LocalPiece, LocalPrompt
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages, write_pages
+from model.moe import ExpertMap
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
 from model.sampling import SampleOut, SamplingRows, empty_rows, sample, set_row
@@ -112,6 +113,7 @@ class DecodeEngine:
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
+        self._experts = opened.experts
         self._buckets = buckets
         self._dp_size = opened.dp_size
         self._rank_slots = buckets.slots[-1]
@@ -143,6 +145,7 @@ class DecodeEngine:
             spare_pages,
             state_bytes,
         )
+        self._params = self._experts.settle(self._params)
         self._nothing = self._empty_runs() if self._dp_size > 1 else {}
         self._state: SlotState = jax.device_put(empty, ranks_sharding(opened.model.mesh))
 
@@ -194,9 +197,11 @@ class DecodeEngine:
         plan[1] = -1
         plan[0, rows], plan[1, rows] = rank_slots, new_pages
         out: SampleOut
-        self._pool, self._state, out = self._step[bucket](
-            self._params, self._pool, self._state, plan
+        self._params = self._experts.turn(self._params)
+        self._pool, self._state, loads, out = self._step[bucket](
+            self._params, self._pool, self._state, plan, *self._experts.args
         )
+        self._experts.counted(loads)
         out.ids.copy_to_host_async()
         return StepInFlight(out, rows)
 
@@ -209,7 +214,8 @@ class DecodeEngine:
         belongs to row i of the chunk's logits.
         """
         assert self._chunks is not None, "no chunk was compiled"
-        self._pool, chunk = self._chunks.run(self._params, self._pool, plans)
+        self._params = self._experts.turn(self._params)
+        self._pool, chunk = self._chunks.run(self._params, self._pool, self._experts, plans)
         draws = []
         for placed in chunk.pieces:
             prompt = placed.piece.prompt
@@ -265,6 +271,7 @@ class DecodeEngine:
         state = abstract_of(empty, mesh, RANKS)
         total = len(buckets.slots) + len(buckets.run_pages) + 1
         total += self._chunks.num_programs if self._chunks is not None else 0
+        total += self._experts.num_programs
         done: list[Program] = []
 
         def compiled(program: Program) -> Program:
@@ -278,14 +285,14 @@ class DecodeEngine:
         step = on_ranks(
             mesh,
             partial(decode_step, self._model),
-            (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS),
-            (POOL_SPEC, RANKS, RANKS),
+            (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS),
+            (POOL_SPEC, RANKS, RANKS, RANKS),
         )
+        experts = self._experts.shapes
         for slots in buckets.slots:
             plan = abstract_i32((2, dp_size * slots), mesh, COLUMNS_OF_RANKS)
-            self._step[slots] = built(
-                f"step[slots={slots}]", step, (params, pool, state, plan), (1, 2)
-            )
+            args = (params, pool, state, plan, *experts)
+            self._step[slots] = built(f"step[slots={slots}]", step, args, (1, 2, 5))
         place = on_ranks(mesh, write_pages, (POOL_SPEC, POOL_SPEC, RANKS), POOL_SPEC)
         for count in buckets.run_pages:
             ids = abstract_i32((dp_size * count,), mesh, RANKS)
@@ -296,18 +303,26 @@ class DecodeEngine:
         rows = abstract_i32((buckets.admit_rows,), mesh, P())
         self._admit = built(f"admit[{buckets.admit_rows}]", admit, (state, rows, fresh), (0,))
         if self._chunks is not None:
-            self._chunks.compile(params, pool, num_pages, compiled)
+            self._chunks.compile(params, pool, experts, num_pages, compiled)
+        self._experts.compile(params, compiled)
         return done
 
 
 def decode_step(
-    model: Model, params: Any, pool: Array, state: SlotState, plan: Array
-) -> tuple[Array, SlotState, SampleOut]:
+    model: Model,
+    params: Any,
+    pool: Array,
+    state: SlotState,
+    plan: Array,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
+) -> tuple[Array, SlotState, Array | None, SampleOut]:
     """One token for each slot of the plan, of one rank.
 
     pool: see model/kv, donated. plan: i32[2, B]: slots (S = padding row), and pages to enter in
-    the page table at the position this step writes (-1 = none). Returns pool, state and
-    SampleOut with B rows; padding rows mean nothing.
+    the page table at the position this step writes (-1 = none). expert_map, loads: see
+    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and SampleOut
+    with B rows; padding rows mean nothing.
     """
     slots, new_pages = plan
     num_slots = state.history.shape[0]
@@ -326,7 +341,9 @@ def decode_step(
     nowhere = pool.shape[2] * page_size
     kv_idx = jnp.where(real, page * page_size + position % page_size, nowhere)
 
-    hidden, pool = decode_rows(model, params, pool, token_ids, position, table, kv_idx)
+    hidden, pool, loads = decode_rows(
+        model, params, pool, token_ids, position, table, kv_idx, expert_map, loads
+    )
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
     prompt_len = state.prompt_len[safe]
 
@@ -341,7 +358,7 @@ def decode_step(
         page_table=page_table,
         rows=state.rows,
     )
-    return pool, state, out
+    return pool, state, loads, out
 
 
 def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Array:

@@ -17,7 +17,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from model.buckets import PrefillBuckets, bucket_for
+from model.moe import ExpertMap
 from model.pieces import ChunkPrompt, Piece
+from model.placement import ExpertArgs, PlacedExperts
 from model.programs import Program, compile_program
 from model.sampling import (
     NUM_TOP,
@@ -80,7 +82,11 @@ class ChunkPrograms[Q: ChunkPrompt]:
         return len(self.buckets.tokens) + 2
 
     def run(
-        self, params: Any, pool: Array, plans: Sequence[Sequence[Piece[Q]]]
+        self,
+        params: Any,
+        pool: Array,
+        experts: PlacedExperts,
+        plans: Sequence[Sequence[Piece[Q]]],
     ) -> tuple[Array, ChunkInFlight[Q]]:
         """Dispatch one packed chunk of every rank; plans: pieces by rank. The pool is donated."""
         most = max(sum(piece.num_tokens for piece in pieces) for pieces in plans)
@@ -91,8 +97,11 @@ class ChunkPrograms[Q: ChunkPrompt]:
         last_rows = np.concatenate([rows for _, rows in packed])
         targets = np.concatenate([_targets(pieces, bucket) for pieces in plans])
         wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
-        outs = self._chunk[bucket](params, pool, batch, last_rows, np.bool_(wants), targets)
-        pool, last_logits, *asked = outs
+        outs = self._chunk[bucket](
+            params, pool, batch, last_rows, np.bool_(wants), targets, *experts.args
+        )
+        pool, loads, last_logits, *asked = outs
+        experts.counted(loads)
         placed = _placed(plans, bucket, self.buckets.seqs)
         return pool, ChunkInFlight(placed, last_logits, tuple(asked) if wants else None)
 
@@ -147,20 +156,24 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self,
         params: Any,
         pool: jax.ShapeDtypeStruct,
+        experts: ExpertArgs,
         num_pages: int,
         built: Callable[[Program], Program],
     ) -> None:
-        """Compile all of them. params, pool: their shapes; num_pages: of each rank's pool."""
+        """Compile all of them.
+
+        params, pool, experts: their shapes; num_pages: of each rank's pool.
+        """
         self._num_pages = num_pages
         chunk = on_ranks(
             self._model.mesh,
             self._chunk_fn,
-            (self._model.param_specs(), POOL_SPEC, RANKS, RANKS, P(), RANKS),
-            (POOL_SPEC, RANKS, RANKS, RANKS, RANKS),
+            (self._model.param_specs(), POOL_SPEC, RANKS, RANKS, P(), RANKS, P(), RANKS),
+            (POOL_SPEC, RANKS, RANKS, RANKS, RANKS, RANKS),
         )
         for tokens in self.buckets.tokens:
-            args = (params, pool, *self._chunk_shapes(tokens))
-            program = compile_program(f"chunk[tokens={tokens}]", chunk, args, (1,))
+            args = (params, pool, *self._chunk_shapes(tokens), *experts)
+            program = compile_program(f"chunk[tokens={tokens}]", chunk, args, (1, len(args) - 1))
             self._chunk[tokens] = built(program)
         self._sample_plain = built(self._compile_sample(1))
         self._sample_history = built(self._compile_sample(self._context_length))
@@ -173,13 +186,15 @@ class ChunkPrograms[Q: ChunkPrompt]:
         last_rows: Array,
         wants: Array,
         targets: Array,
-    ) -> tuple[Array, ...]:
+        expert_map: ExpertMap | None,
+        loads: Array | None,
+    ) -> tuple[Array | None, ...]:
         """One rank's chunk. wants is the same on all ranks: what it decides has collectives in it.
 
-        (pool, logits f32[seqs, vocab], logprobs f32[T], top_ids i32[T,20], top f32[T,20]).
+        (pool, loads, logits f32[seqs, vocab], logprobs f32[T], top_ids i32[T,20], top f32[T,20]).
         """
         batch = batch._replace(num_pages_used=batch.num_pages_used[0])
-        hidden, pool = prefill_rows(self._model, params, pool, batch)
+        hidden, pool, loads = prefill_rows(self._model, params, pool, batch, expert_map, loads)
         tokens = hidden.shape[0]
 
         def rows_to_logits(rows: Array) -> Array:
@@ -198,7 +213,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             )
 
         asked = jax.lax.cond(wants, compute, nothing)
-        return pool, rows_to_logits(hidden[last_rows]), *asked
+        return pool, loads, rows_to_logits(hidden[last_rows]), *asked
 
     def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
         mesh, seqs, pages = self._model.mesh, self.buckets.seqs, self.buckets.pages

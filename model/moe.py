@@ -15,7 +15,17 @@ from jaxtyping import Bool, Float, Int32
 
 from model.config import ModelConfig, RouterConfig
 from model.layers import product
-from model.sharding import expert_shard_idx, gather_ranks, sum_shards, sum_to_ranks
+from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
+
+
+class ExpertMap(NamedTuple):
+    """Where logical experts are placed, of all layers or of one.
+
+    places: of each expert's copies, those past their number repeated. counts: how many it has.
+    """
+
+    places: Int32[Array, "*layers experts most"]
+    counts: Int32[Array, "*layers experts"]
 
 
 class Routing(NamedTuple):
@@ -69,7 +79,7 @@ def moe(
     x: Float[Array, "rows hidden"],
     params: dict[str, Array],
     idx: Int32[Array, ""],
-    physical: Int32[Array, " experts"],
+    placed: ExpertMap,
     live: Bool[Array, " rows"],
     experts: Experts,
     share_experts: bool = False,
@@ -77,23 +87,34 @@ def moe(
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
     params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
-    one: a kernel takes its slices. physical: where each logical expert is placed. live: rows that
-    are not padding. share_experts: the ranks do; the experts are this shard's part of all.
+    one: a kernel takes its slices. placed: this layer's map. live: rows that are not padding.
+    share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
         routing = route(cfg, x, params)
-        placed = jnp.where(live[:, None], physical[routing.expert_ids], np.int32(-1))
+        physical = jnp.where(live[:, None], _physical(placed, routing.expert_ids), np.int32(-1))
         rows, weights = x, routing.weights
         if share_experts:
-            placed, rows, weights = map(gather_ranks, (placed, rows, weights))
+            physical, rows, weights = map(gather_ranks, (physical, rows, weights))
         gate_up, down = params["experts_gate_up"], params["experts_down"]
         biases: tuple[Array, ...] = ()
         if cfg.experts_bias:
             # Of the devices that share an expert's width only the first has a down bias.
             biases = params["experts_gate_up_bias"], params["experts_down_bias"][:, :, 0]
         num_local = gate_up.shape[1]
-        local = placed - expert_shard_idx(share_experts) * np.int32(num_local)
-        mine = (placed >= 0) & (local >= 0) & (local < num_local)
+        local = physical - expert_shard_idx(share_experts) * np.int32(num_local)
+        mine = (physical >= 0) & (local >= 0) & (local < num_local)
         local = jnp.where(mine, local, np.int32(num_local))
         out = experts(rows, local, weights, gate_up, down, idx, *biases)
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
+
+
+def _physical(
+    placed: ExpertMap, expert_ids: Int32[Array, "rows chosen"]
+) -> Int32[Array, "rows chosen"]:
+    """A copy of each chosen expert: rows take them in turn, which weighs all copies alike."""
+    most = placed.places.shape[-1]
+    if most == 1:
+        return placed.places[:, 0][expert_ids]
+    row = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)[:, None] + rank_idx()
+    return placed.places[expert_ids, row % placed.counts[expert_ids]]

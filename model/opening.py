@@ -13,8 +13,10 @@ from jax import Array
 
 from model.buckets import check_page_size, pages_for
 from model.config import FP8, KVSpec, ModelConfig
+from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.kv import init_pool
+from model.placement import PlacedExperts
 from model.programs import (
     MemoryPlan,
     Program,
@@ -41,6 +43,7 @@ class OpenedModel:
     logical_kv_heads: int
     context_length: int
     digest: str
+    experts: PlacedExperts
 
     @property
     def dp_size(self) -> int:
@@ -73,6 +76,7 @@ def open_model(
     fraction: float = 0.0,
     max_total_tokens: int = 0,
     dp_size: int = 1,
+    placing: ExpertPolicy = AS_TRAINED,
 ) -> OpenedModel:
     """Read config and weights onto a mesh of dp_size * tp_size devices.
 
@@ -82,6 +86,7 @@ def open_model(
     context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
     chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
     that what cannot fit is told before the weights are read, which may take minutes.
+    placing: where experts are, and when they move.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
@@ -108,7 +113,15 @@ def open_model(
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
-    model = Model.create(cfg, mesh, jnp.dtype(dtype), page_size, ep_size > tp_size)
+    model = Model.create(
+        cfg,
+        mesh,
+        jnp.dtype(dtype),
+        page_size,
+        share_experts=ep_size > tp_size,
+        redundant_experts=placing.ep_num_redundant_experts,
+    )
+    experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path)
@@ -121,6 +134,7 @@ def open_model(
         logical_kv_heads=cfg.num_kv_heads,
         context_length=context_length,
         digest=digest,
+        experts=experts,
     )
 
 

@@ -47,6 +47,7 @@ class Leaf:
     head_axis: the kv head axis where heads may be replicated; the next axis is then the
     group, followed (tail > 0) by `tail` entries per kv head that are copied, not dealt out.
     std: deviation of random values; 0 means ones.
+    repeats: an axis whose entries are stored again from the first on, not padded with zeros.
     """
 
     canonical: tuple[int, ...]
@@ -57,6 +58,7 @@ class Leaf:
     head_axis: int | None = None
     tail: int = 0
     replicas: int = 1
+    repeats: int | None = None
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         """Where the parameter lives."""
@@ -67,6 +69,9 @@ class Leaf:
         assert values.shape == self.canonical, (values.shape, self.canonical)
         if self.head_axis is not None and self.replicas > 1:
             values = self._replicate(values, xp)
+        if self.repeats is not None:
+            again = np.arange(self.shape[self.repeats]) % values.shape[self.repeats]
+            values = xp.take(values, again, axis=self.repeats)
         widths = [(0, new - old) for old, new in zip(values.shape, self.shape, strict=True)]
         return values if values.shape == self.shape else xp.pad(values, widths)
 
@@ -236,23 +241,26 @@ def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str,
 
 def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
     hidden, experts = cfg.hidden_size, cfg.num_experts
+    physical, again = dims.physical_experts, 1 if dims.redundant else None
     width, wide = cfg.moe_intermediate_size, dims.moe_intermediate
     std, float32 = 1.0 / math.sqrt(hidden), jnp.dtype(jnp.float32)
     tree = {
         "router": _plain((n, hidden, experts), float32, std),
         "experts_gate_up": Leaf(
             (n, experts, hidden, 2, width),
-            (n, experts, hidden, 2, wide),
+            (n, physical, hidden, 2, wide),
             P(None, dims.expert_axes, None, None, TENSOR),
             dtype,
             std,
+            repeats=again,
         ),
         "experts_down": Leaf(
             (n, experts, width, hidden),
-            (n, experts, wide, hidden),
+            (n, physical, wide, hidden),
             P(None, dims.expert_axes, TENSOR, None),
             dtype,
             1.0 / math.sqrt(width),
+            repeats=again,
         ),
     }
     if cfg.router.bias:
@@ -262,19 +270,21 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
     if cfg.experts_bias:
         tree["experts_gate_up_bias"] = Leaf(
             (n, experts, 2, width),
-            (n, experts, 2, wide),
+            (n, physical, 2, wide),
             P(None, dims.expert_axes, None, TENSOR),
             dtype,
             0.1,
+            repeats=again,
         )
         # Each device that shares an expert has one; all but the first are zero, and their sum is
         # what was trained.
         tree["experts_down_bias"] = Leaf(
             (n, experts, 1, hidden),
-            (n, experts, dims.expert_shards, hidden),
+            (n, physical, dims.expert_shards, hidden),
             P(None, dims.expert_axes, TENSOR, None),
             dtype,
             0.1,
+            repeats=again,
         )
     return tree
 

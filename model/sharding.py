@@ -104,19 +104,34 @@ class Dims:
     ep: int  # parts of the experts; above tp they are parted over all ranks
     dp: int = 1
     stacked: bool = True  # dense layers of one structure share arrays; else each has its own
+    redundant: int = 0  # physical experts of a layer beyond the logical ones
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
         if max(self.tp, heads) % min(self.tp, heads):
             raise ModelError(f"tp_size {self.tp} and {heads} kv heads: one must divide the other")
-        if self.cfg.num_experts % self.ep:
-            raise ModelError(f"ep_size {self.ep} must divide {self.cfg.num_experts} experts")
+        self._check_experts()
 
     @staticmethod
-    def of(cfg: ModelConfig, mesh: Mesh, share_experts: bool = False) -> "Dims":
+    def of(cfg: ModelConfig, mesh: Mesh, share_experts: bool = False, redundant: int = 0) -> "Dims":
         """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
-        return Dims(cfg, ep * mesh.shape[TENSOR], dp * ep if share_experts else ep, dp)
+        parts = dp * ep if share_experts else ep
+        return Dims(cfg, ep * mesh.shape[TENSOR], parts, dp, redundant=redundant)
+
+    def _check_experts(self) -> None:
+        experts, redundant = self.cfg.num_experts, self.redundant
+        if redundant and not experts:
+            raise ModelError(f"{redundant} redundant experts: {self.cfg.architecture} has none")
+        most = experts * (self.ep - 1)
+        if redundant > most:
+            raise ModelError(
+                f"{redundant} redundant experts: {experts} experts in {self.ep} parts take at most "
+                f"{most}, since two copies in one part are of no use"
+            )
+        if self.physical_experts % self.ep:
+            extra = f" + {redundant} redundant" if redundant else ""
+            raise ModelError(f"ep_size {self.ep} must divide {experts}{extra} experts")
 
     @property
     def ranks_share_experts(self) -> bool:
@@ -127,6 +142,16 @@ class Dims:
     def expert_axes(self) -> str | tuple[str, ...]:
         """Over which axes the experts are spread."""
         return ALL_EXPERTS if self.ranks_share_experts else EXPERT
+
+    @property
+    def physical_experts(self) -> int:
+        """Experts of a layer as placed: each logical one, and copies."""
+        return self.cfg.num_experts + self.redundant
+
+    @property
+    def most_copies(self) -> int:
+        """Of one expert: one in each part."""
+        return min(self.redundant + 1, self.ep)
 
     @property
     def expert_shards(self) -> int:
@@ -241,3 +266,11 @@ def gather_ranks(x: Array) -> Array:
 def sum_to_ranks(x: Array) -> Array:
     """The inverse way: sum over ranks, of which each keeps its own rows; inside `jax.shard_map`."""
     return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
+
+
+def swap_experts(x: Array, share_experts: bool) -> Array:
+    """Row p goes to the shard that has part p of the experts; row q of the result came from q's.
+
+    x: [parts, ...]; inside `jax.shard_map`.
+    """
+    return lax.all_to_all(x, ALL_EXPERTS if share_experts else EXPERT, 0, 0, tiled=True)

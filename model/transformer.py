@@ -21,7 +21,7 @@ from model.errors import ModelError
 from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, product, rms_norm, rope_tables
-from model.moe import moe
+from model.moe import ExpertMap, moe
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
@@ -58,17 +58,18 @@ class Model:
         page_size: int,
         share_experts: bool = False,
         stacked: bool | None = None,
+        redundant_experts: int = 0,
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacked: see Dims; None: as is fastest on this platform.
+        share_experts, stacked, redundant_experts: see Dims; None: as is fastest on this platform.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
         """
         kind = jnp.dtype(dtype)
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
-        dims = Dims.of(cfg, mesh, share_experts)
+        dims = Dims.of(cfg, mesh, share_experts, redundant_experts)
         platform = mesh.devices.flat[0].platform
         if stacked is None:
             stacked = platform != "cpu" or dense_layer_bytes(cfg, dims, kind) < OWN_ARRAYS_BYTES
@@ -113,6 +114,7 @@ class _Carry(NamedTuple):
 
     x: Array
     pool: Array
+    loads: Array | None
     captured: Captured | None
 
 
@@ -121,15 +123,17 @@ def prefill_rows(
     params: Params,
     pool: PagePool,
     batch: ChunkBatch,
-    expert_map: Int32[Array, "layers experts"] | None = None,
-) -> tuple[Float[Array, "tokens hidden"], PagePool]:
+    expert_map: ExpertMap | None = None,
+    loads: Int32[Array, "1 layers experts"] | None = None,
+) -> tuple[Float[Array, "tokens hidden"], PagePool, Array | None]:
     """One chunk of one rank through the network; inside `on_ranks`.
 
-    pool: this device's part. expert_map: physical place of each layer's logical experts; None
-    means as trained. Returns hidden states after the last norm, and the pool.
+    pool: this device's part. expert_map: of all layers; None means as trained. loads: rows of this
+    rank that chose each expert so far. Returns hidden states after the last norm, the pool, and
+    the loads with those of this chunk.
     """
-    out = _prefill(model, params, pool, batch, expert_map, False)
-    return out.x, out.pool
+    out = _prefill(model, params, pool, batch, expert_map, loads, False)
+    return out.x, out.pool, out.loads
 
 
 def decode_rows(
@@ -140,8 +144,9 @@ def decode_rows(
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
     kv_idx: Int32[Array, " rows"],
-    expert_map: Int32[Array, "layers experts"] | None = None,
-) -> tuple[Float[Array, "rows hidden"], PagePool]:
+    expert_map: ExpertMap | None = None,
+    loads: Int32[Array, "1 layers experts"] | None = None,
+) -> tuple[Float[Array, "rows hidden"], PagePool, Array | None]:
     """One token of every row of one rank through the network; inside `on_ranks`.
 
     positions: below zero marks a padding row, whose key and value are dropped.
@@ -159,8 +164,8 @@ def decode_rows(
     live = positions >= 0
     dropped = jnp.where(live, kv_idx, np.int32(-1))
     inputs = _Inputs(token_ids, positions, dropped, live)
-    out = _layers(model, params, pool, inputs, _placed(model, expert_map), attend, False)
-    return out.x, out.pool
+    out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, False)
+    return out.x, out.pool, out.loads
 
 
 def row_logits(
@@ -181,7 +186,7 @@ def prefill_hidden(
     params: Params,
     pool: PagePool,
     batch: ChunkBatch,
-    expert_map: Int32[Array, "layers experts"] | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> tuple[Float[Array, "tokens hidden"], PagePool]:
     """`prefill_rows`; several ranks do the same, each in its own pages.
 
@@ -189,7 +194,7 @@ def prefill_hidden(
     """
     run = on_ranks(
         model.mesh,
-        partial(prefill_rows, model),
+        lambda *args: prefill_rows(model, *args)[:2],
         (model.param_specs(), POOL_SPEC, P(), P()),
         (P(), POOL_SPEC),
     )
@@ -202,7 +207,7 @@ def prefill_captured(
     params: Params,
     pool: PagePool,
     batch: ChunkBatch,
-    expert_map: Int32[Array, "layers experts"] | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> tuple[
     Float[Array, "tokens hidden"],
     PagePool,
@@ -211,9 +216,9 @@ def prefill_captured(
     """prefill_hidden that also returns what happened inside; for tests."""
 
     def shard(
-        params: Params, pool: Array, batch: ChunkBatch, expert_map: Array | None
+        params: Params, pool: Array, batch: ChunkBatch, expert_map: ExpertMap | None
     ) -> tuple[Array, Array, Captured | None]:
-        out = _prefill(model, params, pool, batch, expert_map, True)
+        out = _prefill(model, params, pool, batch, expert_map, None, True)
         return out.x, out.pool, out.captured
 
     specs = (model.param_specs(), POOL_SPEC, P(), P())
@@ -230,12 +235,12 @@ def decode_hidden(
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
     kv_idx: Int32[Array, " rows"],
-    expert_map: Int32[Array, "layers experts"] | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """`decode_rows`; see prefill_hidden."""
     run = on_ranks(
         model.mesh,
-        partial(decode_rows, model),
+        lambda *args: decode_rows(model, *args)[:2],
         (model.param_specs(), POOL_SPEC, P(), P(), P(), P(), P()),
         (P(), POOL_SPEC),
     )
@@ -262,7 +267,8 @@ def _prefill(
     params: Params,
     pool: Array,
     batch: ChunkBatch,
-    expert_map: Array | None,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
     capture: bool,
 ) -> _Carry:
     def attend(
@@ -273,15 +279,16 @@ def _prefill(
 
     live = (batch.kv_idx >= 0) & (batch.kv_idx < pool.shape[2] * pool.shape[3])
     inputs = _Inputs(batch.token_ids, batch.positions, batch.kv_idx, live)
-    return _layers(model, params, pool, inputs, _placed(model, expert_map), attend, capture)
+    return _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, capture)
 
 
-def _placed(model: Model, expert_map: Array | None) -> Array:
-    """i32[layers, experts]: as given, or as trained."""
+def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap:
+    """The map as given, or as trained."""
     if expert_map is not None:
         return expert_map
-    experts = jnp.arange(model.cfg.num_experts, dtype=jnp.int32)
-    return jnp.broadcast_to(experts, (model.cfg.num_layers, model.cfg.num_experts))
+    shape = model.cfg.num_layers, model.cfg.num_experts
+    places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    return ExpertMap(places[..., None], jnp.ones(shape, jnp.int32))
 
 
 def _layers(
@@ -289,7 +296,8 @@ def _layers(
     params: Params,
     pool: Array,
     inputs: _Inputs,
-    expert_map: Array,
+    expert_map: ExpertMap,
+    loads: Array | None,
     attend: Attend,
     capture: bool,
 ) -> _Carry:
@@ -298,7 +306,7 @@ def _layers(
     freq = rope_frequencies(cfg.rope, cfg.rope_dim)
     tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
     rows = Rows(*tables, inputs.kv_idx)
-    carry = _Carry(x, pool, nothing_captured(cfg, x) if capture else None)
+    carry = _Carry(x, pool, loads, nothing_captured(cfg, x) if capture else None)
 
     @partial(jax.jit, static_argnums=0)  # traced once, however many layers have own arrays
     def block(moe_layer: bool, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
@@ -337,12 +345,12 @@ def _block(
     carry: _Carry,
     inputs: _Inputs,
     rows: Rows,
-    expert_map: Array,
+    expert_map: ExpertMap,
     attend: Attend,
 ) -> _Carry:
     """One layer. weights: its own, but for experts' stacks, of which `idx` is this layer's."""
     cfg = model.cfg
-    x, pool, captured = carry
+    x, pool, loads, captured = carry
     inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
     attend_layer = latent_attention if cfg.latent else attention
     out, pool = attend_layer(cfg, weights, inner, pool, layer, rows, attend)
@@ -355,11 +363,14 @@ def _block(
             inner,
             weights,
             idx,
-            expert_map[layer],
+            jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )
+        if loads is not None:
+            chosen = inputs.live[:, None].astype(jnp.int32)
+            loads = loads.at[0, layer, routing.expert_ids].add(chosen)
         if cfg.num_shared_experts:
             out += feed_forward(inner, weights["shared_gate_up"], weights["shared_down"])
     else:
@@ -367,4 +378,4 @@ def _block(
     x = x + out.astype(x.dtype)
     if captured is not None:
         captured = capture_layer(captured, layer, x, routing)
-    return _Carry(x, pool, captured)
+    return _Carry(x, pool, loads, captured)

@@ -90,12 +90,31 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Me
     shards: list[Array] = []
     for bounds, devices in homes.items():
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        source.fill(files, tuple(slice(*b) for b in bounds), out)
+        _fill(files, source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
             meter.add(out.nbytes)
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def _fill(
+    files: Checkpoint, source: Source, leaf: Leaf, index: tuple[slice, ...], out: np.ndarray
+) -> None:
+    """A part of a parameter; what is stored again is read again."""
+    axis = leaf.repeats
+    if axis is None:
+        source.fill(files, index, out)
+        return
+    size, part = leaf.canonical[axis], index[axis]
+    at = part.start
+    while at < part.stop:
+        first = at % size
+        count = min(size - first, part.stop - at)
+        piece = (*index[:axis], slice(first, first + count), *index[axis + 1 :])
+        into = (slice(None),) * axis + (slice(at - part.start, at - part.start + count),)
+        source.fill(files, piece, out[into])
+        at += count
 
 
 def model_digest(path: str | Path) -> str:

@@ -36,6 +36,7 @@ class PrefillEngine:
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
+        self._experts = opened.experts
         self._buckets = buckets
         self._dp_size = opened.dp_size
         self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length)
@@ -50,6 +51,7 @@ class PrefillEngine:
             self._compile,
             buckets.staged_pages,
         )
+        self._params = self._experts.settle(self._params)
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +62,8 @@ class PrefillEngine:
 
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight[Prompt]:
         """Dispatch one packed chunk of every rank; plans: pieces by rank."""
-        self._pool, chunk = self._chunks.run(self._params, self._pool, plans)
+        self._params = self._experts.turn(self._params)
+        self._pool, chunk = self._chunks.run(self._params, self._pool, self._experts, plans)
         return chunk
 
     def sample_first(
@@ -99,7 +102,7 @@ class PrefillEngine:
         """Every program, for a pool of num_pages."""
         buckets, kv, mesh = self._buckets, self._opened.kv, self._model.mesh
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
-        total = self._chunks.num_programs + len(buckets.run_pages)
+        total = self._chunks.num_programs + len(buckets.run_pages) + self._experts.num_programs
         done: list[Program] = []
 
         def built(program: Program) -> Program:
@@ -107,7 +110,8 @@ class PrefillEngine:
             log.info("compiled %d/%d %s", len(done), total, program.name)
             return program
 
-        self._chunks.compile(params, pool, num_pages, built)
+        self._chunks.compile(params, pool, self._experts.shapes, num_pages, built)
+        self._experts.compile(params, built)
         gather = on_ranks(mesh, gather_pages, (POOL_SPEC, RANKS), POOL_SPEC)
         for pages in buckets.run_pages:
             ids = abstract_i32((self._dp_size * pages,), mesh, RANKS)

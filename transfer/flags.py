@@ -421,6 +421,18 @@ WORKER_HELP = {
     "tp_size": "devices that share each layer, in each data-parallel rank (virtual ones on CPU)",
     "ep_size": "parts into which the experts are divided: a divisor of the tp size, for each "
     "data-parallel rank; or dp size times a divisor, above the tp size, shared by the ranks",
+    "ep_num_redundant_experts": "copies that a layer has beside one of each expert: of those that "
+    "most rows choose, in other parts",
+    "init_expert_location": "where experts are at the start: trivial, or a JSON file with "
+    "physical_to_logical_map or logical_count",
+    "enable_eplb": "count the rows that choose each expert and move experts while serving, so that "
+    "all parts get as many",
+    "expert_distribution_file": "file that gets the rows that chose each expert, whenever they are "
+    "counted; --init-expert-location reads it",
+    "eplb_rebalance_num_iterations": "steps or chunks after which experts are placed anew",
+    "eplb_rebalance_layers_per_chunk": "layers moved between two of them; 0: all",
+    "eplb_min_rebalancing_utilization_threshold": "layers whose mean part has at least this share "
+    "of the fullest part's rows stay as they are",
     "dp_size": "data-parallel ranks: each has tp-size devices, and pages of its own",
     "page_size": "tokens in a page; 0: 16 on CPU, else 64",
     "max_total_tokens": "page pool of each data-parallel rank in tokens; 0: what memory allows",

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self.config = config
         self.drain_timeout_s = config.drain_timeout_s
         self.counters: Counter[str] = Counter()
+        self._experts_counted: Mapping[str, float] = {}
         self._held: dict[int, H] = {}
         self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
         self._load = wire.Load()
@@ -233,6 +234,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
         """Replace what the flags left open by what it came to, and say so."""
         kv = opened.kv
+        self._experts_counted = opened.experts.counters
         known: dict[str, Any] = {
             "worker_id": self.worker_id(),
             "served_model_name": self.config.model_name,
@@ -264,7 +266,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             pages_cached=pages_cached,
             rooms=len(self._held),
             compiles_after_ready=self._compiles.after_ready,
-            counters={name: float(value) for name, value in counters.items()},
+            counters={
+                name: float(value)
+                for name, value in [*counters.items(), *self._experts_counted.items()]
+            },
             config={name: str(value) for name, value in vars(self.config).items()},
             transfers=transfers,
             in_flight_bytes=in_flight_bytes,
@@ -319,6 +324,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         config.mem_fraction_static,
         config.max_total_tokens,
         config.dp_size,
+        config.placing,
     )
 
 

@@ -1,14 +1,16 @@
 """What a worker of either role is told at its start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
+PLACING = tuple(field.name for field in fields(ExpertPolicy))
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class WorkerConfig:
     tp_size: int = 1
     ep_size: int = 1
     dp_size: int = 1
+    ep_num_redundant_experts: int = 0  # physical experts of a layer beyond the logical ones
+    init_expert_location: str = TRIVIAL  # or a JSON file
+    enable_eplb: bool = False
+    expert_distribution_file: str = ""  # rows that chose each expert, when they were last counted
+    eplb_rebalance_num_iterations: int = 1000  # calls to the device that count rows
+    eplb_rebalance_layers_per_chunk: int = 1  # layers moved between two calls; 0 = all
+    eplb_min_rebalancing_utilization_threshold: float = 1.0
     page_size: int = 0  # tokens; 0 = 16 on CPU, 64 elsewhere
     max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
@@ -55,6 +64,7 @@ class WorkerConfig:
             raise ConfigError("--host must not be empty: peers reach this worker by it")
         reachable(self, "host")
         _check_experts(self.ep_size, self.tp_size, self.dp_size)
+        self._check_placing()
         if self.stall_timeout_s <= 0:
             raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
         if self.drain_timeout_s < 0:
@@ -66,6 +76,35 @@ class WorkerConfig:
         check_port(self, "port")
         if self.disaggregation_transfer_backend == "nixl":
             nixl_agent.find()
+
+    def _check_placing(self) -> None:
+        """Raises ConfigError for a placement of experts that makes no sense."""
+        at_least(self, "ep_num_redundant_experts", 0)
+        at_least(self, "eplb_rebalance_num_iterations", 1)
+        at_least(self, "eplb_rebalance_layers_per_chunk", 0)
+        threshold = self.eplb_min_rebalancing_utilization_threshold
+        if not 0.0 < threshold <= 1.0:
+            raise ConfigError(
+                "--eplb-min-rebalancing-utilization-threshold must be above 0 and at most 1, got "
+                f"{threshold}"
+            )
+        if self.expert_distribution_file:
+            if not self.enable_eplb:
+                raise ConfigError("--expert-distribution-file needs --enable-eplb, which counts")
+            folder = Path(self.expert_distribution_file).absolute().parent
+            if not folder.is_dir():
+                raise ConfigError(f"--expert-distribution-file: {folder} is no folder")
+        if self.ep_size == 1:
+            usual = WorkerConfig.__dataclass_fields__
+            for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
+                if getattr(self, name) != usual[name].default:
+                    flag = name.replace("_", "-")
+                    raise ConfigError(f"--{flag} needs --ep-size above 1: experts are in one part")
+
+    @property
+    def placing(self) -> ExpertPolicy:
+        """Where experts are, and when they move."""
+        return ExpertPolicy(**{name: getattr(self, name) for name in PLACING})
 
     @property
     def model_name(self) -> str:

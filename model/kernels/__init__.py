@@ -77,7 +77,7 @@ def experts_shape(cfg: ModelConfig, dims: Dims, platform: str, dtype: str) -> Ex
         dtype,
         cfg.hidden_size,
         dims.moe_intermediate // dims.expert_shards,
-        cfg.num_experts // dims.ep,
+        dims.physical_experts // dims.ep,
         cfg.num_experts_per_tok,
         cfg.swiglu_limit,
         cfg.swiglu_alpha,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from model.config import FP8, ModelConfig
+from model.moe import ExpertMap
 from model.transformer import prefill_captured
 from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
 
@@ -154,7 +155,9 @@ def test_experts_may_be_placed_anywhere_when_the_map_says_so() -> None:
         {key: moved(value) if key.startswith("experts_") else value for key, value in run.items()}
         for run in harness.params["layers"]
     )
-    expert_map = jnp.asarray(np.tile(place, (cfg.num_layers, 1)), jnp.int32)
+    shape = cfg.num_layers, cfg.num_experts
+    places = jnp.asarray(np.broadcast_to(place, shape)[..., None], jnp.int32)
+    expert_map = ExpertMap(places, jnp.ones(shape, jnp.int32))
     prompt = recorded.prompts["p33"]
     (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
     run = jax.jit(prefill_captured, static_argnums=0)

@@ -18,7 +18,7 @@ ATOL = 2e-4
 STEPS = 24
 
 # Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
-# several data-parallel ranks on one side.
+# several data-parallel ranks on one side, three with copies of experts, of which two move them.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
@@ -26,14 +26,29 @@ SYSTEMS = {
         "--decode-tp-size=2",
     ),
     "qwen3": ("--prefill-tp-size=1", "--decode-tp-size=4", "--disable-radix-cache"),
-    "mixtral": ("--prefill-tp-size=2", "--prefill-ep-size=2", "--decode-tp-size=1"),
+    "mixtral": (
+        "--prefill-tp-size=2",
+        "--prefill-ep-size=2",
+        "--prefill-ep-num-redundant-experts=4",
+        "--decode-tp-size=1",
+    ),
     "qwen3_moe": (
         "--prefill-tp-size=2",
         "--decode-dp-size=2",
         "--decode-tp-size=2",
         "--decode-ep-size=4",
+        "--decode-ep-num-redundant-experts=8",
+        "--decode-enable-eplb",
+        "--decode-eplb-rebalance-num-iterations=10",
     ),
-    "gpt_oss": ("--prefill-tp-size=1", "--decode-tp-size=2", "--decode-ep-size=2"),
+    "gpt_oss": (
+        "--prefill-tp-size=2",
+        "--prefill-ep-size=2",
+        "--prefill-enable-eplb",
+        "--prefill-eplb-rebalance-num-iterations=1",
+        "--prefill-eplb-rebalance-layers-per-chunk=0",
+        "--decode-tp-size=1",
+    ),
     "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
 }
 
@@ -121,7 +136,10 @@ def test_a_prefix_hit_is_reported_and_changes_no_token(system: tuple[str, Cluste
 
 
 def test_nothing_compiles_after_ready_and_pages_return(system: tuple[str, Cluster]) -> None:
-    _, cluster = system
+    name, cluster = system
     for worker in cluster.settled():
+        if f"--{worker['role']}-enable-eplb" in SYSTEMS[name]:
+            assert worker["counters"]["eplb_rebalances"] > 0
+            assert worker["counters"]["eplb_experts_moved"] > 0
         assert worker["compiles_after_ready"] == 0
         assert worker["pages_held"] == 0

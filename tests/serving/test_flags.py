@@ -34,6 +34,18 @@ NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
 # Where one more than the default would be refused, or means nothing.
 OTHERS: dict[str, dict[str, Any]] = {
     "ep_size": {"tp_size": 4, "ep_size": 2},
+    "ep_num_redundant_experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},
+    "init_expert_location": {"tp_size": 2, "ep_size": 2, "init_expert_location": "a.json"},
+    "enable_eplb": {"tp_size": 2, "ep_size": 2, "enable_eplb": True},
+    "expert_distribution_file": {
+        "tp_size": 2,
+        "ep_size": 2,
+        "enable_eplb": True,
+        "expert_distribution_file": "counts.json",
+    },
+    "eplb_min_rebalancing_utilization_threshold": {
+        "eplb_min_rebalancing_utilization_threshold": 0.5
+    },
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "stream_interval": {"stream_interval": 7},
@@ -245,6 +257,43 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
             "share are in --dp-size 2 times as many parts",
         ),
         (DecodeConfig, {"tp_size": 2, "ep_size": 8, "dp_size": 2}, "--ep-size 8 is above"),
+        (
+            DecodeConfig,
+            {"enable_eplb": True},
+            "--enable-eplb needs --ep-size above 1: experts are in one part",
+        ),
+        (
+            PrefillConfig,
+            {"ep_num_redundant_experts": 8},
+            "--ep-num-redundant-experts needs --ep-size above 1",
+        ),
+        (PrefillConfig, {"init_expert_location": "a.json"}, "--init-expert-location needs --ep-"),
+        (DecodeConfig, {"ep_num_redundant_experts": -1}, "--ep-num-redundant-experts must be at l"),
+        (
+            DecodeConfig,
+            {"tp_size": 2, "ep_size": 2, "expert_distribution_file": "a.json"},
+            "--expert-distribution-file needs --enable-eplb, which counts",
+        ),
+        (
+            DecodeConfig,
+            {
+                "tp_size": 2,
+                "ep_size": 2,
+                "enable_eplb": True,
+                "expert_distribution_file": "/nowhere/at/all/a.json",
+            },
+            "--expert-distribution-file: /nowhere/at/all is no folder",
+        ),
+        (
+            DecodeConfig,
+            {"eplb_rebalance_num_iterations": 0},
+            "--eplb-rebalance-num-iterations must be at least 1, got 0",
+        ),
+        (
+            DecodeConfig,
+            {"eplb_min_rebalancing_utilization_threshold": 1.5},
+            "-threshold must be above 0 and at most 1, got 1.5",
+        ),
         (PrefillConfig, {"max_total_tokens": -1}, "--max-total-tokens must be at least 0, got -1"),
         (PrefillConfig, {"mem_fraction_static": 1.5}, "--mem-fraction-static must be in [0, 1]"),
         (PrefillConfig, {"max_seqs_per_chunk": 0}, "--max-seqs-per-chunk must be at least 1"),

@@ -14,6 +14,7 @@ import uvicorn
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from model.eplb import ExpertPolicy
 from model.errors import ModelError
 from model.opening import open_model
 from serving import api
@@ -133,6 +134,31 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         ({"tp_size": 16}, "--tp-size 16 needs 16 devices, this process sees 8 (cpu)"),
         ({"tp_size": 3}, "tp_size 3 and 2 kv heads: one must divide the other"),
         ({"path": MIXTRAL, "tp_size": 6, "ep_size": 3}, "ep_size 3 must divide 8 experts"),
+        (
+            {"path": MIXTRAL, "tp_size": 2, "ep_size": 2, "placing": ExpertPolicy(3)},
+            "ep_size 2 must divide 8 + 3 redundant experts",
+        ),
+        (
+            {"path": MIXTRAL, "tp_size": 2, "ep_size": 2, "placing": ExpertPolicy(10)},
+            "10 redundant experts: 8 experts in 2 parts take at most 8",
+        ),
+        (
+            {"tp_size": 2, "ep_size": 2, "placing": ExpertPolicy(2)},
+            "2 redundant experts: Qwen3ForCausalLM has none",
+        ),
+        (
+            {"tp_size": 2, "ep_size": 2, "placing": ExpertPolicy(enable_eplb=True)},
+            "Qwen3ForCausalLM has no experts that could be placed",
+        ),
+        (
+            {
+                "path": MIXTRAL,
+                "tp_size": 2,
+                "ep_size": 2,
+                "placing": ExpertPolicy(init_expert_location="nowhere.json"),
+            },
+            "--init-expert-location nowhere.json is no JSON file: ",
+        ),
         ({"max_total_tokens": 48}, "--max-total-tokens gives 3 pages, one request of full context"),
         ({"max_total_tokens": 1 << 50}, "do not fit in"),
         ({"fraction": 1e-9}, "too little memory: weights "),

@@ -1,0 +1,336 @@
+"""Experts where they are: the map that programs read, the rows that they count, weights moved.
+
+A worker counts on the device which experts its rows choose. Now and then it takes the counts and
+places one layer after the other anew, between two calls to the device: weights and map change
+together, so every call sees one placement of each layer. Nothing compiles and nothing waits.
+"""
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model import eplb
+from model.config import ModelConfig
+from model.eplb import TRIVIAL, ExpertPolicy
+from model.errors import ModelError
+from model.moe import ExpertMap
+from model.params import Params, Segment, segments
+from model.programs import Program, abstract_like, compile_program
+from model.sharding import (
+    RANKS,
+    Dims,
+    abstract_i32,
+    expert_shard_idx,
+    num_ranks,
+    on_ranks,
+    replicated,
+    swap_experts,
+)
+from model.transformer import Model
+
+log = logging.getLogger(__name__)
+
+_MAPS: Final = "physical_to_logical_map"
+_COUNTS: Final = "logical_count"
+_CALLS_TO_HOST: Final = 2  # a worker that dispatches another has read the one before the last
+_WORTH_MOVING: Final = 0.01  # of balancedness, so that noise in the counts moves nothing
+
+
+class ExpertArgs(NamedTuple):
+    """What the programs take of a placement; nothing where experts stay as trained.
+
+    expert_map: a model.moe.ExpertMap. loads: i32[ranks, layers, experts], rows that chose each,
+    donated and given back with those of the call added; None where nobody counts.
+    """
+
+    expert_map: Any
+    loads: Any
+
+
+class PlacedExperts:
+    """Owner of a worker's placement: the map, the counts, and the programs that move weights."""
+
+    def __init__(self, model: Model, policy: ExpertPolicy) -> None:
+        """Raises ModelError when a location file does not fit the model."""
+        self._model, self._policy = model, policy
+        self._parts = model.dims.ep
+        # Runs of layers with experts, and where the parameters have them.
+        self._runs = [
+            (idx, run)
+            for idx, run in enumerate(segments(model.cfg, model.dims.stacked))
+            if run.moe and policy.places_experts
+        ]
+        self._placed = _initial(model.cfg, model.dims, policy)
+        self._move: dict[int, Program] = {}
+        self._map = self._sent_map() if policy.places_experts else None
+        self._loads = self._no_loads() if policy.enable_eplb else None
+        self._calls = 0  # since counting began
+        self._counts: Array | None = None  # on their way to the host
+        self._left: deque[tuple[int, np.ndarray]] = deque()  # layers to look at, with their counts
+        self._seen: list[tuple[float, float]] = []  # of those looked at: balancedness, was and is
+        # Another thread may read them: no name is new later.
+        self.counters: dict[str, float] = {}
+        if policy.enable_eplb:
+            self.counters = {f"eplb_{name}": 0.0 for name in ("rebalances", "experts_moved")}
+            self.counters["eplb_balancedness"] = 1.0  # of the rows last seen, as they found it
+        if policy.places_experts and not self._runs:
+            raise ModelError(f"{model.cfg.architecture} has no experts that could be placed")
+
+    @property
+    def args(self) -> ExpertArgs:
+        """For the next call to the device, which donates the loads."""
+        return ExpertArgs(self._map, self._loads)
+
+    @property
+    def shapes(self) -> ExpertArgs:
+        """Those of `args`."""
+        return ExpertArgs(abstract_like(self._map), abstract_like(self._loads))
+
+    @property
+    def placed(self) -> np.ndarray:
+        """i32[layers, physical]: logical experts."""
+        return self._placed.copy()
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._runs)
+
+    def compile(self, params: Params, built: Callable[[Program], Program]) -> None:
+        """Compile what moves the experts of a layer. params: their shapes."""
+        mesh, dims = self._model.mesh, self._model.dims
+        all_specs = self._model.param_specs()
+        physical = abstract_i32((dims.physical_experts,), mesh, P())
+        local = abstract_i32((dims.physical_experts // dims.ep,), mesh, P())
+        one = abstract_i32((), mesh, P())
+        for idx, run in self._runs:
+            stacks, specs = (_experts(tree["layers"][idx]) for tree in (params, all_specs))
+            mover = _mover(dims.ranks_share_experts, dims.ep)
+            move = on_ranks(mesh, mover, (specs, P(), P(), P(), P()), specs)
+            name = f"move[layers={run.first}-{run.first + run.num_layers - 1}]"
+            args = (stacks, one, physical, local, one)
+            self._move[idx] = built(compile_program(name, move, args, (0,)))
+
+    def settle(self, params: Params) -> Params:
+        """Put weights, which are loaded as is trivial, where the policy has them at the start."""
+        wanted = self._placed
+        self._placed = _trivial(self._model.cfg, self._model.dims)
+        for _, run in self._runs:
+            for layer in _layers(run):
+                params = self._moved(params, layer, wanted[layer])
+        return params
+
+    def counted(self, loads: Any) -> None:
+        """The loads that a call to the device gave back."""
+        self._loads = loads
+        self._calls += 1
+
+    def turn(self, params: Params) -> Params:
+        """Before a call to the device: go on a little with what there is to do.
+
+        params: theirs that move are donated. Returns those to go on with.
+        """
+        policy = self._policy
+        if self._left:
+            for _ in range(policy.eplb_rebalance_layers_per_chunk or len(self._left)):
+                if self._left:
+                    params = self._look_at(params, *self._left.popleft())
+            if not self._left:
+                self._looked()
+        elif self._counts is not None:
+            if self._calls >= _CALLS_TO_HOST:
+                counts = np.asarray(self._counts).sum(axis=0, dtype=np.int64)
+                self._counts = None
+                self._write(counts)
+                self._left = deque((i, counts[i]) for _, run in self._runs for i in _layers(run))
+        elif self._loads is not None and self._calls >= policy.eplb_rebalance_num_iterations:
+            self._counts, self._loads, self._calls = self._loads, self._no_loads(), 0
+            self._counts.copy_to_host_async()
+        return params
+
+    def _write(self, counts: np.ndarray) -> None:
+        """Whoever starts next may begin with what is known now; a reader sees all of it or none."""
+        if not self._policy.expert_distribution_file:
+            return
+        file = Path(self._policy.expert_distribution_file)
+        begun = file.with_name(f"{file.name}.{os.getpid()}")
+        try:
+            begun.write_text(json.dumps({_COUNTS: counts.tolist()}))
+            begun.replace(file)
+        except OSError as error:
+            log.error("--expert-distribution-file %s is not written: %s", file, error)
+
+    # --- one layer ------------------------------------------------------------------------------
+
+    def _look_at(self, params: Params, layer: int, loads: np.ndarray) -> Params:
+        """Place a layer anew if its rows say that it is worth it."""
+        old = self._placed[layer].copy()
+        was = now = eplb.balancedness(loads, old, self._parts)
+        if was < self._policy.eplb_min_rebalancing_utilization_threshold:
+            new = eplb.balanced(loads, old, self._parts)
+            better = eplb.balancedness(loads, new, self._parts)
+            if better > was + _WORTH_MOVING:
+                params, now = self._moved(params, layer, new), better
+                self.counters["eplb_experts_moved"] += int(np.count_nonzero(old != new))
+        self._seen.append((was, now))
+        return params
+
+    def _looked(self) -> None:
+        """All layers were looked at."""
+        was, now = (float(share) for share in np.mean(self._seen, axis=0))
+        self._seen = []
+        self.counters["eplb_rebalances"] += 1
+        self.counters["eplb_balancedness"] = was
+        log.info("experts placed anew: balancedness of the rows seen %.3f, now %.3f", was, now)
+
+    def _moved(self, params: Params, layer: int, new: np.ndarray) -> Params:
+        """Dispatch the move of a layer's weights, and a map that says so."""
+        old = self._placed[layer].copy()
+        changed = np.flatnonzero((old != new).reshape(self._parts, -1).any(axis=0))
+        if not len(changed):
+            return params
+        slots = np.zeros(len(new) // self._parts, np.int32)
+        slots[: len(changed)] = changed
+        idx, run = next(pair for pair in self._runs if layer in _layers(pair[1]))
+        stacks = self._move[idx](
+            _experts(params["layers"][idx]),
+            np.int32(layer - run.first),
+            eplb.sources(old, new, self._parts),
+            slots,
+            np.int32(len(changed)),
+        )
+        layers = list(params["layers"])
+        layers[idx] = layers[idx] | stacks
+        self._placed[layer] = new
+        self._map = self._sent_map()
+        return params | {"layers": tuple(layers)}
+
+    # --- arrays ---------------------------------------------------------------------------------
+
+    def _sent_map(self) -> ExpertMap:
+        cfg, dims = self._model.cfg, self._model.dims
+        both = eplb.copies_of(self._placed, cfg.num_experts, dims.most_copies)
+        return ExpertMap(*jax.device_put(both, replicated(self._model.mesh)))
+
+    def _no_loads(self) -> Array:
+        cfg, mesh = self._model.cfg, self._model.mesh
+        zeros = np.zeros((num_ranks(mesh), cfg.num_layers, cfg.num_experts), np.int32)
+        sent: Array = jax.device_put(zeros, NamedSharding(mesh, RANKS))
+        return sent
+
+
+def _layers(run: Segment) -> range:
+    return range(run.first, run.first + run.num_layers)
+
+
+def _experts(layers: dict[str, Any]) -> dict[str, Any]:
+    """What moves: the parameters that have an axis of physical experts."""
+    return {name: stack for name, stack in layers.items() if name.startswith("experts_")}
+
+
+def _mover(share_experts: bool, num_parts: int) -> Callable[..., Any]:
+    """The program of one device that moves experts of one layer."""
+
+    def move(
+        stacks: dict[str, Array], layer: Array, sources: Array, slots: Array, count: Array
+    ) -> dict[str, Array]:
+        """stacks: [layers, experts here, ...], donated. layer: of the stacks.
+
+        sources: i32[physical], from where each takes its weights. slots: i32[experts here], of
+        which the first `count` are places, the same of every part, that take other weights.
+        """
+        num_local = slots.shape[0]
+        part = expert_shard_idx(share_experts)
+
+        def moved(stack: Array) -> Array:
+            old = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+            def place(i: Array, new: Array) -> Array:
+                slot = slots[i]
+                wanted = sources.reshape(num_parts, num_local)[:, slot]
+                # To each part what it wants, if it is here; of what comes, the owner's counts.
+                got = swap_experts(old[wanted % np.int32(num_local)], share_experts)
+                owner = wanted[part] // np.int32(num_local)
+                return lax.dynamic_update_index_in_dim(new, got[owner], slot, 0)
+
+            new = lax.fori_loop(np.int32(0), count, place, old)
+            return lax.dynamic_update_index_in_dim(stack, new, layer, 0)
+
+        with jax.named_scope("move_experts"):
+            return {name: moved(stack) for name, stack in stacks.items()}
+
+    return move
+
+
+def _trivial(cfg: ModelConfig, dims: Dims) -> np.ndarray:
+    row = eplb.trivial(cfg.num_experts, dims.physical_experts)
+    return np.tile(row, (cfg.num_layers, 1))
+
+
+def _initial(cfg: ModelConfig, dims: Dims, policy: ExpertPolicy) -> np.ndarray:
+    """i32[layers, physical]. Raises ModelError where a file does not fit."""
+    location = policy.init_expert_location
+    if location == TRIVIAL:
+        return _trivial(cfg, dims)
+    return read_location(location, cfg.num_layers, cfg.num_experts, dims.physical_experts, dims.ep)
+
+
+def read_location(
+    path: str, num_layers: int, num_experts: int, num_physical: int, num_parts: int
+) -> np.ndarray:
+    """The placement that a file says: i32[layers, physical], logical experts.
+
+    A JSON object with "physical_to_logical_map", [layers, physical], or "logical_count", [layers,
+    experts] or several of them along a first axis, for which a placement is made. Raises ModelError
+    naming the file, what it has and what is accepted.
+    """
+    try:
+        told = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"--init-expert-location {path} is no JSON file: {error}") from None
+    if not isinstance(told, dict) or (_MAPS in told) == (_COUNTS in told):
+        raise ModelError(f'--init-expert-location {path}: takes "{_MAPS}" or "{_COUNTS}"')
+    if _MAPS in told:
+        maps = _integers(path, _MAPS, told[_MAPS], [(num_layers, num_physical)])
+        everyone = np.arange(num_experts)
+        if maps.max() >= num_experts or not all(np.isin(everyone, row).all() for row in maps):
+            raise ModelError(
+                f"--init-expert-location {path}: {_MAPS} must have each of {num_experts} experts "
+                "in every layer, and no other"
+            )
+        return maps.astype(np.int32)
+    one = (num_layers, num_experts)
+    counts = _integers(path, _COUNTS, told[_COUNTS], [one, (-1, *one)])
+    counts = counts.reshape(-1, *one).sum(axis=0)
+    start = eplb.trivial(num_experts, num_physical)
+    return np.stack([eplb.balanced(row, start, num_parts) for row in counts])
+
+
+def _integers(path: str, name: str, values: Any, shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """An array of integers from 0 on of one of these shapes, of which -1 is any size."""
+    try:
+        found = np.array(values)
+    except ValueError:
+        found = np.array(None)
+    fits = any(
+        len(shape) == found.ndim
+        and all(size in (-1, got) for size, got in zip(shape, found.shape, strict=True))
+        for shape in shapes
+    )
+    if not fits or not np.issubdtype(found.dtype, np.integer) or not found.size or found.min() < 0:
+        got = f"{found.dtype}{list(found.shape)}" if found.ndim else type(values).__name__
+        accepted = " or ".join(str(list(shape)) for shape in shapes).replace("-1", "any")
+        raise ModelError(
+            f"--init-expert-location {path}: {name} is {got}; accepted: integers from 0 on, "
+            f"{accepted}"
+        )
+    return found

@@ -1,0 +1,244 @@
+"""Experts that move while a network is in use: weights, map and counts against what they mean."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from decode.engine import DecodeEngine, SlotStart
+from model.buckets import decode_buckets, prefill_buckets
+from model.config import ModelConfig
+from model.eplb import AS_TRAINED, ExpertPolicy
+from model.errors import ModelError
+from model.opening import OpenedModel, open_model
+from model.placement import PlacedExperts, read_location
+from model.programs import abstract_like
+from model.sharding import make_mesh
+from model.transformer import Model
+from model.weights import load_params, random_params
+from prefill.engine import PrefillEngine
+from prefill.scheduler import PrefillScheduler, Prompt
+from tests.model.harness import GOLDENS, Golden, Harness
+from transfer.pages import PagePool
+from transfer.prefix_cache import PrefixCache
+from transfer.wire import SamplingParams
+
+# (checkpoint, tp, ep, dp, redundant experts): parts of whole devices, parts that devices share,
+# parts that ranks share; experts with biases, and beside dense layers.
+MESHES = [
+    ("qwen3_moe", 4, 4, 1, 8),
+    ("gpt_oss", 4, 2, 1, 2),
+    ("deepseek_v3", 2, 4, 2, 4),
+    ("mixtral", 2, 2, 1, 0),
+]
+
+
+def _open(name: str, tp: int, ep: int, dp: int, policy: ExpertPolicy = AS_TRAINED) -> OpenedModel:
+    path = GOLDENS / name / "model"
+    return open_model(path, "float32", "auto", tp, ep, 16, 128, dp_size=dp, placing=policy)
+
+
+def _told(opened: OpenedModel, experts: PlacedExperts, seed: int) -> None:
+    """As if a call had counted: rows of every rank, skewed at random."""
+    loads = experts.args.loads
+    rng = np.random.default_rng(seed)
+    counts = (1000 * rng.random(loads.shape) ** 4).astype(np.int32)
+    experts.counted(jax.device_put(counts, loads.sharding))
+
+
+@pytest.mark.parametrize(("name", "tp", "ep", "dp", "redundant"), MESHES)
+def test_weights_are_where_the_map_says_whatever_moved(
+    name: str, tp: int, ep: int, dp: int, redundant: int
+) -> None:
+    policy = ExpertPolicy(redundant, enable_eplb=True, eplb_rebalance_num_iterations=1)
+    opened = _open(name, tp, ep, dp, policy)
+    experts, params = opened.experts, opened.params
+    experts.compile(abstract_like(params), lambda program: program)
+    trained = load_params(GOLDENS / name / "model", _open(name, tp, ep, dp).model)
+    cfg = opened.model.cfg
+    for seed in range(3):
+        before = experts.placed
+        _told(opened, experts, seed)
+        while experts.counters["eplb_rebalances"] <= seed:
+            params = experts.turn(params)
+            experts.counted(experts.args.loads)
+        placed, (places, counts) = experts.placed, experts.args.expert_map
+        assert (placed != before)[list(cfg.moe_layers)].any()
+        layer = 0
+        for run, stacks in zip(trained["layers"], params["layers"], strict=True):
+            num_layers = len(stacks["attn_norm"])
+            for key in (key for key in stacks if key.startswith("experts_")):
+                found, want = np.asarray(stacks[key]), np.asarray(run[key])
+                for i in range(num_layers):
+                    assert (found[i] == want[i][placed[layer + i]]).all()
+            layer += num_layers
+        for row, (where, many) in enumerate(
+            zip(np.asarray(places), np.asarray(counts), strict=True)
+        ):
+            assert many.sum() == len(placed[row])
+            for expert, count in enumerate(many):
+                assert (placed[row][where[expert][:count]] == expert).all()
+
+
+def test_copies_of_random_experts_are_copies() -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / "mixtral" / "model")
+    models = [
+        Model.create(cfg, make_mesh(*mesh), "float32", 16, redundant_experts=redundant)
+        for mesh, redundant in [((1, 1), 0), ((2, 2), 2)]
+    ]
+    plain, copied = (random_params(model, 3)["layers"][0]["experts_down"] for model in models)
+    assert copied.shape[1] == plain.shape[1] + 2
+    assert (np.asarray(copied) == np.asarray(plain)[:, [*range(8), 0, 1]]).all()
+
+
+def test_rows_are_counted_once_for_every_expert_that_they_choose() -> None:
+    recorded = Golden("qwen3_moe")
+    prompts = list(recorded.prompts.values())
+    policy = ExpertPolicy(enable_eplb=True, eplb_rebalance_num_iterations=1000)
+    opened = _open("qwen3_moe", 2, 4, 2, policy)
+    engine = PrefillEngine(opened, prefill_buckets(64, 2, 128, 16), 0.0, 512, 1)
+    pool = PagePool(engine.num_pages)
+    scheduler = PrefillScheduler(pool, PrefixCache(pool, 16, False), 16, 64, 2, 64)
+    mine = [prompt[:100] for prompt in prompts]
+    for room, ids in enumerate(mine):
+        scheduler.add(Prompt(room, np.array(ids, np.int32), 0.0))
+        scheduler.grant(room)
+    while pieces := scheduler.plan():
+        engine.run_chunk([(), pieces])
+        for piece in pieces:
+            if piece.is_last:
+                scheduler.release(piece.prompt.room)
+    harness = Harness(recorded.checkpoint)
+    captured = [harness.capture(ids)[1].expert_ids for ids in mine]
+    want = np.zeros((opened.model.cfg.num_layers, 16), np.int64)
+    for layer in np.flatnonzero(opened.model.cfg.moe_layers):
+        for ids in captured:
+            want[layer] += np.bincount(ids[layer].ravel(), minlength=16)
+    loads = np.asarray(opened.experts.args.loads)
+    assert (loads[0] == 0).all()
+    assert (loads[1] == want).all()
+
+
+def test_steps_draw_the_same_tokens_while_experts_move() -> None:
+    policy = ExpertPolicy(8, enable_eplb=True, eplb_rebalance_num_iterations=3)
+    still, moving = (
+        _decoded(x) for x in (_open("qwen3_moe", 1, 1, 1), _open("qwen3_moe", 2, 4, 2, policy))
+    )
+    assert moving == still
+
+
+def _decoded(opened: OpenedModel) -> list[list[int]]:
+    engine = DecodeEngine(opened, decode_buckets(2, 128, 16), 0.0, 512)
+    params = SamplingParams(max_new_tokens=100)
+    engine.start_slots(
+        [
+            SlotStart(
+                slot, np.arange(5 + slot, dtype=np.int32), 4, range(4 * slot, 4 * slot + 4), params
+            )
+            for slot in (0, 1)
+        ]
+    )
+    slots, no_pages = np.arange(2, dtype=np.int32), np.full(2, -1, np.int32)
+    tokens = []
+    for _ in range(40):
+        flight = engine.step(slots, no_pages)
+        tokens.append(np.asarray(flight.out.ids)[flight.rows].tolist())
+    counted = opened.experts.counters
+    assert not counted or min(counted["eplb_rebalances"], counted["eplb_experts_moved"]) > 3
+    return tokens
+
+
+def test_what_was_counted_is_written_as_the_next_start_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "counts.json"
+    policy = ExpertPolicy(2, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
+    opened = _open("mixtral", 2, 2, 1, policy)
+    experts, params = opened.experts, opened.params
+    experts.compile(abstract_like(params), lambda program: program)
+    _told(opened, experts, 5)
+    counts = np.asarray(experts.args.loads).sum(axis=0)
+    while not experts.counters["eplb_rebalances"]:
+        params = experts.turn(params)
+        experts.counted(experts.args.loads)
+    assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
+    again = _open("mixtral", 2, 2, 1, ExpertPolicy(2, str(file))).experts
+    assert (np.sort(again.placed) == np.sort(experts.placed)).all()
+    # A folder that went away costs a line in the log, and nothing else.
+    file.unlink()
+    tmp_path.rmdir()
+    while experts.counters["eplb_rebalances"] < 2:
+        params = experts.turn(params)
+        experts.counted(experts.args.loads)
+    assert f"{file} is not written: " in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["map", "counts", "counts over time"])
+def test_a_file_says_where_experts_are_at_the_start(kind: str, tmp_path: Path) -> None:
+    layers = _open("mixtral", 1, 1, 1).model.cfg.num_layers
+    loads = np.tile([1, 9, 1, 1, 9, 1, 1, 1], (layers, 1))
+    maps = np.tile([3, 1, 0, 4, 2, 5, 6, 7, 4, 1], (layers, 1))
+    told: dict[str, Any] = {
+        "map": {"physical_to_logical_map": maps.tolist()},
+        "counts": {"logical_count": loads.tolist()},
+        "counts over time": {"logical_count": [loads.tolist(), (8 * loads).tolist()]},
+    }
+    file = tmp_path / "where.json"
+    file.write_text(json.dumps(told[kind]))
+    opened = _open("mixtral", 2, 2, 1, ExpertPolicy(2, str(file)))
+    experts = opened.experts
+    if kind == "map":
+        assert (experts.placed == maps).all()
+    assert (np.bincount(experts.placed[0]) == [1, 2, 1, 1, 2, 1, 1, 1]).all()
+    experts.compile(abstract_like(opened.params), lambda program: program)
+    first = np.asarray(opened.params["layers"][0]["experts_down"][0])
+    params = experts.settle(opened.params)
+    placed = np.asarray(params["layers"][0]["experts_down"][0])
+    assert (placed == first[experts.placed[0]]).all()
+    assert experts.args.loads is None
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("no", "is no JSON file: "),
+        ("[" * 100_000, "is no JSON file: "),
+        ("[]", 'takes "physical_to_logical_map" or "logical_count"'),
+        ("{}", 'takes "physical_to_logical_map" or "logical_count"'),
+        (
+            '{"logical_count": [[1]], "physical_to_logical_map": [[1]]}',
+            'takes "physical_to_logical_map" or "logical_count"',
+        ),
+        (
+            '{"physical_to_logical_map": [[0, 1, 2, 3]]}',
+            "physical_to_logical_map is int64[1, 4]; accepted: integers from 0 on, [2, 4]",
+        ),
+        (
+            '{"physical_to_logical_map": [[0, 1, 2, 0], [0, 1, 1, 0]]}',
+            "must have each of 3 experts in every layer, and no other",
+        ),
+        (
+            '{"physical_to_logical_map": [[0, 1, 2, 0], [0, 1, 2, 3]]}',
+            "must have each of 3 experts in every layer, and no other",
+        ),
+        ('{"physical_to_logical_map": [[0, 1, 2, -1], [0, 1, 2, 0]]}', "integers from 0 on"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 0.5], [0, 1, 2, 0]]}', "is float64[2, 4]"),
+        ('{"logical_count": [[1, 2], [1, 2, 3]]}', "logical_count is list; accepted"),
+        ('{"logical_count": {"0": 1}}', "logical_count is dict; accepted"),
+        (
+            '{"logical_count": [[1, 2], [1, 2]]}',
+            "logical_count is int64[2, 2]; accepted: integers from 0 on, [2, 3] or [any, 2, 3]",
+        ),
+        ('{"logical_count": []}', "logical_count is float64[0]"),
+    ],
+)
+def test_a_location_that_does_not_fit_is_refused(told: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "where.json"
+    file.write_text(told)
+    with pytest.raises(ModelError) as caught:
+        read_location(str(file), 2, 3, 4, 2)
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
