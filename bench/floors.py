@@ -138,7 +138,7 @@ def _attention_cost(shape: Shape, queries: int, keys_per_query: float, keys_read
 def _kv_bytes(shape: Shape) -> int:
     """Keys and values of one token, one layer."""
     cfg = shape.cfg
-    return cfg.kv_planes * cfg.num_kv_heads * cfg.head_dim * shape.dtype_bytes
+    return cfg.kv_planes * cfg.num_kv_heads * cfg.head_dim * shape.page_dtype_bytes
 
 
 def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
@@ -163,13 +163,12 @@ def decode_step_cost(shape: Shape, slots: int, context: int) -> Cost:
     )
 
 
-def prefill_chunk_cost(shape: Shape, tokens: int) -> Cost:
-    """One prompt of `tokens` tokens in one chunk, logits for its last token only."""
+def prefill_chunk_cost(shape: Shape, tokens: int, prompts: int = 1) -> Cost:
+    """Prompts of `tokens` tokens each in one chunk, logits for their last tokens only."""
     windowed = sum(shape.cfg.window_layers)
-    written = Cost(tokens * kv_bytes_per_token(shape), 0.0)
-    return (
-        _weights_cost(shape, tokens, 1)
-        + prefill_attention_cost(shape, tokens).times(shape.cfg.num_layers - windowed)
+    each = (
+        prefill_attention_cost(shape, tokens).times(shape.cfg.num_layers - windowed)
         + prefill_attention_cost(shape, tokens, windowed=True).times(windowed)
-        + written
+        + Cost(tokens * kv_bytes_per_token(shape), 0.0)
     )
+    return _weights_cost(shape, tokens * prompts, prompts) + each.times(prompts)

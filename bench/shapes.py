@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from model.config import DTYPE_BYTES, LatentConfig, ModelConfig, RouterConfig
+from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, LatentConfig, ModelConfig, RouterConfig
 from model.rope import RopeConfig
 
 
@@ -21,11 +21,17 @@ class Shape:
     slots: tuple[int, ...]
     context: int
     chunks: tuple[int, ...]
+    page_dtype: str = ""  # "": as dtype
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one parameter and of one number in the page pool."""
+        """Bytes of one parameter."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_dtype_bytes(self) -> int:
+        """Bytes of one number in the page pool."""
+        return PAGE_DTYPE_BYTES[self.page_dtype or self.dtype]
 
 
 def deepseek_yarn(mscale: float) -> RopeConfig:

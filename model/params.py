@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
@@ -60,7 +60,7 @@ class Leaf:
     replicas: int = 1
     repeats: int | None = None
 
-    def sharding(self, mesh: Mesh) -> NamedSharding:
+    def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
         """Where the parameter lives."""
         return NamedSharding(mesh, self.spec)
 

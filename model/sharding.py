@@ -7,7 +7,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
@@ -54,6 +54,15 @@ def make_mesh(
         )
     grid = np.array(found[:needed]).reshape(dp_size, parts, tp_size // parts)
     return Mesh(grid, (DATA, *SHARDS))
+
+
+def abstract_mesh(tp_size: int, ep_size: int, dp_size: int = 1) -> AbstractMesh:
+    """The mesh that make_mesh would make, without devices: sizes and shardings can be asked of it.
+
+    Raises ModelError as make_mesh does.
+    """
+    parts = experts_in_rank(tp_size, ep_size, dp_size)
+    return AbstractMesh((dp_size, parts, tp_size // parts), (DATA, *SHARDS))
 
 
 def experts_in_rank(tp_size: int, ep_size: int, dp_size: int) -> int:
@@ -113,7 +122,12 @@ class Dims:
         self._check_experts()
 
     @staticmethod
-    def of(cfg: ModelConfig, mesh: Mesh, share_experts: bool = False, redundant: int = 0) -> "Dims":
+    def of(
+        cfg: ModelConfig,
+        mesh: Mesh | AbstractMesh,
+        share_experts: bool = False,
+        redundant: int = 0,
+    ) -> "Dims":
         """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
         parts = dp * ep if share_experts else ep

@@ -16,6 +16,8 @@ COMMANDS = {
     "registry": "start the registry of workers",
     "convert": "write a checkpoint as a sharded Orbax checkpoint",
 }
+# They stand above serving in the import order.
+ABOVE = {"plan": "bench.plan", "bench": "bench"}
 
 
 def main() -> None:
@@ -35,10 +37,10 @@ def main() -> None:
     if name == "--version":
         terminal.say(f"kvferry {version('kvferry')}")
         return
-    if name == "bench":  # benchmarks stand above serving in the import order
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "bench", *argv[1:]])
+    if name in ABOVE:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", ABOVE[name], *argv[1:]])
     if name not in COMMANDS:
-        takes = ", ".join([*COMMANDS, "bench", "test"])
+        takes = ", ".join([*COMMANDS, *ABOVE, "test"])
         terminal.complain(f"kvferry: unknown command {name!r}; it takes {takes}")
         raise SystemExit(flags.EXIT_CONFIG)
     flags.run_main(name, lambda: _command(name)(argv[1:], f"kvferry {name}"))
@@ -75,6 +77,7 @@ def _command(name: str) -> Callable[[Sequence[str], str], None]:
 
 def _usage() -> str:
     rows = [*COMMANDS.items()]
+    rows.append(("plan", "what fits on given devices, and how fast it is at best"))
     rows.append(("bench", "run and compare benchmarks (kvferry bench --help)"))
     rows.append(("test", "run the tests (./kvferry in a clone)"))
     lines = "\n".join(f"  {name:<10}{what}" for name, what in rows)

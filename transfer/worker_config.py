@@ -63,7 +63,7 @@ class WorkerConfig:
         if not self.host:
             raise ConfigError("--host must not be empty: peers reach this worker by it")
         reachable(self, "host")
-        _check_experts(self.ep_size, self.tp_size, self.dp_size)
+        check_experts(self.ep_size, self.tp_size, self.dp_size)
         self._check_placing()
         if self.stall_timeout_s <= 0:
             raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
@@ -111,7 +111,7 @@ class WorkerConfig:
         return self.served_model_name or self.model_path.resolve().name
 
 
-def _check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
+def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
     """Raises ConfigError unless the parts of the experts divide the devices."""
     if ep_size <= tp_size or dp_size == 1:
         if tp_size % ep_size:

@@ -1,0 +1,281 @@
+"""`kvferry plan`: what fits on devices that need not be here, and how fast it could be at best.
+
+Weights and pages are counted as a worker of these flags would store them; times are the floors of
+bench/floors.py on devices whose ceilings are given. What goes between devices, launches and the
+space of intermediate results are left out of the times, so a real step takes longer.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import jax
+import numpy as np
+
+from bench.floors import (
+    Ceilings,
+    Cost,
+    decode_step_cost,
+    kv_bytes_per_token,
+    moe_cost,
+    prefill_chunk_cost,
+)
+from bench.shapes import Shape
+from model.buckets import check_page_size, pages_for
+from model.config import FP8, ModelConfig
+from model.errors import ModelError
+from model.params import Leaf, param_leaves
+from model.sharding import Dims, abstract_mesh, kv_spec
+from transfer import flags, terminal
+from transfer.errors import ConfigError
+from transfer.worker_config import at_least, check_experts
+
+ROLES: Final = ("prefill", "decode")
+STEPS: Final = (1, 16, 64, 256)  # slots of a rank that are told of, as far as they fit
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """One worker of a role. Names are those of its flags."""
+
+    tp_size: int = 1
+    ep_size: int = 1
+    dp_size: int = 1
+    ep_num_redundant_experts: int = 0
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
+    page_size: int = 64
+    mem_fraction_static: float = 0.85
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "ep_size", "dp_size", "page_size"):
+            at_least(self, name, 1)
+        at_least(self, "ep_num_redundant_experts", 0)
+        check_experts(self.ep_size, self.tp_size, self.dp_size)
+        if not 0.0 < self.mem_fraction_static <= 1.0:
+            got = self.mem_fraction_static
+            raise ConfigError(f"--mem-fraction-static must be in (0, 1], got {got}")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is served, to whom, and on what. Ceilings by default: measured on an H200."""
+
+    model_path: Path
+    input_tokens: int = 1024
+    output_tokens: int = 256
+    chunked_prefill_size: int = 8192
+    max_running_requests: int = 256  # of each rank
+    device_memory_gib: float = 139.0
+    copy_gb: float = 4300.0  # a second, read and written
+    matmul_tflop: float = 790.0  # a second
+    link_gb: float = 25.0  # a second
+
+    def __post_init__(self) -> None:
+        for name in vars(self):
+            if name != "model_path" and not getattr(self, name) > 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be above 0, got {getattr(self, name)}")
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return Ceilings(self.copy_gb, self.matmul_tflop)
+
+    @property
+    def request_tokens(self) -> int:
+        """Positions that a request fills in the end."""
+        return self.input_tokens + self.output_tokens
+
+
+HELP = {
+    "model_path": "checkpoint folder; of it only the JSON files are read",
+    "tp_size": "devices that share each layer, in each data-parallel rank",
+    "ep_size": "parts into which the experts are divided",
+    "dp_size": "data-parallel ranks",
+    "ep_num_redundant_experts": "copies of experts that a layer has beside one of each",
+    "dtype": "type of weights; auto: the checkpoint's",
+    "kv_cache_dtype": "type of pages; auto follows --dtype",
+    "page_size": "tokens in a page",
+    "mem_fraction_static": "share of a device's memory for weights, scratch and pages",
+    "input_tokens": "tokens of a prompt",
+    "output_tokens": "tokens of its answer",
+    "chunked_prefill_size": "tokens of prompts computed at once",
+    "max_running_requests": "slots of each rank at most",
+    "device_memory_gib": "memory of a device",
+    "copy_gb": "GB that a device reads and writes a second",
+    "matmul_tflop": "10^12 operations a second of a device's matrix products",
+    "link_gb": "GB a second from a prefill to a decode worker",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a worker stores, and the least time that its calls take."""
+
+    config: GroupConfig
+    shape: Shape
+    dims: Dims
+    weights_bytes: int  # of a device
+    page_bytes: int  # of a device
+    num_pages: int  # of a rank
+
+    @property
+    def num_devices(self) -> int:
+        return self.config.dp_size * self.config.tp_size
+
+    def requests(self, tokens: int) -> int:
+        """Of so many positions each, how many a rank holds at once."""
+        return self.num_pages // pages_for(tokens, self.config.page_size)
+
+    def step_s(self, slots: int, context: int, ceilings: Ceilings) -> float:
+        """A step of every rank with so many slots in each."""
+        return self._floor_s(decode_step_cost(self.shape, slots, context), slots, ceilings)
+
+    def chunk_s(self, tokens: int, prompts: int, ceilings: Ceilings) -> float:
+        """A chunk of every rank with so many prompts of so many tokens in each."""
+        cost = prefill_chunk_cost(self.shape, tokens, prompts)
+        return self._floor_s(cost, tokens * prompts, ceilings)
+
+    def _floor_s(self, whole: Cost, rows: int, ceilings: Ceilings) -> float:
+        """whole: what a rank with experts of its own does, over its devices.
+
+        Ranks that share the experts do theirs together, for the rows of all, on all devices.
+        """
+        layers, tp = sum(self.shape.cfg.moe_layers), self.config.tp_size
+        own = moe_cost(self.shape, rows).times(layers) if layers else Cost(0.0, 0.0)
+        rest = Cost(whole.num_bytes - own.num_bytes, whole.flops - own.flops)
+        total = _over(rest, tp)
+        if layers:
+            ranks = self.config.dp_size if self.dims.ranks_share_experts else 1
+            total += _over(moe_cost(self.shape, ranks * rows).times(layers), ranks * tp)
+        return total.floor_s(ceilings)
+
+
+def _over(cost: Cost, devices: int) -> Cost:
+    return Cost(cost.num_bytes / devices, cost.flops / devices)
+
+
+def plan_group(cfg: ModelConfig, config: GroupConfig, memory_gib: float) -> Group:
+    """What one worker stores. Raises ModelError when it does not fit, or cannot be divided so."""
+    mesh = abstract_mesh(config.tp_size, config.ep_size, config.dp_size)
+    shared = config.ep_size > config.tp_size
+    dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
+    dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
+    pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    check_page_size(config.page_size, config.page_size, config.page_size)
+    leaves: list[Leaf] = jax.tree.leaves(param_leaves(cfg, dims, jax.numpy.dtype(dtype)))
+    weights = sum(
+        math.prod(leaf.sharding(mesh).shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf in leaves
+    )
+    page_bytes = kv_spec(cfg, dims, config.page_size, pages).page_bytes // config.tp_size
+    budget = int(memory_gib * 2**30 * config.mem_fraction_static)
+    # As a worker reckons until it knows the scratch memory of its programs.
+    left = budget - budget // 16 - weights
+    if left < page_bytes:
+        raise ModelError(
+            f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
+            f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
+            "raise --tp-size or --ep-size"
+        )
+    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages)
+    return Group(config, shape, dims, weights, page_bytes, left // page_bytes)
+
+
+def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
+    """Print what a prefill and a decode worker of these flags would come to."""
+    parser = flags.Parser(
+        prog=prog,
+        description="what fits on devices that need not be here, and how fast it is at best",
+    )
+    flags.add_flags(parser, PlanConfig, HELP)
+    flags.add_flags(parser, GroupConfig, HELP)
+    for role in ROLES:
+        flags.add_flags(
+            parser.add_argument_group(f"{role}, where it differs"), GroupConfig, HELP, prefix=role
+        )
+    args = parser.parse_args(argv)
+    plan = flags.config_from(PlanConfig, args)
+    cfg = ModelConfig.from_dir(plan.model_path)
+    groups = [
+        plan_group(cfg, flags.config_from(GroupConfig, args, role), plan.device_memory_gib)
+        for role in ROLES
+    ]
+    terminal.say("\n".join(report(plan, *groups)))
+
+
+def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
+    """The plan as lines. A prompt longer than a chunk is reckoned as one.
+
+    Raises ModelError where pages of the two differ, or a request is too long or does not fit.
+    """
+    for what in ("page_size", "page_dtype"):
+        one, other = (getattr(group.shape, what) for group in (prefill, decode))
+        if one != other:
+            raise ModelError(f"{what} differs: prefill has {one}, decode has {other}")
+    cfg, tokens = prefill.shape.cfg, plan.request_tokens
+    if tokens > cfg.max_position_embeddings:
+        raise ModelError(f"{tokens} tokens are above the model's {cfg.max_position_embeddings}")
+    lines = [f"{cfg.architecture}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out"]
+    for role, group in zip(ROLES, (prefill, decode), strict=True):
+        if not group.requests(tokens):
+            raise ModelError(f"no request of {tokens} tokens fits the pages of {role}")
+        lines += ["", f"{role}, {group.num_devices} device(s)", *_stored(group, tokens)]
+    return [*lines, "", "at best, nothing between devices counted", *_speeds(plan, prefill, decode)]
+
+
+def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
+    ceilings, page = plan.ceilings, prefill.config.page_size
+    packed = max(1, plan.chunked_prefill_size // plan.input_tokens)
+    packed = min(packed, prefill.requests(plan.request_tokens))
+    alone_s = prefill.chunk_s(plan.input_tokens, 1, ceilings)
+    taken = packed * prefill.config.dp_size / prefill.chunk_s(plan.input_tokens, packed, ceilings)
+    sent = pages_for(plan.input_tokens, page) * page * kv_bytes_per_token(prefill.shape)
+    sent_ms = 1e3 * sent / (plan.link_gb * 1e9)
+    lines = [
+        _line("a prompt alone", f"{1e3 * alone_s:,.2f} ms"),
+        _line(
+            f"chunks of {packed} prompt(s)",
+            f"{taken:,.1f} prompts/s, {taken * plan.input_tokens:,.0f} tokens/s",
+        ),
+        _line("pages of a prompt", f"{sent / 1e6:,.1f} MB, {sent_ms:,.2f} ms"),
+    ]
+    context = plan.input_tokens + plan.output_tokens // 2
+    slots = min(decode.requests(plan.request_tokens), plan.max_running_requests)
+    for count in [*(x for x in STEPS if x < slots), slots]:
+        step_s = decode.step_s(count, context, ceilings)
+        drawn = count * decode.config.dp_size / step_s
+        told = f"{1e3 * step_s:,.2f} ms, {drawn:,.0f} tokens/s"
+        lines.append(_line(f"step of {count} slot(s)", told))
+    ended = drawn / plan.output_tokens
+    one, other = (1.0, taken / ended) if taken > ended else (ended / taken, 1.0)
+    return [
+        *lines,
+        _line("workers that keep up", f"{one:.1f} prefill, {other:.1f} decode"),
+        _line("requests that these serve", f"{max(taken, ended):,.1f} /s"),
+    ]
+
+
+def _stored(group: Group, tokens: int) -> list[str]:
+    each = " of a rank" if group.config.dp_size > 1 else ""
+    held = group.num_pages * group.config.page_size
+    return [
+        _line("weights of a device", f"{_gib(group.weights_bytes)}, {group.shape.dtype}"),
+        _line(f"pages{each}", f"{group.num_pages:,}, {group.shape.page_dtype}: {held:,} tokens"),
+        _line(f"requests of {tokens:,} tokens", f"{group.requests(tokens):,}"),
+    ]
+
+
+def _line(what: str, value: str) -> str:
+    return f"  {what:<28}{value}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    flags.run_main("plan", lambda: main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""What a plan says of workers that do not run, against those that would."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.floors import Ceilings, decode_step_cost, prefill_chunk_cost
+from bench.plan import GroupConfig, PlanConfig, plan_group, report
+from bench.shapes import QWEN3_8B, QWEN3_30B_A3B
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.sharding import make_mesh
+from model.transformer import Model
+from model.weights import stored_bytes
+from tests.cluster import environment
+from tests.model.harness import GOLDENS
+from transfer.errors import ConfigError
+
+H200 = Ceilings(4300.0, 790.0)
+PLAN = PlanConfig(Path())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"tp_size": 4}),
+        ("qwen3", {"dp_size": 2, "tp_size": 2}),
+        ("qwen3_moe", {"tp_size": 4, "ep_size": 2, "ep_num_redundant_experts": 4}),
+        ("gpt_oss", {"tp_size": 2, "dp_size": 2, "ep_size": 4}),
+        ("deepseek_v3", {"tp_size": 4, "ep_size": 2}),
+    ],
+)
+def test_weights_and_pages_are_those_that_a_worker_stores(name: str, sizes: dict[str, Any]) -> None:
+    cfg = ModelConfig.from_dir(GOLDENS / name / "model")
+    config = GroupConfig(dtype="bfloat16", page_size=16, **sizes)
+    group = plan_group(cfg, config, 1.0)
+    mesh = make_mesh(config.tp_size, config.ep_size, dp_size=config.dp_size)
+    model = Model.create(
+        cfg,
+        mesh,
+        "bfloat16",
+        16,
+        config.ep_size > config.tp_size,
+        redundant_experts=config.ep_num_redundant_experts,
+    )
+    assert group.weights_bytes * group.num_devices == stored_bytes(model)
+    assert group.page_bytes * config.tp_size == model.kv_spec().page_bytes
+    left = int(0.85 * 2**30) - int(0.85 * 2**30) // 16 - group.weights_bytes
+    assert group.num_pages == left // group.page_bytes
+
+
+def test_one_device_takes_the_floor_of_the_whole() -> None:
+    for shape in (QWEN3_8B, QWEN3_30B_A3B):
+        group = plan_group(shape.cfg, GroupConfig(dtype="bfloat16"), 139.0)
+        step, chunk = group.step_s(16, 1024, H200), group.chunk_s(2048, 1, H200)
+        assert step == pytest.approx(decode_step_cost(shape, 16, 1024).floor_s(H200))
+        assert chunk == pytest.approx(prefill_chunk_cost(shape, 2048).floor_s(H200))
+
+
+def test_devices_share_a_step_and_ranks_that_share_experts_read_them_once() -> None:
+    cfg = QWEN3_30B_A3B.cfg
+    sizes: list[dict[str, Any]] = [
+        {},
+        {"tp_size": 4},
+        {"dp_size": 4},
+        {"dp_size": 4, "ep_size": 4},
+    ]
+    one, quarter, apart, together = (
+        plan_group(cfg, GroupConfig(dtype="bfloat16", **x), 139.0).step_s(64, 1024, H200)
+        for x in sizes
+    )
+    assert quarter == pytest.approx(one / 4)
+    assert apart == pytest.approx(one)
+    # Of four times the rows, a quarter of nearly all experts; the rest as one alone.
+    assert one / 4 < together < one / 2
+
+
+def test_more_prompts_in_a_chunk_read_the_weights_once() -> None:
+    one, two = (prefill_chunk_cost(QWEN3_8B, 64, count) for count in (1, 2))
+    weights = 2 * prefill_chunk_cost(QWEN3_8B, 64).num_bytes - two.num_bytes
+    params = 8.19e9 - 151936 * 4096  # the embedding is not read
+    assert weights == pytest.approx(2 * params, rel=2e-3)
+    assert two.flops == pytest.approx(2 * one.flops)
+
+
+def test_pages_of_a_byte_a_number_are_half_as_large_and_read_in_half_the_time() -> None:
+    cfg = QWEN3_8B.cfg
+    config = GroupConfig(dtype="bfloat16")
+    wide = plan_group(cfg, config, 139.0)
+    narrow = plan_group(cfg, dataclasses.replace(config, kv_cache_dtype="fp8_e4m3"), 139.0)
+    assert narrow.page_bytes * 2 == wide.page_bytes
+    gained = wide.step_s(64, 8192, H200) - narrow.step_s(64, 8192, H200)
+    kv_bytes = 36 * 2 * 8 * 128 * 64 * 8192
+    assert gained == pytest.approx(kv_bytes / 4300e9)
+
+
+def test_the_number_of_workers_follows_from_the_slower_role() -> None:
+    cfg = QWEN3_30B_A3B.cfg
+    prefill, decode = (plan_group(cfg, GroupConfig(dtype="bfloat16"), 139.0) for _ in range(2))
+    lines = report(PLAN, prefill, decode)
+    taken = 8 / prefill.chunk_s(1024, 8, H200)
+    ended = 256 / decode.step_s(256, 1152, H200) / 256
+    assert f"1.0 prefill, {taken / ended:.1f} decode" in lines[-2]
+    assert f"{taken:,.1f} /s" in lines[-1]
+    longer = report(
+        dataclasses.replace(PLAN, input_tokens=16384, output_tokens=16), prefill, decode
+    )
+    assert "prefill, 1.0 decode" in longer[-2]
+
+
+@pytest.mark.parametrize(
+    ("values", "memory_gib", "message"),
+    [
+        ({}, 40.0, "weights of 56.9 GiB a device do not fit: 0.85 of 40 GiB, less a sixteenth"),
+        ({"tp_size": 3}, 139.0, "tp_size 3 and 4 kv heads"),
+        ({"page_size": 24}, 139.0, "--page-size must be a power of two, got 24"),
+        ({"ep_num_redundant_experts": 8}, 139.0, "8 redundant experts: 128 experts in 1 parts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    values: dict[str, Any], memory_gib: float, message: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        plan_group(QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16", **values), memory_gib)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (GroupConfig, {"tp_size": 0}, "--tp-size must be at least 1, got 0"),
+        (GroupConfig, {"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
+        (GroupConfig, {"mem_fraction_static": 0.0}, "--mem-fraction-static must be in (0, 1]"),
+        (PlanConfig, {"output_tokens": 0}, "--output-tokens must be above 0, got 0"),
+        (PlanConfig, {"link_gb": -1.0}, "--link-gb must be above 0, got -1.0"),
+        (PlanConfig, {"copy_gb": float("nan")}, "--copy-gb must be above 0, got nan"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(kind: Any, values: dict[str, Any], message: str) -> None:
+    given = {"model_path": Path()} if kind is PlanConfig else {}
+    with pytest.raises(ConfigError) as caught:
+        kind(**given, **values)
+    assert message in str(caught.value)
+
+
+def test_pages_that_differ_and_requests_too_long_are_refused() -> None:
+    cfg = QWEN3_30B_A3B.cfg
+    one, other, narrow = (
+        plan_group(cfg, GroupConfig(dtype="bfloat16", **x), 139.0)
+        for x in ({}, {"page_size": 16}, {"kv_cache_dtype": "fp8_e4m3"})
+    )
+    with pytest.raises(ModelError, match="page_size differs: prefill has 64, decode has 16"):
+        report(PLAN, one, other)
+    with pytest.raises(ModelError, match="page_dtype differs: prefill has bfloat16, decode has fl"):
+        report(PLAN, one, narrow)
+    with pytest.raises(ModelError, match="50256 tokens are above the model's 40960"):
+        report(dataclasses.replace(PLAN, input_tokens=50_000), one, one)
+    small = dataclasses.replace(one, num_pages=3)
+    with pytest.raises(ModelError, match="no request of 1280 tokens fits the pages of decode"):
+        report(PLAN, one, small)
+
+
+def test_the_command_reads_a_checkpoint_and_no_device() -> None:
+    command = (sys.executable, "-m", "serving.launch", "plan", "--model-path")
+    path = str(GOLDENS / "qwen3_moe" / "model")
+    flags = ("--input-tokens=64", "--output-tokens=8", "--prefill-tp-size=2", "--page-size=16")
+    done = subprocess.run(
+        [*command, path, *flags],
+        env=environment() | {"JAX_PLATFORMS": "nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "prefill, 2 device(s)" in done.stdout
+    assert "decode, 1 device(s)" in done.stdout
+    failed = subprocess.run(
+        [*command, "/nowhere"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("kvferry plan: --model-path /nowhere is not a folder")
