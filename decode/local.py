@@ -1,7 +1,8 @@
 """Prompts that decode computes itself: seated, waiting for chunks. Pure.
 
 Prompts are packed into a chunk a rank in the order in which they were seated, until its tokens, its
-rows or its context pages are used up; one that is longer goes on in the next.
+rows or its context pages are used up; one that is longer goes on in the next, and leaves a part of
+each to shorter ones.
 """
 
 from collections import deque
@@ -12,7 +13,7 @@ import numpy as np
 
 from decode.admission import Admission, Seat, Sharing
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
-from model.pieces import Piece
+from model.pieces import Piece, tokens_of
 
 MAX_SEQS = 8  # prompts of one chunk and rank
 
@@ -42,6 +43,11 @@ class LocalPrompt:
     @property
     def num_tokens(self) -> int:
         return self.seat.num_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are in no chunk yet."""
+        return self.num_tokens - self.num_planned
 
     @property
     def pages(self) -> Sequence[int]:
@@ -89,18 +95,24 @@ class LocalQueue:
     def left(self, rank: int) -> tuple[int, int]:
         """Prompts that wait there, and tokens of them that are in no chunk yet."""
         waiting = self._waiting[rank]
-        return len(waiting), sum(prompt.num_tokens - prompt.num_planned for prompt in waiting)
+        return len(waiting), sum(prompt.num_left for prompt in waiting)
 
     def _take(self, waiting: deque[LocalPrompt]) -> Sequence[LocalPiece]:
         pieces: list[LocalPiece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
-        while waiting and tokens_left and len(pieces) < MAX_SEQS:
-            prompt = waiting[0]
+        short = [x.num_left if x.num_left <= self._chunk_tokens else 0 for x in waiting]
+        shorter = sum(short)  # tokens of those from here on
+        for prompt, own in zip(tuple(waiting), short, strict=True):
+            if not tokens_left or len(pieces) == MAX_SEQS:
+                break
+            shorter -= own
             if not prompt.has_begun:
                 # Seated long ago, perhaps: others have computed what it begins with since.
                 self._admission.share(prompt.seat)
                 prompt.num_planned, prompt.has_begun = prompt.seat.num_cached, True
-            num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
+            num_tokens = tokens_of(prompt.num_left, tokens_left, self._chunk_tokens, shorter)
+            if not num_tokens:
+                continue
             num_pages = pages_for(prompt.num_planned + num_tokens, self._page_size)
             if num_pages > pages_left:
                 break
@@ -111,7 +123,7 @@ class LocalQueue:
             tokens_left -= num_tokens
             pages_left -= num_pages
             if piece.is_last:
-                waiting.popleft()
+                waiting.remove(prompt)
         return pieces
 
     def __len__(self) -> int:

@@ -43,3 +43,15 @@ class Piece[Q: ChunkPrompt]:
     @property
     def is_last(self) -> bool:
         return self.end == self.prompt.num_tokens
+
+
+def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> int:
+    """Tokens of a prompt that a chunk takes, the oldest prompts first; 0 where it has to wait.
+
+    left: of the prompt; tokens_left: of the chunk. shorter: of prompts behind it that need no more
+    than one chunk each. To them one that needs more leaves a quarter of the chunk, if they have so
+    much: else they would wait for its last one.
+    """
+    if left > chunk_tokens:
+        tokens_left = max(tokens_left - min(chunk_tokens // 4, shorter), 0)
+    return min(left, tokens_left)

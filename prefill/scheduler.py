@@ -2,8 +2,9 @@
 
 Pure: state and events in, a plan out. Requests are taken in order of arrival once decode has
 granted them pages; prompts are packed into one chunk until a budget (tokens, prompts, context
-pages) is used up. A request holds all pages of its prompt from its first chunk until
-`release`, so a started prompt always finishes.
+pages) is used up. One that is longer than a chunk leaves a part of it to shorter ones behind it.
+A request holds all pages of its prompt from its first chunk until `release`, so a started prompt
+always finishes.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model import pieces
+from model.pieces import tokens_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, reusable_tokens
 
@@ -107,14 +109,20 @@ class PrefillScheduler:
         prompt.pages = []
 
     def plan(self) -> tuple[Piece, ...]:
-        """The next chunk; empty when nothing can run. Its tokens count as planned at once."""
+        """The next chunk; empty when nothing can run. Its tokens count as planned at once.
+
+        Oldest first, but one that is longer than a chunk leaves a part of it to shorter ones.
+        """
         pieces: list[Piece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         may_start = True
+        short = [self._if_short(prompt) for prompt in self._ready]
+        shorter = sum(short)  # tokens of those from here on
         self._is_dry = False
-        for prompt in tuple(self._ready):
+        for prompt, own in zip(tuple(self._ready), short, strict=True):
             if tokens_left == 0 or len(pieces) == self._chunk_seqs:
                 break
+            shorter -= own
             if not prompt.pages:
                 # First come, first served: nobody overtakes into the free pages. Those who have
                 # theirs go on, or an older prompt would wait for pages that wait for their turn.
@@ -122,8 +130,11 @@ class PrefillScheduler:
                 if not may_start:
                     self._is_dry = True
                     continue
-            num_tokens = min(prompt.num_tokens - prompt.num_planned, tokens_left)
-            num_pages = -(-(prompt.num_planned + num_tokens) // self._page_size)
+            left = prompt.num_tokens - prompt.num_planned
+            num_tokens = tokens_of(left, tokens_left, self._chunk_tokens, shorter)
+            if not num_tokens:
+                continue
+            num_pages = self.pages_of(prompt.num_planned + num_tokens)
             if num_pages > pages_left:
                 break
             piece = Piece(prompt, prompt.num_planned, num_tokens)
@@ -171,6 +182,12 @@ class PrefillScheduler:
 
     def _pages_to_come(self, prompt: Prompt) -> int:
         return self.pages_of(prompt.num_tokens) - prompt.num_foreseen // self._page_size
+
+    def _if_short(self, prompt: Prompt) -> int:
+        """What is left of it, if one chunk would do and it may have pages; else 0."""
+        left = prompt.num_tokens - prompt.num_planned
+        waits_for_pages = self._is_dry and not prompt.pages
+        return 0 if left > self._chunk_tokens or waits_for_pages else left
 
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""

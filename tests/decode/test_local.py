@@ -46,7 +46,7 @@ def spans(queue: LocalQueue) -> list[list[tuple[int, int, int]]]:
 def test_a_chunk_is_filled_in_order_by_rank_and_a_long_prompt_goes_on_in_the_next() -> None:
     desk = Desk(ranks=2)
     queue = desk.queue
-    for room, num_tokens, rank in ((1, 6, 0), (2, 25, 0), (3, 1, 0), (4, 10, 1), (5, 1, 1)):
+    for room, num_tokens, rank in ((1, 6, 0), (2, 25, 0), (3, 12, 0), (4, 10, 1), (5, 1, 1)):
         desk.seat(room, num_tokens, rank)
     assert spans(queue) == [[(1, 0, 6), (2, 0, 4)], [(4, 0, 10)]]
     assert len(queue) == 3
@@ -72,10 +72,19 @@ def test_what_others_have_computed_by_then_is_not_computed_again() -> None:
 def test_a_room_that_ends_between_two_chunks_leaves_the_second_to_others() -> None:
     desk = Desk(chunk_tokens=4)
     desk.seat(1, 8)
-    desk.seat(2, 2)
+    desk.seat(2, 6)
     assert spans(desk.queue) == [[(1, 0, 4)]]
     desk.queue.remove(1)
-    assert spans(desk.queue) == [[(2, 0, 2)]]
+    assert spans(desk.queue) == [[(2, 0, 4)]]
+
+
+def test_a_prompt_of_several_chunks_leaves_a_quarter_of_each_to_shorter_ones() -> None:
+    desk = Desk(chunk_tokens=8)
+    for room, num_tokens in ((1, 20), (2, 12), (3, 3)):
+        desk.seat(room, num_tokens)
+    assert spans(desk.queue) == [[(1, 0, 6), (3, 0, 2)]]
+    assert spans(desk.queue) == [[(1, 6, 13), (3, 2, 3)]]
+    assert spans(desk.queue) == [[(1, 13, 20), (2, 0, 1)]]
 
 
 def test_a_chunk_has_at_most_so_many_prompts() -> None:

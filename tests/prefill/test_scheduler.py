@@ -106,6 +106,39 @@ def test_a_long_prompt_goes_chunk_by_chunk() -> None:
     assert [bench.plan() for _ in range(4)] == [[(1, 0, 16)], [(1, 16, 32)], [(1, 32, 40)], []]
 
 
+def test_a_long_prompt_leaves_a_quarter_of_each_chunk_to_shorter_ones_behind_it() -> None:
+    bench = Bench(num_pages=64, chunk_tokens=16)
+    bench.add(1, 40)
+    bench.add(2, 3)  # no more than that is left to it
+    assert bench.plan() == [(1, 0, 13), (2, 0, 3)]
+    bench.add(3, 20)  # long itself: it waits
+    bench.add(4, 10)
+    assert bench.plan() == [(1, 13, 25), (4, 0, 4)]
+    assert bench.plan() == [(1, 25, 40), (4, 4, 5)]  # this chunk ends it
+    assert bench.plan() == [(3, 0, 12), (4, 5, 9)]
+    assert bench.plan() == [(3, 12, 20), (4, 9, 10)]
+
+
+def test_a_short_prompt_that_is_older_takes_what_it_needs_of_a_long_ones_chunk() -> None:
+    bench = Bench(num_pages=64, chunk_tokens=16)
+    bench.add(1, 14)
+    bench.add(2, 40)
+    bench.add(3, 16)
+    assert bench.plan() == [(1, 0, 14), (3, 0, 2)]  # less than its share is left to the long one
+    assert bench.plan() == [(2, 0, 12), (3, 2, 6)]
+
+
+def test_nothing_is_left_to_those_who_wait_for_pages() -> None:
+    bench = Bench(num_pages=12, chunk_tokens=16)
+    bench.add(1, 40)  # ten pages
+    bench.add(2, 12)  # three, two are free
+    assert bench.plan() == [(1, 0, 12)]  # not known before it was tried
+    assert bench.plan() == [(1, 12, 28)]
+    assert bench.plan() == [(1, 28, 40)]
+    bench.scheduler.release(1)
+    assert bench.plan() == [(2, 0, 12)]
+
+
 def test_order_is_by_arrival_whatever_the_order_of_grants() -> None:
     bench = Bench(chunk_seqs=1)
     bench.add(1, 3, arrival_s=5.0)
