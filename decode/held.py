@@ -1,7 +1,7 @@
 """What decode knows of one room, what other threads tell it, and what it has on the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from decode.scheduler import StepPlan, StepResult
 from model.chunks import ChunkInFlight
 from model.sampling import SampleOut
 from transfer.backend import FirstToken
+from transfer.chunk_times import ChunkTimes
 from transfer.emit import Rows
 from transfer.errors import Code
 from transfer.prompt_logprobs import CollectedLogprobs
@@ -55,6 +56,7 @@ class Held(HeldRoom):
     prefill_rank: int = -1  # as the registry told
     num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
     logprobs: CollectedLogprobs | None = None  # of a prompt computed here, where they are asked
+    chunks: list[ChunkTimes] = field(default_factory=list)  # of a prompt computed here
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class LocalFlight:
 
     chunk: ChunkInFlight[LocalPrompt]
     sampled: SampleOut | None
+    times: list[ChunkTimes]  # one a piece
 
 
 def rows_of(

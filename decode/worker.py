@@ -38,6 +38,7 @@ from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
+from transfer.chunk_times import next_chunk, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
@@ -214,6 +215,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             stages,
             ending,
             held.num_cached,
+            told_times(held.chunks, None, held.received_s),
             num_steps=held.num_steps,
             first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
             dp_rank=held.rank,
@@ -361,19 +363,20 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _dispatch_local(self) -> None:
         """A chunk of prompts that decode computes itself, ahead of the next step."""
-        plans = self._local.plan()
-        asks = {}
+        plans, now_s = self._local.plan(), self.clock.monotonic_s()
+        asks, times = {}, []
         for piece in chain.from_iterable(plans):
             held = self._held[piece.prompt.room]
             if held.room.state is State.RESERVED:
                 held.num_cached = piece.start
-                held.room.advance(State.RECEIVING, self.clock.monotonic_s())
+                held.room.advance(State.RECEIVING, now_s)
                 self.counters["local_prefills"] += 1
             if piece.is_last:
                 submit = held.submit
                 asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens)
+            times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end=0))
             self.counters["tokens_computed"] += piece.num_tokens
-        self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks)))
+        self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks), times))
 
     def _complete(self, flight: StepFlight | LocalFlight) -> None:
         if isinstance(flight, LocalFlight):
@@ -390,8 +393,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 held = self._held.get(placed.piece.prompt.room)
                 if held is not None and held.logprobs is not None:
                     held.logprobs.add(placed.piece, placed.token_row, arrays)
+        jax.block_until_ready(flight.chunk.logits)  # the host is a chunk ahead, not more
+        for times in flight.times:
+            times.computed_s = self.clock.monotonic_s()
         if flight.sampled is None:
-            jax.block_until_ready(flight.chunk.logits)  # the host is a chunk ahead, not more
             return
         out = SampleOut(*map(np.asarray, flight.sampled))
         by_api: dict[str, list[FirstRow]] = {}

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from model.chunks import FirstSample
-from prefill.chunk_times import ChunkTimes
 from prefill.scheduler import Prompt
 from transfer import wire
 from transfer.backend import Shipped
+from transfer.chunk_times import ChunkTimes
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import HeldRoom
 

@@ -20,7 +20,6 @@ from model.buckets import PrefillBuckets, bucket_for, pages_for, prefill_buckets
 from model.chunks import ChunkInFlight, FirstSample
 from model.opening import on_cpu
 from model.sampling import NOT_A_TOKEN, SampleOut
-from prefill.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
 from prefill.held import Held, first_sample
@@ -29,6 +28,7 @@ from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender
 from transfer.choice import default_connections, open_sender
+from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code

@@ -133,6 +133,7 @@ def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | N
         told |= _prefill(leg.record, offset) if role == "prefill" else _decode(leg.record, offset)
         if "prefill" not in attempt.legs:
             told["cached_tokens"] = leg.record.cached_tokens
+            told["chunks"] = _chunks(leg.record, offset)
     return told
 
 

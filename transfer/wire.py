@@ -183,8 +183,8 @@ class LegRecord(Message):
     stages: dict[str, int]  # transfer.room.State -> offset at which it was entered
     ending: str = ""  # "" well; else why it was dropped
     cached_tokens: int = 0  # found in the cache of who computed the prompt
-    # prefill: i64[n, 5], a row a chunk: tokens, and offsets at which it was dispatched, was known
-    # to be computed, its pages were handed to the data plane, and the last of them had left.
+    # Who computed the prompt: i64[n, 5], a row a chunk: tokens, and offsets at which it was
+    # dispatched, was known to be computed, its pages were the data plane's, and the last had left.
     chunks: bytes = b""
     shipment: Shipment | None = None  # prefill
     num_steps: int = 0  # decode: took part in

@@ -5,13 +5,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from prefill.chunk_times import MAX_CHUNKS, ChunkTimes, next_chunk
 from prefill.worker import EARLY_GRANT_S, Granted, SenderSaid
 from tests.sim.alone import Alone
 from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimPrefill
 from transfer import wire
 from transfer.backend import SenderEvent, Shipped
+from transfer.chunk_times import MAX_CHUNKS, ChunkTimes, next_chunk
 from transfer.worker import Aborted, ApiGone
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,29 @@ def test_a_crowd_gets_the_tokens_of_one_process_alone(
         assert worker["compiles_after_ready"] == 0
         assert worker["pages_held"] == 0
         assert worker["load"]["pages_free"] == worker["load"]["pages_total"]
+
+
+def test_a_timeline_has_the_chunks_that_decode_computed(cluster: Cluster) -> None:
+    rid, sampling = "chunks-of-its-own", {"temperature": 0, "max_new_tokens": 4}
+    ids = list(range(5, 155))
+    cluster.post("/generate", {"rid": rid, "input_ids": ids, "sampling_params": sampling})
+    wait_until(lambda: leg_of(cluster, rid)["reported"])
+    leg = leg_of(cluster, rid)
+    assert [chunk["tokens"] for chunk in leg["chunks"]] == [64, 64, 22]
+    ends = [leg["first_pages_ms"]]
+    for chunk in leg["chunks"]:
+        assert leg["first_pages_ms"] <= chunk["start_ms"] < chunk["end_ms"]
+        assert chunk["handed_over_ms"] is chunk["sent_ms"] is None
+        ends.append(chunk["end_ms"])
+    assert ends == sorted(ends)
+    assert ends[-1] <= leg["pages_complete_ms"]
+
+
+def leg_of(cluster: Cluster, rid: str) -> Any:
+    timeline = cluster.http.get(f"/requests/{rid}/timeline").json()
+    ((attempt,),) = (choice["attempts"] for choice in timeline["choices"])
+    assert attempt["prefill"] is None
+    return attempt["decode"]
 
 
 def test_a_rank_of_prefill_cannot_be_dictated(cluster: Cluster) -> None:
