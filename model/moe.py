@@ -109,6 +109,20 @@ def moe(
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
 
 
+def with_rows(
+    counts: Int32[Array, " experts"],
+    expert_ids: Int32[Array, "rows chosen"],
+    live: Bool[Array, " rows"],
+) -> Int32[Array, " experts"]:
+    """The counts with one more for every expert of every row that is not padding.
+
+    One that is full stays so: nothing bounds how many calls add to it, and below zero it would say
+    that the most chosen expert has the least to do.
+    """
+    more = counts.at[expert_ids].add(live[:, None].astype(jnp.int32))
+    return jnp.where(more < counts, np.int32(np.iinfo(np.int32).max), more)
+
+
 def _physical(
     placed: ExpertMap, expert_ids: Int32[Array, "rows chosen"]
 ) -> Int32[Array, "rows chosen"]:

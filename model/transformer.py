@@ -21,7 +21,7 @@ from model.errors import ModelError
 from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, product, rms_norm, rope_tables
-from model.moe import ExpertMap, moe
+from model.moe import ExpertMap, moe, with_rows
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
@@ -369,8 +369,8 @@ def _block(
             model.dims.ranks_share_experts,
         )
         if loads is not None:
-            chosen = inputs.live[:, None].astype(jnp.int32)
-            loads = loads.at[0, layer, routing.expert_ids].add(chosen)
+            counts = with_rows(loads[0, layer], routing.expert_ids, inputs.live)
+            loads = loads.at[0, layer].set(counts)
         if cfg.num_shared_experts:
             out += feed_forward(inner, weights["shared_gate_up"], weights["shared_down"])
     else:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from model.buckets import decode_buckets, prefill_buckets
 from model.config import ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
+from model.moe import with_rows
 from model.opening import OpenedModel, open_model
 from model.placement import PlacedExperts, read_location
 from model.programs import abstract_like
@@ -120,6 +122,14 @@ def test_rows_are_counted_once_for_every_expert_that_they_choose() -> None:
     loads = np.asarray(opened.experts.args.loads)
     assert (loads[0] == 0).all()
     assert (loads[1] == want).all()
+
+
+def test_a_count_that_is_full_stays_full() -> None:
+    full = np.iinfo(np.int32).max
+    counts = np.array([full - 2, full - 3, full, 5], np.int32)
+    ids = np.array([[0, 1], [0, 3], [0, 1], [0, 2]], np.int32)
+    found = with_rows(jnp.asarray(counts), jnp.asarray(ids), jnp.array([True, True, True, False]))
+    assert found.tolist() == [full, full - 1, full, 6]
 
 
 def test_steps_draw_the_same_tokens_while_experts_move() -> None:
