@@ -307,6 +307,13 @@ def read_location(
                 f"--init-expert-location {path}: {_MAPS} must have each of {num_experts} experts "
                 "in every layer, and no other"
             )
+        # Rows know as many copies as there are parts, and loads are reckoned as if in each.
+        in_parts = np.sort(maps.reshape(num_layers, num_parts, -1))
+        if (in_parts[..., 1:] == in_parts[..., :-1]).any():
+            raise ModelError(
+                f"--init-expert-location {path}: {_MAPS} has an expert twice in one of {num_parts} "
+                "parts; accepted: copies in parts apart"
+            )
         return maps.astype(np.int32)
     one = (num_layers, num_experts)
     counts = _integers(path, _COUNTS, told[_COUNTS], [one, (-1, *one)])
