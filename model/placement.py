@@ -8,6 +8,7 @@ together, so every call sees one placement of each layer. Nothing compiles and n
 import json
 import logging
 import os
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,10 +163,14 @@ class PlacedExperts:
         if not self._policy.expert_distribution_file:
             return
         file = Path(self._policy.expert_distribution_file)
-        begun = file.with_name(f"{file.name}.{os.getpid()}")
+        # Of containers that share the folder each may have the same process id.
+        begun = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(8)}")
         try:
-            begun.write_text(json.dumps({_COUNTS: counts.tolist()}))
-            begun.replace(file)
+            try:
+                begun.write_text(json.dumps({_COUNTS: counts.tolist()}))
+                begun.replace(file)
+            finally:
+                begun.unlink(missing_ok=True)
         except OSError as error:
             log.error("--expert-distribution-file %s is not written: %s", file, error)
 

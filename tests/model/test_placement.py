@@ -186,6 +186,51 @@ def test_what_was_counted_is_written_as_the_next_start_reads_it(
     assert f"{file} is not written: " in caplog.text
 
 
+def test_two_workers_of_one_process_id_may_write_one_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "counts.json"
+    policy = ExpertPolicy(0, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
+    opened = _open("mixtral", 2, 2, 1, policy)
+    one, other = (PlacedExperts(opened.model, policy) for _ in range(2))
+    replace = Path.replace
+
+    def after_the_other(begun: Path, target: Path) -> Path:
+        """The other writes its counts between what the first one begins and ends."""
+        monkeypatch.setattr(Path, "replace", replace)
+        _counted_rows(opened, other, 2)
+        return replace(begun, target)
+
+    monkeypatch.setattr(Path, "replace", after_the_other)
+    counts = _counted_rows(opened, one, 1)
+    assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
+    assert "is not written" not in caplog.text
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_could_not_be_written_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "counts.json"
+    file.mkdir()  # in whose place no file can be put
+    policy = ExpertPolicy(0, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
+    opened = _open("mixtral", 2, 2, 1, policy)
+    _counted_rows(opened, opened.experts, 1)
+    assert f"{file} is not written: " in caplog.text
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def _counted_rows(opened: OpenedModel, experts: PlacedExperts, seed: int) -> np.ndarray:
+    """Have counts, which are returned, taken and read, but no layer looked at."""
+    _told(opened, experts, seed)
+    counts = np.asarray(experts.args.loads).sum(axis=0)
+    for _ in range(2):
+        experts.turn(opened.params)
+        experts.counted(experts.args.loads)
+    experts.turn(opened.params)
+    return counts
+
+
 @pytest.mark.parametrize("kind", ["map", "counts", "counts over time"])
 def test_a_file_says_where_experts_are_at_the_start(kind: str, tmp_path: Path) -> None:
     layers = _open("mixtral", 1, 1, 1).model.cfg.num_layers
