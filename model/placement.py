@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
@@ -257,18 +258,19 @@ def _mover(share_experts: bool, num_parts: int) -> Callable[..., Any]:
         part = expert_shard_idx(share_experts)
 
         def moved(stack: Array) -> Array:
+            # What other places still want may be written over, so they take it from a copy.
             old = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
-            def place(i: Array, new: Array) -> Array:
+            def place(i: Array, stack: Array) -> Array:
                 slot = slots[i]
                 wanted = sources.reshape(num_parts, num_local)[:, slot]
                 # To each part what it wants, if it is here; of what comes, the owner's counts.
                 got = swap_experts(old[wanted % np.int32(num_local)], share_experts)
                 owner = wanted[part] // np.int32(num_local)
-                return lax.dynamic_update_index_in_dim(new, got[owner], slot, 0)
+                at = [layer, slot, *(jnp.zeros((), jnp.int32),) * (stack.ndim - 2)]
+                return lax.dynamic_update_slice(stack, got[owner][None, None], at)
 
-            new = lax.fori_loop(np.int32(0), count, place, old)
-            return lax.dynamic_update_index_in_dim(stack, new, layer, 0)
+            return lax.fori_loop(np.int32(0), count, place, stack)
 
         with jax.named_scope("move_experts"):
             return {name: moved(stack) for name, stack in stacks.items()}

@@ -17,7 +17,7 @@ from model.errors import ModelError
 from model.moe import with_rows
 from model.opening import OpenedModel, open_model
 from model.placement import PlacedExperts, read_location
-from model.programs import abstract_like
+from model.programs import Program, abstract_like
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import load_params, random_params
@@ -83,6 +83,27 @@ def test_weights_are_where_the_map_says_whatever_moved(
             assert many.sum() == len(placed[row])
             for expert, count in enumerate(many):
                 assert (placed[row][where[expert][:count]] == expert).all()
+
+
+@pytest.mark.parametrize(("name", "tp", "ep", "dp", "redundant"), MESHES)
+def test_a_move_has_one_layer_beside_the_weights_and_what_travels(
+    name: str, tp: int, ep: int, dp: int, redundant: int
+) -> None:
+    opened = _open(name, tp, ep, dp, ExpertPolicy(redundant, enable_eplb=True))
+    programs: list[Program] = []
+
+    def built(program: Program) -> Program:
+        programs.append(program)
+        return program
+
+    opened.experts.compile(abstract_like(opened.params), built)
+    runs = [run for run in opened.params["layers"] if "experts_down" in run]
+    for run, program in zip(runs, programs, strict=True):
+        shards = [run[key].addressable_shards[0].data for key in run if key.startswith("experts_")]
+        layer = sum(shard.nbytes // shard.shape[0] for shard in shards)
+        expert = layer // shards[0].shape[1]
+        # What goes to each part, what comes from each, and the one of those that is taken.
+        assert program.temp_bytes < layer + (2 * ep + 1) * expert + 4096, program.name
 
 
 def test_copies_of_random_experts_are_copies() -> None:
