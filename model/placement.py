@@ -129,7 +129,7 @@ class PlacedExperts:
         for _, run in self._runs:
             for layer in _layers(run):
                 params = self._moved(params, layer, wanted[layer])
-        return params
+        return params  # the map said so from the start
 
     def counted(self, loads: Any) -> None:
         """The loads that a call to the device gave back."""
@@ -141,11 +141,13 @@ class PlacedExperts:
 
         params: theirs that move are donated. Returns those to go on with.
         """
-        policy = self._policy
+        policy, before = self._policy, params
         if self._left:
             for _ in range(policy.eplb_rebalance_layers_per_chunk or len(self._left)):
                 if self._left:
                     params = self._look_at(params, *self._left.popleft())
+            if params is not before:
+                self._map = self._sent_map()
             if not self._left:
                 self._looked()
         elif self._counts is not None:
@@ -199,7 +201,7 @@ class PlacedExperts:
         log.info("experts placed anew: balancedness of the rows seen %.3f, now %.3f", was, now)
 
     def _moved(self, params: Params, layer: int, new: np.ndarray) -> Params:
-        """Dispatch the move of a layer's weights, and a map that says so."""
+        """Dispatch the move of a layer's weights. The map has to follow before the next call."""
         old = self._placed[layer].copy()
         changed = np.flatnonzero((old != new).reshape(self._parts, -1).any(axis=0))
         if not len(changed):
@@ -217,7 +219,6 @@ class PlacedExperts:
         layers = list(params["layers"])
         layers[idx] = layers[idx] | stacks
         self._placed[layer] = new
-        self._map = self._sent_map()
         return params | {"layers": tuple(layers)}
 
     # --- arrays ---------------------------------------------------------------------------------
