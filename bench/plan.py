@@ -216,11 +216,12 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
         one, other = (getattr(group.shape, what) for group in (prefill, decode))
         if one != other:
             raise ModelError(f"{what} differs: prefill has {one}, decode has {other}")
-    cfg, tokens = prefill.shape.cfg, plan.request_tokens
-    if tokens > cfg.max_position_embeddings:
-        raise ModelError(f"{tokens} tokens are above the model's {cfg.max_position_embeddings}")
+    cfg, whole = prefill.shape.cfg, plan.request_tokens
+    if whole > cfg.max_position_embeddings:
+        raise ModelError(f"{whole} tokens are above the model's {cfg.max_position_embeddings}")
     lines = [f"{cfg.architecture}: {plan.input_tokens:,} tokens in, {plan.output_tokens:,} out"]
-    for role, group in zip(ROLES, (prefill, decode), strict=True):
+    held = ("prefill", prefill, plan.input_tokens), ("decode", decode, whole)
+    for role, group, tokens in held:
         if not group.requests(tokens):
             raise ModelError(f"no request of {tokens} tokens fits the pages of {role}")
         lines += ["", f"{role}, {group.num_devices} device(s)", *_stored(group, tokens)]
@@ -230,7 +231,7 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
     ceilings, page = plan.ceilings, prefill.config.page_size
     packed = max(1, plan.chunked_prefill_size // plan.input_tokens)
-    packed = min(packed, prefill.requests(plan.request_tokens))
+    packed = min(packed, prefill.requests(plan.input_tokens))
     alone_s = prefill.chunk_s(plan.input_tokens, 1, ceilings)
     taken = packed * prefill.config.dp_size / prefill.chunk_s(plan.input_tokens, packed, ceilings)
     sent = pages_for(plan.input_tokens, page) * page * kv_bytes_per_token(prefill.shape)

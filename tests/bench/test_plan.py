@@ -159,7 +159,7 @@ def test_pages_that_differ_and_requests_too_long_are_refused() -> None:
         report(PLAN, one, narrow)
     with pytest.raises(ModelError, match="50256 tokens are above the model's 40960"):
         report(dataclasses.replace(PLAN, input_tokens=50_000), one, one)
-    small = dataclasses.replace(one, num_pages=3)
+    small = dataclasses.replace(one, num_pages=19)  # of 64 tokens, one too few
     with pytest.raises(ModelError, match="no request of 1280 tokens fits the pages of decode"):
         report(PLAN, one, small)
 
