@@ -9,13 +9,24 @@ server itself gets a `ServerTransport`, which can hold or drop what it writes.
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
+from serving.errors import ApiError
+from serving.protocol import request_id_of
+
+# Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
+# and keeps all of them.
+MAX_HEAD_BYTES: Final = 64 << 10
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _CRLF = b"\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -158,11 +169,17 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, with a BodyWriter."""
+    """uvicorn's protocol, with a BodyWriter.
+
+    It reads requests as uvicorn's does, but for three things: a head has a bound, what is no
+    request is answered as any other error is, and a request that offers another protocol beside
+    is a request like any other. uvicorn drops the body of those; some clients, such as Java's own,
+    offer HTTP/2 with every request.
+    """
 
     # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
     # have keys of its own, and 1.2 KB more.
-    __slots__ = ("_linger_s", "_writer")
+    __slots__ = ("_got_on", "_linger_s", "_num_unread", "_writer")
 
     @classmethod
     def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
@@ -180,12 +197,90 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         self._linger_s = linger_s
         self._writer: BodyWriter | None = None
+        self._got_on = False  # by the latest read: a request began or ended, or body came
+        self._num_unread = 0  # bytes of the reads since one that got on
         super().__init__(config, server_state, dict(app_state), _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Its transport is there."""
         self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
+
+    def data_received(self, data: bytes) -> None:
+        """Requests, or parts of them."""
+        self._unset_keepalive_if_required()
+        self._got_on = False
+        try:
+            self._feed(memoryview(data))
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self._refuse(ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
+            return
+        self._num_unread = 0 if self._got_on else self._num_unread + len(data)
+        if self._num_unread > MAX_HEAD_BYTES:
+            message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
+            self._refuse(ApiError(431, message, code="head_too_large"))
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._got_on = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Its head is there."""
+        if not self._is_offered_another():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Some of its body."""
+        self._got_on = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of it is there."""
+        self._got_on = True
+        if not self._is_offered_another():
+            super().on_message_complete()
+
+    def _feed(self, data: memoryview) -> None:
+        """Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_offered_another():
+                    return  # CONNECT, which is refused: what follows is for nobody
+                data = data[upgrade.args[0] :]
+                head = self._head_without_offer()
+            # The old one is at the end of the request.
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(head)
+
+    def _is_offered_another(self) -> bool:
+        """Whether the request offers another protocol, which the parser takes for its end."""
+        upgrade: bool = self.parser.should_upgrade()
+        return upgrade and self.parser.get_method() != b"CONNECT"
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"".join((line, *fields, b"\r\n"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what cannot be read, unless that would be within another answer, and close."""
+        latest = cast(RequestResponseCycle | None, self.cycle)
+        if not self.pipeline and (
+            latest is None or latest.response_complete or not latest.response_started
+        ):
+            headers = {"Connection": "close", "X-Request-Id": request_id_of(None, "", None)}
+            answer = error.response(headers)
+            fields = (*self.server_state.default_headers, *answer.raw_headers)
+            head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % field for field in fields)]
+            self.transport.write(b"".join((*head, b"\r\n", bytes(answer.body))))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """More is unsent than a buffer holds."""

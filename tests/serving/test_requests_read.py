@@ -1,0 +1,126 @@
+"""Requests as bytes: heads without end, offers of another protocol, and what is no request."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from serving.connection import MAX_HEAD_BYTES
+from tests.serving.live import Live, letters, live_server
+
+ASK = b'{"prompt": "Hi!", "max_tokens": 3}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+
+
+async def opened(live: Live) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = live.url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def answers_to(live: Live, *parts: bytes, count: int = 1) -> list[tuple[int, Any]]:
+    """Status and body of so many answers to what is written, a part at a time."""
+    reader, writer = await opened(live)
+    async with asyncio.timeout(20):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        found = [await answer_of(reader) for _ in range(count)]
+    writer.close()
+    return found
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(length) or b"null")
+
+
+def request(fields: bytes, body: bytes = ASK) -> bytes:
+    return HEAD + fields + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+async def test_a_request_that_offers_another_protocol_is_served_with_its_body() -> None:
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(ASK), ASK)
+    whole = request(H2C)
+    async with live_server() as live:
+        for parts in (
+            [whole],
+            [HEAD + H2C + chunked],
+            [whole[:70], whole[70:150], whole[150:-5], whole[-5:]],
+            [whole[: -len(ASK)], ASK],
+        ):
+            ((status, body),) = await answers_to(live, *parts)
+            assert status == 200
+            assert body["choices"][0]["text"] == letters(3)
+        found = await answers_to(live, whole * 2 + request(b"") + whole, count=4)
+        assert [body["choices"][0]["text"] for _, body in found] == [letters(3)] * 4
+        connect = b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100
+        ((status, _),) = await answers_to(live, connect)
+        assert status >= 400
+
+
+@pytest.mark.parametrize(
+    ("begun", "filling"),
+    [
+        (HEAD + b"X: ", b"x" * 60_000),
+        (HEAD, b"x: y\r\n" * 10_000),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ", b"x" * 60_000),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;x=", b"x" * 60_000),
+    ],
+    ids=["one field", "many fields", "after the body", "within the body"],
+)
+async def test_a_head_without_end_is_refused(begun: bytes, filling: bytes) -> None:
+    async with live_server() as live:
+        reader, writer = await opened(live)
+        writer.write(begun)
+        answering = asyncio.create_task(answer_of(reader))
+        async with asyncio.timeout(20):
+            while not answering.done():
+                writer.write(filling)
+                await asyncio.sleep(0)
+            status, body = await answering
+        assert status == 431
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["code"] == "head_too_large"
+        writer.close()
+
+
+async def test_a_long_body_in_small_parts_is_no_head_without_end() -> None:
+    body = json.dumps({"prompt": "Hi!", "max_tokens": 3, "ignored": "x" * MAX_HEAD_BYTES * 3})
+    async with live_server() as live:
+        whole = request(b"X: " + b"y" * 4000 + b"\r\n", body.encode())
+        parts = [whole[at : at + 3000] for at in range(0, len(whole), 3000)]
+        ((status, answer),) = await answers_to(live, *parts)
+        assert status == 200
+        assert answer["choices"][0]["text"] == letters(3)
+
+
+async def test_what_is_no_request_is_told_so_in_the_shape_of_all_errors() -> None:
+    async with live_server() as live:
+        for wrong in (
+            b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+            b"POST /v1/completions HTTP/9.9\r\n\r\n",
+            HEAD + b"Content-Length: -1\r\n\r\n",
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        ):
+            ((status, body),) = await answers_to(live, wrong)
+            assert status == 400
+            assert body["error"]["code"] == "invalid_http"
+            assert body["error"]["type"] == "invalid_request_error"
+
+
+async def test_an_answer_under_way_is_cut_and_not_mixed_with_what_is_wrong_behind_it() -> None:
+    async with live_server(auto_step=False) as live:
+        reader, writer = await opened(live)
+        body = b'{"prompt": "Hi!", "max_tokens": 9, "stream": true}'
+        writer.write(request(b"", body))
+        await live.cluster.submitted(1)
+        live.cluster.step()
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"data: ")
+            writer.write(b"\x16\x03\x01\r\n\r\n")
+            assert b"invalid_http" not in await reader.read()
+        writer.close()
