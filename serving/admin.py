@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from serving.answer import WholeAnswer
 from serving.conversation import messages_of, render
-from serving.errors import RETRY_AFTER_S, ApiError, bad_field
+from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
 from serving.metrics import CONTENT_TYPE
 from serving.protocol import (
@@ -293,7 +293,7 @@ class Admin:
             reply = await self._dispatcher.drain(worker_id)
         except KeyError:
             known = ", ".join(self._dispatcher.worker_ids()) or "none"
-            message = f"worker_id: there is no worker {worker_id!r}; there are: {known}"
+            message = f"worker_id: there is no worker {quoted(worker_id)}; there are: {known}"
             raise ApiError(404, message, "worker_id", "worker_not_found") from None
         except RpcError as error:
             message = f"{worker_id} did not answer: {error}"

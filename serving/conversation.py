@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from serving.errors import ApiError, bad_field
+from serving.errors import ApiError, bad_field, quoted
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
 
@@ -12,7 +12,7 @@ from serving.tokenizer import ChatTemplateError
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
-MAX_PARTS = 16_384  # content parts and tool calls of a conversation; of tools, of documents
+MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
 class ConversationFields(Protocol):
@@ -89,7 +89,8 @@ def _check_number(
         )
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     count = sum(len(items) for items in lists if isinstance(items, list))
-    for name, items in (("tools", fields.tools), ("documents", fields.documents)):
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        items = getattr(fields, name)
         if items and len(items) > MAX_PARTS:
             raise bad_field(name, f"at most {MAX_PARTS}, got {len(items)}")
     if count > MAX_PARTS:
@@ -101,7 +102,7 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _wrong_type(f"{where}.role", f"a role's name, got {role!r}")
+        raise _wrong_type(f"{where}.role", f"a role's name, got {quoted(role)}")
     content = message.get("content")
     calls = message.get("tool_calls") or []
     if isinstance(content, list):
@@ -126,7 +127,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "input_text"):
-        message = f"{where}: this server takes text only, got {kind or type(part).__name__!r}"
+        message = f"{where}: this server takes text only, got {quoted(kind or type(part).__name__)}"
         raise ApiError(400, message, "messages", "unsupported_parameter")
     if not isinstance(part.get("text"), str):
         raise _wrong_type(f"{where}.text", "text")
@@ -149,10 +150,10 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
             if "\\u" in given:  # only an escape makes what follows fail
                 json.dumps(arguments, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            what = f"arguments of {name!r} that UTF-8 can hold, got a lone surrogate"
+            what = f"arguments of {quoted(name)} that UTF-8 can hold, got a lone surrogate"
             raise _wrong_type(where, what) from error
         except (ValueError, RecursionError) as error:
-            raise _wrong_type(where, f"JSON as arguments of {name!r}") from error
+            raise _wrong_type(where, f"JSON as arguments of {quoted(name)}") from error
     if as_text:
         text = json.dumps(arguments or {}, ensure_ascii=False)
         arguments = given if isinstance(given, str) and given else text

@@ -25,6 +25,8 @@ from transfer.errors import Code, RequestError
 
 RETRY_AFTER_S = 1
 NO_HEADERS: Mapping[str, str] = {}
+_MAX_MESSAGE = 1000  # characters: what is wrong in a body may be as long as the body
+_MAX_QUOTED = 100
 
 _STATUS = {
     Code.BAD_REQUEST: 400,
@@ -67,6 +69,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -98,6 +102,13 @@ class ApiError(Exception):
 def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A field of the request holds what we do not take; the message names it too."""
     return ApiError(400, f"{param}: {message}", param, code)
+
+
+def quoted(value: Any) -> str:
+    """A value of JSON for a message: of what may hold a million others only the kind is told."""
+    if isinstance(value, str) and len(value) > _MAX_QUOTED:
+        return f"{value[:_MAX_QUOTED]!r}..."
+    return type(value).__name__ if isinstance(value, dict | list) else repr(value)
 
 
 def not_served(param: str) -> ApiError:

@@ -37,7 +37,7 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
-from serving.ranges import in_range
+from serving.ranges import few, in_range
 from serving.router import Ranks
 from transfer import wire
 
@@ -380,7 +380,7 @@ def _shown(fields: OpenAIFields, num_logprobs: int, model: ServedModel, drop_out
         stops=stops_of(fields.stop),
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special_tokens=fields.skip_special_tokens is not False,
-        stop_ids=frozenset(fields.stop_token_ids or ()),
+        stop_ids=frozenset(few("stop_token_ids", fields.stop_token_ids, wire.MAX_STOP_IDS)),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
         prompt_logprobs=fields.prompt_logprobs is not None,

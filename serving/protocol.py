@@ -16,7 +16,7 @@ import msgspec
 
 from model.config import ModelConfig
 from serving.config import ServeConfig
-from serving.errors import ApiError, bad_field, from_decode_error, not_served
+from serving.errors import ApiError, bad_field, from_decode_error, not_served, quoted
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
@@ -343,7 +343,7 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
 def check_model(name: str | None, model: ServedModel) -> None:
     """Raises ApiError when the request names another model. None and "" mean the one served."""
     if name and name != model.name:
-        message = f"the model {name!r} does not exist; this server has {model.name!r}"
+        message = f"the model {quoted(name)} does not exist; this server has {model.name!r}"
         raise ApiError(400, f"model: {message}", "model", "model_not_found")
 
 

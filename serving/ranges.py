@@ -1,4 +1,6 @@
-"""Numbers of a request: which are taken, and how those that are not are told."""
+"""Numbers of a request: which are taken, how many, and how those that are not are told."""
+
+from collections.abc import Sequence
 
 from serving.errors import bad_field
 
@@ -20,6 +22,13 @@ def in_range[N: (int, float)](
     # Who is below is not told of a bound that is no choice of ours.
     also = "" if high is None and value < most else f" and at most {most:.12g}"
     raise bad_field(name, f"must be {but + ' ' if but else ''}{least}{also}, got {told(value)}")
+
+
+def few[T](name: str, items: Sequence[T] | None, most: int) -> Sequence[T]:
+    """The items, if there are so many at most; none for None. Raises ApiError."""
+    if items is not None and len(items) > most:
+        raise bad_field(name, f"at most {most}, got {len(items)}")
+    return items or ()
 
 
 def told(value: float) -> str:

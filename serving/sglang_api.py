@@ -36,8 +36,9 @@ from serving.protocol import (
     seed_of,
     stops_of,
 )
-from serving.ranges import told
+from serving.ranges import few, told
 from serving.tokenizer import Tokenizer
+from transfer import wire
 from transfer.clock import Clock
 
 DEFAULT_NEW_TOKENS = 128
@@ -249,7 +250,7 @@ def _shown(
         stops=stops_of(params.stop),
         include_stop=bool(params.no_stop_trim),
         skip_special_tokens=params.skip_special_tokens is not False,
-        stop_ids=frozenset(params.stop_token_ids or ()),
+        stop_ids=frozenset(few("stop_token_ids", params.stop_token_ids, wire.MAX_STOP_IDS)),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_logprobs if of_prompt else -1,
         prompt_logprobs_start=start if of_prompt and start is not None else 0,

@@ -122,6 +122,7 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
     long = "a ship " * 1_000_000
     calls = conversation("{}")
     calls["messages"][1]["tool_calls"] *= 16_385
+    kwargs = {str(i): 0 for i in range(16_385)}
     both = ("/tokenize", "/v1/chat/completions")
     async with live_server() as live:
         for paths, body, param, message in (
@@ -134,6 +135,8 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
             (both, calls, "messages", MANY),
             (both, {**parts(2), "tools": [{}] * 16_385}, "tools", "at most 16384, got 16385"),
             (both, {**parts(2), "documents": [{}] * 16_385}, "documents", "at most 16384"),
+            (both, {**parts(2), "chat_template_kwargs": kwargs}, "chat_template_kwargs", "16385"),
+            (both[1:], {**parts(2), "stop_token_ids": [5] * 17}, "stop_token_ids", "at most 16"),
         ):
             for path in paths:
                 response = await live.post(path, body)
@@ -141,6 +144,24 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
                 error = response.json()["error"]
                 assert error["param"] == param
                 assert message in error["message"]
+
+
+@pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": [{}] * 100_000}])
+async def test_an_error_tells_of_what_is_wrong_and_does_not_repeat_all_of_it(wrong: Any) -> None:
+    called = conversation("no JSON")
+    called["messages"][1]["tool_calls"][0]["function"]["name"] = wrong
+    chat = "/v1/chat/completions"
+    async with live_server() as live:
+        for path, body in (
+            (chat, {"messages": [{"role": wrong, "content": "Hi!"}]}),
+            (chat, {"messages": [{"role": "user", "content": [{"type": wrong}]}]}),
+            (chat, called),
+            ("/v1/completions", {**ASK, "model": wrong}),
+            ("/drain", {"worker_id": wrong}),
+        ):
+            response = await live.post(path, body)
+            assert response.status_code in (400, 404)
+            assert 0 < len(response.json()["error"]["message"]) < 1200
 
 
 async def test_as_many_prompts_and_parts_as_may_be_are_tokenized() -> None:
