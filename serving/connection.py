@@ -171,19 +171,19 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter.
 
-    It reads requests as uvicorn's does, but for three things: a head has a bound, what is no
-    request is answered as any other error is, and a request that offers another protocol beside
-    is a request like any other. uvicorn drops the body of those; some clients, such as Java's own,
-    offer HTTP/2 with every request.
+    It reads requests as uvicorn's does, but for three things: a head has a bound and a deadline,
+    what is no request is answered as any other error is, and a request that offers another
+    protocol beside is a request like any other. uvicorn drops the body of those; some clients,
+    such as Java's own, offer HTTP/2 with every request.
     """
 
     # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
     # have keys of its own, and 1.2 KB more.
-    __slots__ = ("_got_on", "_linger_s", "_num_unread", "_writer")
+    __slots__ = ("_awaits_head", "_got_on", "_head_due", "_linger_s", "_num_unread", "_writer")
 
     @classmethod
     def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
-        """For uvicorn. linger_s: how long a client that is to read the rest may not do so."""
+        """For uvicorn. linger_s: how long a client may not read the rest, or not send a head."""
         return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s))
 
     def __init__(
@@ -197,6 +197,8 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         self._linger_s = linger_s
         self._writer: BodyWriter | None = None
+        self._awaits_head = True  # of the first request, or of one that has begun
+        self._head_due: asyncio.TimerHandle | None = None
         self._got_on = False  # by the latest read: a request began or ended, or body came
         self._num_unread = 0  # bytes of the reads since one that got on
         super().__init__(config, server_state, dict(app_state), _loop)
@@ -205,6 +207,7 @@ class Connection(HttpToolsProtocol):
         """Its transport is there."""
         self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
+        self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
 
     def data_received(self, data: bytes) -> None:
         """Requests, or parts of them."""
@@ -220,14 +223,20 @@ class Connection(HttpToolsProtocol):
         if self._num_unread > MAX_HEAD_BYTES:
             message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
             self._refuse(ApiError(431, message, code="head_too_large"))
+        # Most heads come in one read: no timer for those that follow on a connection.
+        if not self._awaits_head:
+            self._cancel_head_due()
+        elif self._head_due is None:
+            self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._got_on = True
+        self._got_on = self._awaits_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Its head is there."""
+        self._awaits_head = False
         if not self._is_offered_another():
             super().on_headers_complete()
 
@@ -269,6 +278,19 @@ class Connection(HttpToolsProtocol):
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return b"".join((line, *fields, b"\r\n"))
 
+    def _give_up_head(self) -> None:
+        self._head_due = None
+        if not (self._got_on or self._num_unread):  # nothing came
+            self.transport.close()
+            return
+        message = f"the head of the request did not come within {self._linger_s:g} s"
+        self._refuse(ApiError(408, message, code="request_timeout"))
+
+    def _cancel_head_due(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
     def _refuse(self, error: ApiError) -> None:
         """Answer what cannot be read, unless that would be within another answer, and close."""
         latest = cast(RequestResponseCycle | None, self.cycle)
@@ -300,6 +322,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more."""
+        self._cancel_head_due()
         if self._writer is not None:
             self._writer.close()
         super().connection_lost(exc)

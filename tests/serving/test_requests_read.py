@@ -98,6 +98,39 @@ async def test_a_long_body_in_small_parts_is_no_head_without_end() -> None:
         assert answer["choices"][0]["text"] == letters(3)
 
 
+async def test_a_head_that_does_not_come_is_given_up() -> None:
+    async with live_server(slow_client_timeout_s=0.2) as live:
+        whole = request(b"")
+        reader, writer = await opened(live)
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""  # nothing was asked
+        writer.close()
+        for before in (b"", whole):  # the first, or a later one of its connection
+            reader, writer = await opened(live)
+            writer.write(before)
+            async with asyncio.timeout(20):
+                if before:
+                    status, _ = await answer_of(reader)
+                    assert status == 200
+                writer.write(whole[:20])
+                status, body = await answer_of(reader)
+                assert (status, body["error"]["code"]) == (408, "request_timeout")
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_an_answer_may_take_longer_than_a_head() -> None:
+    async with live_server(auto_step=False, slow_client_timeout_s=0.05) as live:
+        asking = asyncio.create_task(answers_to(live, request(b"")[:30], request(b"")[30:]))
+        await live.cluster.submitted(1)
+        await asyncio.sleep(0.2)
+        while not asking.done():
+            live.cluster.step()
+            await asyncio.sleep(0)
+        ((status, _),) = await asking
+        assert status == 200
+
+
 async def test_what_is_no_request_is_told_so_in_the_shape_of_all_errors() -> None:
     async with live_server() as live:
         for wrong in (
