@@ -62,7 +62,7 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is served, to whom, and on what. Ceilings by default: measured on an H200."""
+    """What is served, to whom, and on what. By default about an H200; none was measured here."""
 
     model_path: Path
     input_tokens: int = 1024
