@@ -1,5 +1,6 @@
 """One surrounding for every test: eight virtual CPU devices, strict dtypes, checked shapes."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -39,3 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_own_garbage() -> None:
+    """What a module finds here is looked at by no collection of its own.
+
+    Programs traced before it are millions of objects: each collection took half a second, and a
+    test that looks for what it left behind held its loop until workers seemed to be silent.
+    """
+    gc.collect()
+    gc.freeze()

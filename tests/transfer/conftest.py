@@ -1,7 +1,6 @@
 """TLS material made on the spot, and ends that share memory."""
 
 import contextlib
-import gc
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -28,18 +27,6 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
     command += ["-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return Security(SECURITY.token, cert, cert, key)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_own_garbage() -> Iterator[None]:
-    """Tests here collect garbage to see what is left: what others made before is not looked at.
-
-    A collection takes half a second of it in a process that ran the tests of model/ first.
-    """
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
