@@ -19,10 +19,16 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     # Pages are taken once the model is loaded; that the port is taken shows now.
     flags.bind(config.data_host or config.host, config.data_port, "--data-port").close()
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
+    from decode.opening import build_engine
     from decode.worker import DecodeWorker
     from model.devices import prepare_devices
+    from transfer.member import Member
 
-    prepare_devices(config.dp_size * config.tp_size)
+    prepare_devices(config.own_devices)
+    if config.node_rank:
+        member = Member(config, security, lambda: build_engine(config)[0].calls)
+        asyncio.run(member.run(flags.announce))
+        return
     worker = DecodeWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))
 

@@ -21,10 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from decode.local import LocalPiece, LocalPrompt
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for
+from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
-from model.kv import abstract_pages, write_pages
+from model.kv import abstract_pages
 from model.moe import ExpertMap
 from model.opening import OpenedModel, make_pool, on_cpu
+from model.page_runs import PlacedRuns
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
 from model.sampling import SampleOut, SamplingRows, empty_rows, sample, set_row
 from model.sharding import (
@@ -34,9 +36,11 @@ from model.sharding import (
     abstract_i32,
     abstract_of,
     on_ranks,
-    rank_devices,
     rank_idx,
     ranks_sharding,
+    spans_processes,
+    tell_host,
+    told_spec,
 )
 from model.transformer import Model, decode_rows, row_logits
 from transfer.wire import SamplingParams
@@ -121,7 +125,7 @@ class DecodeEngine:
         if local is not None:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
         self._step: dict[int, Program] = {}
-        self._place: dict[int, Program] = {}
+        self._runs = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self.plan: MemoryPlan
         self._pool: Array
         # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
@@ -129,9 +133,6 @@ class DecodeEngine:
         # Pages that came and are on the device, but not in the pool yet.
         self._placing_pages = 0
         self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
-        spare_pages = self._most_placing
-        # What the other ranks put in place while one places pages that came for it: nothing.
-        spare_pages += sum(buckets.run_pages) if self._dp_size > 1 else 0
         empty = _empty_state(self._dp_size * self._rank_slots, buckets, opened.context_length)
         # Every device of a rank has the state of all its slots.
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
@@ -142,12 +143,22 @@ class DecodeEngine:
             max_total_tokens,
             contexts * buckets.pages_per_slot,
             self._compile,
-            spare_pages,
+            self._runs.spare_pages(self._most_placing),
             state_bytes,
         )
         self._params = self._experts.settle(self._params)
-        self._nothing = self._empty_runs() if self._dp_size > 1 else {}
+        self._runs.settle()
         self._state: SlotState = jax.device_put(empty, ranks_sharding(opened.model.mesh))
+        self._state_tree = jax.tree.structure(empty)
+        self.calls = Calls()
+        self.calls.add("place", self._place)
+        self.calls.add("admit", self._start)
+        self.calls.add("step", self._run_step)
+        if self._chunks is not None:
+            self.calls.add("chunk", self._run_chunk)
+            self.calls.add("sample", self._chunks.sample_first)
+        if spans_processes(opened.model.mesh):
+            self._warm_up()
 
     @property
     def num_pages(self) -> int:
@@ -165,7 +176,8 @@ class DecodeEngine:
         longest = self._buckets.run_pages[-1]
         for at in range(0, len(page_ids), longest):
             ids = page_ids[at : at + longest]
-            self._place_bucket(rank, ids, [shard[:, :, at : at + len(ids)] for shard in shards])
+            cut = [shard[:, :, at : at + len(ids)] for shard in shards]
+            self.calls("place", *self._runs.ids_of(rank, ids), rank=rank, shards=cut)
 
     def start_slots(self, starts: Sequence[SlotStart]) -> None:
         """Dispatch the set-up of slots that join the batch."""
@@ -181,7 +193,7 @@ class DecodeEngine:
                 fresh.prompt_len[row] = start.num_prompt_tokens
                 fresh.page_table[row, : len(start.pages)] = start.pages
                 set_row(fresh.rows, row, start.params)
-            self._state = self._admit(self._state, slots, fresh)
+            self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
 
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
         """Dispatch one step for these slots.
@@ -196,14 +208,7 @@ class DecodeEngine:
         plan = np.full((2, self._dp_size * bucket), self._rank_slots, np.int32)
         plan[1] = -1
         plan[0, rows], plan[1, rows] = rank_slots, new_pages
-        out: SampleOut
-        self._params = self._experts.turn(self._params)
-        self._pool, self._state, loads, out = self._step[bucket](
-            self._params, self._pool, self._state, plan, *self._experts.args
-        )
-        self._experts.counted(loads)
-        out.ids.copy_to_host_async()
-        return StepInFlight(out, rows)
+        return StepInFlight(self.calls("step", bucket, plan), rows)
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -214,53 +219,66 @@ class DecodeEngine:
         belongs to row i of the chunk's logits.
         """
         assert self._chunks is not None, "no chunk was compiled"
-        self._params = self._experts.turn(self._params)
-        self._pool, chunk = self._chunks.run(self._params, self._pool, self._experts, plans)
+        packed = self._chunks.pack(plans)
+        chunk = packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))
         draws = []
         for placed in chunk.pieces:
             prompt = placed.piece.prompt
             if placed.piece.is_last:
                 params, num_prompt_tokens = asks[prompt.room]
                 draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt_tokens))
-        return chunk, self._chunks.sample_first(chunk, draws) if draws else None
+        if not draws:
+            return chunk, None
+        width, arrays = self._chunks.pack_firsts(draws)
+        return chunk, self.calls("sample", width, *arrays)
 
-    # --- shapes -------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------
 
-    def _place_bucket(self, rank: int, page_ids: Sequence[int], shards: list[np.ndarray]) -> None:
-        bucket = bucket_for(len(page_ids), self._buckets.run_pages)
+    def _place(
+        self, bucket: int, ids: np.ndarray, rank: int = 0, shards: Sequence[np.ndarray] = ()
+    ) -> None:
         self._placing_pages += bucket
         if self._placing_pages > self._most_placing:
             jax.block_until_ready(self._pool)
             self._placing_pages = bucket
-        mesh = self._model.mesh
-        ids = np.full((self._dp_size, bucket), self.num_pages, np.int32)  # past the pool: dropped
-        ids[rank, : len(page_ids)] = page_ids
-        local = [
-            jax.device_put(_padded(shard, bucket), device)
-            for shard, device in zip(shards, rank_devices(mesh, rank), strict=True)
-        ]
-        for other in range(self._dp_size):
-            if other != rank:
-                local += self._nothing[bucket][other]
-        pages = abstract_pages(self._opened.kv, bucket, mesh)
-        staged = jax.make_array_from_single_device_arrays(pages.shape, pages.sharding, local)
-        self._pool = self._place[bucket](self._pool, staged, ids.ravel())
+        self._pool = self._runs.place(self._pool, bucket, ids, rank, shards)
 
-    def _empty_runs(self) -> dict[int, list[list[Array]]]:
-        """By bucket and rank: a run of pages on each device of the rank, never looked at."""
-        mesh = self._model.mesh
-        runs: dict[int, list[list[Array]]] = {}
-        for bucket in self._buckets.run_pages:
-            pages = abstract_pages(self._opened.kv, bucket, mesh)
-            shape = pages.sharding.shard_shape(pages.shape)
-            runs[bucket] = [
-                [
-                    jax.device_put(np.zeros(shape, pages.dtype), device)
-                    for device in rank_devices(mesh, rank)
-                ]
-                for rank in range(self._dp_size)
-            ]
-        return runs
+    def _start(self, _: int, slots: np.ndarray, *leaves: np.ndarray) -> None:
+        fresh = jax.tree.unflatten(self._state_tree, leaves)
+        self._state = self._admit(self._state, slots, fresh)
+
+    def _run_step(self, bucket: int, plan: np.ndarray) -> SampleOut:
+        out: SampleOut
+        self._params = self._experts.turn(self._params)
+        self._pool, self._state, loads, out = self._step[bucket](
+            self._params, self._pool, self._state, plan, *self._experts.args
+        )
+        self._experts.counted(loads)
+        out.ids.copy_to_host_async()
+        return out
+
+    def _run_chunk(self, bucket: int, *arrays: np.ndarray) -> tuple[Array, ...]:
+        assert self._chunks is not None
+        self._params = self._experts.turn(self._params)
+        self._pool, told = self._chunks.run(
+            self._params, self._pool, self._experts, bucket, *arrays
+        )
+        return told
+
+    def _warm_up(self) -> None:
+        """Have devices of all members find each other now, not at the first request."""
+        rank_slots = self._buckets.slots[0]
+        plan = np.full((2, self._dp_size * rank_slots), self._rank_slots, np.int32)
+        plan[1] = -1
+        self.calls.take("place", *self._runs.ids_of(0, ()))
+        if self._chunks is not None:
+            packed = self._chunks.pack([()] * self._dp_size)
+            self.calls.take("chunk", packed.bucket, *packed.arrays)
+            width, arrays = self._chunks.pack_firsts(())
+            self.calls.take("sample", width, *arrays)
+        jax.block_until_ready(self.calls.take("step", rank_slots, plan))
+
+    # --- shapes -------------------------------------------------------------------------------
 
     def _compile(self, num_pages: int) -> list[Program]:
         """Every program, for a pool of num_pages."""
@@ -269,7 +287,7 @@ class DecodeEngine:
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
         empty = _empty_state(dp_size * self._rank_slots, buckets, context)
         state = abstract_of(empty, mesh, RANKS)
-        total = len(buckets.slots) + len(buckets.run_pages) + 1
+        total = len(buckets.slots) + self._runs.num_programs + 1
         total += self._chunks.num_programs if self._chunks is not None else 0
         total += self._experts.num_programs
         done: list[Program] = []
@@ -286,18 +304,14 @@ class DecodeEngine:
             mesh,
             partial(decode_step, self._model),
             (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS),
-            (POOL_SPEC, RANKS, RANKS, RANKS),
+            (POOL_SPEC, RANKS, RANKS, told_spec(mesh)),
         )
         experts = self._experts.shapes
         for slots in buckets.slots:
             plan = abstract_i32((2, dp_size * slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             self._step[slots] = built(f"step[slots={slots}]", step, args, (1, 2, 5))
-        place = on_ranks(mesh, write_pages, (POOL_SPEC, POOL_SPEC, RANKS), POOL_SPEC)
-        for count in buckets.run_pages:
-            ids = abstract_i32((dp_size * count,), mesh, RANKS)
-            run = abstract_pages(kv, count, mesh)
-            self._place[count] = built(f"place[pages={count}]", place, (pool, run, ids), (0,))
+        self._runs.compile(pool, num_pages, compiled)
         admit = on_ranks(mesh, _admit_fn, (RANKS, P(), P()), RANKS)
         fresh = abstract_of(_empty_state(buckets.admit_rows, buckets, context), mesh, P())
         rows = abstract_i32((buckets.admit_rows,), mesh, P())
@@ -358,7 +372,7 @@ def decode_step(
         page_table=page_table,
         rows=state.rows,
     )
-    return pool, state, loads, out
+    return pool, state, loads, tell_host(model.mesh, out)
 
 
 def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Array:
@@ -402,11 +416,3 @@ def _empty_state(num_slots: int, buckets: DecodeBuckets, context: int) -> SlotSt
         page_table=np.zeros((num_slots, buckets.pages_per_slot), np.int32),
         rows=empty_rows(num_slots),
     )
-
-
-def _padded(shard: np.ndarray, num_pages: int) -> np.ndarray:
-    if shard.shape[2] == num_pages:
-        return shard
-    padded = np.zeros((*shard.shape[:2], num_pages, *shard.shape[3:]), shard.dtype)
-    padded[:, :, : shard.shape[2]] = shard
-    return padded

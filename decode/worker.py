@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from decode.admission import Admission, Sharing
-from decode.config import ANY_PROMPT, DecodeConfig
-from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepEngine, StepInFlight
+from decode.config import DecodeConfig
+from decode.engine import FirstAsk, SlotStart, StepEngine, StepInFlight
 from decode.grants import GrantSender
 from decode.held import (
     Finished,
@@ -29,10 +29,10 @@ from decode.held import (
     rows_of,
 )
 from decode.loads import Loads
-from decode.local import LocalPrompt, LocalQueue, local_buckets
+from decode.local import LocalPrompt, LocalQueue
+from decode.opening import build_engine, most_local
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
-from model.buckets import PrefillBuckets, decode_buckets
-from model.opening import on_cpu
+from model.buckets import PrefillBuckets
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
@@ -42,6 +42,7 @@ from transfer.chunk_times import next_chunk, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
+from transfer.group import join
 from transfer.pages import PagePool
 from transfer.prefix_cache import reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
@@ -51,7 +52,6 @@ from transfer.role import (
     describe,
     flush_caches,
     micros,
-    open_configured,
 )
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
@@ -86,16 +86,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
-        opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
-        rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
-        buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
-        local, local_tokens = None, self._most_local(opened.context_length)
-        if local_tokens:
-            local = local_buckets(local_tokens, chunk, opened.kv.page_size)
-        engine = DecodeEngine(
-            opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
-        )
+        join(config)
+        engine, opened, rank_slots, local = build_engine(config)
+        local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(
             config,
@@ -110,6 +103,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         data_address = receiver.start()
         self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address, local)
+        self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
             opened,
@@ -120,11 +114,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         )
         info = describe(self, self.config, opened, data_address, engine.num_pages)
         return msgspec.structs.replace(info, local_prefill_tokens=local_tokens)
-
-    def _most_local(self, context_length: int) -> int:
-        """Tokens of the longest prompt that is computed here."""
-        limit = self.config.local_prefill_tokens
-        return context_length if limit == ANY_PROMPT else min(limit, context_length)
 
     def assemble(
         self,
@@ -161,7 +150,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
         num_tokens = len(submit.token_ids) // 4
-        limit = self._most_local(self._facts.context_length)
+        limit = most_local(self.config, self._facts.context_length)
         if _is_local(submit) and num_tokens > limit:
             message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of {limit}"
             return wire.Refusal(submit.room, Code.STALE.value, message)

@@ -8,12 +8,14 @@ device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from model.buckets import PrefillBuckets, bucket_for
@@ -30,7 +32,16 @@ from model.sampling import (
     sample,
     set_row,
 )
-from model.sharding import POOL_SPEC, RANKS, abstract_i32, abstract_of, num_ranks, on_ranks
+from model.sharding import (
+    POOL_SPEC,
+    RANKS,
+    abstract_i32,
+    abstract_of,
+    num_ranks,
+    on_ranks,
+    tell_host,
+    told_spec,
+)
 from model.transformer import ChunkBatch, Model, prefill_rows, row_logits
 
 _LOGPROB_BLOCK = 64  # rows of full logits alive at once when prompt logprobs are asked
@@ -55,6 +66,21 @@ class ChunkInFlight[Q: ChunkPrompt]:
 
 
 @dataclass(frozen=True)
+class PackedChunk[Q: ChunkPrompt]:
+    """A chunk on the host: the program, its arguments, and which prompt has which rows."""
+
+    bucket: int
+    arrays: tuple[np.ndarray, ...]
+    pieces: tuple[Placed[Q], ...]
+    wants: bool  # prompt logprobs
+
+    def in_flight(self, told: tuple[Array, ...]) -> ChunkInFlight[Q]:
+        """told: what the call gave back, the logits first."""
+        logits, *asked = told
+        return ChunkInFlight(self.pieces, logits, tuple(asked) if self.wants else None)
+
+
+@dataclass(frozen=True)
 class FirstSample:
     """What is needed to draw the first token of one finished prompt."""
 
@@ -76,37 +102,44 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._chunk: dict[int, Program] = {}
         self._sample_plain: Program
         self._sample_history: Program
+        self._rows_tree = jax.tree.structure(empty_rows(1))
+        self._logits: Array  # of the last chunk
 
     @property
     def num_programs(self) -> int:
         return len(self.buckets.tokens) + 2
 
-    def run(
-        self,
-        params: Any,
-        pool: Array,
-        experts: PlacedExperts,
-        plans: Sequence[Sequence[Piece[Q]]],
-    ) -> tuple[Array, ChunkInFlight[Q]]:
-        """Dispatch one packed chunk of every rank; plans: pieces by rank. The pool is donated."""
+    def pack(self, plans: Sequence[Sequence[Piece[Q]]]) -> "PackedChunk[Q]":
+        """One chunk of every rank, as `run` takes it; plans: pieces by rank."""
         most = max(sum(piece.num_tokens for piece in pieces) for pieces in plans)
         bucket = bucket_for(most, self.buckets.tokens)
         packed = [self._pack(pieces, bucket) for pieces in plans]
         fields = zip(*(parts for parts, _ in packed), strict=True)
-        batch = _chunk_batch([np.concatenate(parts) for parts in fields])
         last_rows = np.concatenate([rows for _, rows in packed])
         targets = np.concatenate([_targets(pieces, bucket) for pieces in plans])
         wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
-        outs = self._chunk[bucket](
-            params, pool, batch, last_rows, np.bool_(wants), targets, *experts.args
+        arrays = [np.concatenate(parts) for parts in fields]
+        return PackedChunk(
+            bucket,
+            (*arrays, last_rows, np.array(wants), targets),
+            _placed(plans, bucket, self.buckets.seqs),
+            wants,
         )
-        pool, loads, last_logits, *asked = outs
-        experts.counted(loads)
-        placed = _placed(plans, bucket, self.buckets.seqs)
-        return pool, ChunkInFlight(placed, last_logits, tuple(asked) if wants else None)
 
-    def sample_first(self, chunk: ChunkInFlight[Q], firsts: Sequence[FirstSample]) -> SampleOut:
-        """Dispatch the draw of first tokens; row i of the result belongs to row i of the chunk."""
+    def run(
+        self, params: Any, pool: Array, experts: PlacedExperts, bucket: int, *arrays: np.ndarray
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Dispatch a packed chunk. Returns the donated pool, and what `in_flight` takes."""
+        *fields, last_rows, wants, targets = arrays
+        batch = _chunk_batch(fields)
+        outs = self._chunk[bucket](params, pool, batch, last_rows, wants, targets, *experts.args)
+        pool, loads, *told = outs
+        experts.counted(loads)
+        self._logits = told[0]
+        return pool, tuple(told)
+
+    def pack_firsts(self, firsts: Sequence[FirstSample]) -> tuple[int, tuple[np.ndarray, ...]]:
+        """Draws of first tokens, as `sample_first` takes them."""
         seqs = self._dp_size * self.buckets.seqs
         rows = empty_rows(seqs)
         lengths = np.zeros((2, seqs), np.int32)
@@ -118,8 +151,14 @@ class ChunkPrograms[Q: ChunkPrompt]:
             lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
             if penalised:
                 history[first.row, : len(first.token_ids)] = first.token_ids
-        program = self._sample_history if penalised else self._sample_plain
-        out: SampleOut = program(chunk.logits, rows, history, *lengths)
+        return width, (*jax.tree.leaves(rows), history, *lengths)
+
+    def sample_first(self, width: int, *arrays: np.ndarray) -> SampleOut:
+        """Dispatch draws from the last chunk; row i belongs to row i of its logits."""
+        *leaves, history, prompt_len, length = arrays
+        rows = jax.tree.unflatten(self._rows_tree, leaves)
+        program = self._sample_plain if width == 1 else self._sample_history
+        out: SampleOut = program(self._logits, rows, history, prompt_len, length)
         for array in out:
             array.copy_to_host_async()
         return out
@@ -169,7 +208,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             self._model.mesh,
             self._chunk_fn,
             (self._model.param_specs(), POOL_SPEC, RANKS, RANKS, P(), RANKS, P(), RANKS),
-            (POOL_SPEC, RANKS, RANKS, RANKS, RANKS, RANKS),
+            (POOL_SPEC, RANKS, RANKS, *(told_spec(self._model.mesh),) * 3),
         )
         for tokens in self.buckets.tokens:
             args = (params, pool, *self._chunk_shapes(tokens), *experts)
@@ -212,7 +251,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
                 jnp.zeros(top, jnp.float32),
             )
 
-        asked = jax.lax.cond(wants, compute, nothing)
+        asked = tell_host(self._model.mesh, jax.lax.cond(wants, compute, nothing))
         return pool, loads, rows_to_logits(hidden[last_rows]), *asked
 
     def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
@@ -234,15 +273,18 @@ class ChunkPrograms[Q: ChunkPrompt]:
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
         )
-        sample_ranks = on_ranks(mesh, _sample_fn, (RANKS,) * len(shapes), RANKS)
+        function = partial(_sample_fn, mesh)
+        sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
         args = abstract_of(shapes, mesh, RANKS)
         return compile_program(f"sample[history={width}]", sample_ranks, args)
 
 
 def _sample_fn(
-    last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
+    mesh: Mesh, last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
 ) -> SampleOut:
-    return sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
+    out = sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
+    told: SampleOut = tell_host(mesh, out)
+    return told
 
 
 def _chunk_batch(fields: Sequence[Any]) -> ChunkBatch:

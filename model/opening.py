@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from model.config import FP8, KVSpec, ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.kv import init_pool
+from model.members import any_of_all, least_of_all
 from model.placement import PlacedExperts
 from model.programs import (
     MemoryPlan,
@@ -24,7 +25,7 @@ from model.programs import (
     plan_memory,
     tree_bytes,
 )
-from model.sharding import kv_spec, make_mesh, num_ranks
+from model.sharding import kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model
 from model.weights import load_params, model_digest, stored_bytes
 
@@ -52,6 +53,7 @@ class OpenedModel:
 
     @property
     def devices(self) -> list[jax.Device]:
+        """All of the mesh, those of other members too."""
         return list(self.model.mesh.devices.flat)
 
 
@@ -156,31 +158,36 @@ def make_pool(
     pool's size (a test holds that), so a second round, if one is needed, is the last.
     spare_pages, spare_bytes: what the caller keeps beside the pool, pages of each rank and bytes
     over all devices.
+    Each member of a mesh over several processes plans for its own devices; the pool has as many
+    pages as the one with the least memory can hold.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
     least = -(-opened.context_length // page_size)
     weights = tree_bytes(opened.params)
+    own = own_devices(opened.model.mesh)
+    num_members = len(opened.devices) // len(own)
     # What is loaded by now is no longer free: it belongs to the budget all the same.
-    budget = memory_budget_bytes(_fraction(fraction), opened.devices)
+    budget = memory_budget_bytes(_fraction(fraction), own)
     if on_cpu():
         budget += weights
     exact = max_total_tokens > 0
     wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
 
     def plan(scratch: int) -> MemoryPlan:
-        return plan_memory(
+        mine = plan_memory(
             budget, weights, scratch, page_bytes, wanted, exact, least, opened.dp_size
         )
+        return replace(mine, num_pages=least_of_all(mine.num_pages))
 
-    page_bytes = opened.dp_size * opened.kv.page_bytes
-    spare = spare_pages * page_bytes + spare_bytes
+    page_bytes = opened.dp_size * opened.kv.page_bytes // num_members
+    spare = spare_pages * page_bytes + spare_bytes // num_members
     reserve = budget // 16 + spare  # compiled once more only if that was too little
     final = plan(reserve)
     programs = compile_all(final.num_pages)
-    scratch = max(program.temp_bytes for program in programs) * len(opened.devices)
+    scratch = max(program.temp_bytes for program in programs) * len(own)
     scratch += spare
-    if scratch > reserve:
+    if any_of_all(scratch > reserve):
         final = plan(scratch)
         programs = compile_all(final.num_pages)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
@@ -200,14 +207,16 @@ def _check_memory(
     """
     weights = stored_bytes(model)
     share = _fraction(fraction)
-    budget = memory_budget_bytes(share, list(model.mesh.devices.flat))
+    own = own_devices(model.mesh)
+    budget = memory_budget_bytes(share, own)
     if on_cpu():
         budget += int((1.0 - share) * weights)
     least = pages_for(context_length, kv.page_size)
     exact = max_total_tokens > 0
     wanted = max_total_tokens // kv.page_size if exact else least
     ranks = num_ranks(model.mesh)
-    plan_memory(budget, weights, 0, ranks * kv.page_bytes, wanted, exact, least, ranks)
+    page_bytes = ranks * kv.page_bytes * len(own) // model.mesh.size
+    plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks)
 
 
 class _Progress:

@@ -25,6 +25,7 @@ from model import eplb
 from model.config import ModelConfig
 from model.eplb import TRIVIAL, ExpertPolicy
 from model.errors import ModelError
+from model.members import is_leader
 from model.moe import ExpertMap
 from model.params import Params, Segment, segments
 from model.programs import Program, abstract_like, compile_program
@@ -163,7 +164,7 @@ class PlacedExperts:
 
     def _write(self, counts: np.ndarray) -> None:
         """Whoever starts next may begin with what is known now; a reader sees all of it or none."""
-        if not self._policy.expert_distribution_file:
+        if not self._policy.expert_distribution_file or not is_leader():
             return
         file = Path(self._policy.expert_distribution_file)
         # Of containers that share the folder each may have the same process id.

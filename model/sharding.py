@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
+from model.members import first_devices
 
 # Each data-parallel rank, a place on DATA, has rows and pages of its own. Within a rank experts
 # are spread over EXPERT and each one's intermediate over TENSOR; attention, dense layers and the
@@ -29,6 +30,8 @@ POOL_SPEC: Final = P(None, None, DATA, None, SHARDS, None)
 # Arrays whose first axis (second axis) has a part for each rank, rank 0's first.
 RANKS: Final = P(DATA)
 COLUMNS_OF_RANKS: Final = P(None, DATA)
+# Arrays whose first axis has a part for each device, in the order of the mesh.
+DEVICES: Final = P((DATA, *SHARDS))
 
 
 def make_mesh(
@@ -38,16 +41,16 @@ def make_mesh(
 
     ep_size: parts of the experts, each rank having all of them; above tp_size, parts of the experts
     that the ranks share, of which a rank has ep_size / dp_size.
-    devices: the first of them are used; None means jax.devices().
+    devices: the first of them are used; None means model.members.first_devices.
     Raises ModelError when there are too few devices or the parts in a rank do not divide tp_size.
     """
-    found = list(jax.devices() if devices is None else devices)
     if tp_size < 1 or ep_size < 1 or dp_size < 1:
         raise ModelError(
             f"tp_size {tp_size}, ep_size {ep_size} and dp_size {dp_size}: all must be at least 1"
         )
     parts = experts_in_rank(tp_size, ep_size, dp_size)
     needed = dp_size * tp_size
+    found = list(first_devices(needed) if devices is None else devices)
     if len(found) < needed:
         raise ModelError(
             f"dp_size {dp_size} x tp_size {tp_size} needs {needed} devices, got {len(found)}"
@@ -82,6 +85,16 @@ def experts_in_rank(tp_size: int, ep_size: int, dp_size: int) -> int:
 def num_ranks(mesh: Mesh) -> int:
     """Data-parallel ranks of a mesh."""
     return mesh.shape[DATA]
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether other processes have devices of it, too."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def own_devices(mesh: Mesh) -> list[jax.Device]:
+    """Those of this process, in the order of the mesh."""
+    return [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
 
 def rank_devices(mesh: Mesh, rank: int) -> list[jax.Device]:
@@ -280,6 +293,35 @@ def gather_ranks(x: Array) -> Array:
 def sum_to_ranks(x: Array) -> Array:
     """The inverse way: sum over ranks, of which each keeps its own rows; inside `jax.shard_map`."""
     return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
+
+
+def told_spec(mesh: Mesh) -> P:
+    """How what `tell_host` gives is split: by rank where one process has all of them."""
+    return P() if _tells_others(mesh) else RANKS
+
+
+def tell_host(mesh: Mesh, tree: Any) -> Any:
+    """What has rows of each rank, as one process can read it; inside `jax.shard_map`."""
+    return jax.tree.map(gather_ranks, tree) if _tells_others(mesh) else tree
+
+
+def _tells_others(mesh: Mesh) -> bool:
+    """Whether some process has not every rank; of one rank each device has all rows."""
+    return num_ranks(mesh) > 1 and spans_processes(mesh)
+
+
+def gather_devices(x: Array) -> Array:
+    """[devices, ...]: what each device has, in the order of the mesh; inside `jax.shard_map`."""
+    return lax.all_gather(x, (DATA, *SHARDS), axis=0)
+
+
+def from_first_device(x: Array) -> Array:
+    """What the first device of the mesh has, bit for bit; the others must have zeros.
+
+    Inside `jax.shard_map`.
+    """
+    as_bytes = lax.bitcast_convert_type(x, np.uint8)  # NCCL adds no 16-bit integers
+    return lax.bitcast_convert_type(lax.psum(as_bytes, (DATA, *SHARDS)), x.dtype)
 
 
 def swap_experts(x: Array, share_experts: bool) -> Array:

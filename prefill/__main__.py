@@ -18,9 +18,15 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     security = flags.security_from(args)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from model.devices import prepare_devices
+    from prefill.opening import build_engine
     from prefill.worker import PrefillWorker
+    from transfer.member import Member
 
-    prepare_devices(config.dp_size * config.tp_size)
+    prepare_devices(config.own_devices)
+    if config.node_rank:
+        member = Member(config, security, lambda: build_engine(config)[0].calls)
+        asyncio.run(member.run(flags.announce))
+        return
     worker = PrefillWorker(config, security)
     asyncio.run(worker.run(config.registry_address, flags.announce))
 

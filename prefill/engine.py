@@ -6,17 +6,21 @@ The device runs calls in order of dispatch.
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
-from model.buckets import PrefillBuckets, bucket_for
+from model.buckets import PrefillBuckets
+from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
-from model.kv import abstract_pages, gather_pages
+from model.kv import abstract_pages
 from model.opening import OpenedModel, make_pool
-from model.programs import MemoryPlan, Program, abstract_like, compile_program
+from model.page_runs import GatheredRuns
+from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut
-from model.sharding import POOL_SPEC, RANKS, abstract_i32, on_ranks, rank_devices
+from model.sharding import spans_processes
 from prefill.scheduler import Piece, Prompt
 
 log = logging.getLogger(__name__)
@@ -38,9 +42,8 @@ class PrefillEngine:
         self._params = opened.params
         self._experts = opened.experts
         self._buckets = buckets
-        self._dp_size = opened.dp_size
         self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length)
-        self._gather: dict[int, Program] = {}
+        self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self.plan: MemoryPlan
         self._pool: Array
         self._pool, self.plan, _ = make_pool(
@@ -49,9 +52,15 @@ class PrefillEngine:
             max_total_tokens,
             natural_pages,
             self._compile,
-            buckets.staged_pages,
+            buckets.staged_pages * self._runs.copies,
         )
         self._params = self._experts.settle(self._params)
+        self.calls = Calls()
+        self.calls.add("chunk", self._run_chunk)
+        self.calls.add("sample", self._chunks.sample_first)
+        self.calls.add("gather", self._gather)
+        if spans_processes(opened.model.mesh):
+            self._warm_up(opened.dp_size)
 
     @property
     def num_pages(self) -> int:
@@ -62,47 +71,54 @@ class PrefillEngine:
 
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight[Prompt]:
         """Dispatch one packed chunk of every rank; plans: pieces by rank."""
-        self._params = self._experts.turn(self._params)
-        self._pool, chunk = self._chunks.run(self._params, self._pool, self._experts, plans)
-        return chunk
+        packed = self._chunks.pack(plans)
+        return packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))
 
-    def sample_first(
-        self, chunk: ChunkInFlight[Prompt], firsts: Sequence[FirstSample]
-    ) -> SampleOut:
-        """Dispatch the draw of first tokens; row i of the result belongs to row i of the chunk."""
-        return self._chunks.sample_first(chunk, firsts)
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
+        """Dispatch the draw of first tokens from the last chunk; row i belongs to its row i."""
+        width, arrays = self._chunks.pack_firsts(firsts)
+        out: SampleOut = self.calls("sample", width, *arrays)
+        return out
 
-    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         """Pack pages for the wire, one run of each rank, which may be empty.
 
-        Returns by rank one array per shard, [layers, planes, bucket, page_size, kv, dim], of which
-        the first len(page_ids[rank]) pages count. The copy of runs with pages to the host begins.
+        Returns by rank what numpy makes its shards of: see model.page_runs.GatheredRuns.shards.
         """
-        bucket = bucket_for(max(map(len, page_ids)), self._buckets.run_pages)
-        ids = np.zeros((self._dp_size, bucket), np.int32)
-        for rank, run in enumerate(page_ids):
-            ids[rank, : len(run)] = run
-        staged: Array = self._gather[bucket](self._pool, ids.ravel())
-        found = {shard.device: shard.data for shard in staged.addressable_shards}
-        runs = []
-        for rank, run in enumerate(page_ids):
-            arrays = [found[device] for device in rank_devices(self._model.mesh, rank)]
-            for array in arrays if run else ():
-                array.copy_to_host_async()
-            runs.append(arrays)
-        return runs
+        bucket, ids = self._runs.ids_of(page_ids)
+        return self._runs.shards(self.calls("gather", bucket, ids), page_ids)
 
     @property
     def max_run_pages(self) -> int:
         return self._buckets.run_pages[-1]
 
+    # --- calls ---------------------------------------------------------------------------------
+
+    def _run_chunk(self, bucket: int, *arrays: np.ndarray) -> tuple[Array, ...]:
+        self._params = self._experts.turn(self._params)
+        self._pool, told = self._chunks.run(
+            self._params, self._pool, self._experts, bucket, *arrays
+        )
+        return told
+
+    def _gather(self, bucket: int, ids: np.ndarray) -> Array:
+        return self._runs.gather(self._pool, bucket, ids)
+
+    def _warm_up(self, num_ranks: int) -> None:
+        """Have devices of all members find each other now, not at the first request."""
+        packed = self._chunks.pack([()] * num_ranks)
+        self.calls.take("chunk", packed.bucket, *packed.arrays)
+        width, arrays = self._chunks.pack_firsts(())
+        self.calls.take("sample", width, *arrays)
+        jax.block_until_ready(self.calls.take("gather", *self._runs.ids_of([()] * num_ranks)))
+
     # --- shapes -------------------------------------------------------------------------------
 
     def _compile(self, num_pages: int) -> list[Program]:
         """Every program, for a pool of num_pages."""
-        buckets, kv, mesh = self._buckets, self._opened.kv, self._model.mesh
+        kv, mesh = self._opened.kv, self._model.mesh
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
-        total = self._chunks.num_programs + len(buckets.run_pages) + self._experts.num_programs
+        total = self._chunks.num_programs + self._runs.num_programs + self._experts.num_programs
         done: list[Program] = []
 
         def built(program: Program) -> Program:
@@ -112,10 +128,5 @@ class PrefillEngine:
 
         self._chunks.compile(params, pool, self._experts.shapes, num_pages, built)
         self._experts.compile(params, built)
-        gather = on_ranks(mesh, gather_pages, (POOL_SPEC, RANKS), POOL_SPEC)
-        for pages in buckets.run_pages:
-            ids = abstract_i32((self._dp_size * pages,), mesh, RANKS)
-            self._gather[pages] = built(
-                compile_program(f"gather[pages={pages}]", gather, (pool, ids))
-            )
+        self._runs.compile(pool, built)
         return done

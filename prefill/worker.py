@@ -16,13 +16,12 @@ import numpy as np
 from jax import Array
 
 from model import pieces
-from model.buckets import PrefillBuckets, bucket_for, pages_for, prefill_buckets
+from model.buckets import PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, FirstSample
-from model.opening import on_cpu
 from model.sampling import NOT_A_TOKEN, SampleOut
 from prefill.config import PrefillConfig
-from prefill.engine import PrefillEngine
 from prefill.held import Held, first_sample
+from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
 from transfer import wire
@@ -32,11 +31,12 @@ from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_tim
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
+from transfer.group import join
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
-from transfer.role import PoolFacts, RoleWorker, describe, flush_caches, open_configured
+from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
@@ -65,7 +65,7 @@ class ChunkEngine(Protocol):
     @property
     def max_run_pages(self) -> int: ...
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight: ...
-    def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut: ...
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
 
 
@@ -119,17 +119,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
-        opened = open_configured(config, chunk)
-        page_size, context = opened.kv.page_size, opened.context_length
-        chunk = min(chunk, pages_for(context, page_size) * page_size)
-        buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
-        # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
-        contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20
-        natural = contexts * pages_for(context, page_size)
-        engine = PrefillEngine(
-            opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
-        )
+        join(config)
+        engine, opened, buckets = build_engine(config)
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()
         sender = open_sender(
@@ -140,11 +131,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             on_event=lambda event: self.inbox.post(SenderSaid(event)),
         )
         self.assemble(engine, PoolFacts.of(opened), buckets, sender)
+        self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
             opened,
             engine.num_pages,
-            chunked_prefill_size=chunk,
+            chunked_prefill_size=buckets.tokens[-1],
             transfer_connections=connections,
         )
         return describe(self, self.config, opened, "", engine.num_pages)
@@ -172,6 +164,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return Rank(pool, cache, scheduler)
 
     def register_methods(self, server: RpcServer) -> None:
+        super().register_methods(server)
         server.unary("Grant", wire.GrantBatch, self._granted)
 
     async def _granted(self, batch: wire.GrantBatch) -> wire.Empty:
@@ -310,7 +303,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         for each in zip_longest(*wanted, fillvalue=_NO_RUN):  # one of every rank
             self._stage(flight, each)
         if firsts:
-            flight.sampled = self._engine.sample_first(chunk, firsts)
+            flight.sampled = self._engine.sample_first(firsts)
         self.counters["chunks"] += 1
         self.tell_routes()  # the rest of the turn waits for the device
 

@@ -45,7 +45,8 @@ class ChildSpec:
 
     environment: variables beside the parent's own. fds: open files that it inherits. drains:
     SIGTERM makes it finish its work first, so the end of all is SIGINT; and when it ends with
-    code 0 it was told to leave, and is not started again.
+    code 0 it was told to leave, and is not started again. group: of children that are of no use
+    without each other; when one dies all of them are started again.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ChildSpec:
     environment: tuple[tuple[str, str], ...] = ()
     fds: tuple[int, ...] = ()
     drains: bool = False
+    group: str = ""
 
 
 class Child:
@@ -170,8 +172,13 @@ class Supervisor:
 
     async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int]:
         """Another of it, and its restarts in a row by now. Raises ChildFailed after too many."""
+        group = ended.spec.group
+        others = [child for child in self._children if group and child.spec.group == group]
         while True:
             await asyncio.sleep(RESTART_DELAY_S)
+            for other in others:  # that hangs: those that live have left without it
+                if other.process.returncode is None:
+                    other.process.kill()
             try:
                 return await self.start(ended.spec), restarts
             except OSError as error:  # no process or memory is to be had, which may pass

@@ -12,7 +12,7 @@ import json
 import secrets
 import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ _PROBE_TIMEOUT_S = 5.0
 _SHARED = ("model_path", "served_model_name", "context_length")
 _QUEUED = WorkerConfig.max_queued_requests
 _MOST_GROUPS = 256  # of one role on one machine
-_FILLED_IN = ("registry_address", "host", "port", "worker_id")
+_FILLED_IN = ("registry_address", "host", "port", "worker_id", "node_rank", "dist_init_addr")
 
 Roles = dict[str, type[WorkerConfig]]
 
@@ -156,9 +156,10 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     # Started again, it must be where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
     workers = [
-        await supervisor.start(_worker(role, config, number, address, args))
+        await supervisor.start(spec)
         for role, config in roles.items()
         for number in range(getattr(args, role))
+        for spec in _group(role, config, number, address, args)
     ]
     front = await supervisor.start(_front(address, args))
     children = [registry, *workers, front]
@@ -181,18 +182,34 @@ def _worker_config(
     """The role's config. Flags that mean the API process when plain are not taken from there."""
     own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_queued_requests": _QUEUED}
     own = {name: getattr(args, f"{role}_{name}", value) for name, value in own.items()}
+    if getattr(args, f"{role}_nnodes", getattr(args, "nnodes", 1)) > 1:
+        own["dist_init_addr"] = "127.0.0.1:1"  # each group gets one
     return flags.config_from(config, args, role, registry_address=registry, **own)
 
 
-def _worker(
+def _group(
     role: str,
     config: type[WorkerConfig],
     number: int,
     registry: str,
     args: argparse.Namespace,
-) -> ChildSpec:
-    value = _worker_config(config, args, role, registry)
-    return ChildSpec(f"{role}-{number}", (role, *flags.argv_of(value)), drains=True)
+) -> Iterator[ChildSpec]:
+    """The processes of one group, the leader first."""
+    value, name = _worker_config(config, args, role, registry), f"{role}-{number}"
+    if value.nnodes > 1:
+        value = replace(value, dist_init_addr=f"127.0.0.1:{_free_port()}")
+    for node in range(value.nnodes):
+        argv = flags.argv_of(replace(value, node_rank=node))
+        group = name if value.nnodes > 1 else ""
+        child = f"{name}.{node}" if node else name
+        yield ChildSpec(child, (role, *argv), drains=True, group=group)
+
+
+def _free_port() -> int:
+    """One that nobody has now: JAX takes no 0, and says nobody which it got."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+    return port
 
 
 def _front(registry: str, args: argparse.Namespace) -> ChildSpec:

@@ -66,8 +66,8 @@ class OneProcess:
         scheduler.add(prompt)
         scheduler.grant(0)
         while pieces := scheduler.plan():
-            chunk = self._prefill.run_chunk([pieces])
-        out = self._prefill.sample_first(chunk, [FirstSample(0, params, ids, len(ids))])
+            self._prefill.run_chunk([pieces])
+        out = self._prefill.sample_first([FirstSample(0, params, ids, len(ids))])
         longest = self._prefill.max_run_pages
         for at in range(0, len(prompt.pages), longest):
             run = prompt.pages[at : at + longest]

@@ -434,6 +434,10 @@ WORKER_HELP = {
     "eplb_min_rebalancing_utilization_threshold": "layers whose mean part has at least this share "
     "of the fullest part's rows stay as they are",
     "dp_size": "data-parallel ranks: each has tp-size devices, and pages of its own",
+    "nnodes": "processes, on hosts apart perhaps, whose devices are one mesh; each is started with "
+    "the same flags and its own --node-rank",
+    "node_rank": "which of them this is; 0 leads, and alone is known to others",
+    "dist_init_addr": "host:port where node 0 waits for the others",
     "page_size": "tokens in a page; 0: 16 on CPU, else 64",
     "max_total_tokens": "page pool of each data-parallel rank in tokens; 0: what memory allows",
     "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "

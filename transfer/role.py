@@ -8,17 +8,20 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from model import members
+from model.calls import Calls
 from model.opening import OpenedModel, open_model
 from model.programs import CompileCounter
 from transfer import flags, wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.emit import StepEmitter
-from transfer.errors import Code
+from transfer.errors import Code, Unavailable
+from transfer.group import Follow, Leader
 from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, RoomTable, Side, State
 from transfer.route_feeds import RoutePublisher, TurnRoutes
-from transfer.rpc import Security, host_port
+from transfer.rpc import RpcServer, Security, host_port
 from transfer.shm import host_identity
 from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker
 from transfer.worker_config import WorkerConfig
@@ -61,6 +64,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._compiles = CompileCounter()
         self._routes = TurnRoutes()
         self._publisher: RoutePublisher | None = None  # with several ranks of prefill
+        self._leader = Leader(config.nnodes, self._member_lost) if config.nnodes > 1 else None
         self._emitter: StepEmitter
         self._facts: PoolFacts
         self._num_pages = 0
@@ -86,6 +90,27 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     @abstractmethod
     def handle_own(self, event: Any) -> None:
         """Apply an event that only this role knows."""
+
+    # --- members --------------------------------------------------------------------------------
+
+    def register_methods(self, server: RpcServer) -> None:
+        if self._leader is not None:
+            server.stream("Follow", Follow, self._leader.feed)
+            server.unary("StillThere", Follow, self._leader.still_there)
+
+    def lead(self, calls: Calls) -> None:
+        """Have the other members of this group make every call, from here on."""
+        if self._leader is not None:
+            members.texts_of_all(host_port(self.host, self.port))
+            self._leader.wait_for_all()
+            calls.tell = self._leader.tell
+
+    def _member_lost(self, node_rank: int) -> None:
+        self.fail_process(Unavailable(f"node {node_rank} of this {self.role} group is lost"))
+
+    async def dismiss(self) -> None:
+        if self._leader is not None:
+            await self._leader.dismiss()
 
     # --- events ---------------------------------------------------------------------------------
 

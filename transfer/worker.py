@@ -160,6 +160,9 @@ class Worker(ABC):
     def register_methods(self, server: RpcServer) -> None:  # noqa: B027  (not every role has some)
         """Add the role's own methods (before start)."""
 
+    async def dismiss(self) -> None:  # noqa: B027  (few have members)
+        """Have the other members of the group, if any, leave (loop thread)."""
+
     # --- running -----------------------------------------------------------------------------
 
     async def run(self, registry_address: str, on_ready: Callable[[str], None]) -> None:
@@ -184,6 +187,14 @@ class Worker(ABC):
                 self._registry.hurry()
         return wire.DrainReply(self.num_held(), self.drain_timeout_s, began)
 
+    def fail_process(self, error: BaseException) -> None:
+        """End this process; its rooms move to other workers (loop thread).
+
+        error: what comes first of all, also where the engine failed for it before it was known.
+        """
+        self._engine_error = error
+        self.leaving.over.set()
+
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
         """Send each API process its batch: one wake-up of the loop (engine thread)."""
         if batches and self._loop is not None:
@@ -205,8 +216,9 @@ class Worker(ABC):
         self._registry = registry
         tasks: list[asyncio.Task[Any]] = []
         try:
-            built = asyncio.wrap_future(_in_daemon_thread(self.build))
-            await asyncio.wait({built, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            built = asyncio.wrap_future(in_daemon_thread(self.build))
+            waiting: set[asyncio.Future[Any]] = {built, stopped}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 return
             info = built.result()
@@ -236,6 +248,7 @@ class Worker(ABC):
                 task.cancel()
             # First: a registry that hangs must not keep rooms from moving.
             self._end_streams()
+            await self.dismiss()
             with contextlib.suppress(KvferryError):
                 await registry.deregister()
             await server.stop(FAREWELL_S if self.leaving.drained else 0.2)
@@ -439,9 +452,9 @@ def _refuse(submit: wire.Submit, code: Code, message: str) -> wire.Refusal:
     return wire.Refusal(submit.room, code.value, message)
 
 
-def _in_daemon_thread(function: Callable[[], Any]) -> "Future[Any]":
+def in_daemon_thread[T](function: Callable[[], T]) -> "Future[T]":
     """A concurrent future of function(), on a thread that does not hold up the exit."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def main() -> None:
         try:

@@ -28,6 +28,9 @@ class WorkerConfig:
     tp_size: int = 1
     ep_size: int = 1
     dp_size: int = 1
+    nnodes: int = 1  # processes that share the mesh
+    node_rank: int = 0  # 0 leads
+    dist_init_addr: str = ""  # host:port where node 0 waits for the others
     ep_num_redundant_experts: int = 0  # physical experts of a layer beyond the logical ones
     init_expert_location: str = TRIVIAL  # or a JSON file
     enable_eplb: bool = False
@@ -65,6 +68,7 @@ class WorkerConfig:
         reachable(self, "host")
         check_experts(self.ep_size, self.tp_size, self.dp_size)
         self._check_placing()
+        self._check_nodes()
         if self.stall_timeout_s <= 0:
             raise ConfigError(f"--stall-timeout must be above 0, got {self.stall_timeout_s}")
         if self.drain_timeout_s < 0:
@@ -100,6 +104,37 @@ class WorkerConfig:
                 if getattr(self, name) != usual[name].default:
                     flag = name.replace("_", "-")
                     raise ConfigError(f"--{flag} needs --ep-size above 1: experts are in one part")
+
+    def _check_nodes(self) -> None:
+        """Raises ConfigError unless the nodes share the devices evenly and can meet."""
+        at_least(self, "nnodes", 1)
+        at_least(self, "node_rank", 0)
+        at_most(self, "node_rank", self.nnodes - 1)
+        num_devices = self.dp_size * self.tp_size
+        if num_devices % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} must divide --dp-size {self.dp_size} x --tp-size "
+                f"{self.tp_size}: every node has as many devices"
+            )
+        if self.nnodes > 1:
+            host, _, port = self.dist_init_addr.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                raise ConfigError(
+                    f"--nnodes {self.nnodes} needs --dist-init-addr HOST:PORT, where node 0 waits "
+                    f"for the others; got {self.dist_init_addr!r}"
+                )
+            if self.enable_eplb and self.dp_size > 1:
+                raise ConfigError(
+                    "--enable-eplb takes --nnodes 1 or --dp-size 1: rows are counted by rank, got "
+                    f"--nnodes {self.nnodes} and --dp-size {self.dp_size}"
+                )
+        elif self.dist_init_addr:
+            raise ConfigError("--dist-init-addr needs --nnodes above 1: there is nobody to meet")
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of this process."""
+        return self.dp_size * self.tp_size // self.nnodes
 
     @property
     def placing(self) -> ExpertPolicy:

@@ -18,10 +18,12 @@ ATOL = 2e-4
 STEPS = 24
 
 # Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
-# several data-parallel ranks on one side, three with copies of experts, of which two move them.
+# several data-parallel ranks on one side, three with copies of experts, of which two move them,
+# three with a mesh over two processes.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
+        "--prefill-nnodes=2",
         "--prefill-load-balance-method=prefix_aware",
         "--decode-tp-size=2",
     ),
@@ -44,12 +46,18 @@ SYSTEMS = {
     "gpt_oss": (
         "--prefill-tp-size=2",
         "--prefill-ep-size=2",
+        "--prefill-nnodes=2",
         "--prefill-enable-eplb",
         "--prefill-eplb-rebalance-num-iterations=1",
         "--prefill-eplb-rebalance-layers-per-chunk=0",
         "--decode-tp-size=1",
     ),
-    "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
+    "deepseek_v3": (
+        "--prefill-tp-size=2",
+        "--decode-tp-size=4",
+        "--decode-ep-size=2",
+        "--decode-nnodes=2",
+    ),
 }
 
 

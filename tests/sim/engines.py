@@ -121,13 +121,14 @@ class ChunkEngine:
                 placed.append(Placed(piece, row, token_row))
                 token_row += piece.num_tokens
         wants = any(piece.prompt.wants_logprobs for pieces in plans for piece in pieces)
-        return ChunkInFlight(tuple(placed), states, _asked(asked) if wants else None)
+        self._last = ChunkInFlight(tuple(placed), states, _asked(asked) if wants else None)
+        return self._last
 
-    def sample_first(self, chunk: ChunkInFlight, firsts: Sequence[FirstSample]) -> SampleOut:
+    def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
         ids = np.zeros(len(self._pools) * self._seqs, np.int32)
         for first in firsts:
             token_idx = len(first.token_ids) - first.num_prompt_tokens
-            ids[first.row] = draw(int(chunk.logits[first.row]), token_idx, first.params.seed)
+            ids[first.row] = draw(int(self._last.logits[first.row]), token_idx, first.params.seed)
         return _sampled(ids, self)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:

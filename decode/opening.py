@@ -1,0 +1,40 @@
+"""From flags to an engine: what every process of a decode group does at its start."""
+
+from typing import NamedTuple
+
+from decode.config import ANY_PROMPT, DecodeConfig
+from decode.engine import DecodeEngine
+from decode.local import local_buckets
+from model.buckets import PrefillBuckets, decode_buckets
+from model.opening import OpenedModel, on_cpu
+from transfer.role import open_configured
+
+
+class Built(NamedTuple):
+    """An engine, and what its worker has to know of it."""
+
+    engine: DecodeEngine
+    opened: OpenedModel
+    rank_slots: int
+    local: PrefillBuckets | None  # chunks of prompts that are computed here
+
+
+def build_engine(config: DecodeConfig) -> Built:
+    """Load, compile, and take memory. Raises ModelError for what does not fit."""
+    chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
+    opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
+    rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
+    buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
+    local, local_tokens = None, most_local(config, opened.context_length)
+    if local_tokens:
+        local = local_buckets(local_tokens, chunk, opened.kv.page_size)
+    engine = DecodeEngine(
+        opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
+    )
+    return Built(engine, opened, rank_slots, local)
+
+
+def most_local(config: DecodeConfig, context_length: int) -> int:
+    """Tokens of the longest prompt that decode computes itself."""
+    limit = config.local_prefill_tokens
+    return context_length if limit == ANY_PROMPT else min(limit, context_length)

@@ -1,0 +1,90 @@
+"""Several processes with one mesh: how they find each other and agree before the first program.
+
+JAX runs every program on all devices of a mesh, so each process of it, a *member*, dispatches the
+same programs in the same order. Member 0 leads: transfer/group.py tells the others what to call.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from model.errors import ModelError
+
+_JOIN_S: Final = 300  # for all members to come up
+_HEARTBEAT_S: Final = 20  # of JAX's own service, which is slower than the leader's calls
+
+
+def join(address: str, num_members: int, member: int) -> None:
+    """Wait for all members. Call once, after prepare_devices and before the first array.
+
+    address: host:port, where member 0 listens. Raises ModelError when they do not come together.
+    """
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    try:
+        jax.distributed.initialize(
+            address,
+            num_members,
+            member,
+            cluster_detection_method="deactivate",
+            initialization_timeout=_JOIN_S,
+            heartbeat_timeout_seconds=_HEARTBEAT_S,
+        )
+        here = jax.local_device_count()
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"--dist-init-addr {address}: {num_members} nodes did not come together: {error}"
+        ) from error
+    counts = texts_of_all(str(here))
+    if len(set(counts)) > 1:
+        raise ModelError(f"devices of the nodes: {', '.join(counts)}; all must have as many")
+
+
+def is_leader() -> bool:
+    """Whether this process speaks for its group; one alone does."""
+    return jax.process_index() == 0
+
+
+def texts_of_all(text: str) -> list[str]:
+    """What each member gave, the leader's first. All must call it, and wait for each other."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).ravel().tolist()
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def least_of_all(number: int) -> int:
+    """The smallest that any member gave."""
+    return min(map(int, texts_of_all(str(number))))
+
+
+def any_of_all(is_so: bool) -> bool:
+    """Whether it is so in any member."""
+    return "1" in texts_of_all(str(int(is_so)))
+
+
+def check_alike(settings: Mapping[str, str]) -> None:
+    """Raises ModelError, in all members, when one has another value: names it and both values."""
+    all_settings = [json.loads(text) for text in texts_of_all(json.dumps(dict(settings)))]
+    for name, led in all_settings[0].items():
+        for member, theirs in enumerate(all_settings[1:], start=1):
+            if theirs.get(name) != led:
+                raise ModelError(
+                    f"{name} differs: node 0 has {led}, node {member} has {theirs.get(name)}"
+                )
+
+
+def first_devices(num_devices: int) -> Sequence[jax.Device]:
+    """The first devices of this machine; of several members as many of each, in their order."""
+    each = num_devices // jax.process_count()
+    taken: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        taken.setdefault(device.process_index, []).append(device)
+    return [device for _, own in sorted(taken.items()) for device in own[:each]]

@@ -1,0 +1,222 @@
+"""Runs of pages between the pool and the host: gathered on one side, put in place on the other.
+
+Where one process has all devices, each shard crosses between its device and the host. Where a mesh
+spans processes its leader has all that travels: shards pass between its first device and theirs
+within the programs, so that nobody beyond the mesh knows of its processes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model.buckets import bucket_for
+from model.config import KVSpec
+from model.kv import abstract_pages, gather_pages, write_pages
+from model.programs import Program, compile_program
+from model.sharding import (
+    DEVICES,
+    POOL_SPEC,
+    RANKS,
+    abstract_i32,
+    from_first_device,
+    gather_devices,
+    num_ranks,
+    on_ranks,
+    own_devices,
+    rank_devices,
+    shard_idx,
+    spans_processes,
+)
+
+
+class GatheredRuns:
+    """The programs that pack pages for the wire."""
+
+    def __init__(self, kv: KVSpec, mesh: Mesh, run_pages: tuple[int, ...]) -> None:
+        self._kv, self._mesh, self._run_pages = kv, mesh, run_pages
+        self._spans = spans_processes(mesh)
+        self._gather: dict[int, Program] = {}
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._run_pages)
+
+    @property
+    def copies(self) -> int:
+        """How often a gathered page is in memory, over all devices."""
+        return self._mesh.size if self._spans else 1
+
+    def compile(self, pool: jax.ShapeDtypeStruct, built: Callable[[Program], Program]) -> None:
+        function, out = (_gather_all, P()) if self._spans else (gather_pages, POOL_SPEC)
+        gather = on_ranks(self._mesh, function, (POOL_SPEC, RANKS), out)
+        for count in self._run_pages:
+            ids = abstract_i32((num_ranks(self._mesh) * count,), self._mesh, RANKS)
+            program = compile_program(f"gather[pages={count}]", gather, (pool, ids))
+            self._gather[count] = built(program)
+
+    def ids_of(self, page_ids: Sequence[Sequence[int]]) -> tuple[int, np.ndarray]:
+        """The program for a run of each rank, and what it takes."""
+        bucket = bucket_for(max(map(len, page_ids)), self._run_pages)
+        ids = np.zeros((len(page_ids), bucket), np.int32)
+        for rank, run in enumerate(page_ids):
+            ids[rank, : len(run)] = run
+        return bucket, ids.ravel()
+
+    def gather(self, pool: Array, bucket: int, ids: np.ndarray) -> Array:
+        """Dispatch it."""
+        gathered: Array = self._gather[bucket](pool, ids)
+        return gathered
+
+    def shards(self, gathered: Array, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """By rank what `numpy.asarray` makes its shards of: [layers, planes, bucket, page_size,
+        kv, dim], of which the first len(page_ids[rank]) pages count.
+
+        The copy of runs with pages to the host begins.
+        """
+        if self._spans:
+            whole = gathered.addressable_data(0)
+            whole.copy_to_host_async()
+            size = self._mesh.size // len(page_ids)
+            return [
+                [_Part(whole, rank * size + shard) for shard in range(size)]
+                for rank in range(len(page_ids))
+            ]
+        found = {shard.device: shard.data for shard in gathered.addressable_shards}
+        runs = []
+        for rank, run in enumerate(page_ids):
+            arrays = [found[device] for device in rank_devices(self._mesh, rank)]
+            for array in arrays if run else ():
+                array.copy_to_host_async()
+            runs.append(arrays)
+        return runs
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One shard of an array that has those of all devices."""
+
+    whole: Array
+    idx: int
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        part: np.ndarray = np.asarray(self.whole)[self.idx]
+        return part
+
+    def block_until_ready(self) -> "_Part":
+        self.whole.block_until_ready()
+        return self
+
+
+class PlacedRuns:
+    """The programs that put pages that came into the pool."""
+
+    def __init__(self, kv: KVSpec, mesh: Mesh, run_pages: tuple[int, ...]) -> None:
+        self._kv, self._mesh, self._run_pages = kv, mesh, run_pages
+        self._spans = spans_processes(mesh)
+        # One array has a part on each device, whoever's pages came.
+        self._needs_nothing = self._spans or num_ranks(mesh) > 1
+        self._num_pages = 0  # of each rank
+        self._place: dict[int, Program] = {}
+        self._nothing: dict[int, dict[jax.Device, Array]] = {}
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._run_pages)
+
+    def spare_pages(self, most_placing: int) -> int:
+        """Pages of each rank's share of memory that pages on their way take, beside the pool.
+
+        most_placing: those that are on devices, but not in the pool yet.
+        """
+        nothing = sum(self._run_pages) if self._needs_nothing else 0
+        return (most_placing + nothing) * (self._mesh.size if self._spans else 1)
+
+    def compile(
+        self, pool: jax.ShapeDtypeStruct, num_pages: int, built: Callable[[Program], Program]
+    ) -> None:
+        """num_pages: of each rank's pool."""
+        self._num_pages = num_pages
+        function, spec = (_place_sent, DEVICES) if self._spans else (write_pages, POOL_SPEC)
+        place = on_ranks(self._mesh, function, (POOL_SPEC, spec, RANKS), POOL_SPEC)
+        for count in self._run_pages:
+            ids = abstract_i32((num_ranks(self._mesh) * count,), self._mesh, RANKS)
+            args = (pool, self._staged(count), ids)
+            program = compile_program(f"place[pages={count}]", place, args, (0,))
+            self._place[count] = built(program)
+
+    def settle(self) -> None:
+        """Make what devices get for which nothing came; it is never looked at."""
+        for bucket in self._run_pages if self._needs_nothing else ():
+            staged = self._staged(bucket)
+            zeros = np.zeros(staged.sharding.shard_shape(staged.shape), staged.dtype)
+            self._nothing[bucket] = {
+                device: jax.device_put(zeros, device) for device in own_devices(self._mesh)
+            }
+
+    def ids_of(self, rank: int, page_ids: Sequence[int]) -> tuple[int, np.ndarray]:
+        """The program for a run of one rank, and which pages it writes."""
+        bucket = bucket_for(len(page_ids), self._run_pages)
+        ids = np.full((num_ranks(self._mesh), bucket), self._num_pages, np.int32)  # past the pool
+        ids[rank, : len(page_ids)] = page_ids
+        return bucket, ids.ravel()
+
+    def place(
+        self, pool: Array, bucket: int, ids: np.ndarray, rank: int, shards: Sequence[np.ndarray]
+    ) -> Array:
+        """Dispatch the write of pages that came for a rank. The pool is donated.
+
+        shards: one per device of the rank, [layers, planes, n, page_size, kv heads, head_dim], n <=
+        bucket; () in a member that does not lead.
+        """
+        padded = [_padded(shard, bucket) for shard in shards]
+        came: dict[jax.Device, Array] = {}
+        if padded and self._spans:
+            first = self._mesh.devices.flat[0]
+            came[first] = jax.device_put(np.stack(padded)[None], first)
+        elif padded:
+            devices = rank_devices(self._mesh, rank)
+            came = {d: jax.device_put(s, d) for s, d in zip(padded, devices, strict=True)}
+        local = [
+            came[device] if device in came else self._nothing[bucket][device]
+            for device in own_devices(self._mesh)
+        ]
+        staged = self._staged(bucket)
+        arrays = jax.make_array_from_single_device_arrays(staged.shape, staged.sharding, local)
+        placed: Array = self._place[bucket](pool, arrays, ids)
+        return placed
+
+    def _staged(self, count: int) -> jax.ShapeDtypeStruct:
+        """What a program takes beside the pool: runs of `count` pages."""
+        pages = abstract_pages(self._kv, count, self._mesh)
+        if not self._spans:
+            return pages
+        size = self._mesh.size // num_ranks(self._mesh)
+        shape = (self._mesh.size, size, *pages.sharding.shard_shape(pages.shape))
+        sharding = NamedSharding(self._mesh, DEVICES)
+        return jax.ShapeDtypeStruct(shape, pages.dtype, sharding=sharding)
+
+
+def _gather_all(pool: Array, page_ids: Array) -> Array:
+    """[devices, layers, planes, n, page_size, kv heads of one, head_dim], the same everywhere."""
+    return gather_devices(gather_pages(pool, page_ids))
+
+
+def _place_sent(pool: Array, sent: Array, page_ids: Array) -> Array:
+    """sent: [1, shards, layers, planes, n, page_size, kv heads of one, head_dim]."""
+    shards = from_first_device(sent[0])
+    mine = lax.dynamic_index_in_dim(shards, shard_idx(), keepdims=False)
+    return write_pages(pool, mine, page_ids)
+
+
+def _padded(shard: np.ndarray, num_pages: int) -> np.ndarray:
+    if shard.shape[2] == num_pages:
+        return shard
+    padded = np.zeros((*shard.shape[:2], num_pages, *shard.shape[3:]), shard.dtype)
+    padded[:, :, : shard.shape[2]] = shard
+    return padded

@@ -1,0 +1,23 @@
+"""From flags to an engine: what every process of a prefill group does at its start."""
+
+from model.buckets import PrefillBuckets, pages_for, prefill_buckets
+from model.opening import OpenedModel, on_cpu
+from prefill.config import PrefillConfig
+from prefill.engine import PrefillEngine
+from transfer.role import open_configured
+
+
+def build_engine(config: PrefillConfig) -> tuple[PrefillEngine, OpenedModel, PrefillBuckets]:
+    """Load, compile, and take memory. Raises ModelError for what does not fit."""
+    chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
+    opened = open_configured(config, chunk)
+    page_size, context = opened.kv.page_size, opened.context_length
+    chunk = min(chunk, pages_for(context, page_size) * page_size)
+    buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
+    # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
+    contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20
+    natural = contexts * pages_for(context, page_size)
+    engine = PrefillEngine(
+        opened, buckets, config.mem_fraction_static, config.max_total_tokens, natural
+    )
+    return engine, opened, buckets

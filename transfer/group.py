@@ -1,0 +1,212 @@
+"""A group of several processes with one mesh: the leader tells the other members every call.
+
+The leader is a worker like any other; the other members (transfer/member.py) hold their parts of
+the weights and pages, and have the device do what they are told, in order. Nobody else speaks to
+them. The group lives and dies as one: a member that is lost takes the leader with it, which is a
+worker that died, and members whose leader is gone end.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from model import members
+from model.weights import model_digest
+from transfer import wire
+from transfer.errors import BadMessage, ConfigError
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+FOLLOW_TIMEOUT_S = 60.0  # from a leader's last program compiled to the last member's
+SIGN_OF_LIFE_S = 0.5  # from either end
+SILENCE_S = (
+    3.0  # and who gives none for so long is lost: killed peers break the stream, hung do not
+)
+_FAREWELL_S = 1.0  # for members to have left before their leader
+# What each process of a group may have its own of.
+_OWN: Final = frozenset(
+    (
+        "registry_address",
+        "host",
+        "port",
+        "data_host",
+        "data_port",
+        "worker_id",
+        "node_rank",
+        "dist_init_addr",
+        "model_path",
+        "served_model_name",
+        "expert_distribution_file",
+    )
+)
+
+
+class Follow(wire.Message, frozen=True):
+    """A member other than the leader is ready to be told calls; or is still there."""
+
+    node_rank: int
+
+
+class HostArray(wire.Message, frozen=True):
+    """A small array of the host."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class DeviceCall(wire.Message, frozen=True):
+    """One call of model.calls.Calls."""
+
+    name: str
+    key: int
+    arrays: tuple[HostArray, ...]
+
+
+class DeviceCalls(wire.Message, frozen=True):
+    """Calls in order; none is a sign of life."""
+
+    calls: tuple[DeviceCall, ...] = ()
+    is_last: bool = False  # the group leaves
+
+
+def packed_call(name: str, key: int, arrays: Sequence[np.ndarray]) -> DeviceCall:
+    return DeviceCall(
+        name, key, tuple(HostArray(a.dtype.str, a.shape, a.tobytes()) for a in arrays)
+    )
+
+
+def arrays_of(call: DeviceCall) -> list[np.ndarray]:
+    """Raises BadMessage for what are no arrays."""
+    try:
+        return [np.frombuffer(a.data, a.dtype).reshape(a.shape) for a in call.arrays]
+    except (ValueError, TypeError) as error:
+        raise BadMessage(f"arrays of {call.name}: {error}") from error
+
+
+def join(config: WorkerConfig) -> None:
+    """Find the other members of this process's group, if it has any. Before the first array.
+
+    Raises ModelError when they do not come together or were started with different flags.
+    """
+    if config.nnodes == 1:
+        return
+    log.info("node %d of %d joins %s", config.node_rank, config.nnodes, config.dist_init_addr)
+    members.join(config.dist_init_addr, config.nnodes, config.node_rank)
+    settings = {
+        f"--{name.removesuffix('_s').replace('_', '-')}": str(value)
+        for name, value in vars(config).items()
+        if name not in _OWN
+    }
+    members.check_alike(settings | {"model digest": model_digest(config.model_path)})
+
+
+class Leader:
+    """The leader's end. Used on the loop, but where it says otherwise."""
+
+    def __init__(self, num_members: int, on_lost: Callable[[int], None]) -> None:
+        """num_members: the leader included. on_lost(node_rank): a member is gone."""
+        self._num_members = num_members
+        self._on_lost = on_lost
+        self._feeds: dict[int, _Feed] = {}
+        self._all_follow = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving = False
+        self._none_follows = asyncio.Event()
+
+    def wait_for_all(self) -> None:
+        """Until every member follows (build thread). Raises ConfigError when one does not."""
+        if not self._all_follow.wait(FOLLOW_TIMEOUT_S):
+            missing = sorted(set(range(1, self._num_members)) - set(self._feeds))
+            raise ConfigError(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")
+
+    def tell(self, name: str, key: int, arrays: Sequence[np.ndarray]) -> None:
+        """Have every member make this call (engine thread)."""
+        assert self._loop is not None, "members follow first"
+        self._loop.call_soon_threadsafe(self._offer, packed_call(name, key, arrays))
+
+    async def feed(self, request: Follow) -> AsyncIterator[DeviceCalls]:
+        """What one member is told."""
+        rank = request.node_rank
+        if not 0 < rank < self._num_members or rank in self._feeds or self._leaving:
+            raise BadMessage(f"node {rank} of {self._num_members} cannot follow now")
+        feed = self._feeds[rank] = _Feed()
+        loop = self._loop = asyncio.get_running_loop()
+        feed.heard_s = loop.time()
+        if len(self._feeds) == self._num_members - 1:
+            self._all_follow.set()
+        try:
+            told_s = loop.time()
+            while not feed.is_over:
+                yield await feed.take()
+                slept_s, told_s = loop.time() - told_s, loop.time()
+                if slept_s > 2 * SIGN_OF_LIFE_S:  # this process did, and heard nobody meanwhile
+                    feed.heard_s = told_s
+                if told_s - feed.heard_s > SILENCE_S:
+                    log.error("node %d said nothing for %g s", rank, SILENCE_S)
+                    return
+        finally:
+            del self._feeds[rank]
+            if not self._feeds:
+                self._none_follows.set()
+            if not self._leaving:
+                log.error("node %d is lost", rank)
+                self._on_lost(rank)
+
+    async def still_there(self, request: Follow) -> wire.Empty:
+        """A member's sign of life."""
+        feed = self._feeds.get(request.node_rank)
+        if feed is None:
+            raise BadMessage(f"node {request.node_rank} does not follow")
+        feed.heard_s = asyncio.get_running_loop().time()
+        return wire.Empty()
+
+    async def dismiss(self) -> None:
+        """Tell all to leave, and wait until they have."""
+        self._leaving = True
+        for feed in self._feeds.values():
+            feed.end()
+        if self._feeds:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_follows.wait(), _FAREWELL_S)
+
+    def _offer(self, call: DeviceCall) -> None:
+        for feed in self._feeds.values():
+            feed.offer(call)
+
+
+class _Feed:
+    """What waits to leave for one member."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # the last was taken
+        self.heard_s = 0.0  # of its member, on the loop's clock
+        self._calls: list[DeviceCall] = []
+        self._ending = False
+        self._changed = asyncio.Event()
+
+    def offer(self, call: DeviceCall) -> None:
+        self._calls.append(call)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ending = True
+        self._changed.set()
+
+    async def take(self) -> DeviceCalls:
+        """All that waits; nothing, now and then, when nothing does."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE_S)
+        except TimeoutError:
+            return DeviceCalls()
+        self._changed.clear()
+        self.is_over = self._ending
+        told = DeviceCalls(tuple(self._calls), self._ending)
+        self._calls.clear()
+        return told

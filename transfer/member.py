@@ -1,0 +1,153 @@
+"""A process of a group that does not lead it: weights, pages and programs, and calls to make."""
+
+import asyncio
+import contextlib
+import logging
+import queue
+import signal
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from model import members
+from model.calls import Calls
+from model.programs import CompileCounter
+from transfer import wire
+from transfer.errors import RpcError, Unavailable
+from transfer.group import (
+    SIGN_OF_LIFE_S,
+    SILENCE_S,
+    DeviceCall,
+    DeviceCalls,
+    Follow,
+    arrays_of,
+    join,
+)
+from transfer.rpc import RpcClient, Security
+from transfer.signals import on_signals
+from transfer.worker import in_daemon_thread
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+_INTERRUPTED_S = 2.0  # who interrupts a group interrupts its leader too
+
+
+@dataclass(frozen=True)
+class _Built:
+    calls: Calls
+    leader: str  # address
+
+
+class Member:
+    """One such process."""
+
+    def __init__(
+        self, config: WorkerConfig, security: Security, build: Callable[[], Calls]
+    ) -> None:
+        """build(): loads and compiles as the leader does, on a thread of its own."""
+        self._config, self._security, self._build_engine = config, security, build
+        self._compiles = CompileCounter()
+        self._queue: queue.SimpleQueue[DeviceCall] = queue.SimpleQueue()
+        self._warned = False
+        self._over: asyncio.Event
+        self._failed: asyncio.Future[None]
+
+    async def run(self, on_ready: Callable[[str], None]) -> None:
+        """Follow until the leader leaves. Raises what the build, a call or the leader's end raises.
+
+        SIGTERM is the leader's, who drains and then says when to leave; after SIGINT the leader has
+        a moment to say so. Either again ends at once.
+        """
+        self._over = asyncio.Event()
+        self._failed = asyncio.get_running_loop().create_future()
+        with on_signals({signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}):
+            stopped = asyncio.create_task(self._over.wait())
+            built = asyncio.wrap_future(in_daemon_thread(self._build))
+            waiting: set[asyncio.Future[Any]] = {built, stopped}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                return
+            parts = built.result()
+            following = asyncio.create_task(self._follow(parts, on_ready))
+            waiting = {following, stopped, self._failed}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            if following.done():
+                following.result()
+
+    def _interrupted(self) -> None:
+        asyncio.get_running_loop().call_later(_INTERRUPTED_S, self._over.set)
+        self._terminated()
+
+    def _terminated(self) -> None:
+        if self._warned:
+            self._over.set()
+        self._warned = True
+        log.info("node %d leaves when node 0 does", self._config.node_rank)
+
+    def _build(self) -> _Built:
+        join(self._config)
+        calls = self._build_engine()
+        leader = members.texts_of_all("")[0]
+        self._compiles.arm()
+        return _Built(calls, leader)
+
+    async def _follow(self, built: _Built, on_ready: Callable[[str], None]) -> None:
+        rank, loop = self._config.node_rank, asyncio.get_running_loop()
+        engine = threading.Thread(
+            target=self._make_calls, args=(built.calls, loop), name="engine", daemon=True
+        )
+        engine.start()
+        client = RpcClient(built.leader, self._security)
+        told = client.stream("Follow", Follow(rank), DeviceCalls)
+        async with aclosing(cast(AsyncGenerator[DeviceCalls, None], told)) as batches:
+            await self._next(batches)
+            on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
+            living = asyncio.create_task(self._live(client))
+            try:
+                while not await self._next(batches):
+                    pass
+            finally:
+                living.cancel()
+        log.info("node %d leaves with its leader", rank)
+
+    async def _next(self, batches: AsyncGenerator[DeviceCalls, None]) -> bool:
+        """Take what the leader says next; whether it was the last. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                told = await anext(batches)
+        except TimeoutError:
+            raise Unavailable(f"node 0 said nothing for {SILENCE_S:g} s") from None
+        except StopAsyncIteration:
+            raise Unavailable("node 0 has no more for this node") from None
+        for call in told.calls:
+            self._queue.put(call)
+        return told.is_last
+
+    async def _live(self, client: RpcClient) -> None:
+        """Signs of life; whether they arrive shows in the stream of calls."""
+        while True:
+            with contextlib.suppress(RpcError):
+                await client.call(
+                    "StillThere", Follow(self._config.node_rank), wire.Empty, SILENCE_S
+                )
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+
+    def _make_calls(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
+        """The engine thread; a call that fails ends the process, and with it the group."""
+        try:
+            while True:
+                call = self._queue.get()
+                calls.take(call.name, call.key, *arrays_of(call))
+        except BaseException as error:
+            log.exception("a call of node %d failed", self._config.node_rank)
+            loop.call_soon_threadsafe(_fail, self._failed, error)
+
+
+def _fail(future: "asyncio.Future[None]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
