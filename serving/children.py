@@ -65,6 +65,7 @@ class Child:
         self.process = process
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
         self.last_line = ""
+        self.followed = False  # killed after another of its group, which is started again already
         self.output = asyncio.create_task(self._relay())
 
     @property
@@ -172,12 +173,13 @@ class Supervisor:
 
     async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int]:
         """Another of it, and its restarts in a row by now. Raises ChildFailed after too many."""
-        group = ended.spec.group
+        group = "" if ended.followed else ended.spec.group
         others = [child for child in self._children if group and child.spec.group == group]
         while True:
             await asyncio.sleep(RESTART_DELAY_S)
             for other in others:  # that hangs: those that live have left without it
                 if other.process.returncode is None:
+                    other.followed = True
                     other.process.kill()
             try:
                 return await self.start(ended.spec), restarts

@@ -18,6 +18,7 @@ import numpy as np
 from model import members
 from model.weights import model_digest
 from transfer import wire
+from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage, ConfigError
 from transfer.worker_config import WorkerConfig
 
@@ -110,10 +111,13 @@ def join(config: WorkerConfig) -> None:
 class Leader:
     """The leader's end. Used on the loop, but where it says otherwise."""
 
-    def __init__(self, num_members: int, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, num_members: int, on_lost: Callable[[int], None], clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """num_members: the leader included. on_lost(node_rank): a member is gone."""
         self._num_members = num_members
         self._on_lost = on_lost
+        self._clock = clock
         self._feeds: dict[int, _Feed] = {}
         self._all_follow = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -137,16 +141,16 @@ class Leader:
         if not 0 < rank < self._num_members or rank in self._feeds or self._leaving:
             raise BadMessage(f"node {rank} of {self._num_members} cannot follow now")
         feed = self._feeds[rank] = _Feed()
-        loop = self._loop = asyncio.get_running_loop()
-        feed.heard_s = loop.time()
+        self._loop = asyncio.get_running_loop()
+        feed.heard_s = self._clock.monotonic_s()
         if len(self._feeds) == self._num_members - 1:
             self._all_follow.set()
         try:
-            told_s = loop.time()
+            told_s = self._clock.monotonic_s()
             while not feed.is_over:
                 yield await feed.take()
-                slept_s, told_s = loop.time() - told_s, loop.time()
-                if slept_s > 2 * SIGN_OF_LIFE_S:  # this process did, and heard nobody meanwhile
+                before_s, told_s = told_s, self._clock.monotonic_s()
+                if told_s - before_s > 2 * SIGN_OF_LIFE_S:  # this process did
                     feed.heard_s = told_s
                 if told_s - feed.heard_s > SILENCE_S:
                     log.error("node %d said nothing for %g s", rank, SILENCE_S)
@@ -164,7 +168,7 @@ class Leader:
         feed = self._feeds.get(request.node_rank)
         if feed is None:
             raise BadMessage(f"node {request.node_rank} does not follow")
-        feed.heard_s = asyncio.get_running_loop().time()
+        feed.heard_s = self._clock.monotonic_s()
         return wire.Empty()
 
     async def dismiss(self) -> None:
@@ -186,7 +190,7 @@ class _Feed:
 
     def __init__(self) -> None:
         self.is_over = False  # the last was taken
-        self.heard_s = 0.0  # of its member, on the loop's clock
+        self.heard_s = 0.0  # of its member, monotonic
         self._calls: list[DeviceCall] = []
         self._ending = False
         self._changed = asyncio.Event()

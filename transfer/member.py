@@ -74,10 +74,13 @@ class Member:
             following = asyncio.create_task(self._follow(parts, on_ready))
             waiting = {following, stopped, self._failed}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                following.cancel()
+                await asyncio.wait({following})
+            elif not self._failed.done():
+                following.result()
             if self._failed.done():
                 self._failed.result()
-            if following.done():
-                following.result()
 
     def _interrupted(self) -> None:
         asyncio.get_running_loop().call_later(_INTERRUPTED_S, self._over.set)

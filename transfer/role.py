@@ -64,7 +64,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._compiles = CompileCounter()
         self._routes = TurnRoutes()
         self._publisher: RoutePublisher | None = None  # with several ranks of prefill
-        self._leader = Leader(config.nnodes, self._member_lost) if config.nnodes > 1 else None
+        self._leader: Leader | None = None
+        if config.nnodes > 1:
+            self._leader = Leader(config.nnodes, self._member_lost, clock)
         self._emitter: StepEmitter
         self._facts: PoolFacts
         self._num_pages = 0

@@ -1,11 +1,16 @@
 """Where each slot of a plan is among the rows of a step; memory for pages that come."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 import pytest
 
-from decode.engine import DecodeEngine, _places
+from decode.admission import Seat, Sharing
+from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
+from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import decode_buckets
+from transfer.wire import SamplingParams
 from model.opening import open_model
 from serving.demo import demo_model_path
 
@@ -51,3 +56,40 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
         engine.place_run(0, range(longest), [run])
         placed.append(number)
     assert waits == [4, 8, 12, 16]
+
+
+def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
+    page_size, context = 16, 128
+    led, told = (
+        DecodeEngine(
+            open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context),
+            decode_buckets(2, context, page_size),
+            0.0,
+            4 * context,
+            local_buckets(64, 64, page_size),
+        )
+        for _ in range(2)
+    )
+    results = []
+
+    def tell(name: str, key: int, arrays: Sequence[np.ndarray]) -> None:
+        copies = [np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for a in arrays]
+        results.append(told.calls.take(name, key, *copies))
+
+    led.calls.tell = tell
+    ids = np.arange(40, dtype=np.int32)
+    params = SamplingParams(max_new_tokens=9, temperature=1.0, seed=7, presence_penalty=0.5)
+    pages = [3, 1, 6, 2]
+    prompt = LocalPrompt(Seat(5, 40, 0.0, 0, pages=pages), Sharing(ids, "", 0))
+    _, out = led.run_local([[LocalPiece(prompt, 0, 40)]], {5: FirstAsk(params, 40)})
+    assert out is not None
+    tokens = [int(out.ids[0])]
+    led.start_slots([SlotStart(1, np.append(ids, tokens).astype(np.int32), 40, pages, params)])
+    for _ in range(8):
+        flight = led.step(np.array([1], np.int32), np.array([-1], np.int32))
+        tokens.append(int(flight.out.ids[flight.rows[0]]))
+    chunk, sampled, _, *steps = results
+    assert [int(sampled.ids[0]), *(int(step.ids[0]) for step in steps)] == tokens
+    assert len(set(tokens)) > 3
+    assert (np.asarray(chunk[0]) == np.asarray(led._chunks._logits)).all()  # type: ignore[union-attr]
+    assert (np.asarray(led._pool) == np.asarray(told._pool)).all()

@@ -201,3 +201,24 @@ async def test_a_child_that_drains_is_stopped_at_once_whether_ready_or_not(
     await supervisor.stop()
     assert ready.process.returncode == 7
     assert starting.process.returncode == -signal.SIGTERM
+
+
+async def test_a_child_without_which_another_is_of_no_use_does_not_outlive_it(
+    supervisor: children.Supervisor,
+) -> None:
+    code = TELL_READY + "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT
+    both = [await supervisor.start(replace(child(code), group="one")) for _ in range(2)]
+    alone = await supervisor.start(child(code))
+    await asyncio.gather(*(each.wait_ready() for each in [*both, alone]))
+    watching = [asyncio.create_task(supervisor.watch(each)) for each in [*both, alone]]
+    both[1].process.kill()
+    await asyncio.wait_for(both[0].process.wait(), 20)
+    assert alone.process.returncode is None
+    started: list[children.Child] = []
+    while len(started) < 2:
+        assert not any(task.done() for task in watching)
+        await asyncio.sleep(0.01)
+        started = [each for each in supervisor._children if each.spec.group and each not in both]
+    assert alone in supervisor._children
+    for task in watching:
+        task.cancel()

@@ -32,6 +32,7 @@ FIELDS = [(config, field.name) for config in HELP for field in dataclasses.field
 ROLES: up.Roles = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
 # Where one more than the default would be refused, or means nothing.
+NODES = {"tp_size": 6, "nnodes": 3, "node_rank": 2, "dist_init_addr": "10.1.2.3:45"}
 OTHERS: dict[str, dict[str, Any]] = {
     "ep_size": {"tp_size": 4, "ep_size": 2},
     "ep_num_redundant_experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},
@@ -49,6 +50,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "stream_interval": {"stream_interval": 7},
+    "nnodes": NODES,
+    "node_rank": NODES,
+    "dist_init_addr": NODES,
 }
 
 

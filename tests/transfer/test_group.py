@@ -1,0 +1,285 @@
+"""The leader of a group and its members, over real sockets: calls in order, and ends of either."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model import members
+from model.calls import Calls
+from model.errors import ModelError
+from prefill.config import PrefillConfig
+from tests.recording import until
+from tests.transfer.samples import SECURITY
+from transfer import group, member
+from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
+from transfer.group import (
+    DeviceCall,
+    DeviceCalls,
+    Follow,
+    HostArray,
+    Leader,
+    arrays_of,
+    packed_call,
+)
+from transfer.member import Member
+from transfer.rpc import RpcClient, RpcServer, Security
+
+CONFIG = PrefillConfig(
+    Path("model"), "127.0.0.1:1", tp_size=3, nnodes=3, node_rank=1, dist_init_addr="127.0.0.1:2"
+)
+
+
+class Group:
+    """A leader that listens, and whom it lost."""
+
+    def __init__(self) -> None:
+        self.lost: list[int] = []
+        self.leader = Leader(2, self.lost.append)
+        self.server = RpcServer(SECURITY)
+        self.server.stream("Follow", Follow, self.leader.feed)
+        self.server.unary("StillThere", Follow, self.leader.still_there)
+        self.address = ""
+
+    async def start(self) -> None:
+        self.address = f"127.0.0.1:{await self.server.start('127.0.0.1', 0)}"
+
+    def client(self) -> RpcClient:
+        return RpcClient(self.address, SECURITY)
+
+
+@pytest.fixture
+async def led() -> AsyncIterator[Group]:
+    made = Group()
+    await made.start()
+    yield made
+    await made.leader.dismiss()
+    await made.server.stop(0.1)
+
+
+@pytest.fixture
+def _own_signals() -> Iterator[None]:
+    """A process that leaves ignores signals from then on; this one stays."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def follow(
+    led: Group, monkeypatch: pytest.MonkeyPatch, _own_signals: None
+) -> Callable[[Calls], "asyncio.Task[None]"]:
+    """Runs a member whose engine has these calls, as its process would."""
+    monkeypatch.setattr(member, "join", lambda config: None)
+    monkeypatch.setattr(members, "texts_of_all", lambda text: [led.address, text])
+
+    def start(calls: Calls) -> "asyncio.Task[None]":
+        return asyncio.create_task(Member(CONFIG, SECURITY, lambda: calls).run(ready.append))
+
+    ready: list[str] = []
+    return start
+
+
+def recording(seen: list[tuple[str, int, list[np.ndarray]]]) -> Calls:
+    calls = Calls()
+    for name in ("step", "place"):
+        calls.add(name, lambda key, *arrays, name=name: seen.append((name, key, list(arrays))))
+    return calls
+
+
+async def following(led: Group) -> None:
+    await asyncio.to_thread(led.leader.wait_for_all)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.array([], np.float32),
+        np.array(True),
+        np.float32(-0.0),
+        np.arange(12, dtype=np.int32).reshape(3, 4)[:, ::2],
+    ],
+)
+def test_an_array_arrives_as_it_is(array: np.ndarray) -> None:
+    (found,) = arrays_of(packed_call("step", 1, [array]))
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        HostArray("<i4", (2,), b"1234"),
+        HostArray("<i4", (1,), b"123"),
+        HostArray("no type", (), b""),
+        HostArray("O", (1,), b"12345678"),
+    ],
+)
+def test_what_is_no_array_is_refused(broken: HostArray) -> None:
+    with pytest.raises(BadMessage, match="arrays of step"):
+        arrays_of(DeviceCall("step", 1, (broken,)))
+
+
+async def test_a_member_makes_every_call_in_order(
+    led: Group, follow: Callable[[Calls], "asyncio.Task[None]"]
+) -> None:
+    seen: list[tuple[str, int, list[np.ndarray]]] = []
+    running = follow(recording(seen))
+    await following(led)
+    for number in range(500):
+        name = "place" if number % 7 == 0 else "step"
+        led.leader.tell(name, number, [np.full(3, number, np.int32), np.array(number % 2 == 0)])
+    await until(lambda: len(seen) == 500)
+    assert [key for _, key, _ in seen] == list(range(500))
+    assert all(name == ("step", "place")[key % 7 == 0] for name, key, _ in seen)
+    assert all((arrays[0] == key).all() and arrays[1] == (key % 2 == 0) for _, key, arrays in seen)
+    await led.leader.dismiss()
+    await asyncio.wait_for(running, 5)
+    assert not led.lost
+
+
+async def test_a_call_that_fails_ends_the_member_and_its_leader_knows(
+    led: Group, follow: Callable[[Calls], "asyncio.Task[None]"]
+) -> None:
+    calls = Calls()
+
+    def fails(key: int, *arrays: np.ndarray) -> None:
+        raise RuntimeError("the device is gone")
+
+    calls.add("step", fails)
+    running = follow(calls)
+    await following(led)
+    led.leader.tell("step", 1, [])
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(running, 5)
+    await until(lambda: led.lost == [1])
+
+
+async def test_a_member_whose_leader_ends_or_hangs_ends(
+    led: Group,
+    follow: Callable[[Calls], "asyncio.Task[None]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = follow(recording([]))
+    await following(led)
+    await led.server.stop(0.0)
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(running, 5)
+
+    async def hangs(request: Follow) -> AsyncIterator[DeviceCalls]:
+        yield DeviceCalls()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(member, "SILENCE_S", 0.3)
+    server = RpcServer(SECURITY)
+    server.stream("Follow", Follow, hangs)
+    led.address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    with pytest.raises(Unavailable, match="node 0 said nothing for"):
+        await asyncio.wait_for(follow(recording([])), 5)
+    await server.stop(0.0)
+
+
+async def test_a_member_that_gives_no_sign_of_life_is_lost(
+    led: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "SILENCE_S", 1.2)
+    client = led.client()
+    told = [batch async for batch in client.stream("Follow", Follow(1), DeviceCalls)]
+    assert led.lost == [1]
+    assert told
+    assert not any(batch.calls or batch.is_last for batch in told)
+    await client.close()
+
+
+async def test_a_leader_that_slept_blames_nobody(
+    led: Group,
+    follow: Callable[[Calls], "asyncio.Task[None]"],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "SILENCE_S", 1.2)
+    running = follow(recording([]))
+    await following(led)
+    time.sleep(1.4)  # noqa: ASYNC251  (of the whole process)
+    await asyncio.sleep(0.8)
+    assert not led.lost
+    assert not running.done()
+    await led.leader.dismiss()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_only_members_may_follow_and_each_once(led: Group) -> None:
+    client = led.client()
+    for rank in (0, 2, -1):
+        with pytest.raises(BadMessage, match=f"node {rank} of 2 cannot follow"):
+            await anext(client.stream("Follow", Follow(rank), DeviceCalls))
+    stream: Any = client.stream("Follow", Follow(1), DeviceCalls)
+    await anext(stream)
+    with pytest.raises(BadMessage, match="node 1 of 2 cannot follow"):
+        await anext(client.stream("Follow", Follow(1), DeviceCalls))
+    with pytest.raises(BadMessage, match="node 2 does not follow"):
+        await client.call("StillThere", Follow(2), group.wire.Empty, 2.0)
+    await stream.aclose()
+    await until(lambda: led.lost == [1])
+    await client.close()
+
+
+async def test_calls_are_for_those_who_know_the_token(led: Group) -> None:
+    client = RpcClient(led.address, Security("x" * 20))
+    with pytest.raises(Unauthenticated):
+        await anext(client.stream("Follow", Follow(1), DeviceCalls))
+    await client.close()
+
+
+def test_a_leader_whose_members_do_not_come_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "FOLLOW_TIMEOUT_S", 0.01)
+    with pytest.raises(ConfigError, match=r"nodes \[1, 2\] do not follow within 0.01 s"):
+        Leader(3, lambda rank: None).wait_for_all()
+
+
+def test_members_with_other_settings_are_refused_with_both_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = ['{"--tp-size": "2", "--dtype": "auto"}', '{"--tp-size": "2", "--dtype": "float32"}']
+    monkeypatch.setattr(members, "texts_of_all", lambda text: texts)
+    with pytest.raises(ModelError, match="--dtype differs: node 0 has auto, node 1 has float32"):
+        members.check_alike({})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"nnodes": 0}, "--nnodes must be at least 1, got 0"),
+        ({"node_rank": 1}, "--node-rank must be at most 0, got 1"),
+        ({"nnodes": 2, "tp_size": 2, "node_rank": 2}, "--node-rank must be at most 1, got 2"),
+        ({"nnodes": 2, "tp_size": 3}, "--nnodes 2 must divide --dp-size 1 x --tp-size 3"),
+        ({"nnodes": 2, "tp_size": 2}, "needs --dist-init-addr HOST:PORT, .*; got ''"),
+        (
+            {"nnodes": 2, "tp_size": 2, "dist_init_addr": "host:0"},
+            "needs --dist-init-addr HOST:PORT, .*; got 'host:0'",
+        ),
+        ({"dist_init_addr": "host:1"}, "--dist-init-addr needs --nnodes above 1"),
+        (
+            {
+                "nnodes": 2,
+                "tp_size": 2,
+                "dp_size": 2,
+                "ep_size": 2,
+                "enable_eplb": True,
+                "dist_init_addr": "host:1",
+            },
+            "--enable-eplb takes --nnodes 1 or --dp-size 1",
+        ),
+    ],
+)
+def test_flags_of_a_group_that_make_no_sense_are_refused(
+    flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrefillConfig(Path("model"), "127.0.0.1:1", **flags)
