@@ -53,5 +53,10 @@ def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> i
     much: else they would wait for its last one.
     """
     if left > chunk_tokens:
-        tokens_left = max(tokens_left - min(chunk_tokens // 4, shorter), 0)
+        tokens_left = max(tokens_left - min(part_of_shorter(chunk_tokens), shorter), 0)
     return min(left, tokens_left)
+
+
+def part_of_shorter(chunk_tokens: int) -> int:
+    """Tokens of a chunk that a prompt of several leaves to those that need one."""
+    return chunk_tokens // 4

@@ -6,7 +6,9 @@ weighs what the ranks have to do then. It is made among ranks that have pages fo
 another, it would wait there while one that has some idles. Until there is one, it waits unbound,
 and everybody behind it too: ranks that take nobody new run empty, so the largest prompt has its
 turn. A rank that is dictated, or follows from the room, is waited for; nobody who came later goes
-there first. With one rank there is nothing to choose, and its scheduler has the only queue.
+there first. When no rank has room, but the next chunk of one leaves a part to prompts shorter than
+one that needs several, a prompt that fits into that part whole goes there past those that do not.
+With one rank there is nothing to choose, and its scheduler has the only queue.
 """
 
 from collections.abc import Sequence
@@ -94,30 +96,42 @@ class Ranks:
         if not self._ready:
             return
         room_at = {at for at, rank in enumerate(self.ranks) if rank.scheduler.has_room}
+        # Tokens that a short prompt may have where there is no room for another.
+        beside = {
+            at: rank.scheduler.room_beside
+            for at, rank in enumerate(self.ranks)
+            if at not in room_at and rank.scheduler.room_beside
+        }
         awaited: set[int] = set()  # by prompts that nobody younger may overtake
         at = 0
-        while room_at and at < len(self._ready):
+        while (room_at or beside) and at < len(self._ready):
             prompt = self._ready[at]
             if prompt.rank < 0 and self._balancer.method == "follow_bootstrap_room":
                 prompt.rank = prompt.room % len(self.ranks)
-            if prompt.rank >= 0 and prompt.rank not in room_at:
-                awaited.add(prompt.rank)
+            places = room_at or {at for at, room in beside.items() if prompt.num_tokens <= room}
+            if not places or (prompt.rank >= 0 and prompt.rank not in places):
+                if prompt.rank >= 0:
+                    awaited.add(prompt.rank)
                 at += 1
                 continue
             chain, cached = self._cached(prompt)
             if prompt.rank < 0:
                 fitting = self._fitting(prompt, chain, cached) - awaited
-                if not fitting & room_at:
+                if not fitting & places:
                     return
-                prompt.rank = self._picked(prompt, cached, fitting)
+                among = fitting if room_at else fitting & places
+                prompt.rank = self._picked(prompt, cached, among)
             del self._ready[at], self._unbound[prompt.room]
             prompt.num_foreseen = cached[prompt.rank]
             prompt.chain = None
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
             scheduler.grant(prompt.room)
+            beside.pop(prompt.rank, None)
             if not scheduler.has_room:
                 room_at.discard(prompt.rank)
+                if scheduler.room_beside:
+                    beside[prompt.rank] = scheduler.room_beside
 
     def _cached(self, prompt: Prompt) -> tuple[list[bytes], list[int]]:
         """Digests of its pages, and by rank the tokens of it that its cache has."""

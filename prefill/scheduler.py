@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model import pieces
-from model.pieces import tokens_of
+from model.pieces import part_of_shorter, tokens_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, reusable_tokens
 
@@ -150,6 +150,17 @@ class PrefillScheduler:
         requests, tokens = self.pending()
         is_full = requests >= self._chunk_seqs or tokens >= self._chunk_tokens
         return not is_full and not self._is_dry
+
+    @property
+    def room_beside(self) -> int:
+        """Tokens that the next chunk still takes of prompts that need no other, beside one that
+        does: 0 where none does, or they have their part already."""
+        if self._is_dry or len(self._ready) >= self._chunk_seqs:
+            return 0
+        short = [self._if_short(prompt) for prompt in self._ready]
+        if all(short):
+            return 0
+        return max(part_of_shorter(self._chunk_tokens) - sum(short), 0)
 
     def pending(self) -> tuple[int, int]:
         """Requests that may be computed and are not, and what is left to compute of them.

@@ -75,6 +75,47 @@ def test_a_long_prompt_keeps_its_rank_busy_and_the_others_go_past_it() -> None:
     assert bench.plan() == [[1], [4]]  # though only eight tokens are left of the first
 
 
+def test_a_short_prompt_goes_beside_a_long_one_when_every_rank_has_one() -> None:
+    bench = Bench()
+    for room in (1, 2, 3):
+        bench.add(room, num_tokens=60)
+    bench.add(4, num_tokens=5)  # more than the quarter of a chunk
+    bench.add(5, num_tokens=3)
+    bench.add(6, num_tokens=4)
+    bench.add(7, num_tokens=2)
+    assert bench.plan() == [[1, 5], [2, 6]]
+    assert [bench.prompts[room].rank for room in (3, 4, 7)] == [-1, -1, -1]
+    assert bench.plan() == [[1, 7], [2]]
+    assert [bench.plan() for _ in range(2)] == [[[1], [2]]] * 2
+    assert bench.plan() == [[1, 4], [3]]  # there is room again, and the oldest goes first
+
+
+def test_what_a_long_prompt_leaves_is_for_one_that_was_told_to_go_there_as_well() -> None:
+    bench = Bench()
+    for room in (1, 2):
+        bench.add(room, num_tokens=60)
+    bench.plan()
+    bench.add(3, num_tokens=40, rank=0)
+    bench.add(4, num_tokens=4, rank=0)
+    bench.add(5, num_tokens=4)
+    assert bench.plan() == [[1, 4], [2, 5]]
+    assert bench.prompts[3].granted is False
+
+
+def test_without_pages_nobody_goes_beside_a_long_prompt() -> None:
+    bench = Bench(num_pages=16)
+    for room in (1, 2):
+        bench.add(room, num_tokens=60)
+    bench.add(3, num_tokens=4)
+    assert bench.plan() == [[1, 3], [2]]
+    bench.add(4, num_tokens=4)
+    bench.add(5, num_tokens=8)
+    bench.add(6, num_tokens=3)
+    assert bench.plan() == [[1], [2, 4]]
+    bench.release(3)
+    assert bench.plan() == [[1, 6], [2]]
+
+
 def test_a_prompt_that_was_not_granted_is_bound_to_none() -> None:
     bench = Bench()
     prompt = Prompt(1, np.arange(3, dtype=np.int32), 1.0)
