@@ -52,6 +52,7 @@ class Follow(wire.Message, frozen=True):
     """A member other than the leader is ready to be told calls; or is still there."""
 
     node_rank: int
+    compiles_after_ready: int = 0
 
 
 class HostArray(wire.Message, frozen=True):
@@ -169,7 +170,14 @@ class Leader:
         if feed is None:
             raise BadMessage(f"node {request.node_rank} does not follow")
         feed.heard_s = self._clock.monotonic_s()
+        so_far = feed.compiles_after_ready
+        feed.compiles_after_ready = max(so_far, request.compiles_after_ready)
         return wire.Empty()
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Of all the others, as far as they have said (any thread)."""
+        return sum(feed.compiles_after_ready for feed in list(self._feeds.values()))
 
     async def dismiss(self) -> None:
         """Tell all to leave, and wait until they have."""
@@ -191,6 +199,7 @@ class _Feed:
     def __init__(self) -> None:
         self.is_over = False  # the last was taken
         self.heard_s = 0.0  # of its member, monotonic
+        self.compiles_after_ready = 0  # in its member
         self._calls: list[DeviceCall] = []
         self._ending = False
         self._changed = asyncio.Event()

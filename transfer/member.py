@@ -135,9 +135,8 @@ class Member:
         """Signs of life; whether they arrive shows in the stream of calls."""
         while True:
             with contextlib.suppress(RpcError):
-                await client.call(
-                    "StillThere", Follow(self._config.node_rank), wire.Empty, SILENCE_S
-                )
+                living = Follow(self._config.node_rank, self._compiles.after_ready)
+                await client.call("StillThere", living, wire.Empty, SILENCE_S)
             await asyncio.sleep(SIGN_OF_LIFE_S)
 
     def _make_calls(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:

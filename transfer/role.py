@@ -284,6 +284,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         in_flight_bytes: int = 0,
     ) -> wire.WorkerState:
         """The answer to Info."""
+        of_others = self._leader.compiles_after_ready if self._leader is not None else 0
         return wire.WorkerState(
             worker_id=self.worker_id(),
             role=self.role,
@@ -292,7 +293,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             pages_held=pages_held,
             pages_cached=pages_cached,
             rooms=len(self._held),
-            compiles_after_ready=self._compiles.after_ready,
+            compiles_after_ready=self._compiles.after_ready + of_others,
             counters={
                 name: float(value)
                 for name, value in [*counters.items(), *self._experts_counted.items()]

@@ -140,6 +140,11 @@ async def test_a_member_makes_every_call_in_order(
     assert [key for _, key, _ in seen] == list(range(500))
     assert all(name == ("step", "place")[key % 7 == 0] for name, key, _ in seen)
     assert all((arrays[0] == key).all() and arrays[1] == (key % 2 == 0) for _, key, arrays in seen)
+    assert led.leader.compiles_after_ready == 0
+    client = led.client()
+    await client.call("StillThere", Follow(1, 3), group.wire.Empty, 2.0)
+    assert led.leader.compiles_after_ready == 3
+    await client.close()
     await led.leader.dismiss()
     await asyncio.wait_for(running, 5)
     assert not led.lost
