@@ -7,6 +7,7 @@ and last line (serving/children.py).
 
 import argparse
 import asyncio
+import contextlib
 import http.client
 import json
 import secrets
@@ -31,6 +32,7 @@ _PROBE_TIMEOUT_S = 5.0
 
 # Flags of `up` without a role in front go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
+_MEETING_PORTS = range(20_000, 32_000)
 _QUEUED = WorkerConfig.max_queued_requests
 _MOST_GROUPS = 256  # of one role on one machine
 _FILLED_IN = ("registry_address", "host", "port", "worker_id", "node_rank", "dist_init_addr")
@@ -206,10 +208,14 @@ def _group(
 
 
 def _free_port() -> int:
-    """One that nobody has now: JAX takes no 0, and says nobody which it got."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
+    """One that nobody has now: JAX takes no 0, and says nobody which it got.
+
+    Below those that systems give to connections, of which there are many before JAX takes it.
+    """
+    while True:
+        port = secrets.choice(_MEETING_PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _front(registry: str, args: argparse.Namespace) -> ChildSpec:
