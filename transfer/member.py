@@ -51,6 +51,7 @@ class Member:
         self._config, self._security, self._build_engine = config, security, build
         self._compiles = CompileCounter()
         self._queue: queue.SimpleQueue[DeviceCall] = queue.SimpleQueue()
+        self._is_ready = False
         self._warned = False
         self._over: asyncio.Event
         self._failed: asyncio.Future[None]
@@ -59,7 +60,7 @@ class Member:
         """Follow until the leader leaves. Raises what the build, a call or the leader's end raises.
 
         SIGTERM is the leader's, who drains and then says when to leave; after SIGINT the leader has
-        a moment to say so. Either again ends at once.
+        a moment to say so. Either again, or before there are calls to make, ends at once.
         """
         self._over = asyncio.Event()
         self._failed = asyncio.get_running_loop().create_future()
@@ -71,6 +72,7 @@ class Member:
             if stopped.done():
                 return
             parts = built.result()
+            self._is_ready = True
             following = asyncio.create_task(self._follow(parts, on_ready))
             waiting = {following, stopped, self._failed}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -87,8 +89,9 @@ class Member:
         self._terminated()
 
     def _terminated(self) -> None:
-        if self._warned:
+        if self._warned or not self._is_ready:
             self._over.set()
+            return
         self._warned = True
         log.info("node %d leaves when node 0 does", self._config.node_rank)
 

@@ -18,14 +18,16 @@ ATOL = 2e-4
 STEPS = 24
 
 # Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
-# several data-parallel ranks on one side, three with copies of experts, of which two move them,
-# three with a mesh over two processes.
+# several data-parallel ranks, three with copies of experts, of which two move them, three with
+# meshes over two processes, one of which computes short prompts where they are decoded.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
         "--prefill-nnodes=2",
         "--prefill-load-balance-method=prefix_aware",
-        "--decode-tp-size=2",
+        "--decode-dp-size=2",
+        "--decode-nnodes=2",
+        "--decode-local-prefill-tokens=40",
     ),
     "qwen3": ("--prefill-tp-size=1", "--decode-tp-size=4", "--disable-radix-cache"),
     "mixtral": (

@@ -1,0 +1,104 @@
+"""Workers over several processes, for real: whoever dies or hangs is a pause, and all leave."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster import Cluster, up, wait_until
+from tests.ports import free_port
+from tests.serving.commands import MODEL, SMALL_PREFILL, Command, start
+
+NODES = ("--nnodes=2", "--tp-size=2")
+FLAGS = (
+    "--context-length=512",
+    "--page-size=16",
+    "--chunked-prefill-size=32",
+    "--prefill-max-seqs-per-chunk=1",
+    "--decode-max-running-requests=4",
+)
+SAMPLING = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    """Commands that a test started; whatever it leaves is killed."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.kill()
+
+
+def test_a_node_that_dies_or_hangs_is_a_pause_not_another_text() -> None:
+    prompts = [[5, 6, 7 + k] for k in range(3)]
+    with up(f"--model-path={MODEL}", "--decode-nnodes=2", "--decode-tp-size=2", *FLAGS) as cluster:
+        want = [cluster.generate(prompt, **SAMPLING)["output_ids"] for prompt in prompts]
+        for rank, number in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):
+            epoch = cluster.worker("decode")["epoch"]
+            with ThreadPoolExecutor(3) as pool:
+                answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
+                wait_until(lambda: cluster.worker("decode")["load"]["running_requests"] == 3)
+                os.kill(_node(cluster, rank).pid, number)
+                assert [answer.result(120)["output_ids"] for answer in answers] == want
+            workers = cluster.settled()
+            assert [worker["compiles_after_ready"] for worker in workers] == [0] * len(workers)
+            assert [worker["pages_held"] for worker in workers] == [0] * len(workers)
+            assert max(w["epoch"] for w in workers if w["role"] == "decode") > epoch
+
+
+def _node(cluster: Cluster, rank: int) -> psutil.Process:
+    """One of the processes of the decode worker; node 0 is told no rank, as by default."""
+    decodes = [
+        child
+        for child in psutil.Process(cluster.process.pid).children()
+        if child.status() != psutil.STATUS_ZOMBIE and "decode" in child.cmdline()
+    ]
+    return next(d for d in decodes if ("--node-rank=1" in d.cmdline()) == (rank == 1))
+
+
+def _start(commands: list[Command], folder: Path, port: int, rank: int, *more: str) -> Command:
+    command = start(
+        folder,
+        "prefill",
+        f"--model-path={MODEL}",
+        "--registry-address=127.0.0.1:1",  # nobody listens there
+        *NODES,
+        f"--node-rank={rank}",
+        f"--dist-init-addr=127.0.0.1:{port}",
+        *SMALL_PREFILL,
+        *more,
+    )
+    commands.append(command)
+    return command
+
+
+def test_nodes_that_were_started_differently_say_in_what(
+    tmp_path: Path, commands: list[Command]
+) -> None:
+    port = free_port()
+    nodes = [
+        _start(commands, tmp_path, port, rank, f"--max-total-tokens={512 + 512 * rank}")
+        for rank in (0, 1)
+    ]
+    for node in nodes:
+        assert node.ends() == 2, node.text
+        said = "kvferry prefill: --max-total-tokens differs: node 0 has 512, node 1 has 1024"
+        assert node.text.splitlines()[-1] == said, node.text
+        assert "Traceback" not in node.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_waits_for_others_can_be_told_to_leave(
+    tmp_path: Path, commands: list[Command], number: signal.Signals
+) -> None:
+    nodes = [_start(commands, tmp_path, free_port(), rank) for rank in (0, 1)]  # never meet
+    for node in nodes:
+        node.says("joins 127.0.0.1")
+        node.signal(number)
+    for node in nodes:
+        node.ends(10)
+        assert "Traceback" not in node.text, node.text
