@@ -5,7 +5,9 @@ same programs in the same order. Member 0 leads: transfer/group.py tells the oth
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Final
 
 import jax
@@ -24,23 +26,40 @@ def join(address: str, num_members: int, member: int) -> None:
     address: host:port, where member 0 listens. Raises ModelError when they do not come together.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    came: SimpleQueue[Exception | None] = SimpleQueue()
+    # JAX, whose patience is at an end, ends the process without a word: ours ends sooner.
+    meeting = threading.Thread(target=_meet, args=(address, num_members, member, came), daemon=True)
+    meeting.start()
+    try:
+        error = came.get(timeout=_JOIN_S)
+    except Empty:
+        error = TimeoutError(f"not all were there within {_JOIN_S} s")
+    if error is not None:
+        raise ModelError(
+            f"--dist-init-addr {address}: {num_members} nodes did not come together: {error}"
+        ) from error
+    here = jax.local_device_count()
+    counts = texts_of_all(str(here))
+    if len(set(counts)) > 1:
+        raise ModelError(f"devices of the nodes: {', '.join(counts)}; all must have as many")
+
+
+def _meet(
+    address: str, num_members: int, member: int, came: "SimpleQueue[Exception | None]"
+) -> None:
     try:
         jax.distributed.initialize(
             address,
             num_members,
             member,
             cluster_detection_method="deactivate",
-            initialization_timeout=_JOIN_S,
+            initialization_timeout=2 * _JOIN_S,
             heartbeat_timeout_seconds=_HEARTBEAT_S,
         )
-        here = jax.local_device_count()
     except (RuntimeError, ValueError) as error:
-        raise ModelError(
-            f"--dist-init-addr {address}: {num_members} nodes did not come together: {error}"
-        ) from error
-    counts = texts_of_all(str(here))
-    if len(set(counts)) > 1:
-        raise ModelError(f"devices of the nodes: {', '.join(counts)}; all must have as many")
+        came.put(error)
+    else:
+        came.put(None)
 
 
 def is_leader() -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from model import members
 from model.weights import model_digest
-from transfer import wire
+from transfer import flags, wire
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import BadMessage, ConfigError
 from transfer.worker_config import WorkerConfig
@@ -95,10 +95,14 @@ def arrays_of(call: DeviceCall) -> list[np.ndarray]:
 def join(config: WorkerConfig) -> None:
     """Find the other members of this process's group, if it has any. Before the first array.
 
-    Raises ModelError when they do not come together or were started with different flags.
+    Raises ModelError when they do not come together or were started with different flags,
+    ConfigError when node 0 cannot listen where they are to meet.
     """
     if config.nnodes == 1:
         return
+    if config.node_rank == 0:  # JAX, where it cannot listen, ends the process without a word
+        host, _, port = config.dist_init_addr.rpartition(":")
+        flags.bind(host.strip("[]"), int(port), "--dist-init-addr").close()
     log.info("node %d of %d joins %s", config.node_rank, config.nnodes, config.dist_init_addr)
     members.join(config.dist_init_addr, config.nnodes, config.node_rank)
     settings = {

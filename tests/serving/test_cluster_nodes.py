@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tests.cluster import Cluster, up, wait_until
 from tests.ports import free_port
-from tests.serving.commands import MODEL, SMALL_PREFILL, Command, start
+from tests.serving.commands import MODEL, SMALL_PREFILL, Command, refused, start
 
 NODES = ("--nnodes=2", "--tp-size=2")
 FLAGS = (
@@ -102,3 +103,15 @@ def test_a_node_that_waits_for_others_can_be_told_to_leave(
     for node in nodes:
         node.ends(10)
         assert "Traceback" not in node.text, node.text
+
+
+def test_a_node_that_cannot_listen_where_others_look_for_it_says_so(
+    tmp_path: Path, commands: list[Command]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(_start(commands, tmp_path, port, 0))
+    assert said == (
+        f"kvferry prefill: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
+        "another --dist-init-addr or --host"
+    )

@@ -1,0 +1,44 @@
+"""Processes that share a mesh meet, or say why they did not."""
+
+import threading
+
+import jax
+import pytest
+
+from model import members
+from model.errors import ModelError
+
+
+def test_whoever_waits_too_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: over.wait(20))
+    monkeypatch.setattr(members, "_JOIN_S", 0.05)
+    with pytest.raises(ModelError, match=r"--dist-init-addr a:1: 2 nodes did not come together: n"):
+        members.join("a:1", 2, 0)
+    over.set()
+
+
+def test_what_jax_says_of_a_meeting_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no such host")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    with pytest.raises(ModelError, match="2 nodes did not come together: no such host"):
+        members.join("a:1", 2, 1)
+
+
+def test_nodes_with_other_numbers_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(members, "texts_of_all", lambda text: [text, "3"])
+    with pytest.raises(ModelError, match="devices of the nodes: 8, 3; all must have as many"):
+        members.join("a:1", 2, 1)
+
+
+def test_a_process_alone_agrees_with_itself() -> None:
+    assert members.texts_of_all("é") == ["é"]
+    assert members.least_of_all(7) == 7
+    assert members.any_of_all(True)
+    assert not members.any_of_all(False)
+    assert members.is_leader()
+    members.check_alike({"a": "b"})
+    assert list(members.first_devices(3)) == jax.devices()[:3]
