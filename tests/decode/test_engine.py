@@ -10,9 +10,9 @@ from decode.admission import Seat, Sharing
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import decode_buckets
-from transfer.wire import SamplingParams
 from model.opening import open_model
 from serving.demo import demo_model_path
+from transfer.wire import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,11 @@ ATOL = 2e-4
 STEPS = 24
 
 # Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
-# several data-parallel ranks, three with copies of experts, of which two move them, three with
-# meshes over two processes, one of which computes short prompts where they are decoded.
+# several data-parallel ranks, three with copies of experts, of which two move them, two with a mesh
+# over two processes, one of which computes short prompts where they are decoded.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
-        "--prefill-nnodes=2",
         "--prefill-load-balance-method=prefix_aware",
         "--decode-dp-size=2",
         "--decode-nnodes=2",
@@ -54,12 +53,7 @@ SYSTEMS = {
         "--prefill-eplb-rebalance-layers-per-chunk=0",
         "--decode-tp-size=1",
     ),
-    "deepseek_v3": (
-        "--prefill-tp-size=2",
-        "--decode-tp-size=4",
-        "--decode-ep-size=2",
-        "--decode-nnodes=2",
-    ),
+    "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
 }
 
 
