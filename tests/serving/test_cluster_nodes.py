@@ -22,7 +22,7 @@ FLAGS = (
     "--prefill-max-seqs-per-chunk=1",
     "--decode-max-running-requests=4",
 )
-SAMPLING = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, "ignore_eos": True}
+SAMPLING = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 100, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def commands() -> Iterator[list[Command]]:
 def test_a_node_that_hangs_is_a_pause_not_another_text() -> None:
     prompts = [[5, 6, 7 + k] for k in range(3)]
     with up(f"--model-path={MODEL}", "--decode-nnodes=2", "--decode-tp-size=4", *FLAGS) as cluster:
-        want = [cluster.generate(prompt, **SAMPLING)["output_ids"] for prompt in prompts]
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
+            want = [answer.result(120)["output_ids"] for answer in answers]
         epoch = cluster.worker("decode")["epoch"]
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
