@@ -135,7 +135,9 @@ class PlacedRuns:
         most_placing: those that are on devices, but not in the pool yet.
         """
         nothing = sum(self._run_pages) if self._needs_nothing else 0
-        return (most_placing + nothing) * (self._mesh.size if self._spans else 1)
+        # Where the mesh spans processes each device has what goes to all of a rank.
+        copies = self._mesh.size // num_ranks(self._mesh) if self._spans else 1
+        return (most_placing + nothing) * copies
 
     def compile(
         self, pool: jax.ShapeDtypeStruct, num_pages: int, built: Callable[[Program], Program]

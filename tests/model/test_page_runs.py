@@ -1,0 +1,61 @@
+"""Pages pass between pool and host as they are, also as where a mesh spans processes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model import page_runs
+from model.config import FP8, KVSpec
+from model.kv import abstract_pages, init_pool
+from model.page_runs import GatheredRuns, PlacedRuns
+from model.sharding import make_mesh
+
+RUNS = (1, 4)
+NUM_PAGES = 6
+
+
+def _no_note(program: Any) -> Any:
+    return program
+
+
+def _device_bytes(array: Any) -> int:
+    shape = array.sharding.shard_shape(array.shape)
+    return int(np.prod(shape)) * array.dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+@pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize("spans", [False, True])
+def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_planned(
+    monkeypatch: pytest.MonkeyPatch, spans: bool, dp_size: int, tp_size: int, dtype: str
+) -> None:
+    monkeypatch.setattr(page_runs, "spans_processes", lambda mesh: spans)
+    mesh = make_mesh(tp_size, 1, dp_size=dp_size)
+    kv = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, page_size=4, dtype=dtype)
+    pool = init_pool(kv, NUM_PAGES, mesh)
+    placing, gathering = PlacedRuns(kv, mesh, RUNS), GatheredRuns(kv, mesh, RUNS)
+    shapes = abstract_pages(kv, NUM_PAGES, mesh)
+    placing.compile(shapes, NUM_PAGES, _no_note)
+    gathering.compile(shapes, _no_note)
+    placing.settle()
+
+    planned = placing.spare_pages(sum(RUNS)) * dp_size * kv.page_bytes // mesh.size
+    staged = sum(_device_bytes(placing._staged(count)) for count in RUNS)
+    # Where any rank may have to stand by there are runs with nothing beside those that come.
+    assert planned == staged * (2 if spans or dp_size > 1 else 1)
+    gathered = gathering.gather(pool, *gathering.ids_of([[0]] * dp_size))
+    assert gathering.copies * dp_size * kv.page_bytes // mesh.size == _device_bytes(gathered)
+
+    rng = np.random.default_rng(0)
+    runs = {}
+    for rank in range(dp_size):
+        bits = rng.integers(0, 100, (tp_size, 2, 2, 3, 4, 2 // tp_size, 4), np.uint8)
+        runs[rank] = [shard.astype(pool.dtype) for shard in bits]
+        pages = [5 - rank, 0, 1]
+        pool = placing.place(pool, *placing.ids_of(rank, pages), rank, runs[rank])
+    wanted = [[5 - rank, 0, 1] for rank in range(dp_size)]
+    found = gathering.shards(gathering.gather(pool, *gathering.ids_of(wanted)), wanted)
+    for rank, shards in runs.items():
+        for shard, other in zip(shards, found[rank], strict=True):
+            np.testing.assert_array_equal(np.asarray(other)[:, :, :3], shard)
