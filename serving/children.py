@@ -46,7 +46,7 @@ class ChildSpec:
     environment: variables beside the parent's own. fds: open files that it inherits. drains:
     SIGTERM makes it finish its work first, so the end of all is SIGINT; and when it ends with
     code 0 it was told to leave, and is not started again. group: of children that are of no use
-    without each other; when one dies all of them are started again.
+    without each other; when one dies all of them are started again, when one leaves all do.
     """
 
     name: str
@@ -162,6 +162,9 @@ class Supervisor:
             self._children.remove(child)
             if child.spec.drains and code == 0:
                 log.info("%s has left, as it was told: it is not started again", name)
+                for other in self._group_of(child):  # would wait for it
+                    with contextlib.suppress(ProcessLookupError):
+                        other.process.terminate()
                 return
             lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
             restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
@@ -173,8 +176,7 @@ class Supervisor:
 
     async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int]:
         """Another of it, and its restarts in a row by now. Raises ChildFailed after too many."""
-        group = "" if ended.followed else ended.spec.group
-        others = [child for child in self._children if group and child.spec.group == group]
+        others = [] if ended.followed else self._group_of(ended)
         while True:
             await asyncio.sleep(RESTART_DELAY_S)
             for other in others:  # that hangs: those that live have left without it
@@ -189,6 +191,11 @@ class Supervisor:
                     what = f"cannot be started again, {restarts} time(s) in a row ({error})"
                     raise ended.failed(what, 1) from error
                 log.warning("%s cannot be started: %s; trying again", ended.spec.name, error)
+
+    def _group_of(self, ended: Child) -> list[Child]:
+        """Those that run, and without it are of no use."""
+        group = ended.spec.group
+        return [child for child in self._children if group and child.spec.group == group]
 
     async def watch_all(
         self, children: Sequence[Child], beside: Coroutine[Any, Any, None] | None = None

@@ -183,11 +183,15 @@ class Leader:
         """Of all the others, as far as they have said (any thread)."""
         return sum(feed.compiles_after_ready for feed in list(self._feeds.values()))
 
-    async def dismiss(self) -> None:
-        """Tell all to leave, and wait until they have."""
+    async def dismiss(self, is_well: bool = True) -> None:
+        """Tell all to leave, and wait until they have.
+
+        is_well: this process leaves as it was told; else the others end as it does, with an error,
+        so that whatever starts them starts all of them again.
+        """
         self._leaving = True
         for feed in self._feeds.values():
-            feed.end()
+            feed.end(is_well)
         if self._feeds:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_follows.wait(), _FAREWELL_S)
@@ -206,14 +210,15 @@ class _Feed:
         self.compiles_after_ready = 0  # in its member
         self._calls: list[DeviceCall] = []
         self._ending = False
+        self._is_well = False
         self._changed = asyncio.Event()
 
     def offer(self, call: DeviceCall) -> None:
         self._calls.append(call)
         self._changed.set()
 
-    def end(self) -> None:
-        self._ending = True
+    def end(self, is_well: bool) -> None:
+        self._ending, self._is_well = True, is_well
         self._changed.set()
 
     async def take(self) -> DeviceCalls:
@@ -224,6 +229,6 @@ class _Feed:
             return DeviceCalls()
         self._changed.clear()
         self.is_over = self._ending
-        told = DeviceCalls(tuple(self._calls), self._ending)
+        told = DeviceCalls(tuple(self._calls), self._is_well)
         self._calls.clear()
         return told

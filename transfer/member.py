@@ -60,7 +60,8 @@ class Member:
         """Follow until the leader leaves. Raises what the build, a call or the leader's end raises.
 
         SIGTERM is the leader's, who drains and then says when to leave; after SIGINT the leader has
-        a moment to say so. Either again, or before there are calls to make, ends at once.
+        a moment to say so. Either again, or before there are calls to make, ends at once; where
+        the leader is followed already that is an error, since it takes the leader along.
         """
         self._over = asyncio.Event()
         self._failed = asyncio.get_running_loop().create_future()
@@ -79,6 +80,8 @@ class Member:
             if not following.done():
                 following.cancel()
                 await asyncio.wait({following})
+                if not self._failed.done():
+                    raise Unavailable(f"node {self._config.node_rank} leaves before node 0 does")
             elif not self._failed.done():
                 following.result()
             if self._failed.done():

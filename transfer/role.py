@@ -110,9 +110,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def _member_lost(self, node_rank: int) -> None:
         self.fail_process(Unavailable(f"node {node_rank} of this {self.role} group is lost"))
 
-    async def dismiss(self) -> None:
+    async def dismiss(self, is_well: bool) -> None:
         if self._leader is not None:
-            await self._leader.dismiss()
+            await self._leader.dismiss(is_well)
 
     # --- events ---------------------------------------------------------------------------------
 

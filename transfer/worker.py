@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -160,8 +161,11 @@ class Worker(ABC):
     def register_methods(self, server: RpcServer) -> None:  # noqa: B027  (not every role has some)
         """Add the role's own methods (before start)."""
 
-    async def dismiss(self) -> None:  # noqa: B027  (few have members)
-        """Have the other members of the group, if any, leave (loop thread)."""
+    async def dismiss(self, is_well: bool) -> None:  # noqa: B027  (few have members)
+        """Have the other members of the group, if any, leave (loop thread).
+
+        is_well: as this process was told to; else for an error that ends it.
+        """
 
     # --- running -----------------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class Worker(ABC):
                 task.cancel()
             # First: a registry that hangs must not keep rooms from moving.
             self._end_streams()
-            await self.dismiss()
+            await self.dismiss(self._engine_error is None and sys.exception() is None)
             with contextlib.suppress(KvferryError):
                 await registry.deregister()
             await server.stop(FAREWELL_S if self.leaving.drained else 0.2)

@@ -222,3 +222,16 @@ async def test_a_child_without_which_another_is_of_no_use_does_not_outlive_it(
     assert alone in supervisor._children
     for task in watching:
         task.cancel()
+
+
+async def test_a_child_that_leaves_as_told_takes_those_of_its_group_along(
+    supervisor: children.Supervisor,
+) -> None:
+    drains = replace(child(TELL_READY + WAIT), drains=True)
+    leaves = replace(child(TELL_READY + "raise SystemExit(0)"), drains=True, group="one")
+    other = await supervisor.start(replace(drains, group="one"))
+    alone = await supervisor.start(drains)
+    await asyncio.gather(other.wait_ready(), alone.wait_ready())
+    await asyncio.wait_for(supervisor.watch(await supervisor.start(leaves)), 20)
+    assert await asyncio.wait_for(other.process.wait(), 20) == -signal.SIGTERM
+    assert alone.process.returncode is None
