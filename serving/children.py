@@ -114,6 +114,7 @@ class Supervisor:
         self._token = token
         self._stop_timeout_s = stop_timeout_s
         self._children: list[Child] = []
+        self._left: set[str] = set()  # groups of which one has left as it was told
         self._lifeline_read, self._lifeline_write = os.pipe()
         self.stopping = False
 
@@ -162,6 +163,7 @@ class Supervisor:
             self._children.remove(child)
             if child.spec.drains and code == 0:
                 log.info("%s has left, as it was told: it is not started again", name)
+                self._left.add(child.spec.group)
                 for other in self._group_of(child):  # would wait for it
                     with contextlib.suppress(ProcessLookupError):
                         other.process.terminate()
@@ -172,13 +174,22 @@ class Supervisor:
                 await child.output
                 raise child.failed(f"ended with code {code}, {restarts} time(s) in a row", code)
             log.warning("%s ended with code %d: starting it again", name, code)
-            child, restarts = await self._start_again(child, restarts)
+            again = await self._start_again(child, restarts)
+            if again is None:
+                return
+            child, restarts = again
 
-    async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int]:
-        """Another of it, and its restarts in a row by now. Raises ChildFailed after too many."""
+    async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int] | None:
+        """Another of it, and its restarts in a row by now; None when its group has left.
+
+        Raises ChildFailed after too many.
+        """
         others = [] if ended.followed else self._group_of(ended)
         while True:
             await asyncio.sleep(RESTART_DELAY_S)
+            if ended.spec.group and ended.spec.group in self._left:
+                log.info("%s is not started: its group has left", ended.spec.name)
+                return None
             for other in others:  # that hangs: those that live have left without it
                 if other.process.returncode is None:
                     other.followed = True

@@ -235,3 +235,15 @@ async def test_a_child_that_leaves_as_told_takes_those_of_its_group_along(
     await asyncio.wait_for(supervisor.watch(await supervisor.start(leaves)), 20)
     assert await asyncio.wait_for(other.process.wait(), 20) == -signal.SIGTERM
     assert alone.process.returncode is None
+
+
+async def test_a_child_that_dies_when_another_of_its_group_left_as_told_is_not_started_again(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "RESTART_DELAY_S", 0.2)
+    dies = await supervisor.start(replace(child("raise SystemExit(1)"), drains=True, group="one"))
+    leaves = await supervisor.start(replace(child("pass"), drains=True, group="one"))
+    for each in (dies, leaves):
+        await asyncio.wait_for(each.process.wait(), 20)
+    await asyncio.wait_for(asyncio.gather(*map(supervisor.watch, (dies, leaves))), 20)
+    assert not supervisor._children
