@@ -68,14 +68,21 @@ def is_leader() -> bool:
 
 
 def texts_of_all(text: str) -> list[str]:
-    """What each member gave, the leader's first. All must call it, and wait for each other."""
+    """What each member gave, the leader's first. All must call it, and wait for each other.
+
+    Raises RuntimeError when one is gone.
+    """
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).ravel().tolist()
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: len(data)] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    try:
+        own_size = np.array([len(data)], np.int32)
+        sizes = multihost_utils.process_allgather(own_size).ravel().tolist()
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: len(data)] = data
+        rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"another node is gone, see what it said: {error}") from error
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 

@@ -131,6 +131,7 @@ class Leader:
 
     def wait_for_all(self) -> None:
         """Until every member follows (build thread). Raises ConfigError when one does not."""
+        log.info("all is compiled; %d other nodes have to follow", self._num_members - 1)
         if not self._all_follow.wait(FOLLOW_TIMEOUT_S):
             missing = sorted(set(range(1, self._num_members)) - set(self._feeds))
             raise ConfigError(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")

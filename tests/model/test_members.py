@@ -4,6 +4,7 @@ import threading
 
 import jax
 import pytest
+from jax.experimental import multihost_utils
 
 from model import members
 from model.errors import ModelError
@@ -42,3 +43,13 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert members.is_leader()
     members.check_alike({"a": "b"})
     assert list(members.first_devices(3)) == jax.devices()[:3]
+
+
+def test_a_node_that_is_gone_while_all_agree_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise ValueError("Connection closed by peer")
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", fails)
+    with pytest.raises(RuntimeError, match=r"another node is gone, .*: Connection closed by peer"):
+        members.texts_of_all("a")
