@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import metadata
 from typing import Final
 
 import numpy as np
@@ -110,7 +111,11 @@ def join(config: WorkerConfig) -> None:
         for name, value in vars(config).items()
         if name not in _OWN
     }
-    members.check_alike(settings | {"model digest": model_digest(config.model_path)})
+    # Programs of other versions may talk in another order: nobody would notice, but by the answers.
+    versions = {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
+    versions["version of messages"] = str(wire.WIRE_VERSION)
+    digest = {"model digest": model_digest(config.model_path)}
+    members.check_alike(versions | settings | digest)
 
 
 class Leader:

@@ -1,17 +1,20 @@
-"""A member whose leader fails, or that is told to leave alone, ends with an error."""
+"""A member's start and end: what nodes must have alike; leaders that fail, and leaving alone."""
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import AsyncIterator, Iterator
 
+import jax
 import pytest
 
 from model import members
 from model.calls import Calls
 from tests.recording import until
+from tests.serving.commands import MODEL
 from tests.transfer.samples import SECURITY
 from tests.transfer.test_group import CONFIG, Group
-from transfer import member
+from transfer import group, member
 from transfer.errors import Unavailable
 from transfer.member import Member
 
@@ -63,3 +66,16 @@ async def test_a_member_that_leaves_before_its_leader_ends_with_an_error(
     with pytest.raises(Unavailable, match="node 1 leaves before node 0 does"):
         await asyncio.wait_for(running, 5)
     await until(lambda: led.lost == [1])
+
+
+def test_nodes_compare_versions_flags_and_model_but_not_where_each_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: dict[str, str] = {}
+    monkeypatch.setattr(members, "join", lambda *_: None)
+    monkeypatch.setattr(members, "check_alike", compared.update)
+    group.join(dataclasses.replace(CONFIG, model_path=MODEL))
+    assert compared["version of jax"] == jax.__version__
+    assert compared["--tp-size"] == "3"
+    assert len(compared["model digest"]) == 16
+    assert not {"--host", "--port", "--node-rank", "--model-path"} & set(compared)
