@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -27,6 +28,15 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
     command += ["-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     return Security(SECURITY.token, cert, cert, key)
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A process that leaves ignores signals from then on; this one stays."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """The leader of a group and its members, over real sockets: calls in order, and ends of either."""
 
 import asyncio
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,8 @@ async def led() -> AsyncIterator[Group]:
 
 
 @pytest.fixture
-def _own_signals() -> Iterator[None]:
-    """A process that leaves ignores signals from then on; this one stays."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
 def follow(
-    led: Group, monkeypatch: pytest.MonkeyPatch, _own_signals: None
+    led: Group, monkeypatch: pytest.MonkeyPatch, own_signals: None
 ) -> Callable[[Calls], "asyncio.Task[None]"]:
     """Runs a member whose engine has these calls, as its process would."""
     monkeypatch.setattr(member, "join", lambda config: None)

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import jax
 import pytest
@@ -20,16 +20,7 @@ from transfer.member import Member
 
 
 @pytest.fixture
-def _own_signals() -> Iterator[None]:
-    """A process that leaves ignores signals from then on; this one stays."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-async def led(monkeypatch: pytest.MonkeyPatch, _own_signals: None) -> AsyncIterator[Group]:
+async def led(monkeypatch: pytest.MonkeyPatch, own_signals: None) -> AsyncIterator[Group]:
     made = Group()
     await made.start()
     monkeypatch.setattr(member, "join", lambda config: None)
