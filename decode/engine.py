@@ -20,7 +20,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decode.local import LocalPiece, LocalPrompt
-from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for
+from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages
@@ -58,6 +58,7 @@ class SlotState(NamedTuple):
     length: Any  # i32[S]: tokens in history
     prompt_len: Any  # i32[S]
     page_table: Any  # i32[S, P]
+    masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a grammar
     rows: SamplingRows  # leading axis S
 
 
@@ -77,6 +78,7 @@ class FirstAsk(NamedTuple):
 
     params: SamplingParams
     num_prompt_tokens: int
+    mask: np.ndarray | None = None  # u32[W], where params have a grammar
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class StepEngine(Protocol):
         self, rank: int, page_ids: Sequence[int], shards: Sequence[np.ndarray]
     ) -> None: ...
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
+    def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None: ...
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -125,6 +128,9 @@ class DecodeEngine:
         if local is not None:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
         self._step: dict[int, Program] = {}
+        all_slots = self._dp_size * self._rank_slots
+        self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
+        self._set_mask: dict[int, Program] = {}
         self._runs = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self.plan: MemoryPlan
         self._pool: Array
@@ -133,7 +139,7 @@ class DecodeEngine:
         # Pages that came and are on the device, but not in the pool yet.
         self._placing_pages = 0
         self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
-        empty = _empty_state(self._dp_size * self._rank_slots, buckets, opened.context_length)
+        empty = self._empty_state(all_slots)
         # Every device of a rank has the state of all its slots.
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
         state_bytes *= len(opened.devices) // self._dp_size
@@ -153,6 +159,7 @@ class DecodeEngine:
         self.calls = Calls()
         self.calls.add("place", self._place)
         self.calls.add("admit", self._start)
+        self.calls.add("mask", self._mask)
         self.calls.add("step", self._run_step)
         if self._chunks is not None:
             self.calls.add("chunk", self._run_chunk)
@@ -184,7 +191,7 @@ class DecodeEngine:
         per_call = self._buckets.admit_rows
         for at in range(0, len(starts), per_call):
             group = starts[at : at + per_call]
-            fresh = _empty_state(per_call, self._buckets, self._opened.context_length)
+            fresh = self._empty_state(per_call)
             slots = np.full(per_call, self._dp_size * self._rank_slots, np.int32)
             for row, start in enumerate(group):
                 slots[row] = start.slot
@@ -194,6 +201,14 @@ class DecodeEngine:
                 fresh.page_table[row, : len(start.pages)] = start.pages
                 set_row(fresh.rows, row, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
+
+    def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        """Dispatch the masks of what these slots may draw next: i32[n], u32[n, W]."""
+        num_rows = bucket_for(len(slots), self._mask_rows)
+        where = np.full(num_rows, self._dp_size * self._rank_slots, np.int32)
+        rows = np.zeros((num_rows, masks.shape[1]), np.uint32)
+        where[: len(slots)], rows[: len(slots)] = slots, masks
+        self.calls("mask", num_rows, where, rows)
 
     def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
         """Dispatch one step for these slots.
@@ -225,8 +240,8 @@ class DecodeEngine:
         for placed in chunk.pieces:
             prompt = placed.piece.prompt
             if placed.piece.is_last:
-                params, num_prompt_tokens = asks[prompt.room]
-                draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt_tokens))
+                params, num_prompt, mask = asks[prompt.room]
+                draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt, mask))
         if not draws:
             return chunk, None
         width, arrays = self._chunks.pack_firsts(draws)
@@ -246,6 +261,9 @@ class DecodeEngine:
     def _start(self, _: int, slots: np.ndarray, *leaves: np.ndarray) -> None:
         fresh = jax.tree.unflatten(self._state_tree, leaves)
         self._state = self._admit(self._state, slots, fresh)
+
+    def _mask(self, num_rows: int, slots: np.ndarray, masks: np.ndarray) -> None:
+        self._state = self._set_mask[num_rows](self._state, slots, masks)
 
     def _run_step(self, bucket: int, plan: np.ndarray) -> SampleOut:
         out: SampleOut
@@ -283,11 +301,10 @@ class DecodeEngine:
     def _compile(self, num_pages: int) -> list[Program]:
         """Every program, for a pool of num_pages."""
         buckets, kv, mesh = self._buckets, self._opened.kv, self._model.mesh
-        dp_size, context = self._dp_size, self._opened.context_length
+        dp_size = self._dp_size
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
-        empty = _empty_state(dp_size * self._rank_slots, buckets, context)
-        state = abstract_of(empty, mesh, RANKS)
-        total = len(buckets.slots) + self._runs.num_programs + 1
+        state = abstract_of(self._empty_state(dp_size * self._rank_slots), mesh, RANKS)
+        total = len(buckets.slots) + self._runs.num_programs + 1 + len(self._mask_rows)
         total += self._chunks.num_programs if self._chunks is not None else 0
         total += self._experts.num_programs
         done: list[Program] = []
@@ -313,13 +330,29 @@ class DecodeEngine:
             self._step[slots] = built(f"step[slots={slots}]", step, args, (1, 2, 5))
         self._runs.compile(pool, num_pages, compiled)
         admit = on_ranks(mesh, _admit_fn, (RANKS, P(), P()), RANKS)
-        fresh = abstract_of(_empty_state(buckets.admit_rows, buckets, context), mesh, P())
-        rows = abstract_i32((buckets.admit_rows,), mesh, P())
-        self._admit = built(f"admit[{buckets.admit_rows}]", admit, (state, rows, fresh), (0,))
+        num_rows = buckets.admit_rows
+        fresh = abstract_of(self._empty_state(num_rows), mesh, P())
+        rows = abstract_i32((num_rows,), mesh, P())
+        self._admit = built(f"admit[{num_rows}]", admit, (state, rows, fresh), (0,))
+        mask = on_ranks(mesh, _mask_fn, (RANKS, P(), P()), RANKS)
+        for num_rows in self._mask_rows:
+            shapes = np.zeros(num_rows, np.int32), self._empty_state(num_rows).masks
+            args = (state, *abstract_of(shapes, mesh, P()))
+            self._set_mask[num_rows] = built(f"mask[slots={num_rows}]", mask, args, (0,))
         if self._chunks is not None:
             self._chunks.compile(params, pool, experts, num_pages, compiled)
         self._experts.compile(params, compiled)
         return done
+
+    def _empty_state(self, num_slots: int) -> SlotState:
+        return SlotState(
+            history=np.zeros((num_slots, self._opened.context_length), np.int32),
+            length=np.zeros(num_slots, np.int32),
+            prompt_len=np.zeros(num_slots, np.int32),
+            page_table=np.zeros((num_slots, self._buckets.pages_per_slot), np.int32),
+            masks=np.zeros((num_slots, mask_words(self._model.cfg.vocab_size)), np.uint32),
+            rows=empty_rows(num_slots),
+        )
 
 
 def decode_step(
@@ -364,12 +397,18 @@ def decode_step(
     def history() -> tuple[Array, Array, Array]:
         return state.history[safe], prompt_len, length
 
-    out = sample(row_logits(model, params, hidden), rows, history, length - prompt_len)
+    def masks() -> Array:
+        taken: Array = state.masks[safe]
+        return taken
+
+    logits = row_logits(model, params, hidden)
+    out = sample(logits, rows, history, length - prompt_len, masks)
     state = SlotState(
         history=state.history.at[slots, length].set(out.ids, mode="drop"),
         length=state.length.at[slots].add(1, mode="drop"),
         prompt_len=state.prompt_len,
         page_table=page_table,
+        masks=state.masks,
         rows=state.rows,
     )
     return pool, state, loads, tell_host(model.mesh, out)
@@ -382,11 +421,22 @@ def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Arr
     return jnp.where(mask, taken, jnp.asarray(blank, taken.dtype))
 
 
-def _admit_fn(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
-    """Write rows of `fresh` at `slots`, which count over all ranks; those of others are dropped."""
+def _own_slots(state: SlotState, slots: Array) -> Array:
+    """Of slots that count over all ranks, those of this one; past the end for the others'."""
     num_slots = np.int32(state.length.shape[0])
     rank, slot = jnp.divmod(slots, num_slots)
-    mine = jnp.where(rank == rank_idx(), slot, num_slots)
+    return jnp.where(rank == rank_idx(), slot, num_slots)
+
+
+def _mask_fn(state: SlotState, slots: Array, masks: Array) -> SlotState:
+    """Write rows of masks at `slots`, which count over all ranks."""
+    mine = _own_slots(state, slots)
+    return state._replace(masks=state.masks.at[mine].set(masks, mode="drop"))
+
+
+def _admit_fn(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
+    """Write rows of `fresh` at `slots`, which count over all ranks; those of others are dropped."""
+    mine = _own_slots(state, slots)
     merged: SlotState = jax.tree.map(
         lambda old, new: old.at[mine].set(new, mode="drop"), state, fresh
     )
@@ -406,13 +456,3 @@ def _places(ranks: np.ndarray, dp_size: int) -> tuple[np.ndarray, int]:
     within = np.empty(len(ranks), np.int32)
     within[order] = np.arange(len(ranks)) - first[ranks[order]]
     return within, int(counts.max())
-
-
-def _empty_state(num_slots: int, buckets: DecodeBuckets, context: int) -> SlotState:
-    return SlotState(
-        history=np.zeros((num_slots, context), np.int32),
-        length=np.zeros(num_slots, np.int32),
-        prompt_len=np.zeros(num_slots, np.int32),
-        page_table=np.zeros((num_slots, buckets.pages_per_slot), np.int32),
-        rows=empty_rows(num_slots),
-    )

@@ -1,6 +1,5 @@
 """What decode knows of one room, what other threads tell it, and what it has on the device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,12 +7,12 @@ import numpy as np
 from decode.admission import Seat
 from decode.engine import StepInFlight
 from decode.local import LocalPrompt
-from decode.scheduler import StepPlan, StepResult
+from decode.scheduler import StepPlan
 from model.chunks import ChunkInFlight
 from model.sampling import SampleOut
+from transfer import wire
 from transfer.backend import FirstToken
 from transfer.chunk_times import ChunkTimes
-from transfer.emit import Rows
 from transfer.errors import Code
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import HeldRoom
@@ -57,6 +56,7 @@ class Held(HeldRoom):
     num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
     logprobs: CollectedLogprobs | None = None  # of a prompt computed here, where they are asked
     chunks: list[ChunkTimes] = field(default_factory=list)  # of a prompt computed here
+    first: FirstToken | None = None  # while it waits for its grammar
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,6 @@ class LocalFlight:
     times: list[ChunkTimes]  # one a piece
 
 
-def rows_of(
-    result: StepResult,
-    at: np.ndarray,
-    device_rows: np.ndarray,
-    wanted: np.ndarray,
-    logprobs: np.ndarray | None,
-    tops: Sequence[np.ndarray] | None,
-) -> Rows:
-    """One API process's part of a step.
-
-    at, device_rows: i32[n], into the result and into the arrays of the device.
-    """
-    rows = Rows(result.rooms[at], result.token_ids[at], result.token_idx[at], result.finish[at])
-    if logprobs is not None:
-        rows.logprobs = logprobs[device_rows]
-    if tops is not None:
-        rows.top_rows = np.flatnonzero(wanted[at] > 0).astype(np.int32)
-        rows.top_ids = tops[0][device_rows][rows.top_rows]
-        rows.top_logprobs = tops[1][device_rows][rows.top_rows]
-    return rows
+def is_local(submit: wire.Submit) -> bool:
+    """Whether both legs are one worker's: decode computes the prompt itself."""
+    return submit.prefill.worker_id == submit.decode.worker_id

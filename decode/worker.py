@@ -14,8 +14,9 @@ import jax
 import msgspec
 import numpy as np
 
-from decode.admission import Admission, Sharing
+from decode.admission import Admission, Seat, Sharing
 from decode.config import DecodeConfig
+from decode.constrained import ConstrainedSlots
 from decode.engine import FirstAsk, SlotStart, StepEngine, StepInFlight
 from decode.grants import GrantSender
 from decode.held import (
@@ -26,12 +27,13 @@ from decode.held import (
     PagesArrived,
     SenderLost,
     StepFlight,
-    rows_of,
+    is_local,
 )
 from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
 from decode.opening import build_engine, most_local
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
+from decode.told import tell_step
 from model.buckets import PrefillBuckets
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
@@ -76,6 +78,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._starts: list[tuple[Held, FirstToken]] = []
         self._started: list[Held] = []  # since the last step
         self._inflight: deque[StepFlight | LocalFlight] = deque()
+        self._constrained = ConstrainedSlots()
         self._grants = GrantSender(  # loop thread only
             security, lambda rooms, message: self.inbox.post(GrantFailed(rooms, message))
         )
@@ -151,7 +154,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
         num_tokens = len(submit.token_ids) // 4
         limit = most_local(self.config, self._facts.context_length)
-        if _is_local(submit) and num_tokens > limit:
+        if is_local(submit) and num_tokens > limit:
             message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of {limit}"
             return wire.Refusal(submit.room, Code.STALE.value, message)
         return super().capacity_refusal(submit)
@@ -177,7 +180,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def take(self, submit: wire.Submit, room: Room) -> Held:
         num_tokens, rank = len(submit.token_ids) // 4, self.dictated_rank(submit)
         held, sharing, start = Held(submit, room), None, submit.sampling.prompt_logprobs_start
-        if _is_local(submit):
+        if is_local(submit):
             token_ids = wire.unpack_i32(submit.token_ids)
             sharing = Sharing(token_ids, submit.cache_salt, reusable_tokens(num_tokens, start))
             if start >= 0:
@@ -194,6 +197,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             if running is not None:
                 held.num_steps = running.num_tokens - len(held.submit.token_ids) // 4 - 1
             self._scheduler.stop(held.seat.slot)
+            self._constrained.stop(held.seat.slot)
             held.seat = None
         self._admission.release(held.submit.room)
 
@@ -213,8 +217,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def has_begun(self, held: Held) -> bool:
         """A prompt that waits for its first chunk has a seat, but cost nothing yet."""
-        is_local = held.seat is not None and held.seat.sharing is not None
-        return super().has_begun(held) and not (is_local and held.room.state is State.RESERVED)
+        waits = held.seat is not None and held.seat.sharing is not None
+        return super().has_begun(held) and not (waits and held.room.state is State.RESERVED)
 
     def _place(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
         held = self._held.get(room)
@@ -242,8 +246,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         held.room.advance(State.READY, self.clock.monotonic_s())
         if first.finished:
             self.end(held.submit.room)
+        elif held.waits_for_grammar:
+            held.first = first
         else:
             self._starts.append((held, first))
+
+    def grammar_ready(self, held: Held) -> None:
+        if held.first is not None:
+            self._starts.append((held, held.first))
+        elif held.seat is not None:
+            self._queue_local(held, held.seat)
 
     def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
         return [registry.watch_routes(self._prefill_routes, self.worker_id())]
@@ -263,16 +275,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def turn(self) -> bool:
         self._seat()
+        while self._constrained and self._inflight:
+            self._complete(self._inflight.popleft())
         self._start()
         computes = len(self._local) > 0
         if computes:
             self._dispatch_local()
         plan = self._plan()
         if plan is not None:
-            flight = self._engine.step(plan.slots, plan.new_pages)
-            self._inflight.append(StepFlight(plan, flight, self._started))
-            self._started = []
-            self.counters["steps"] += 1
+            self._dispatch_step(plan)
         while len(self._inflight) > 1:
             self._complete(self._inflight.popleft())
         if self._inflight and plan is None and not computes:
@@ -293,7 +304,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self.counters[f"rank_{seat.rank}_rooms"] += 1
             num_pages = -(-seat.num_tokens // self._facts.page_size)
             if seat.sharing is not None:
-                self._local.add(LocalPrompt(seat, seat.sharing, held.logprobs is not None))
+                if not held.waits_for_grammar:
+                    self._queue_local(held, seat)
                 continue
             self._receiver.expect(seat.room, self.epoch, num_pages)
             grant = wire.Grant(
@@ -308,26 +320,24 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if grants:
             self.on_loop(self._send_grants, grants)
 
+    def _queue_local(self, held: Held, seat: Seat) -> None:
+        if seat.sharing is not None:
+            self._local.add(LocalPrompt(seat, seat.sharing, held.logprobs is not None))
+
     def _start(self) -> None:
         """Rooms whose pages are all there join the batch."""
         starts = []
         for held, first in self._starts:
-            if held.seat is None or self._held.get(held.submit.room) is not held:
+            submit, seat, constraint = held.submit, held.seat, held.constraint
+            if seat is None or self._held.get(submit.room) is not held:
                 continue
-            submit = held.submit
+            if constraint and not self._constrained.start(seat.slot, constraint, first.token_id):
+                self._fail_unfollowed(submit.room)
+                continue
             tokens = np.append(wire.unpack_i32(submit.token_ids), np.int32(first.token_id))
-            starts.append(
-                SlotStart(
-                    held.seat.slot,
-                    tokens,
-                    submit.num_prompt_tokens,
-                    held.seat.pages,
-                    submit.sampling,
-                )
-            )
-            self._scheduler.start(
-                held.seat, submit.api_id, submit.sampling, submit.num_prompt_tokens
-            )
+            num_prompt, params = submit.num_prompt_tokens, submit.sampling
+            starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params))
+            self._scheduler.start(seat, submit.api_id, params, num_prompt)
             held.room.advance(State.DECODING, self.clock.monotonic_s())
             self._started.append(held)
         self._starts = []
@@ -343,6 +353,20 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                     self._complete(self._inflight.popleft())
                 else:
                     self._preempt(self._admission.victim(dry.rank).room)
+
+    def _dispatch_step(self, plan: StepPlan) -> None:
+        stuck = self._constrained.mask(plan.slots, self._grammars, self._engine)
+        flight = self._engine.step(plan.slots, plan.new_pages)
+        self._inflight.append(StepFlight(plan, flight, self._started))
+        self._started = []
+        self.counters["steps"] += 1
+        for slot, error in stuck:  # what this step draws for them is passed over
+            running = self._scheduler.running(slot)
+            assert running is not None
+            self.fail(running.seat.room, error.code, error.message)
+
+    def _fail_unfollowed(self, room: int) -> None:
+        self.fail(room, Code.INTERNAL, "a token was drawn that does not follow the grammar")
 
     def _preempt(self, room: int) -> None:
         held = self._held[room]
@@ -362,7 +386,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 self.counters["local_prefills"] += 1
             if piece.is_last:
                 submit = held.submit
-                asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens)
+                mask = held.constraint.first_mask if held.constraint is not None else None
+                asks[submit.room] = FirstAsk(submit.sampling, submit.num_prompt_tokens, mask)
             times.append(next_chunk(held.chunks, piece.num_tokens, now_s, page_end=0))
             self.counters["tokens_computed"] += piece.num_tokens
         self._inflight.append(LocalFlight(*self._engine.run_local(plans, asks), times))
@@ -420,32 +445,19 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
-        out = flight.out
-        token_ids = np.asarray(out.ids)[flight.rows]
+        token_ids = np.asarray(flight.out.ids)[flight.rows]
         for at in np.flatnonzero(token_ids == NOT_A_TOKEN).tolist():
             self.fail_undrawn(int(plan.rooms[at]))
         result = self._scheduler.finish(plan, token_ids)
         for held in started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
-        by_api: dict[str, list[int]] = {}
         slots = plan.slots[result.rows]
-        for at, slot in enumerate(slots.tolist()):
-            running = self._scheduler.running(slot)
-            assert running is not None
-            by_api.setdefault(running.api_id, []).append(at)
-        wanted = self._scheduler.top_wanted(slots)
-        logprobs = np.asarray(out.logprobs) if (wanted >= 0).any() else None
-        tops = (
-            (np.asarray(out.top_ids), np.asarray(out.top_logprobs)) if (wanted > 0).any() else None
-        )
-        for api_id, ats in by_api.items():
-            at_rows = np.array(ats, np.int32)
-            device_rows = flight.rows[result.rows[at_rows]]
-            rows = rows_of(result, at_rows, device_rows, wanted, logprobs, tops)
-            self._emitter.rows(api_id, rows)
+        tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
+        for at in self._constrained.take(slots, result.token_ids):
+            self._fail_unfollowed(int(result.rooms[at]))
 
     # --- grants (loop thread) ---------------------------------------------------------------------
 
@@ -473,12 +485,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         return flush_caches(self._admission.caches)
 
     def close(self) -> None:
-        self._compiles.disarm()
+        super().close()
         receiver = getattr(self, "_receiver", None)
         if receiver is not None:
             receiver.close()
-
-
-def _is_local(submit: wire.Submit) -> bool:
-    """Whether both legs are one worker's: decode computes the prompt itself."""
-    return submit.prefill.worker_id == submit.decode.worker_id

@@ -28,6 +28,11 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of a mask: bit t % 32 of word t // 32 stands for token t."""
+    return -(-vocab_size // 32)
+
+
 @dataclass(frozen=True)
 class PrefillBuckets:
     """Shapes of the prefill programs.

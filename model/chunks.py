@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from model.buckets import PrefillBuckets, bucket_for
+from model.buckets import PrefillBuckets, bucket_for, mask_words
 from model.moe import ExpertMap
 from model.pieces import ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
@@ -88,6 +88,7 @@ class FirstSample:
     params: SamplingLike
     token_ids: np.ndarray
     num_prompt_tokens: int
+    mask: np.ndarray | None = None  # u32[words], where params have a grammar
 
 
 class ChunkPrograms[Q: ChunkPrompt]:
@@ -101,7 +102,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._num_pages = 0  # of each rank
         self._chunk: dict[int, Program] = {}
         self._sample_plain: Program
-        self._sample_history: Program
+        self._sample_edited: Program
         self._rows_tree = jax.tree.structure(empty_rows(1))
         self._logits: Array  # of the last chunk
 
@@ -143,27 +144,33 @@ class ChunkPrograms[Q: ChunkPrompt]:
         seqs = self._dp_size * self.buckets.seqs
         rows = empty_rows(seqs)
         lengths = np.zeros((2, seqs), np.int32)
-        penalised = any(_penalised(first.params) for first in firsts)
-        width = self._context_length if penalised else 1
+        edited = any(_edited(first.params) for first in firsts)
+        width = self._context_length if edited else 1
         history = np.zeros((seqs, width), np.int32)
+        masks = np.zeros((seqs, self._mask_words(width)), np.uint32)
         for first in firsts:
             set_row(rows, first.row, first.params)
             lengths[:, first.row] = first.num_prompt_tokens, len(first.token_ids)
-            if penalised:
+            if edited:
                 history[first.row, : len(first.token_ids)] = first.token_ids
-        return width, (*jax.tree.leaves(rows), history, *lengths)
+            if first.mask is not None:
+                masks[first.row] = first.mask
+        return width, (*jax.tree.leaves(rows), history, *lengths, masks)
 
     def sample_first(self, width: int, *arrays: np.ndarray) -> SampleOut:
         """Dispatch draws from the last chunk; row i belongs to row i of its logits."""
-        *leaves, history, prompt_len, length = arrays
+        *leaves, history, prompt_len, length, masks = arrays
         rows = jax.tree.unflatten(self._rows_tree, leaves)
-        program = self._sample_plain if width == 1 else self._sample_history
-        out: SampleOut = program(self._logits, rows, history, prompt_len, length)
+        program = self._sample_plain if width == 1 else self._sample_edited
+        out: SampleOut = program(self._logits, rows, history, prompt_len, length, masks)
         for array in out:
             array.copy_to_host_async()
         return out
 
     # --- shapes -------------------------------------------------------------------------------
+
+    def _mask_words(self, width: int) -> int:
+        return 0 if width == 1 else mask_words(self._model.cfg.vocab_size)
 
     def _pack(self, pieces: Sequence[Piece[Q]], bucket: int) -> tuple[list[np.ndarray], np.ndarray]:
         """A rank's part: the fields of ChunkBatch, and the last row of each piece."""
@@ -215,7 +222,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             program = compile_program(f"chunk[tokens={tokens}]", chunk, args, (1, len(args) - 1))
             self._chunk[tokens] = built(program)
         self._sample_plain = built(self._compile_sample(1))
-        self._sample_history = built(self._compile_sample(self._context_length))
+        self._sample_edited = built(self._compile_sample(self._context_length))
 
     def _chunk_fn(
         self,
@@ -272,6 +279,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             jax.ShapeDtypeStruct((seqs, width), jnp.int32),
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
+            jax.ShapeDtypeStruct((seqs, self._mask_words(width)), jnp.uint32),
         )
         function = partial(_sample_fn, mesh)
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
@@ -280,9 +288,21 @@ class ChunkPrograms[Q: ChunkPrompt]:
 
 
 def _sample_fn(
-    mesh: Mesh, last_logits: Array, rows: Any, history: Array, prompt_len: Array, length: Array
+    mesh: Mesh,
+    last_logits: Array,
+    rows: Any,
+    history: Array,
+    prompt_len: Array,
+    length: Array,
+    masks: Array,
 ) -> SampleOut:
-    out = sample(last_logits, rows, lambda: (history, prompt_len, length), length - prompt_len)
+    out = sample(
+        last_logits,
+        rows,
+        lambda: (history, prompt_len, length),
+        length - prompt_len,
+        (lambda: masks) if masks.size else None,
+    )
     told: SampleOut = tell_host(mesh, out)
     return told
 
@@ -305,9 +325,11 @@ def _placed[Q: ChunkPrompt](
     return tuple(placed)
 
 
-def _penalised(params: SamplingLike) -> bool:
+def _edited(params: SamplingLike) -> bool:
+    """Whether the draw looks at all tokens so far, or at a mask."""
     return (
-        params.repetition_penalty != 1.0
+        params.grammar != ""
+        or params.repetition_penalty != 1.0
         or params.frequency_penalty != 0.0
         or params.presence_penalty != 0.0
     )

@@ -29,6 +29,7 @@ NOT_A_TOKEN = -1  # drawn from logits that are no distribution: NaN, or infinite
 MIN_TEMPERATURE = 1e-5
 
 History = Callable[[], tuple[Int[Array, "B C"], Int[Array, " B"], Int[Array, " B"]]]
+Masks = Callable[[], UInt32[Array, "B W"]]
 
 
 class SamplingRows(NamedTuple):
@@ -50,6 +51,7 @@ class SamplingRows(NamedTuple):
     stop_ids: Any  # i32[B, NUM_STOP], out of range = unused
     min_tokens: Any  # i32[B], no stop id is drawn before this token index
     num_top_logprobs: Any  # i32[B], -1 none, 0 the chosen token's only, up to NUM_TOP
+    has_mask: Any  # bool[B], only tokens of the row's mask are drawn
 
 
 class SampleOut(NamedTuple):
@@ -89,6 +91,8 @@ class SamplingLike(Protocol):
     def min_tokens(self) -> int: ...
     @property
     def num_top_logprobs(self) -> int: ...
+    @property
+    def grammar(self) -> str: ...
 
 
 # --- packing, on the host ---------------------------------------------------------------------
@@ -110,6 +114,7 @@ def empty_rows(num_rows: int) -> SamplingRows:
         stop_ids=np.full((num_rows, NUM_STOP), -1, np.int32),
         min_tokens=np.zeros(num_rows, np.int32),
         num_top_logprobs=np.full(num_rows, -1, np.int32),
+        has_mask=np.zeros(num_rows, np.bool_),
     )
 
 
@@ -140,6 +145,7 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.stop_ids[row, :num_stop] = params.stop_token_ids
     rows.min_tokens[row] = params.min_tokens
     rows.num_top_logprobs[row] = params.num_top_logprobs
+    rows.has_mask[row] = bool(params.grammar)
 
 
 # --- sampling, on the device ------------------------------------------------------------------
@@ -150,6 +156,7 @@ def sample(
     rows: SamplingRows,
     history: History,
     token_idx: Int[Array, " B"],
+    masks: Masks | None = None,
 ) -> SampleOut:
     """Draw one token a row.
 
@@ -157,13 +164,16 @@ def sample(
     history: called while tracing, used only when a row has a penalty; gives ids i32[B, C],
         prompt_len i32[B] and length i32[B]: positions < prompt_len are the prompt,
         prompt_len <= positions < length were generated, the rest is ignored.
-    Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens,
+    masks: called while tracing, used only when a row has a mask; gives u32[B, W], see
+        model.buckets.mask_words. None: no row has one. A mask without a bit leaves nothing to
+        draw: whoever makes it sees to that.
+    Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
     temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
     the bias. Entries that tie with the last one kept by top-k or top-p are kept too.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     with jax.named_scope("sample"):
-        edited = _edit(logits, rows, history, token_idx)
+        edited = _edit(logits, rows, history, token_idx, masks)
         greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
         ids = lax.cond(
             jnp.any(rows.temperature > 0),
@@ -227,8 +237,10 @@ def prompt_logprobs(
 # --- editing logits ---------------------------------------------------------------------------
 
 
-def _edit(logits: Array, rows: SamplingRows, history: History, token_idx: Array) -> Array:
-    """Penalties, bias and the wait for min_tokens, each only when a row asks."""
+def _edit(
+    logits: Array, rows: SamplingRows, history: History, token_idx: Array, masks: Masks | None
+) -> Array:
+    """Penalties, bias, the wait for min_tokens and masks, each only when a row asks."""
     has_penalty = jnp.any(
         (rows.repetition_penalty != 1.0)
         | (rows.frequency_penalty != 0.0)
@@ -236,13 +248,17 @@ def _edit(logits: Array, rows: SamplingRows, history: History, token_idx: Array)
     )
     waits = token_idx < rows.min_tokens
     has_bias = jnp.any(rows.bias_values != 0.0) | jnp.any(waits)
+    has_mask = jnp.any(rows.has_mask) & (masks is not None)
 
     def apply() -> Array:
-        penalised = lax.cond(has_penalty, lambda: _penalise(logits, rows, history), lambda: logits)
-        return lax.cond(has_bias, lambda: _bias(penalised, rows, waits), lambda: penalised)
+        edited = lax.cond(has_penalty, lambda: _penalise(logits, rows, history), lambda: logits)
+        edited = lax.cond(has_bias, lambda: _bias(edited, rows, waits), lambda: edited)
+        if masks is None:
+            return edited
+        return lax.cond(has_mask, lambda: _masked(edited, rows, masks()), lambda: edited)
 
     # One test in the common case; on a GPU each costs a round trip of its predicate.
-    return lax.cond(has_penalty | has_bias, apply, lambda: logits)
+    return lax.cond(has_penalty | has_bias | has_mask, apply, lambda: logits)
 
 
 def _penalise(logits: Array, rows: SamplingRows, history: History) -> Array:
@@ -275,6 +291,13 @@ def _bias(logits: Array, rows: SamplingRows, waits: Array) -> Array:
     forbidden = waits[:, None] & (rows.stop_ids >= 0)
     stop_ids = jnp.where(forbidden, rows.stop_ids, vocab)
     return logits.at[row, stop_ids].set(-jnp.inf, mode="drop")
+
+
+def _masked(logits: Array, rows: SamplingRows, masks: Array) -> Array:
+    """-inf for what the masks of rows that have one leave out."""
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
+    allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed | ~rows.has_mask[:, None], logits, -jnp.inf)
 
 
 # --- filters and the draw ---------------------------------------------------------------------

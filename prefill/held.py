@@ -25,5 +25,11 @@ class Held(HeldRoom):
 
 def first_sample(held: Held, row: int) -> FirstSample:
     """How to draw its first token. row: of its last piece in the chunk."""
-    submit = held.submit
-    return FirstSample(row, submit.sampling, held.prompt.token_ids, submit.num_prompt_tokens)
+    submit, constraint = held.submit, held.constraint
+    return FirstSample(
+        row,
+        submit.sampling,
+        held.prompt.token_ids,
+        submit.num_prompt_tokens,
+        constraint.first_mask if constraint is not None else None,
+    )

@@ -242,7 +242,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             return
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
-        self._ranks.grant(held.prompt)
+        if not held.waits_for_grammar:
+            self._ranks.grant(held.prompt)
+
+    def grammar_ready(self, held: Held) -> None:
+        if held.grant is not None:
+            self._ranks.grant(held.prompt)
 
     def _sender_said(self, said: Any) -> None:
         held = self._held.get(said.room)
@@ -467,7 +472,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return flush_caches([rank.cache for rank in self._ranks.ranks])
 
     def close(self) -> None:
-        self._compiles.disarm()
+        super().close()
         sender = getattr(self, "_sender", None)
         if sender is not None:
             sender.close()

@@ -11,8 +11,17 @@ from typing import Any
 
 import msgspec
 
+from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
 from serving.conversation import messages_of, render, text_of, tool_names
 from serving.errors import ApiError, bad_field, not_served
+from serving.grammar import (
+    Form,
+    ResponseFormat,
+    StructuredOutputs,
+    check_end,
+    form_of,
+    grammar_text,
+)
 from serving.parsing import Parsing
 from serving.protocol import (
     ChoiceAsk,
@@ -70,14 +79,14 @@ class OpenAIFields(SamplingFields, kw_only=True):
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
     best_of: int | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Not served.
     use_beam_search: bool | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     logits_processors: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
@@ -90,11 +99,6 @@ class OpenAIFields(SamplingFields, kw_only=True):
 
 REFUSED = (
     "use_beam_search",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "logits_processors",
     "bad_words",
     "allowed_token_ids",
@@ -164,8 +168,6 @@ def read_chat(body: bytes) -> ChatFields:
         raise not_served("modalities")
     if fields.function_call not in (None, "none", "auto"):
         raise not_served("function_call")
-    if fields.tool_choice not in (None, "none", "auto"):
-        raise not_served("tool_choice")
     if fields.messages is None:
         raise ApiError(400, "messages: this field is required", "messages", "missing_field")
     if fields.top_logprobs is not None and not fields.logprobs:
@@ -177,9 +179,6 @@ def _check_shared(fields: OpenAIFields) -> None:
     refuse(fields, REFUSED)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise not_served("best_of")
-    kind = (fields.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise not_served("response_format")
     if fields.stream_options is not None and not fields.stream:
         raise bad_field("stream_options", "is allowed only with stream")
 
@@ -203,6 +202,7 @@ class CompletionReader:
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
         self._shown = _shown(fields, num_logprobs, model, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
+        self._form = form_of(fields, fields.min_tokens, model.eos_ids)
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
@@ -222,12 +222,13 @@ class CompletionReader:
             else:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
+        grammar = await grammar_text(self._form) if self._form is not None else ""
         return _request(
             fields,
             request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
             prompts,
             self._n,
-            self._sampling,
+            msgspec.structs.replace(self._sampling, grammar=grammar),
             self._shown,
             [self._fit(len(prompt.ids)) for prompt in prompts],
             self._interval,
@@ -303,11 +304,24 @@ class ChatReader:
         self._shown = _shown(fields, num_logprobs, model, drop_output=False)
         self._shown = _with_markers(self._shown, self.parsing, model)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
+        self._form = self._form_of(fields)
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
         self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
         self._messages = messages_of(fields, model)
+
+    def _form_of(self, fields: ChatFields) -> Form | None:
+        model = self._model
+        form = form_of(fields, fields.min_tokens, model.eos_ids)
+        if not self.parsing.must_call:
+            return form
+        if form is not None:
+            raise bad_field("tool_choice", f"that asks for calls cannot go with {form.name}")
+        only = named_tool(fields.tool_choice)
+        form = calls_form(self.parsing, fields.tools or (), only, model.tokenizer)
+        check_end(form, fields, fields.min_tokens, model.eos_ids)
+        return form
 
     async def finish(self, request_id: str | None) -> Request:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
@@ -321,6 +335,10 @@ class ChatReader:
         shown_text = text_of(last["content"]) if echoes else ""
         begun = text_of(last["content"]) if fields.continue_final_message else ""
         self.parsing = replace(self.parsing, prompt=text, begun=begun)
+        grammar = ""
+        if self._form is not None:
+            prefix = thought_prefix(self.parsing, model.tokenizer)
+            grammar = await grammar_text(self._form, prefix)
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,
@@ -335,7 +353,7 @@ class ChatReader:
             request_id_of(request_id, "chatcmpl-", fields.rid, fields.request_id),
             [Prompt(ids, shown_text)],
             self._n,
-            self._sampling,
+            msgspec.structs.replace(self._sampling, grammar=grammar),
             self._shown,
             [max_new],
             self._interval,
@@ -350,12 +368,16 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
         for name in ("separate_reasoning", "stream_reasoning"):
             if getattr(fields, name) is False:
                 raise not_served(name)
+    must_call = must_be_calls(fields.tool_choice)
+    if must_call and config.tool_call_parser == "none":
+        raise bad_field("tool_choice", "that asks for calls needs a server with --tool-call-parser")
     calls = config.tool_call_parser != "none" and fields.tool_choice != "none"
     return Parsing(
         config.reasoning_parser,
         config.tool_call_parser,
         tool_names(fields.tools or ()) if calls else frozenset(),
         one_call=fields.parallel_tool_calls is False,
+        must_call=must_call,
     )
 
 

@@ -34,6 +34,7 @@ class Parsing:
     tool_calls: ToolCallParser = "none"
     tools: frozenset[str] = frozenset()
     one_call: bool = False  # calls after the first are left out
+    must_call: bool = False
     prompt: str = ""
     begun: str = ""  # of the answer, where the prompt has its beginning
 
@@ -62,6 +63,14 @@ class Parsing:
         """For one choice."""
         if self.reasoning == "gpt-oss":
             return HarmonyText(self.tools, self.prompt)
+        thought = self.thought()
+        calls = CALL_FORMATS[self.tool_calls] if self.tools else None
+        return TaggedText(thought != "none", thought == "open", calls, self.tools)
+
+    def thought(self) -> Literal["none", "open", "perhaps", "over"]:
+        """Whether an answer with tags begins inside of a thought, or may begin with one."""
+        if self.reasoning == "none":
+            return "none"
         if self.begun:
             opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
             is_over = THINK_END in self.begun
@@ -69,7 +78,6 @@ class Parsing:
             prompt = self.prompt.rstrip()
             opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
         # R1 thinks even where its prompt does not begin the thought.
-        unasked = self.reasoning == "deepseek-r1" and not is_over
-        thinks = self.reasoning != "none"
-        calls = CALL_FORMATS[self.tool_calls] if self.tools else None
-        return TaggedText(thinks, thinks and (opened or unasked), calls, self.tools)
+        if opened or (self.reasoning == "deepseek-r1" and not is_over):
+            return "open"
+        return "over" if is_over else "perhaps"

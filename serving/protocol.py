@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from model.config import ModelConfig
+from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, from_decode_error, not_served, quoted
 from serving.ranges import in_range, told
@@ -120,10 +121,7 @@ class ServedModel:
         self.config = config
         self.name = config.model_name
         self.vocab_size = model_config.vocab_size
-        eos = [*model_config.eos_token_ids]
-        if tokenizer.eos_id is not None:
-            eos.append(tokenizer.eos_id)
-        self.eos_ids = tuple(dict.fromkeys(eos))
+        self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:
             what = f"{config.model_path}: {len(self.eos_ids)} tokens end a text (eos_token_id)"
             raise ConfigError(f"{what}; accepted: at most {wire.MAX_STOP_IDS}")
@@ -248,16 +246,16 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     stream_interval: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     # Not served: each would change the answer, so each is refused by its name.
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
     structural_tag: Any = None
     stop_regex: Any = None
     custom_params: Any = None
 
 
-REFUSED_BY_BOTH = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
+REFUSED_BY_BOTH = ("structural_tag", "stop_regex", "custom_params")
 
 
 def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -11,6 +11,7 @@ import msgspec
 
 from serving.choice import Choice, Entry, Piece
 from serving.errors import bad_field, not_served
+from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
 from serving.openai_answers import DONE, event
 from serving.protocol import (
@@ -135,6 +136,12 @@ class GenerateReader:
             self._sampling_of(params or GenerateSampling(), shown)
             for params, shown in zip(self._params, self._shown, strict=True)
         ]
+        self._forms = [
+            form_of(params, params.min_new_tokens, model.eos_ids, NAMES["min_tokens"])
+            if params is not None
+            else None
+            for params in self._params
+        ]
 
     def _sampling_of(self, params: GenerateSampling, shown: Shown) -> Any:
         max_new = params.max_new_tokens
@@ -186,12 +193,15 @@ class GenerateReader:
                 )
             # One header cannot name several prompts.
             header = None if self.is_batch else request_id
+            form = self._forms[prompt_idx]
+            grammar = await grammar_text(form) if form is not None else ""
             own_id = request_id_of(header, "", self._rids[prompt_idx])
             for choice in range(n):
                 sampling = msgspec.structs.replace(
                     self._sampling[prompt_idx],
                     max_new_tokens=max_new,
                     seed=seed_of(params.sampling_seed, choice),
+                    grammar=grammar,
                 )
                 index = prompt_idx * n + choice
                 choices.append(ChoiceAsk(index, prompt_idx, own_id, Prompt(ids), sampling, shown))

@@ -1,6 +1,5 @@
 """Text <-> ids, and conversations -> text, as a checkpoint's own files say."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
+from model.tokenizer_files import TokenizerError, one_line, read_text, read_tokenizer, token_text
 from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
@@ -30,12 +30,7 @@ __all__ = [
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-
-
-class TokenizerError(ValueError):
-    """A tokenizer's file is missing or malformed; one line with the file's name."""
 
 
 class CallForm(NamedTuple):
@@ -62,9 +57,6 @@ class Tokenizer:
     ) -> None:
         """special_tokens: what the template sees, bos_token and such. Use `from_dir`."""
         self._backend = backend
-        # Files may carry settings from training, which would cut or fill prompts silently.
-        backend.no_truncation()
-        backend.no_padding()
         self._special_tokens = dict(special_tokens)
         self._templates = dict(templates)
         added = backend.get_added_tokens_decoder()
@@ -92,16 +84,10 @@ class Tokenizer:
         clock: what templates print as today's date. Raises TokenizerError.
         """
         folder = Path(path)
-        config = _read_json_object(folder / "tokenizer_config.json")
-        tokenizer_file = folder / "tokenizer.json"
-        text = _read_text(tokenizer_file)
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more special
-            raise TokenizerError(f"{tokenizer_file} is no tokenizer: {_one_line(error)}") from error
-        _add_tokens(backend, config.get("added_tokens_decoder") or {})
+        files = read_tokenizer(folder)
+        config = files.config
         special_tokens: dict[str, Any] = {
-            name: _token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
+            name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
         }
         if extra := config.get("additional_special_tokens"):
             if not isinstance(extra, list):
@@ -109,9 +95,9 @@ class Tokenizer:
                     f"{folder / 'tokenizer_config.json'}: additional_special_tokens is {extra!r}; "
                     "accepted: a list of tokens"
                 )
-            special_tokens["additional_special_tokens"] = [_token_text(token) for token in extra]
-        is_byte_level = _is_byte_level(json.loads(text).get("decoder"))
-        return cls(backend, special_tokens, _read_templates(folder, config, clock), is_byte_level)
+            special_tokens["additional_special_tokens"] = [token_text(token) for token in extra]
+        templates = _read_templates(folder, config, clock)
+        return cls(files.backend, special_tokens, templates, _is_byte_level(files.decoder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it count as such.
@@ -239,23 +225,6 @@ class Tokenizer:
 # --- files ------------------------------------------------------------------------------------
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"cannot read {file}: {_one_line(error)}") from error
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file} is no JSON: {_one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected an object, got {type(value).__name__}")
-    return value
-
-
 def _read_templates(
     folder: Path, config: Mapping[str, Any], clock: Clock
 ) -> dict[str, ChatTemplate]:
@@ -263,7 +232,7 @@ def _read_templates(
     file = folder / "chat_template.jinja"
     sources: dict[str, Any] = {}
     if file.exists():
-        sources["default"] = _read_text(file)
+        sources["default"] = read_text(file)
     else:
         file = folder / "tokenizer_config.json"
         given = config.get("chat_template")
@@ -281,50 +250,8 @@ def _read_templates(
         try:
             templates[name] = ChatTemplate(source, clock)
         except ChatTemplateError as error:
-            raise TokenizerError(f"{file}: {_one_line(error)}") from error
+            raise TokenizerError(f"{file}: {one_line(error)}") from error
     return templates
-
-
-def _token_text(token: Any) -> str:
-    """A token of tokenizer_config.json: text, or an object with its content."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
-    return text
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
-    """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
-
-    tokenizer.json may lack some of them, or not know that they are special. Raises TokenizerError.
-    """
-    try:
-        said = {int(token_id): _added_token(token) for token_id, token in listed.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = "tokenizer_config.json: added_tokens_decoder: expected tokens by their ids"
-        raise TokenizerError(f"{what}, got {_one_line(error)}") from error
-    known = backend.get_added_tokens_decoder()
-    for token_id in said.keys() & known.keys():
-        # A token that either file has as special stays so.
-        said[token_id].special |= known[token_id].special
-    other = {i: said[i] for i in sorted(said) if repr(known.get(i)) != repr(said[i])}
-    backend.add_tokens([*other.values()])
-    for token_id, token in other.items():
-        if (got := backend.token_to_id(token.content)) != token_id:
-            raise TokenizerError(
-                f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
-                f"tokenizer.json as {got}"
-            )
-
-
-def _added_token(token: Any) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(
-        token["content"], **{name: token[name] for name in _TOKEN_FLAGS if name in token}
-    )
 
 
 # --- bytes of tokens --------------------------------------------------------------------------

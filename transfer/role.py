@@ -16,7 +16,8 @@ from transfer import flags, wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.emit import StepEmitter
-from transfer.errors import Code, Unavailable
+from transfer.errors import Code, RequestError, Unavailable
+from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.group import Follow, Leader
 from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, RoomTable, Side, State
@@ -45,6 +46,19 @@ class HeldRoom:
     submit: wire.Submit
     room: Room
     received_s: float = field(init=False)  # monotonic, when the submit reached this process
+    constraint: Constraint | None = field(init=False, default=None)  # once its grammar is compiled
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        return self.constraint is None and self.submit.sampling.grammar != ""
+
+
+@dataclass(frozen=True)
+class GrammarReady:
+    """A grammar was compiled, or cannot be."""
+
+    room: int
+    outcome: Outcome
 
 
 class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
@@ -67,6 +81,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._leader: Leader | None = None
         if config.nnodes > 1:
             self._leader = Leader(config.nnodes, self._member_lost, clock)
+        self._grammars: Grammars | None = None
         self._emitter: StepEmitter
         self._facts: PoolFacts
         self._num_pages = 0
@@ -88,6 +103,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     @abstractmethod
     def request_tokens(self, submit: wire.Submit) -> int:
         """Tokens for which this role needs pages, at worst."""
+
+    @abstractmethod
+    def grammar_ready(self, held: H) -> None:
+        """What waited for the room's grammar may go on."""
 
     @abstractmethod
     def handle_own(self, event: Any) -> None:
@@ -130,6 +149,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                     self.drop(room, API_GONE)
             case Drain():
                 self._hand_on()
+            case GrammarReady(room, outcome):
+                self._grammar_ready(room, outcome)
             case _:
                 self.handle_own(event)
 
@@ -140,8 +161,28 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if self._rooms.add(room):
             held = self._held[submit.room] = self.take(submit, room)
             held.received_s = received_s
+            if held.waits_for_grammar:
+                self._begin_grammar(submit)
         else:
             self._tell_failed(submit, Code.QUEUE_FULL, "too many rooms")
+
+    def _begin_grammar(self, submit: wire.Submit) -> None:
+        room, grammars = submit.room, self._grammars
+        assert grammars is not None, "refused where there are none"
+        self.counters["grammars"] += 1
+        grammars.begin(
+            submit,
+            lambda: room in self._held,
+            lambda outcome: self.inbox.post(GrammarReady(room, outcome)),
+        )
+
+    def _grammar_ready(self, room: int, outcome: Outcome) -> None:
+        held = self._held.get(room)
+        if isinstance(outcome, RequestError):
+            self.fail(room, outcome.code, outcome.message)
+        elif held is not None:
+            held.constraint = outcome
+            self.grammar_ready(held)
 
     def capacity_refusal(self, submit: wire.Submit) -> wire.Refusal | None:
         rank = self.dictated_rank(submit)
@@ -149,6 +190,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             message = (
                 f"data-parallel rank {rank}, {self.worker_id()} has dp size {self.config.dp_size}"
             )
+            return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
+        if submit.sampling.grammar and self._grammars is None:
+            message = f"{self.worker_id()} follows no grammars"
             return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         num_tokens = self.request_tokens(submit)
         limit = self._facts.request_limit(self._num_pages)
@@ -247,6 +291,11 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         event = wire.RoomEvent(submit.room, "failed", code=code.value, message=message)
         self._emitter.event(submit.api_id, event)
 
+    def close(self) -> None:
+        self._compiles.disarm()
+        if self._grammars is not None:
+            self._grammars.close()
+
     # --- what others may know --------------------------------------------------------------------
 
     def worker_id(self) -> str:
@@ -261,6 +310,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
         """Replace what the flags left open by what it came to, and say so."""
         kv = opened.kv
+        self._grammars = Grammars(self.config.model_path, opened.model.cfg)
         self._experts_counted = opened.experts.counters
         known: dict[str, Any] = {
             "worker_id": self.worker_id(),

@@ -22,12 +22,13 @@ import numpy as np
 
 from transfer.errors import BadMessage
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 # Worst-case counts that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_IDS = 16
+MAX_GRAMMAR_BYTES = 128 << 10
 
 Role = Literal["prefill", "decode"]
 
@@ -56,6 +57,7 @@ class SamplingParams(Message):
     min_tokens: int = 0
     num_top_logprobs: int = -1  # -1 none, 0 the chosen token's only, up to NUM_TOP_LOGPROBS
     prompt_logprobs_start: int = -1  # -1 none; else positions >= start get logprobs
+    grammar: str = ""  # in llguidance's words (transfer/grammars.py); "" = any token may follow
 
 
 class WorkerRef(Message):
@@ -148,10 +150,7 @@ class PromptLogprobs(Message):
 
 
 class RoomEvent(Message):
-    """Something rarer than a token that happened to a room.
-
-    `drained` is of no room (0): the worker leaves, and everything it held came to its end.
-    """
+    """Something rarer than a token. `drained` is of no room (0): the worker leaves, holds none."""
 
     room: int
     kind: Literal["prefilled", "preempted", "failed", "drained"]

@@ -444,6 +444,7 @@ def _malformed(submit: wire.Submit) -> str:
         ("stop_token_ids", len(sampling.stop_token_ids), wire.MAX_STOP_IDS),
         ("logit_bias", len(sampling.logit_bias), wire.MAX_LOGIT_BIAS),
         ("num_top_logprobs", sampling.num_top_logprobs, wire.NUM_TOP_LOGPROBS),
+        ("grammar", len(sampling.grammar.encode()), wire.MAX_GRAMMAR_BYTES),
     ):
         if got > most:
             return f"{name}: {got}, at most {most}"

@@ -34,6 +34,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     num_top_logprobs: int = -1
+    grammar: str = ""
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     token_idx: int = 0

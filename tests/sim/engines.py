@@ -190,6 +190,9 @@ class StepEngine:
                 tokens, states, list(start.pages), start.num_prompt_tokens, start.params
             )
 
+    def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
+        raise AssertionError("no grammar here")
+
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
@@ -207,7 +210,7 @@ class StepEngine:
             placed.append(Placed(piece, row, len(told)))
             told += _told(piece)
             if piece.is_last:
-                params, num_prompt_tokens = asks[prompt.room]
+                params, num_prompt_tokens, _ = asks[prompt.room]
                 ids[row] = draw(states[row], prompt.num_tokens - num_prompt_tokens, params.seed)
             if piece.start and prompt.room not in self._rooms:
                 self.stats["local_prefixes_shared"] += 1

@@ -1,0 +1,54 @@
+"""Slots whose next token a grammar limits. Their next step waits for what they drew last."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.engine import StepEngine
+from transfer.errors import RequestError
+from transfer.grammars import Constraint, Grammars
+
+
+class ConstrainedSlots:
+    """Which slots they are, and where each is in its grammar."""
+
+    def __init__(self) -> None:
+        self._constraints: dict[int, Constraint] = {}  # by slot
+
+    def __len__(self) -> int:
+        return len(self._constraints)
+
+    def start(self, slot: int, constraint: Constraint, first_id: int) -> bool:
+        """A slot joins the batch behind its first token; False when that is none of its grammar."""
+        self._constraints[slot] = constraint
+        return constraint.take(first_id)
+
+    def stop(self, slot: int) -> None:
+        """The slot has left the batch. Others are ignored."""
+        self._constraints.pop(slot, None)
+
+    def take(self, slots: np.ndarray, token_ids: np.ndarray) -> list[int]:
+        """What slots drew that go on. Returns the places of tokens that no grammar has there."""
+        if not self._constraints:
+            return []
+        wrong = []
+        for place, (slot, token_id) in enumerate(
+            zip(slots.tolist(), token_ids.tolist(), strict=True)
+        ):
+            constraint = self._constraints.get(slot)
+            if constraint is not None and not constraint.take(token_id):
+                wrong.append(place)
+        return wrong
+
+    def mask(
+        self, slots: np.ndarray, grammars: Grammars | None, engine: StepEngine
+    ) -> Sequence[tuple[int, RequestError]]:
+        """Set what those among these slots may draw. Returns which can draw nothing, and why."""
+        ours = [slot for slot in slots.tolist() if slot in self._constraints]
+        if not ours:
+            return ()
+        assert grammars is not None
+        masks = grammars.masks([self._constraints[slot] for slot in ours])
+        engine.set_masks(np.array(ours, np.int32), masks)
+        stuck = np.flatnonzero(~masks.any(axis=1)).tolist()
+        return [(ours[row], self._constraints[ours[row]].failure) for row in stuck]

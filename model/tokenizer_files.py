@@ -1,0 +1,111 @@
+"""The tokenizer of a checkpoint: tokenizer.json, and what tokenizer_config.json adds to it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from model.config import ModelConfig
+
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer's file is missing or malformed; one line with the file's name."""
+
+
+class TokenizerFiles(NamedTuple):
+    """A tokenizer as it was read. config: tokenizer_config.json, decoder: of tokenizer.json."""
+
+    backend: tokenizers.Tokenizer
+    config: Mapping[str, Any]
+    decoder: Any
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token that tokenizer_config.json says ends a text."""
+        named = self.config.get("eos_token")
+        return self.backend.token_to_id(token_text(named)) if named else None
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Raises TokenizerError."""
+    config = _read_json_object(folder / "tokenizer_config.json")
+    file = folder / "tokenizer.json"
+    text = read_text(file)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more special
+        raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
+    _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    # Files may carry settings from training, which would cut or fill prompts silently.
+    backend.no_truncation()
+    backend.no_padding()
+    return TokenizerFiles(backend, config, json.loads(text).get("decoder"))
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {file}: {one_line(error)}") from error
+
+
+def eos_ids(config: ModelConfig, eos_id: int | None) -> tuple[int, ...]:
+    """Tokens that end a text. eos_id: what the tokenizer's files say."""
+    ends = config.eos_token_ids if eos_id is None else (*config.eos_token_ids, eos_id)
+    return tuple(dict.fromkeys(ends))
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_text(file))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{file} is no JSON: {one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def token_text(token: Any) -> str:
+    """A token of tokenizer_config.json: text, or an object with its content."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
+    return text
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
+    """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
+
+    tokenizer.json may lack some of them, or not know that they are special. Raises TokenizerError.
+    """
+    try:
+        said = {int(token_id): _added_token(token) for token_id, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = "tokenizer_config.json: added_tokens_decoder: expected tokens by their ids"
+        raise TokenizerError(f"{what}, got {one_line(error)}") from error
+    known = backend.get_added_tokens_decoder()
+    for token_id in said.keys() & known.keys():
+        # A token that either file has as special stays so.
+        said[token_id].special |= known[token_id].special
+    other = {i: said[i] for i in sorted(said) if repr(known.get(i)) != repr(said[i])}
+    backend.add_tokens([*other.values()])
+    for token_id, token in other.items():
+        if (got := backend.token_to_id(token.content)) != token_id:
+            raise TokenizerError(
+                f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
+                f"tokenizer.json as {got}"
+            )
+
+
+def _added_token(token: Any) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        token["content"], **{name: token[name] for name in _TOKEN_FLAGS if name in token}
+    )

@@ -1,0 +1,190 @@
+"""The forms of answers that must be tool calls, and of answers behind a thought.
+
+A model is held to what its own chat template writes, which serving/tool_calls.py reads. Markers are
+named as the tokens that they are; only a model without such a token writes them as text.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from serving.conversation import tool_names
+from serving.errors import bad_field, quoted
+from serving.grammar import Form, quoted_terminal, schema_rules
+from serving.parsing import Parsing
+from serving.tagged_text import THINK_BEGIN, THINK_END
+from serving.tokenizer import Tokenizer
+
+_SPACE: Final = r"/[ \n]{0,4}/"
+_TEXT: Final = "/(?s:.*)/"
+
+Mark = Callable[[str], str]
+
+
+def must_be_calls(tool_choice: str | Mapping[str, Any] | None) -> bool:
+    """Whether the answer has to be a call. Raises ApiError for what is no choice."""
+    if tool_choice in (None, "none", "auto"):
+        return False
+    return tool_choice == "required" or named_tool(tool_choice) is not None
+
+
+def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
+    """The one tool that a choice names. Raises ApiError for what is no choice."""
+    if tool_choice == "required":
+        return None
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        what = 'expected "none", "auto", "required" or {"function": {"name": ...}}'
+        raise bad_field("tool_choice", f"{what}, got {quoted(tool_choice)}")
+    return name
+
+
+def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
+    """Rules of what comes before the answer, which they name @answer; "" where nothing does."""
+    mark = _marker(tokenizer)
+    if parsing.reasoning == "gpt-oss":
+        return _harmony_prefix(parsing, mark)
+    state = parsing.thought()
+    if state in ("none", "over"):
+        return ""
+    begin = f"({mark(THINK_BEGIN)} thought)?" if state == "perhaps" else "thought"
+    if tokenizer.token_id(THINK_END) is None:
+        end = f'thought: inner {_SPACE}\ninner[suffix="{THINK_END}"]: {_TEXT}'
+    else:
+        end = f"thought: {_TEXT} {mark(THINK_END)} {_SPACE}"
+    return f"start: {begin} @answer\n{end}\n"
+
+
+def calls_form(
+    parsing: Parsing, tools: Sequence[Mapping[str, Any]], only: str | None, tokenizer: Tokenizer
+) -> Form:
+    """An answer of calls alone. only: of this tool, and one. Raises ApiError for a bad schema."""
+    name = "tool_choice"
+    functions = [tool["function"] for tool in tools if tool_names([tool])]
+    if only is not None:
+        functions = [function for function in functions if function["name"] == only]
+        if not functions:
+            raise bad_field(name, f"names {only!r}, which is not among the tools")
+    if not functions:
+        raise bad_field(name, "needs tools")
+    parts = []
+    for number, function in enumerate(functions):
+        schema = function.get("parameters") or {"type": "object"}
+        try:
+            parts.append({"name": f"args{number}", **schema_rules(schema)})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise bad_field("tools", f"parameters of {function['name']!r}: {error}") from error
+    names = [function["name"] for function in functions]
+    one = only is not None or parsing.one_call
+    lines = _FORMATS[parsing.tool_calls](names, one, _marker(tokenizer), tokenizer)
+    return Form(name, {"lark_grammar": "\n".join(lines) + "\n"}, tuple(parts))
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _tools(write: Callable[[str, str], str], names: Sequence[str]) -> list[str]:
+    """A rule `tool` for any of them. write(name, arguments): one."""
+    rules = [f"tool{i}: {write(name, f'@args{i}')}" for i, name in enumerate(names)]
+    return ["tool: " + " | ".join(f"tool{i}" for i in range(len(names))), *rules]
+
+
+def _several(rule: str, between: str, one: bool) -> str:
+    return rule if one else f"{rule} ({between} {rule})*".replace("  ", " ")
+
+
+def _json_tool(arguments: str) -> Callable[[str, str], str]:
+    def write(name: str, args: str) -> str:
+        head = '{"name": ' + quoted_terminal(name) + f', "{arguments}": '
+        return f'{quoted_terminal(head)} {args} "}}"'
+
+    return write
+
+
+def _hermes(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+    begin, end = mark("<tool_call>"), mark("</tool_call>")
+    calls = [f"start: {_several('call', _NEWLINE, one)}", f'call: {begin} "\\n" tool "\\n" {end}']
+    return calls + _tools(_json_tool("arguments"), names)
+
+
+def _llama(names: Sequence[str], _: bool, __: Mark, ___: Tokenizer) -> list[str]:
+    return ["start: tool", *_tools(_json_tool("parameters"), names)]
+
+
+def _mistral(names: Sequence[str], one: bool, mark: Mark, tokenizer: Tokenizer) -> list[str]:
+    begin = mark("[TOOL_CALLS]")
+    if tokenizer.token_id("[ARGS]") is None:
+        listed = _several("tool", '", "', one)
+        return [f'start: {begin} "[" {listed} "]"', *_tools(_json_tool("arguments"), names)]
+
+    def write(name: str, args: str) -> str:
+        return f"{quoted_terminal(name)} {mark('[ARGS]')} {args}"
+
+    return [f"start: {_several('call', '', one)}", f"call: {begin} tool", *_tools(write, names)]
+
+
+def _deepseek(fenced: bool) -> "_Format":
+    def lines(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+        separator = mark("<｜tool▁sep｜>")
+
+        def write(name: str, args: str) -> str:
+            if fenced:
+                head = quoted_terminal(f"{name}\n```json\n")
+                return f'"function" {separator} {head} {args} "\\n```"'
+            return f"{quoted_terminal(name)} {separator} {args}"
+
+        begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
+        calls = _several("call", _NEWLINE if fenced else "", one)
+        around = mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>")
+        return [
+            f"start: {around[0]} {calls} {around[1]}",
+            f"call: {begin} tool {end}",
+            *_tools(write, names),
+        ]
+
+    return lines
+
+
+def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[str]:
+    """One message; what ends it ends the answer."""
+
+    def write(name: str, args: str) -> str:
+        header = quoted_terminal(f"commentary to=functions.{name} ")
+        return f'{header} {mark("<|constrain|>")} "json" {mark("<|message|>")} {args}'
+
+    return [f"start: {mark('<|channel|>')} tool", *_tools(write, names)]
+
+
+_Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]
+_NEWLINE: Final = r'"\n"'
+_FORMATS: Final[Mapping[str, _Format]] = {
+    "deepseekv3": _deepseek(fenced=True),
+    "deepseekv31": _deepseek(fenced=False),
+    "gpt-oss": _harmony,
+    "hermes": _hermes,
+    "llama3": _llama,
+    "mistral": _mistral,
+    "qwen": _hermes,
+    "qwen25": _hermes,
+}
+
+
+def _harmony_prefix(parsing: Parsing, mark: Mark) -> str:
+    """Messages of analysis, then the one that is the answer, unless the prompt has begun that."""
+    if parsing.begun:
+        return ""
+    channel, message, end = mark("<|channel|>"), mark("<|message|>"), mark("<|end|>")
+    again = f'{end} {mark("<|start|>")} "assistant"'
+    thought = f'thought: {channel} "analysis" {message} {_TEXT} {again}'
+    if parsing.must_call:
+        return f"start: thought* @answer\n{thought}\n"
+    answer = f'{channel} "final" {message} @answer'
+    return f"start: thought* {answer}\n{thought}\n"
+
+
+def _marker(tokenizer: Tokenizer) -> Mark:
+    def mark(marker: str) -> str:
+        token_id = tokenizer.token_id(marker)
+        return quoted_terminal(marker) if token_id is None else f"<[{token_id}]>"
+
+    return mark

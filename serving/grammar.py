@@ -1,0 +1,218 @@
+"""What a request says of the form of its answer, as a grammar that workers follow.
+
+Names: OpenAI's response_format; SGLang's json_schema, regex and ebnf; vLLM's guided_* and
+structured_outputs. A grammar is a text of llguidance's: JSON with one grammar, or several that name
+each other (guidance-ai/llguidance: docs/syntax.md).
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
+
+from serving.errors import bad_field, not_served
+from transfer.grammar_limits import LIMITS
+from transfer.wire import MAX_GRAMMAR_BYTES
+
+# Between two tokens of JSON: a model that may write any space writes nothing else, sometimes.
+_SPACE: Final = r" |\r?\n[ \t]{0,32}"
+_INLINE_BYTES = 2048  # longer ones are checked beside the event loop
+_MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer has to look like. name: the field that says so; rules: one llguidance grammar.
+
+    parts: grammars that the rules name.
+    """
+
+    name: str
+    rules: Mapping[str, Any]
+    parts: tuple[Mapping[str, Any], ...] = ()
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """`json_schema` of a response_format. strict: it always is."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """As vLLM has it."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+class FormFields(Protocol):
+    """What goes with no form."""
+
+    ignore_eos: bool | None
+
+
+def form_of(
+    fields: FormFields, min_tokens: int | None, eos_ids: Sequence[int], min_name: str = "min_tokens"
+) -> Form | None:
+    """The form that one of the fields asks for. Raises ApiError for two, or for a bad one."""
+    forms = [
+        read(name, value)
+        for name, read in _READERS.items()
+        if (value := getattr(fields, name, None)) is not None
+    ]
+    found = [form for form in forms if form is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise bad_field(found[1].name, f"cannot go with {found[0].name}")
+    check_end(found[0], fields, min_tokens, eos_ids, min_name)
+    return found[0]
+
+
+def check_end(
+    form: Form,
+    fields: FormFields,
+    min_tokens: int | None,
+    eos_ids: Sequence[int],
+    min_name: str = "min_tokens",
+) -> None:
+    """Raises ApiError where the answer could not end when its form does."""
+    if fields.ignore_eos:
+        raise bad_field("ignore_eos", f"cannot go with {form.name}, which says where the text ends")
+    if min_tokens:
+        raise bad_field(min_name, f"cannot go with {form.name}, which says where the text ends")
+    if not eos_ids:
+        raise bad_field(form.name, "this model names no token that ends a text")
+
+
+async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = None) -> str:
+    """The grammar of an answer that begins as `prefix` has it, which may name @answer.
+
+    Raises ApiError for one that cannot be followed, naming the form's field.
+    """
+    rules = [form.rules]
+    if prefix:
+        rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
+    text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise bad_field(form.name, f"at most {MAX_GRAMMAR_BYTES} bytes, got {len(text)}")
+    if len(text) <= _INLINE_BYTES:
+        wrong = _check(text)
+    else:
+        wrong = await asyncio.get_running_loop().run_in_executor(threads, _check, text)
+    if wrong:
+        raise bad_field(form.name, wrong)
+    return text
+
+
+@lru_cache(maxsize=256)
+def _check(text: str) -> str:
+    """What is wrong with a grammar; "" nothing."""
+    return " ".join(llguidance.LLMatcher.validate_grammar(text, None, limits=LIMITS).split())
+
+
+def schema_rules(schema: str | dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError for what is no JSON object."""
+    text = llguidance.LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_pattern": _SPACE}
+    )
+    rules: dict[str, Any] = json.loads(text)["grammars"][0]
+    return rules
+
+
+# --- one function for each way to say it ----------------------------------------------------------
+
+
+def _schema(name: str, schema: str | dict[str, Any]) -> Form:
+    try:
+        return Form(name, schema_rules(schema))
+    except (ValueError, RecursionError) as error:
+        raise bad_field(name, f"expected a JSON schema: {error}") from error
+
+
+def _regex(name: str, regex: str) -> Form:
+    rules = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"][0]
+    return Form(name, {"lark_grammar": rules["lark_grammar"]})
+
+
+def _grammar(name: str, grammar: str) -> Form:
+    """Lark, or GBNF, which begins at `root`."""
+    try:
+        return Form(name, {"lark_grammar": any_to_lark(grammar)})
+    except Exception as error:  # the reader has no errors of its own
+        raise bad_field(name, f"expected a grammar: {error}") from error
+
+
+def _choice(name: str, choices: list[str]) -> Form:
+    if not 0 < len(choices) <= _MAX_CHOICES or "" in choices:
+        raise bad_field(name, f"expected 1 to {_MAX_CHOICES} texts that are not empty")
+    return Form(name, {"lark_grammar": "start: " + " | ".join(map(quoted_terminal, choices))})
+
+
+def quoted_terminal(text: str) -> str:
+    """A text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _response_format(name: str, asked: ResponseFormat) -> Form | None:
+    match asked.type:
+        case "text":
+            return None
+        case "json_object":
+            return _schema(name, {"type": "object"})
+        case "json_schema":
+            if asked.json_schema is None or asked.json_schema.schema is None:
+                raise bad_field(f"{name}.json_schema.schema", "is required")
+            return _schema(name, asked.json_schema.schema)
+    raise not_served(f"{name}.type")
+
+
+def _structured_outputs(name: str, asked: StructuredOutputs) -> Form | None:
+    if asked.structural_tag is not None:
+        raise not_served(f"{name}.structural_tag")
+    forms = []
+    if asked.json is not None:
+        forms.append(_schema(f"{name}.json", asked.json))
+    if asked.json_object:
+        forms.append(_schema(f"{name}.json_object", {"type": "object"}))
+    if asked.regex is not None:
+        forms.append(_regex(f"{name}.regex", asked.regex))
+    if asked.choice is not None:
+        forms.append(_choice(f"{name}.choice", asked.choice))
+    if asked.grammar is not None:
+        forms.append(_grammar(f"{name}.grammar", asked.grammar))
+    if len(forms) > 1:
+        raise bad_field(forms[1].name, f"cannot go with {forms[0].name}")
+    return forms[0] if forms else None
+
+
+_READERS: Final[Mapping[str, Callable[[str, Any], Form | None]]] = {
+    "response_format": _response_format,
+    "json_schema": _schema,
+    "regex": _regex,
+    "ebnf": _grammar,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "structured_outputs": _structured_outputs,
+}

@@ -1,0 +1,148 @@
+"""Grammars that say which tokens a request may draw: compiled beside the engine, a mask a token.
+
+The work is llguidance's. What it is given was checked by an API process (serving/grammar.py), and
+is bounded here all the same: a grammar that takes too much ends its own request.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import llguidance
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from model.buckets import mask_words
+from model.config import ModelConfig
+from model.tokenizer_files import eos_ids, read_tokenizer
+from transfer import wire
+from transfer.errors import Code, RequestError
+from transfer.grammar_limits import LIMITS
+
+log = logging.getLogger(__name__)
+
+MAX_COMPILED = 256  # grammars that are kept for the next request
+_THREADS = 2  # that compile
+
+
+class Constraint:
+    """One request's place in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, first_mask: np.ndarray) -> None:
+        """first_mask: u32[words], what its next token may be."""
+        self.matcher = matcher
+        self.first_mask = first_mask
+
+    def take(self, token_id: int) -> bool:
+        """A token was drawn, and does not end the text. False when it is none of the grammar's."""
+        return self.matcher.consume_token(token_id)
+
+    @property
+    def failure(self) -> RequestError:
+        """Why it cannot go on."""
+        why = self.matcher.get_error() or "no token of this model's can follow"
+        return RequestError(Code.BAD_REQUEST, f"the grammar cannot be followed: {why}")
+
+
+Outcome = Constraint | RequestError
+
+
+class Grammars:
+    """Every grammar of one worker. `begin` and `masks` are the engine thread's."""
+
+    def __init__(self, model_path: Path, config: ModelConfig) -> None:
+        self._model_path = model_path
+        self._config = config
+        self._num_words = mask_words(config.vocab_size)
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._masking = llguidance.LLExecutor()
+        self._opening = self._threads.submit(self._open)
+
+    def begin(
+        self, submit: wire.Submit, is_wanted: Callable[[], bool], tell: Callable[[Outcome], None]
+    ) -> None:
+        """Compile the grammar of a request and go to where its tokens so far have come.
+
+        is_wanted, tell: called by another thread; who is not wanted any more is not told.
+        """
+        self._threads.submit(self._begin, submit, is_wanted, tell)
+
+    def masks(self, constraints: Sequence[Constraint]) -> np.ndarray:
+        """What may come next: u32[n, words]. No bit is set where a grammar cannot go on."""
+        masks = np.zeros((len(constraints), self._num_words), np.int32)
+        pairs = [(each.matcher, row) for row, each in enumerate(constraints)]
+        fill_next_token_bitmask_par(self._masking, pairs, masks)
+        for row, each in enumerate(constraints):
+            if each.matcher.is_error():
+                masks[row] = 0
+        return masks.view(np.uint32)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- threads of its own -----------------------------------------------------------------------
+
+    def _open(self) -> llguidance.LLTokenizer:
+        files = read_tokenizer(self._model_path)
+        ends = [*eos_ids(self._config, files.eos_id)]
+        return llguidance.LLTokenizer(files.backend.to_str(), self._config.vocab_size, ends)
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        """Raises RequestError."""
+        try:
+            return self._opening.result()
+        except Exception as error:
+            log.warning("grammars cannot be followed: %s", error)
+            message = f"this model's tokenizer cannot follow a grammar: {error}"
+            raise RequestError(Code.BAD_REQUEST, message) from error
+
+    def _begin(
+        self, submit: wire.Submit, is_wanted: Callable[[], bool], tell: Callable[[Outcome], None]
+    ) -> None:
+        if not is_wanted():
+            return
+        try:
+            tell(self._constraint(submit))
+        except RequestError as error:
+            tell(error)
+        except BaseException as error:
+            log.exception("a grammar could not be compiled")
+            tell(RequestError(Code.INTERNAL, f"the grammar could not be compiled: {error}"))
+
+    def _constraint(self, submit: wire.Submit) -> Constraint:
+        matcher = self._matcher(submit.sampling.grammar)
+        generated = wire.unpack_i32(submit.token_ids)[submit.num_prompt_tokens :].tolist()
+        if not matcher.consume_tokens(generated):
+            raise RequestError(Code.INTERNAL, "the tokens so far do not follow their grammar")
+        return self._begun(matcher)
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        """At the beginning of a grammar. Raises RequestError."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known.deep_copy()
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        self._begun(matcher)  # what its first mask takes is part of what is kept
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return matcher.deep_copy()
+
+    def _begun(self, matcher: llguidance.LLMatcher) -> Constraint:
+        mask = np.zeros(self._num_words, np.uint32)
+        constraint = Constraint(matcher, mask)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error() or not mask.any():
+            raise constraint.failure
+        return constraint
