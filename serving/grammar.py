@@ -135,8 +135,7 @@ def schema_rules(schema: str | dict[str, Any]) -> dict[str, Any]:
     text = llguidance.LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_pattern": _SPACE}
     )
-    rules: dict[str, Any] = json.loads(text)["grammars"][0]
-    return rules
+    return {"json_schema": json.loads(text)["grammars"][0]["json_schema"]}
 
 
 # --- one function for each way to say it ----------------------------------------------------------
