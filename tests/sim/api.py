@@ -9,6 +9,7 @@ import numpy as np
 from decode.config import ANY_PROMPT, DecodeConfig
 from serving.step_rows import unpack_runs
 from tests.sim.engines import prompt_logprob
+from tests.sim.grammars import WRONG
 from tests.sim.network import expected_tokens
 from tests.sim.transport import Channel, Net
 from tests.sim.workers import SimDecode, SimPrefill, close_stream, open_stream, run_now
@@ -276,6 +277,10 @@ class Api:
         elif event.code == Code.DEADLINE.value:
             assert request.deadline_s < self._clock.now_s()
             self._close(request, "deadline")
+            return
+        elif event.code == Code.BAD_REQUEST.value:
+            assert request.sampling.grammar == WRONG
+            self._close(request, "bad_request")
             return
         else:
             assert Code(event.code).retryable, event

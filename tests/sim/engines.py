@@ -128,7 +128,8 @@ class ChunkEngine:
         ids = np.zeros(len(self._pools) * self._seqs, np.int32)
         for first in firsts:
             token_idx = len(first.token_ids) - first.num_prompt_tokens
-            ids[first.row] = draw(int(self._last.logits[first.row]), token_idx, first.params.seed)
+            state = int(self._last.logits[first.row])
+            ids[first.row] = draw(state, token_idx, first.params.seed, first.mask)
         return _sampled(ids, self)
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -146,6 +147,7 @@ class _Slot:
     pages: list[int]
     num_prompt_tokens: int
     params: SamplingParams
+    mask: np.ndarray | None = None  # for one step
 
 
 class StepEngine:
@@ -191,7 +193,10 @@ class StepEngine:
             )
 
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
-        raise AssertionError("no grammar here")
+        assert len(slots) == len(masks)
+        for number, mask in zip(slots.tolist(), masks, strict=True):
+            assert self._slots[number].params.grammar
+            self._slots[number].mask = mask
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -210,8 +215,9 @@ class StepEngine:
             placed.append(Placed(piece, row, len(told)))
             told += _told(piece)
             if piece.is_last:
-                params, num_prompt_tokens, _ = asks[prompt.room]
-                ids[row] = draw(states[row], prompt.num_tokens - num_prompt_tokens, params.seed)
+                params, num_prompt_tokens, mask = asks[prompt.room]
+                token_idx = prompt.num_tokens - num_prompt_tokens
+                ids[row] = draw(states[row], token_idx, params.seed, mask)
             if piece.start and prompt.room not in self._rooms:
                 self.stats["local_prefixes_shared"] += 1
             self.stats["local_logprobs"] += prompt.wants_logprobs
@@ -241,7 +247,9 @@ class StepEngine:
             pool.write(slot.pages, position, [state])
             slot.states.append(state)
             token_idx = len(slot.token_ids) - slot.num_prompt_tokens
-            ids[row] = draw(state, token_idx, slot.params.seed)
+            assert (slot.mask is not None) == bool(slot.params.grammar)
+            ids[row] = draw(state, token_idx, slot.params.seed, slot.mask)
+            slot.mask = None
             slot.token_ids.append(int(ids[row]))
         return StepInFlight(_sampled(ids, self), rows)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from model.buckets import mask_words
 from transfer.stops import finish_of
 from transfer.wire import SamplingParams
 
@@ -31,17 +32,29 @@ def chain(token_ids: Sequence[int], state: int = START) -> list[int]:
     return states
 
 
-def draw(state: int, token_idx: int, seed: int) -> int:
-    """The token after `state`: a function of (seed, token index, logits)."""
-    return FIRST_ID + (state * 7 + token_idx * 131 + seed * 7919) % (VOCAB - FIRST_ID)
+def draw(state: int, token_idx: int, seed: int, mask: np.ndarray | None = None) -> int:
+    """The token after `state`: a function of (seed, token index, logits), and of those allowed."""
+    span = VOCAB - FIRST_ID
+    best = (state * 7 + token_idx * 131 + seed * 7919) % span
+    order = (FIRST_ID + (best + step) % span for step in range(span))
+    return next(t for t in order if mask is None or mask[t // 32] >> np.uint32(t % 32) & 1)
+
+
+def may_follow(grammar: str, token_ids: Sequence[int]) -> np.ndarray:
+    """u32[2]: a third of the vocabulary, by the tokens so far and the number of the grammar."""
+    rest = (sum(token_ids) + int(grammar)) % 3
+    bits = np.arange(mask_words(VOCAB) * 32) % 3 == rest
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
     """What an undisturbed request brings, to its stop id or length."""
     state = chain(prompt_ids)[-1]
     tokens: list[int] = []
+    grammar = params.grammar if params.grammar.isdigit() else ""
     while not tokens or not finish_of(tokens[-1], len(tokens) - 1, params):
-        token_id = draw(state, len(tokens), params.seed)
+        mask = may_follow(grammar, tokens) if grammar else None
+        token_id = draw(state, len(tokens), params.seed, mask)
         tokens.append(token_id)
         state = extend(state, token_id)
     return tokens

@@ -10,6 +10,7 @@ from random import Random
 
 from decode.held import GrantFailed
 from tests.sim.api import Api, Line, Request
+from tests.sim.grammars import WRONG
 from tests.sim.network import FIRST_ID, VOCAB
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
 from tests.sim.transport import Fabric, Net
@@ -20,6 +21,7 @@ from transfer.leaving import LINGER_S
 from transfer.room import State
 from transfer.worker import Drain, Worker
 
+GRAMMARS = ("", "", "", "", "", "", "", "0", "1", "2", "2", WRONG)
 TICK_S = 0.01
 PATIENCE_S = 100_000.0  # of a request that is not hasty: no deadline helps a stuck one
 LINGER_TICKS = round(LINGER_S / TICK_S)
@@ -267,6 +269,7 @@ class Simulation:
             stop_token_ids=(FIRST_ID, FIRST_ID + 1) if self._chance(0.5) else (),
             num_top_logprobs=rng.choice((-1, -1, 0, 2)),
             prompt_logprobs_start=rng.randrange(num_prompt) if self._chance(0.1) else -1,
+            grammar=GRAMMARS[rng.randrange(len(GRAMMARS))],
         )
         patience_s = rng.random() * 0.5 if self._chance(self.plan.hasty) else PATIENCE_S
         request = Request(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from prefill.ranks import Ranks
@@ -17,6 +18,7 @@ from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer.inbound import Inbound
 from transfer.prefix_cache import PrefixCache
+from transfer.role import GrammarReady
 from transfer.worker import Aborted, ApiGone
 
 NUM_SEEDS = 100
@@ -26,6 +28,7 @@ HAPPENS = [
     "ended_finished",
     "ended_aborted",
     "ended_deadline",
+    "ended_bad_request",
     "ended_api_died",
     "second_attempts_finished",
     # the good road and what makes it worth its while
@@ -48,6 +51,11 @@ HAPPENS = [
     "local_logprobs",
     "prefill_rank_2_holds",
     "decode_rank_2_holds",
+    # grammars
+    "prefill_grammars",
+    "decode_grammars",
+    "grammars_resumed",
+    "grammars_not_wanted",
     # endings in every state
     "prefill_queued_failed",
     "prefill_granted_failed",
@@ -182,6 +190,10 @@ def _frames_of_the_forgotten(_: Any) -> Callable[..., Any]:
     return lambda self, room: None
 
 
+def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
+    return lambda self: 0
+
+
 @pytest.mark.parametrize(
     ("owner", "method", "wrap"),
     [
@@ -195,6 +207,9 @@ def _frames_of_the_forgotten(_: Any) -> Callable[..., Any]:
         (PrefillWorker, "handle", _deaf_to(Aborted)),
         (DecodeWorker, "_place", _pages_a_place_further),
         (Inbound, "forget", _frames_of_the_forgotten),
+        (ConstrainedSlots, "__len__", _masks_without_the_last_step),
+        (PrefillWorker, "handle", _deaf_to(GrammarReady)),
+        (DecodeWorker, "handle", _deaf_to(GrammarReady)),
     ],
 )
 def test_a_fault_is_noticed(

@@ -14,6 +14,7 @@ from model.config import KVSpec
 from prefill.config import PrefillConfig
 from prefill.worker import PrefillWorker, SenderSaid
 from tests.sim.engines import ChunkEngine, StepEngine
+from tests.sim.grammars import SimGrammars
 from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
@@ -114,6 +115,7 @@ class SimPrefill(PrefillWorker):
             plan.dp_size,
         )
         self.assemble(engine, facts, buckets, sender)
+        self._grammars = SimGrammars(fabric.net)
         self._ready = True
         self._publish = publish
         self._watch = RoomWatch(Side.PREFILL)
@@ -138,6 +140,7 @@ class SimPrefill(PrefillWorker):
                 assert not held.shipped_pages, f"room {room} ships before it computes"
             if held.prompt.pages:
                 assert held.grant is not None, f"room {room} has pages without a grant"
+                assert not held.waits_for_grammar, f"room {room} has pages before its grammar"
             dictated = held.submit.disagg_prefill_dp_rank
             assert dictated in (-1, held.prompt.rank), f"room {room} is not where it was sent"
 
@@ -215,6 +218,7 @@ class SimDecode(DecodeWorker):
             receiver.start(),
             local if plan.local_tokens else None,
         )
+        self._grammars = SimGrammars(fabric.net)
         self._ready = True
         self._publish = publish
         self._grants_out = send_grants
@@ -245,6 +249,8 @@ class SimDecode(DecodeWorker):
         decoding = {room for room, held in self._held.items() if held.room.state is State.DECODING}
         running = {running.seat.room for running in self._scheduler._running.values()}
         assert running == decoding
+        constrained = {room for room in running if self._held[room].submit.sampling.grammar}
+        assert len(self._constrained) == len(constrained)
         for room, held in self._held.items():
             if held.seat is not None:
                 assert held.seat.room == room
@@ -257,6 +263,7 @@ class SimDecode(DecodeWorker):
         assert not left, f"rooms left: {left}"
         assert not self._inflight
         assert not self._starts
+        assert not self._constrained
         self.check_drained()
         assert not self.receiver.expected
 
