@@ -1,5 +1,6 @@
 """Both roles in this process, pages copied by hand: what a served request must equal."""
 
+import queue
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from model.opening import OpenedModel, open_model
 from prefill.engine import PrefillEngine
 from prefill.scheduler import PrefillScheduler, Prompt
 from transfer import wire
+from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 
@@ -28,6 +30,7 @@ class OneProcess:
 
     def __init__(self, path: Path) -> None:
         self._opened = _opened(path)
+        self._grammars = Grammars(path, self._opened.model.cfg)
         self._buckets = prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE)
         self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
         self._decode = DecodeEngine(
@@ -37,11 +40,13 @@ class OneProcess:
     def run(self, token_ids: Sequence[int], params: wire.SamplingParams) -> list[int]:
         """Generated ids."""
         ids = np.array(token_ids, np.int32)
+        constraint = self._constraint(ids, params) if params.grammar else None
         admission = Admission([PagePool(self._decode.num_pages)], 1, PAGE_SIZE, 0)
         scheduler = DecodeScheduler(admission, PAGE_SIZE)
         admission.add(0, len(ids), 0.0)
         (seat,) = admission.admit()
-        tokens = [self._first(ids, params, seat.pages)]
+        mask = constraint.first_mask if constraint is not None else None
+        tokens = [self._first(ids, params, seat.pages, mask)]
         if tokens[0] in params.stop_token_ids or params.max_new_tokens == 1:
             return tokens
         start = SlotStart(
@@ -50,6 +55,9 @@ class OneProcess:
         self._decode.start_slots([start])
         scheduler.start(seat, "api", params, len(ids))
         while (plan := scheduler.plan()) is not None:
+            if constraint is not None:
+                assert constraint.take(tokens[-1])
+                self._decode.set_masks(plan.slots, self._grammars.masks([constraint]))
             flight = self._decode.step(plan.slots, plan.new_pages)
             result = scheduler.finish(plan, np.asarray(flight.out.ids)[flight.rows])
             tokens += result.token_ids.tolist()
@@ -57,7 +65,23 @@ class OneProcess:
                 break
         return tokens
 
-    def _first(self, ids: np.ndarray, params: wire.SamplingParams, pages: Sequence[int]) -> int:
+    def _constraint(self, ids: np.ndarray, params: wire.SamplingParams) -> Constraint:
+        nobody = wire.WorkerRef("", 0, "")
+        data = wire.pack_i32(ids)
+        submit = wire.Submit(0, "", "", data, len(ids), params, 0.0, 0.0, nobody, nobody)
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._grammars.begin(submit, lambda: True, outcomes.put)
+        outcome = outcomes.get(timeout=60)
+        assert isinstance(outcome, Constraint), outcome
+        return outcome
+
+    def _first(
+        self,
+        ids: np.ndarray,
+        params: wire.SamplingParams,
+        pages: Sequence[int],
+        mask: np.ndarray | None,
+    ) -> int:
         pool = PagePool(self._prefill.num_pages)
         scheduler = PrefillScheduler(
             pool, PrefixCache(pool, PAGE_SIZE, False), PAGE_SIZE, CHUNK, 1, self._buckets.pages
@@ -67,7 +91,7 @@ class OneProcess:
         scheduler.grant(0)
         while pieces := scheduler.plan():
             self._prefill.run_chunk([pieces])
-        out = self._prefill.sample_first([FirstSample(0, params, ids, len(ids))])
+        out = self._prefill.sample_first([FirstSample(0, params, ids, len(ids), mask)])
         longest = self._prefill.max_run_pages
         for at in range(0, len(prompt.pages), longest):
             run = prompt.pages[at : at + longest]

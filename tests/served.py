@@ -1,8 +1,11 @@
 """Requests of many kinds, and what one process alone answers to them."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from serving.grammar import form_of, grammar_text
+from serving.sglang_api import GenerateSampling
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster
 from tests.one_process import CONTEXT, OneProcess
@@ -38,19 +41,28 @@ SAMPLINGS: list[dict[str, Any]] = [
         "presence_penalty": 0.3,
         "repetition_penalty": 1.2,
     },
+    {"temperature": 1.0, "sampling_seed": 11, "regex": "([A-Z][a-z]{1,7}[,.] ){40}"},
 ]
 
 
 def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParams:
     values = dict(sampling)
-    seed = values.pop("sampling_seed", 0)
+    seed, regex = values.pop("sampling_seed", 0), values.pop("regex", None)
+    if regex is not None:
+        form = form_of(GenerateSampling(regex=regex), None, [0])
+        assert form is not None
+        values["grammar"] = asyncio.run(grammar_text(form))
     return wire.SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **values)
 
 
 def jobs_of(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Every text with every sampling: prompt ids and what POST /generate takes."""
     return [
-        (tokenizer.encode(text), {**sampling, "max_new_tokens": max_new_tokens, "ignore_eos": True})
+        (
+            tokenizer.encode(text),
+            # A regular expression says where the text ends: here, past max_new_tokens.
+            {"ignore_eos": "regex" not in sampling, **sampling, "max_new_tokens": max_new_tokens},
+        )
         for text in TEXTS
         for sampling in SAMPLINGS
     ]
