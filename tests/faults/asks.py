@@ -16,6 +16,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "seed": 7},
     {"temperature": 1.0, "seed": 2**40 + 1, "top_p": 0.9},
     {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.3},
+    {"temperature": 0.9, "seed": 5, "regex": "([a-z]{1,9}[ .,]){400}"},
 )
 
 
@@ -31,19 +32,21 @@ class Ask:
 
     def body(self, salt: str) -> dict[str, Any]:
         """For its route. salt: keeps cached prefixes apart without changing a token."""
+        sampling = dict(self.sampling)
+        regex = sampling.pop("regex", None)  # which says where the text ends: not here
+        more: dict[str, Any] = {"ignore_eos": True} if regex is None else {"regex": regex}
         if self.route == "generate":
-            values = {k: v for k, v in self.sampling.items() if k != "seed"}
-            if "seed" in self.sampling:
-                values["sampling_seed"] = self.sampling["seed"]
-            values |= {"max_new_tokens": self.max_tokens, "ignore_eos": True}
+            if "seed" in sampling:
+                sampling["sampling_seed"] = sampling.pop("seed")
+            values = {**sampling, **more, "max_new_tokens": self.max_tokens}
             return {
                 "text": self.prompt,
                 "sampling_params": values,
                 "stream": True,
                 "cache_salt": salt,
             }
-        body = {**self.sampling, "max_tokens": self.max_tokens}
-        more = {"ignore_eos": True, "cache_salt": salt}
+        body = {**sampling, "max_tokens": self.max_tokens}
+        more["cache_salt"] = salt
         if self.route == "chat":
             return body | {
                 "messages": [{"role": "user", "content": self.prompt}],
