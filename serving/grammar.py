@@ -17,7 +17,7 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from serving.errors import bad_field, not_served
+from serving.errors import ApiError, quoted
 from transfer.grammar_limits import LIMITS
 from transfer.wire import MAX_GRAMMAR_BYTES
 
@@ -83,7 +83,7 @@ def form_of(
     if not found:
         return None
     if len(found) > 1:
-        raise bad_field(found[1].name, f"cannot go with {found[0].name}")
+        raise wrong(found[1].name, f"cannot go with {found[0].name}")
     check_end(found[0], fields, min_tokens, eos_ids, min_name)
     return found[0]
 
@@ -97,11 +97,11 @@ def check_end(
 ) -> None:
     """Raises ApiError where the answer could not end when its form does."""
     if fields.ignore_eos:
-        raise bad_field("ignore_eos", f"cannot go with {form.name}, which says where the text ends")
+        raise wrong("ignore_eos", f"cannot go with {form.name}, which says where the text ends")
     if min_tokens:
-        raise bad_field(min_name, f"cannot go with {form.name}, which says where the text ends")
+        raise wrong(min_name, f"cannot go with {form.name}, which says where the text ends")
     if not eos_ids:
-        raise bad_field(form.name, "this model names no token that ends a text")
+        raise wrong(form.name, "this model names no token that ends a text")
 
 
 async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = None) -> str:
@@ -114,13 +114,13 @@ async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = 
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
     text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise bad_field(form.name, f"at most {MAX_GRAMMAR_BYTES} bytes, got {len(text)}")
+        raise wrong(form.name, f"at most {MAX_GRAMMAR_BYTES} bytes, got {len(text)}")
     if len(text) <= _INLINE_BYTES:
-        wrong = _check(text)
+        fault = _check(text)
     else:
-        wrong = await asyncio.get_running_loop().run_in_executor(threads, _check, text)
-    if wrong:
-        raise bad_field(form.name, wrong)
+        fault = await asyncio.get_running_loop().run_in_executor(threads, _check, text)
+    if fault:
+        raise wrong(form.name, fault)
     return text
 
 
@@ -128,6 +128,11 @@ async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = 
 def _check(text: str) -> str:
     """What is wrong with a grammar; "" nothing."""
     return " ".join(llguidance.LLMatcher.validate_grammar(text, None, limits=LIMITS).split())
+
+
+def wrong(name: str, message: str) -> ApiError:
+    """name: of a field, or of one inside it, whose own name clients know."""
+    return ApiError(400, f"{name}: {message}", name.partition(".")[0], "invalid_value")
 
 
 def schema_rules(schema: str | dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _schema(name: str, schema: str | dict[str, Any]) -> Form:
     try:
         return Form(name, schema_rules(schema))
     except (ValueError, RecursionError) as error:
-        raise bad_field(name, f"expected a JSON schema: {error}") from error
+        raise wrong(name, f"expected a JSON schema: {error}") from error
 
 
 def _regex(name: str, regex: str) -> Form:
@@ -158,12 +163,12 @@ def _grammar(name: str, grammar: str) -> Form:
     try:
         return Form(name, {"lark_grammar": any_to_lark(grammar)})
     except Exception as error:  # the reader has no errors of its own
-        raise bad_field(name, f"expected a grammar: {error}") from error
+        raise wrong(name, f"expected a grammar: {error}") from error
 
 
 def _choice(name: str, choices: list[str]) -> Form:
     if not 0 < len(choices) <= _MAX_CHOICES or "" in choices:
-        raise bad_field(name, f"expected 1 to {_MAX_CHOICES} texts that are not empty")
+        raise wrong(name, f"expected 1 to {_MAX_CHOICES} texts that are not empty")
     return Form(name, {"lark_grammar": "start: " + " | ".join(map(quoted_terminal, choices))})
 
 
@@ -180,14 +185,14 @@ def _response_format(name: str, asked: ResponseFormat) -> Form | None:
             return _schema(name, {"type": "object"})
         case "json_schema":
             if asked.json_schema is None or asked.json_schema.schema is None:
-                raise bad_field(f"{name}.json_schema.schema", "is required")
+                raise wrong(f"{name}.json_schema.schema", "is required")
             return _schema(name, asked.json_schema.schema)
-    raise not_served(f"{name}.type")
+    raise wrong(f"{name}.type", f"text, json_object or json_schema, got {quoted(asked.type)}")
 
 
 def _structured_outputs(name: str, asked: StructuredOutputs) -> Form | None:
     if asked.structural_tag is not None:
-        raise not_served(f"{name}.structural_tag")
+        raise wrong(f"{name}.structural_tag", "this server does not support it")
     forms = []
     if asked.json is not None:
         forms.append(_schema(f"{name}.json", asked.json))
@@ -200,7 +205,7 @@ def _structured_outputs(name: str, asked: StructuredOutputs) -> Form | None:
     if asked.grammar is not None:
         forms.append(_grammar(f"{name}.grammar", asked.grammar))
     if len(forms) > 1:
-        raise bad_field(forms[1].name, f"cannot go with {forms[0].name}")
+        raise wrong(forms[1].name, f"cannot go with {forms[0].name}")
     return forms[0] if forms else None
 
 

@@ -122,7 +122,9 @@ class TaggedText(MarkedText):
         if self._calls is not None and marker == self._calls.begin:
             self._begin_call(marker)
         elif self._calls is None or marker != self._calls.end:
-            self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.CONTENT
+            # Behind a thought the answer begins, in which another would be text.
+            self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.BEGIN
+            self._thinks = marker == THINK_BEGIN
             self._space = []
             self._trims = True
 

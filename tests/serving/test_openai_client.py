@@ -294,7 +294,7 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
         ({"messages": []}, "messages"),
         ({"max_tokens": 10_000_000}, "max_tokens"),
         ({"n": 0}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"top_logprobs": 4}, "top_logprobs"),
         ({"stop": [""]}, "stop"),
     ],

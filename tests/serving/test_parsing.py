@@ -52,6 +52,7 @@ HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
         (QWEN3, "\n<think>\n\n</think>\n\nYes.\n", "", "Yes.\n"),
         (QWEN3, "  Yes <think> no </think>.", "", "  Yes <think> no </think>."),
         (QWEN3, "<thin", "", "<thin"),
+        (QWEN3, "<think>a</think> <think>b</think>", "a", "<think>b</think>"),
         (QWEN3, "<think>a < b, </thin", "a < b, </thin", ""),
         (QWEN3, "<think>Cut \n", "Cut", ""),
         (QWEN3, "<think>After <think> we go on.</think>Yes.", "After <think> we go on.", "Yes."),

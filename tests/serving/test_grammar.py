@@ -1,0 +1,369 @@
+"""What requests say of the form of an answer: which texts may follow, and what is refused."""
+
+import json
+from typing import Any
+
+import llguidance
+import msgspec
+import numpy as np
+import pytest
+
+from model.tokenizer_files import read_tokenizer
+from serving.call_grammar import calls_form, thought_prefix
+from serving.errors import ApiError
+from serving.grammar import Form, check_end, form_of, grammar_text
+from serving.openai_api import ChatFields, CompletionFields
+from serving.parsing import Parsing
+from serving.protocol import SamplingFields, read_json
+from serving.sglang_api import GenerateSampling
+from serving.tagged_text import CALL_FORMATS
+from serving.tokenizer import Tokenizer
+from tests.serving.live import EOS, MODEL_PATH
+from transfer.grammar_limits import LIMITS
+
+EOS_IDS = (EOS,)
+SCHEMA = {
+    "type": "object",
+    "properties": {"port": {"enum": ["north", "südlich"]}, "boats": {"type": "boolean"}},
+    "required": ["port", "boats"],
+    "additionalProperties": False,
+}
+RIGHT = '{"port": "südlich", "boats": true}'
+MARKERS = (
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+    ),
+    *("<｜tool▁sep｜>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
+)
+
+
+class Texts:
+    """A tokenizer, and what a grammar makes of texts with it."""
+
+    def __init__(self, markers: tuple[str, ...] = ()) -> None:
+        files = read_tokenizer(MODEL_PATH)
+        files.backend.add_special_tokens([*markers])
+        self.tokenizer = Tokenizer(files.backend, {}, {}, is_byte_level=True)
+        self.vocab_size = self.tokenizer.vocab_size
+        self._ll = llguidance.LLTokenizer(files.backend.to_str(), self.vocab_size, [EOS])
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._ll, grammar, log_level=0, limits=LIMITS)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def takes(self, grammar: str, text: str) -> bool:
+        """Whether the text, to its end, is one of the grammar's."""
+        matcher, ids = self.matcher(grammar), self.tokenizer.encode(text, False)
+        return all(matcher.consume_token(token_id) for token_id in [*ids, EOS])
+
+    def drawn(self, grammar: str, seed: int, most: int = 600) -> str:
+        """A text of random tokens that the grammar allows."""
+        matcher, rng, ids = self.matcher(grammar), np.random.default_rng(seed), []
+        for _ in range(most):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
+            # Short ways to the end, lest a thought goes on for ever.
+            ends = [token_id for token_id in allowed.tolist() if token_id >= 1017]
+            ids.append(ends[0] if ends and rng.random() < 0.3 else int(rng.choice(allowed)))
+            if ids[-1] == EOS:
+                return self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
+            assert matcher.consume_token(ids[-1])
+        raise AssertionError(f"no end in sight: {self.tokenizer.decode(ids, False)}")
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts()
+
+
+@pytest.fixture(scope="module", params=["tokens", "text"])
+def either(request: pytest.FixtureRequest) -> Texts:
+    """A model that has markers as tokens of their own, and one that spells them."""
+    return Texts(MARKERS if request.param == "tokens" else ())
+
+
+def fields_of(kind: Any, **given: Any) -> Any:
+    body = {"prompt": "x", "messages": [], "model": None} | given
+    return read_json(msgspec.json.Decoder(kind), json.dumps(body).encode())
+
+
+def form_asked(kind: Any = ChatFields, **given: Any) -> Form:
+    form = form_of(fields_of(kind, **given), None, EOS_IDS)
+    assert form is not None
+    return form
+
+
+# --- ways to ask --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "right", "bad"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            RIGHT,
+            '{"port": "west", "boats": true}',
+        ),
+        ({"response_format": {"type": "json_object"}}, '{"a": [1, {"b": null}]}', "[1]"),
+        ({"json_schema": json.dumps(SCHEMA)}, RIGHT, "{}"),
+        ({"json_schema": SCHEMA}, '{"port":"north","boats":false}', '{"port":"north"}'),
+        ({"guided_json": SCHEMA}, '{\n  "port": "north",\n  "boats": false\n}', RIGHT + " x"),
+        ({"structured_outputs": {"json": SCHEMA}}, RIGHT, "null"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"regex": "[0-9]{3}/[ab]+"}, "123/ab", "12/ab"),
+        ({"guided_regex": "é?x"}, "éx", "ée"),
+        ({"structured_outputs": {"regex": "a|b"}}, "b", "ab"),
+        ({"guided_choice": ["north", "north pier", 'a "b"\n']}, 'a "b"\n', "south"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "yesno"),
+        ({"ebnf": 'root ::= "a" tail\ntail ::= [0-9]* | "!"'}, "a42", "b"),
+        ({"ebnf": 'start: "a" B\nB: /[0-9]+/'}, "a42", "a"),
+        ({"guided_grammar": 'start: "x"'}, "x", "y"),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, "x", ""),
+    ],
+)
+async def test_each_way_to_ask_takes_its_texts_alone(
+    texts: Texts, given: dict[str, Any], right: str, bad: str
+) -> None:
+    grammar = await grammar_text(form_asked(**given))
+    assert texts.takes(grammar, right)
+    assert not texts.takes(grammar, bad)
+
+
+@pytest.mark.parametrize("kind", [ChatFields, CompletionFields, GenerateSampling])
+def test_all_routes_know_sglangs_names(kind: Any) -> None:
+    for given in ({"regex": "a"}, {"json_schema": "{}"}, {"ebnf": 'start: "a"'}):
+        assert form_asked(kind, **given).name == next(iter(given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "regex": None, "guided_json": None},
+        {"structured_outputs": {}},
+    ],
+)
+def test_a_request_may_ask_for_no_form(given: dict[str, Any]) -> None:
+    assert form_of(fields_of(ChatFields, **given), 5, ()) is None
+
+
+async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
+    grammar = await grammar_text(form_asked(json_schema=SCHEMA))
+    assert not texts.takes(grammar, RIGHT.replace(": ", ":  "))
+    assert not texts.takes(grammar, RIGHT.replace(", ", ",\n\n"))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"regex": "(a"}, "regex: "),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"(a)\1"}, "regex: "),
+        ({"json_schema": "no json"}, "expected a JSON schema"),
+        ({"json_schema": "[1]"}, "json_schema: "),
+        ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: "),
+        ({"json_schema": {"$ref": "http://127.0.0.1/x.json"}}, "json_schema: "),
+        ({"json_schema": {"type": "string", "pattern": "(?=x)"}}, "json_schema: "),
+        ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema: "),
+        ({"guided_json": {"not": {"type": "string"}}}, "guided_json: "),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot go with"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": ["a"] * 2000}, "guided_choice"),
+        ({"ebnf": "start: nobody"}, "ebnf: "),
+        ({"ebnf": ""}, "ebnf: "),
+        ({"ebnf": "%import common.NOTHING\nstart: NOTHING"}, "ebnf: "),
+        ({"regex": "a", "guided_choice": ["b"]}, "cannot go with regex"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos: cannot go with regex"),
+    ],
+)
+async def test_what_cannot_be_followed_is_refused_by_name(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        await grammar_text(form_asked(**given))
+    assert caught.value.status == 400
+    assert words in caught.value.message
+    assert caught.value.param in given
+
+
+def test_an_answer_must_be_able_to_end_with_its_form() -> None:
+    form = form_asked(regex="a")
+    for ignore_eos, tokens, ends, param in (
+        (True, 0, EOS_IDS, "ignore_eos"),
+        (False, 3, EOS_IDS, "min_new_tokens"),
+        (None, 0, (), "regex"),
+    ):
+        fields = SamplingFields(ignore_eos=ignore_eos)
+        with pytest.raises(ApiError) as caught:
+            check_end(form, fields, tokens, ends, "min_new_tokens")
+        assert caught.value.param == param
+
+
+NESTED: dict[str, Any] = {"type": "string"}
+for _ in range(400):
+    NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        NESTED,
+        {"enum": ["x" * 100 + str(number) for number in range(2000)]},
+        {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(6000)}},
+        {"allOf": [{"anyOf": [{"properties": {f"a{n}": {}}} for n in range(8)]}] * 8},
+    ],
+)
+async def test_a_grammar_that_takes_too_much_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        await grammar_text(form_asked(json_schema=json.dumps(schema)))
+    assert caught.value.param == "json_schema"
+
+
+# --- thoughts -------------------------------------------------------------------------------------
+
+OPEN, OVER = "<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("parsing", "right", "bad"),
+    [
+        (Parsing("none"), RIGHT, f"<think>Hm.</think>{RIGHT}"),
+        (Parsing("qwen3"), RIGHT, f"Hm.</think>{RIGHT}"),
+        (Parsing("qwen3"), f"<think>\nHm {{.\n</think>\n\n{RIGHT}", f"<think>Hm.{RIGHT}"),
+        (Parsing("qwen3", prompt=OPEN), f"Hm.</think>\n{RIGHT}", RIGHT),
+        (Parsing("qwen3", prompt=OVER), RIGHT, f"<think>Hm.</think>{RIGHT}"),
+        (Parsing("deepseek-r1"), f"Hm.</think>{RIGHT}", RIGHT),
+        (Parsing("deepseek-v3", begun="<think>Hm.</think>"), RIGHT, f"a</think>{RIGHT}"),
+    ],
+)
+async def test_a_thought_may_come_first_where_the_model_thinks(
+    texts: Texts, parsing: Parsing, right: str, bad: str
+) -> None:
+    prefix = thought_prefix(parsing, texts.tokenizer)
+    grammar = await grammar_text(form_asked(json_schema=SCHEMA), prefix)
+    assert texts.takes(grammar, right)
+    assert not texts.takes(grammar, bad)
+
+
+async def test_a_model_that_spells_its_tags_may_think_too() -> None:
+    files = read_tokenizer(MODEL_PATH)
+    spelled = files.backend.to_str().replace("<think>", "<other>").replace("</think>", "</other>")
+    tokenizer = Tokenizer(type(files.backend).from_str(spelled), {}, {}, is_byte_level=True)
+    assert tokenizer.token_id("</think>") is None
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer(spelled, tokenizer.vocab_size, [EOS]),
+        await grammar_text(
+            form_asked(json_schema=SCHEMA), thought_prefix(Parsing("qwen3"), tokenizer)
+        ),
+    )
+    ids = tokenizer.encode(f"<think>Hm </thin.</think>\n{RIGHT}", False)
+    assert all(matcher.consume_token(token_id) for token_id in [*ids, EOS])
+
+
+async def test_gpt_oss_answers_in_its_final_channel() -> None:
+    marked = Texts(MARKERS)
+    prefix = thought_prefix(Parsing("gpt-oss", "gpt-oss"), marked.tokenizer)
+    grammar = await grammar_text(form_asked(json_schema=SCHEMA), prefix)
+    final = f"<|channel|>final<|message|>{RIGHT}"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert marked.takes(grammar, final)
+    assert marked.takes(grammar, thought + thought + final)
+    assert not marked.takes(grammar, RIGHT)
+    assert not marked.takes(grammar, f"<|channel|>commentary<|message|>{RIGHT}")
+
+
+# --- tool calls -----------------------------------------------------------------------------------
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {
+        "type": "function",
+        "function": {
+            "name": "ferry_times",
+            "parameters": {
+                "type": "object",
+                "properties": {"day": {"$ref": "#/$defs/day"}},
+                "required": ["day"],
+                "additionalProperties": False,
+                "$defs": {"day": {"enum": [1, 2]}},
+            },
+        },
+    },
+]
+NAMES = frozenset({"weather", "ferry_times"})
+
+
+@pytest.mark.parametrize("name", [*CALL_FORMATS, "gpt-oss"])
+@pytest.mark.parametrize("only", [None, "ferry_times"])
+async def test_calls_that_must_be_made_are_read_as_they_are_written(
+    either: Texts, name: Any, only: str | None
+) -> None:
+    if name == "gpt-oss":
+        either = Texts(MARKERS)  # its channels are always tokens
+    reasoning: Any = "gpt-oss" if name == "gpt-oss" else "qwen3"
+    parsing = Parsing(reasoning, name, NAMES, must_call=True, prompt="<|start|>assistant")
+    form = calls_form(parsing, TOOLS, only, either.tokenizer)
+    grammar = await grammar_text(form, thought_prefix(parsing, either.tokenizer))
+    called = set()
+    for seed in range(12):
+        text = either.drawn(grammar, seed)
+        parser = parsing.parser()
+        told = parser.feed(text) + parser.finish()
+        assert told.calls, text
+        assert not told.content.strip(), text
+        called |= {call.name for call in told.calls}
+        for call in told.calls:
+            arguments = json.loads(call.arguments)
+            assert set(arguments) == ({"day"} if call.name == "ferry_times" else {"port", "boats"})
+        assert only is None or len(told.calls) == 1
+    assert called == ({only} if only else NAMES)
+
+
+async def test_one_call_is_made_where_no_more_are_wanted(either: Texts) -> None:
+    parsing = Parsing("none", "hermes", NAMES, one_call=True, must_call=True)
+    grammar = await grammar_text(calls_form(parsing, TOOLS, None, either.tokenizer))
+    one = f'<tool_call>\n{{"name": "weather", "arguments": {RIGHT}}}\n</tool_call>'
+    assert either.takes(grammar, one)
+    assert not either.takes(grammar, f"{one}\n{one}")
+
+
+@pytest.mark.parametrize(
+    ("tools", "only", "param"),
+    [
+        ([], None, "tool_choice"),
+        (TOOLS, "nobody", "tool_choice"),
+        ([{"type": "function"}], None, "tool_choice"),
+        ([{"function": {"name": "x", "parameters": [1]}}], None, "tools"),
+        ([{"function": {"name": "x", "parameters": "no json"}}], None, "tools"),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(
+    texts: Texts, tools: list[dict[str, Any]], only: str | None, param: str
+) -> None:
+    parsing = Parsing("none", "hermes", NAMES, must_call=True)
+    with pytest.raises(ApiError) as caught:
+        calls_form(parsing, tools, only, texts.tokenizer)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_a_tool_may_have_any_name_and_no_parameters(texts: Texts) -> None:
+    tools = [{"function": {"name": 'say "é"\n'}}]
+    parsing = Parsing("none", "hermes", frozenset({'say "é"\n'}), must_call=True)
+    grammar = await grammar_text(calls_form(parsing, tools, None, texts.tokenizer))
+    call = json.dumps({"name": 'say "é"\n', "arguments": {}}, ensure_ascii=False)
+    assert texts.takes(grammar, f"<tool_call>\n{call}\n</tool_call>")
