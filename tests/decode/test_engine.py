@@ -3,16 +3,24 @@
 from collections.abc import Sequence
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from decode.admission import Seat, Sharing
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
-from model.buckets import decode_buckets
+from model.buckets import decode_buckets, mask_words
 from model.opening import open_model
 from serving.demo import demo_model_path
 from transfer.wire import SamplingParams
+
+
+def mask_of(token_id: int) -> np.ndarray:
+    """u32[1, words] of the demo model: this token and no other."""
+    mask = np.zeros((1, mask_words(2048)), np.uint32)
+    mask[0, token_id // 32] = 1 << (token_id % 32)
+    return mask
 
 
 @pytest.mark.parametrize(
@@ -85,11 +93,44 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     assert out is not None
     tokens = [int(out.ids[0])]
     led.start_slots([SlotStart(1, np.append(ids, tokens).astype(np.int32), 40, pages, params)])
-    for _ in range(8):
+    for number in range(8):
+        if number == 5:
+            led.set_masks(np.array([1], np.int32), mask_of(17))
         flight = led.step(np.array([1], np.int32), np.array([-1], np.int32))
         tokens.append(int(flight.out.ids[flight.rows[0]]))
     chunk, sampled, _, *steps = results
+    steps = [step for step in steps if step is not None]
     assert [int(sampled.ids[0]), *(int(step.ids[0]) for step in steps)] == tokens
     assert len(set(tokens)) > 3
     assert (np.asarray(chunk[0]) == np.asarray(led._chunks._logits)).all()  # type: ignore[union-attr]
     assert (np.asarray(led._pool) == np.asarray(told._pool)).all()
+
+
+def test_each_slot_draws_what_its_own_mask_leaves() -> None:
+    """Of two ranks, whose slots are counted one behind the other; more than one call's worth."""
+    page_size, context = 16, 128
+    opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context, dp_size=2)
+    engine = DecodeEngine(opened, decode_buckets(6, context, page_size), 0.0, 12 * context)
+    free = SamplingParams(max_new_tokens=9, temperature=1.0, seed=7)
+    held = msgspec.structs.replace(free, grammar="any")
+    slots = np.array([0, 3, 4, 6, 7, 10, 11], np.int32)
+    ids = np.arange(20, dtype=np.int32)
+    engine.start_slots(
+        [
+            SlotStart(
+                slot, ids, 19, [2 * (slot % 6), 2 * (slot % 6) + 1], free if at == 1 else held
+            )
+            for at, slot in enumerate(slots.tolist())
+        ]
+    )
+    drawn = []
+    for number in (40, 900):
+        masked = np.delete(slots, 1)
+        only = [mask_of(number + slot) for slot in masked.tolist()]
+        engine.set_masks(masked, np.concatenate(only))
+        flight = engine.step(slots, np.full(len(slots), -1, np.int32))
+        drawn.append(np.asarray(flight.out.ids)[flight.rows].tolist())
+    for number, tokens in zip((40, 900), drawn, strict=True):
+        free_token = tokens.pop(1)
+        assert tokens == [number + slot for slot in np.delete(slots, 1).tolist()]
+        assert free_token != number + 3

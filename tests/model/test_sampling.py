@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import sampling
+from model.buckets import mask_words
 from model.sampling import NUM_BIAS, NUM_STOP, NUM_TOP
 from transfer import wire
 
@@ -35,14 +36,16 @@ class Request:
     min_tokens: int = 0
     num_top_logprobs: int = -1
     grammar: str = ""
+    mask: tuple[int, ...] = ()  # what it may draw, where it has a grammar
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     token_idx: int = 0
 
 
 @jax.jit
-def _sample(logits, rows, ids, prompt_len, length, token_idx):
-    return sampling.sample(logits, rows, lambda: (ids, prompt_len, length), token_idx)
+def _sample(logits, rows, ids, prompt_len, length, token_idx, masks):
+    history = (ids, prompt_len, length)
+    return sampling.sample(logits, rows, lambda: history, token_idx, lambda: masks)
 
 
 def packed(requests, num_rows):
@@ -66,8 +69,19 @@ def run(logits, requests):
         np.array([len(r.prompt) for r in requests], np.int32),
         np.array([len(r.prompt) + len(r.output) for r in requests], np.int32),
         np.array([r.token_idx for r in requests], np.int32),
+        masks_of(requests, logits.shape[1]),
     )
     return jax.tree.map(np.asarray, out)
+
+
+def masks_of(requests, vocab):
+    """u32[B, W]; garbage where a row has no grammar."""
+    masks = np.full((len(requests), mask_words(vocab)), 0x5A5A5A5A, np.uint32)
+    for row, request in enumerate(requests):
+        if request.grammar:
+            bits = np.isin(np.arange(masks.shape[1] * 32), request.mask)
+            masks[row] = np.packbits(bits, bitorder="little").view(np.uint32)
+    return masks
 
 
 def logits_of(seed, rows=BATCH, vocab=VOCAB):
@@ -160,6 +174,40 @@ def test_a_draw_stays_within_top_k_top_p_and_min_p(seed, filters):
             # A sum in f32 may fall on the other side of top_p.
             wide = allowed(logits[row], replace(request, top_p=min(1, request.top_p + 1e-5)))
             assert int(ids[row]) in wide
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    requests=st.lists(requests_strategy, min_size=4, max_size=4),
+    masks=st.lists(st.lists(tokens, min_size=1, max_size=9).map(tuple), min_size=2, max_size=2),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_a_mask_leaves_what_it_names_and_changes_no_row_beside_it(
+    seed, requests, masks, temperature
+):
+    logits = logits_of(seed)
+    # A mask may leave stop ids alone: those who make one see to that (serving/grammar.py).
+    plain = [replace(r, min_tokens=0, temperature=temperature, seed=seed) for r in requests]
+    masked = [replace(r, grammar="g", mask=m) for r, m in zip(plain, masks, strict=False)]
+    alone, beside = run(logits, plain), run(logits, [*masked, *plain[2:]])
+    assert beside.ids[2:].tolist() == alone.ids[2:].tolist()
+    assert beside.logprobs[2:].tolist() == alone.logprobs[2:].tolist()
+    for row, request in enumerate(masked):
+        assert int(beside.ids[row]) in request.mask
+        if not temperature:
+            want = edited(logits[row], request)
+            best = max(want[token_id] for token_id in request.mask)
+            assert want[beside.ids[row]] >= best - 1e-4
+
+
+def test_a_filter_sees_what_the_mask_leaves():
+    logits = np.array([[9.0, 8.0, 1.0, 0.9, *[-5.0] * (VOCAB - 4)]], np.float32)
+    drawn = {
+        int(run(logits, [Request(1.0, top_k=2, grammar="g", mask=(2, 3, 4), seed=seed)]).ids[0])
+        for seed in range(40)
+    }
+    assert drawn == {2, 3}
 
 
 def test_every_id_within_the_filters_is_drawn_at_some_time_and_no_other():
