@@ -11,10 +11,11 @@ import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from serving.demo import demo_model_path
@@ -26,7 +27,7 @@ from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with up(*CROWD) as running:
+    with up(*CROWD, "--tool-call-parser=hermes") as running:
         yield running
 
 
@@ -138,10 +139,11 @@ async def _some_ending(
 def test_a_killed_worker_is_a_pause_not_another_text(
     cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
 ) -> None:
-    sampling = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, "ignore_eos": True}
-    job = (tokenizer.encode(TEXTS[0]), sampling)
-    (want,) = expected(one_process, [job])
-    for role in ("decode", "prefill"):
+    held = {"regex": "([a-z]{1,9}[ .,]){200}"}
+    for role, more in (("decode", held), ("prefill", {"ignore_eos": True})):
+        sampling = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 200, **more}
+        job = (tokenizer.encode(TEXTS[0]), sampling)
+        (want,) = expected(one_process, [job])
         epoch = cluster.worker(role)["epoch"]
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(cluster.generate, job[0], **sampling)
@@ -182,6 +184,39 @@ async def test_the_official_client_streams_a_chat(cluster: Cluster) -> None:
     assert usage is not None
     assert whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+class Sailing(pydantic.BaseModel):
+    """What the official client turns into a schema, and an answer into."""
+
+    harbour: Literal["north", "south"]
+    days: Annotated[list[Literal["monday", "friday"]], pydantic.Field(min_length=1, max_length=2)]
+    has_cars: bool
+
+
+async def test_the_official_client_gets_objects_of_its_own_class(cluster: Cluster) -> None:
+    ask: dict[str, Any] = {"model": cluster.model, "temperature": 1.0, "max_tokens": 200}
+    ask["messages"] = [{"role": "user", "content": "When does the ferry leave?"}]
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        chats = client.chat.completions
+        answers = await asyncio.gather(
+            *(chats.parse(**ask, seed=seed, response_format=Sailing) for seed in range(8))
+        )
+        async with chats.stream(**ask, seed=3, response_format=Sailing) as stream:
+            streamed = await stream.get_final_completion()
+        tool = openai.pydantic_function_tool(Sailing, name="book")
+        called = await chats.parse(**ask, seed=1, tools=[tool], tool_choice="required")
+    found = [answer.choices[0].message.parsed for answer in answers]
+    assert all(isinstance(sailing, Sailing) for sailing in found)
+    assert len({str(sailing) for sailing in found}) > 1
+    assert streamed.choices[0].message.parsed == found[3]
+    (choice,) = called.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Sailing)
+    for worker in cluster.settled():
+        assert worker["counters"]["grammars"] >= 10
+        assert worker["compiles_after_ready"] == 0
 
 
 def test_mixed_load_over_all_buckets_compiles_nothing(
