@@ -16,6 +16,7 @@ from serving.tokenizer import Tokenizer
 
 _SPACE: Final = r"/[ \n]{0,4}/"
 _TEXT: Final = "/(?s:.*)/"
+_MAX_TOOLS: Final = 512
 
 Mark = Callable[[str], str]
 
@@ -67,11 +68,14 @@ def calls_form(
             raise bad_field(name, f"names {only!r}, which is not among the tools")
     if not functions:
         raise bad_field(name, "needs tools")
+    if len(functions) > _MAX_TOOLS:
+        what = f"at most {_MAX_TOOLS} where one must be called, got {len(functions)}"
+        raise bad_field("tools", what)
     parts = []
     for number, function in enumerate(functions):
         schema = function.get("parameters") or {"type": "object"}
         try:
-            parts.append({"name": f"args{number}", **schema_rules(schema)})
+            parts.append({"name": f"args{number}", **schema_rules("tools", schema)})
         except (ValueError, TypeError, RecursionError) as error:
             raise bad_field("tools", f"parameters of {function['name']!r}: {error}") from error
     names = [function["name"] for function in functions]

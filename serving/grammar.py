@@ -25,6 +25,7 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _INLINE_BYTES = 2048  # longer ones are checked beside the event loop
 _MAX_CHOICES = 1024
+_MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,7 @@ async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = 
     if prefix:
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
     text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
-    if len(text) > MAX_GRAMMAR_BYTES:
-        raise wrong(form.name, f"at most {MAX_GRAMMAR_BYTES} bytes, got {len(text)}")
+    _bound(form.name, text)
     if len(text) <= _INLINE_BYTES:
         fault = _check(text)
     else:
@@ -135,10 +135,12 @@ def wrong(name: str, message: str) -> ApiError:
     return ApiError(400, f"{name}: {message}", name.partition(".")[0], "invalid_value")
 
 
-def schema_rules(schema: str | dict[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for what is no JSON object."""
+def schema_rules(name: str, schema: str | dict[str, Any]) -> dict[str, Any]:
+    """name: whose schema. Raises ApiError for a long one, ValueError for what is no JSON object."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    _bound(name, text)
     text = llguidance.LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_pattern": _SPACE}
+        text, defaults={"whitespace_pattern": _SPACE}
     )
     return {"json_schema": json.loads(text)["grammars"][0]["json_schema"]}
 
@@ -148,18 +150,25 @@ def schema_rules(schema: str | dict[str, Any]) -> dict[str, Any]:
 
 def _schema(name: str, schema: str | dict[str, Any]) -> Form:
     try:
-        return Form(name, schema_rules(schema))
+        return Form(name, schema_rules(name, schema))
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"expected a JSON schema: {error}") from error
 
 
+def _bound(name: str, text: str, most: int = MAX_GRAMMAR_BYTES) -> None:
+    if len(text) > most:
+        raise wrong(name, f"at most {most} characters, got {len(text)}")
+
+
 def _regex(name: str, regex: str) -> Form:
+    _bound(name, regex)
     rules = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"][0]
     return Form(name, {"lark_grammar": rules["lark_grammar"]})
 
 
 def _grammar(name: str, grammar: str) -> Form:
     """Lark, or GBNF, which begins at `root`."""
+    _bound(name, grammar, _MAX_GBNF_CHARACTERS if "::=" in grammar else MAX_GRAMMAR_BYTES)
     try:
         return Form(name, {"lark_grammar": any_to_lark(grammar)})
     except Exception as error:  # the reader has no errors of its own

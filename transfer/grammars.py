@@ -4,6 +4,7 @@ The work is llguidance's. What it is given was checked by an API process (servin
 is bounded here all the same: a grammar that takes too much ends its own request.
 """
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -71,7 +72,8 @@ class Grammars:
 
         is_wanted, tell: called by another thread; who is not wanted any more is not told.
         """
-        self._threads.submit(self._begin, submit, is_wanted, tell)
+        with contextlib.suppress(RuntimeError):  # closed: nobody is left to hear of it
+            self._threads.submit(self._begin, submit, is_wanted, tell)
 
     def masks(self, constraints: Sequence[Constraint]) -> np.ndarray:
         """What may come next: u32[n, words]. No bit is set where a grammar cannot go on."""

@@ -75,7 +75,7 @@ def grammars(config: ModelConfig) -> Iterator[Grammars]:
 def test_whatever_is_drawn_within_the_masks_is_a_text_of_the_grammar(
     grammars: Grammars, config: ModelConfig, tokenizer: Tokenizer
 ) -> None:
-    grammar = json.dumps({"grammars": [schema_rules(SCHEMA)]})
+    grammar = json.dumps({"grammars": [schema_rules("a", SCHEMA)]})
     rng = np.random.default_rng(3)
     texts = set()
     for _ in range(30):
