@@ -26,7 +26,7 @@ from transfer.grammar_limits import LIMITS
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILED = 256  # grammars that are kept for the next request
+MAX_COMPILED = 64  # grammars that are kept for the next request
 _THREADS = 2  # that compile
 
 
