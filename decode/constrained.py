@@ -18,26 +18,26 @@ class ConstrainedSlots:
     def __len__(self) -> int:
         return len(self._constraints)
 
-    def start(self, slot: int, constraint: Constraint, first_id: int) -> bool:
-        """A slot joins the batch behind its first token; False when that is none of its grammar."""
+    def start(self, slot: int, constraint: Constraint, first_id: int) -> RequestError | None:
+        """A slot joins the batch behind its first token. Returns why it cannot go on, or None."""
         self._constraints[slot] = constraint
-        return constraint.take(first_id)
+        return None if constraint.take(first_id) else constraint.failure
 
     def stop(self, slot: int) -> None:
         """The slot has left the batch. Others are ignored."""
         self._constraints.pop(slot, None)
 
-    def take(self, slots: np.ndarray, token_ids: np.ndarray) -> list[int]:
-        """What slots drew that go on. Returns the places of tokens that no grammar has there."""
+    def take(self, slots: np.ndarray, token_ids: np.ndarray) -> Sequence[tuple[int, RequestError]]:
+        """What slots drew that go on. Returns the places of those that cannot, and why."""
         if not self._constraints:
-            return []
+            return ()
         wrong = []
         for place, (slot, token_id) in enumerate(
             zip(slots.tolist(), token_ids.tolist(), strict=True)
         ):
             constraint = self._constraints.get(slot)
             if constraint is not None and not constraint.take(token_id):
-                wrong.append(place)
+                wrong.append((place, constraint.failure))
         return wrong
 
     def mask(

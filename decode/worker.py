@@ -331,9 +331,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             submit, seat, constraint = held.submit, held.seat, held.constraint
             if seat is None or self._held.get(submit.room) is not held:
                 continue
-            if constraint and not self._constrained.start(seat.slot, constraint, first.token_id):
-                self._fail_unfollowed(submit.room)
-                continue
+            if constraint is not None:
+                error = self._constrained.start(seat.slot, constraint, first.token_id)
+                if error is not None:
+                    self.fail(submit.room, error.code, error.message)
+                    continue
             tokens = np.append(wire.unpack_i32(submit.token_ids), np.int32(first.token_id))
             num_prompt, params = submit.num_prompt_tokens, submit.sampling
             starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params))
@@ -364,9 +366,6 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             running = self._scheduler.running(slot)
             assert running is not None
             self.fail(running.seat.room, error.code, error.message)
-
-    def _fail_unfollowed(self, room: int) -> None:
-        self.fail(room, Code.INTERNAL, "a token was drawn that does not follow the grammar")
 
     def _preempt(self, room: int) -> None:
         held = self._held[room]
@@ -456,8 +455,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():
             self.end(int(result.rooms[at]))
-        for at in self._constrained.take(slots, result.token_ids):
-            self._fail_unfollowed(int(result.rooms[at]))
+        for at, error in self._constrained.take(slots, result.token_ids):
+            self.fail(int(result.rooms[at]), error.code, error.message)
 
     # --- grants (loop thread) ---------------------------------------------------------------------
 

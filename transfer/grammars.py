@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILED = 64  # grammars that are kept for the next request
 _THREADS = 2  # that compile
+_TERSE = "<non-verbose/>"  # behind errors, where llguidance is not to say more
 
 
 class Constraint:
@@ -39,13 +40,17 @@ class Constraint:
         self.first_mask = first_mask
 
     def take(self, token_id: int) -> bool:
-        """A token was drawn, and does not end the text. False when it is none of the grammar's."""
+        """A token was drawn, and does not end the text. False when the grammar cannot go on.
+
+        That may be for a limit (transfer/grammar_limits.py) that only the drawn token meets.
+        """
         return self.matcher.consume_token(token_id)
 
     @property
     def failure(self) -> RequestError:
         """Why it cannot go on."""
-        why = self.matcher.get_error() or "no token of this model's can follow"
+        why = " ".join(self.matcher.get_error().replace(_TERSE, "").split())
+        why = why or "no token of this model's can follow"
         return RequestError(Code.BAD_REQUEST, f"the grammar cannot be followed: {why}")
 
 
