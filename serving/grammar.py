@@ -8,9 +8,9 @@ each other (guidance-ai/llguidance: docs/syntax.md).
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, Protocol
 
 import llguidance
@@ -19,11 +19,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from serving.errors import ApiError, quoted
 from transfer.grammar_limits import LIMITS
+from transfer.grammar_threads import grammar_threads
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 # Between two tokens of JSON: a model that may write any space writes nothing else, sometimes.
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
-_INLINE_BYTES = 2048  # longer ones are checked beside the event loop
+_INLINE_BYTES = 2048  # longer ones, which may be deep, are checked beside the event loop
 _MAX_CHOICES = 1024
 _MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
 
@@ -105,7 +106,7 @@ def check_end(
         raise wrong(form.name, "this model names no token that ends a text")
 
 
-async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = None) -> str:
+async def grammar_text(form: Form, prefix: str = "") -> str:
     """The grammar of an answer that begins as `prefix` has it, which may name @answer.
 
     Raises ApiError for one that cannot be followed, naming the form's field.
@@ -118,10 +119,15 @@ async def grammar_text(form: Form, prefix: str = "", threads: Executor | None = 
     if len(text) <= _INLINE_BYTES:
         fault = _check(text)
     else:
-        fault = await asyncio.get_running_loop().run_in_executor(threads, _check, text)
+        fault = await asyncio.get_running_loop().run_in_executor(_threads(), _check, text)
     if fault:
         raise wrong(form.name, fault)
     return text
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return grammar_threads(1, "grammar")
 
 
 @lru_cache(maxsize=256)

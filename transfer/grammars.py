@@ -9,7 +9,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from model.tokenizer_files import eos_ids, read_tokenizer
 from transfer import wire
 from transfer.errors import Code, RequestError
 from transfer.grammar_limits import LIMITS
+from transfer.grammar_threads import grammar_threads
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Grammars:
         self._num_words = mask_words(config.vocab_size)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, "grammar")
+        self._threads = grammar_threads(_THREADS, "grammar")
         self._masking = llguidance.LLExecutor()
         self._opening = self._threads.submit(self._open)
 

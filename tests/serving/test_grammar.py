@@ -239,6 +239,12 @@ async def test_a_grammar_that_takes_too_much_is_refused(schema: dict[str, Any]) 
     assert caught.value.param == "json_schema"
 
 
+async def test_a_grammar_may_be_as_deep_as_it_is_long() -> None:
+    rules = "\n".join(f'a{number}: "b" a{number + 1}' for number in range(5000))
+    deep = f'start: a0\n{rules}\na5000: "b"\n'
+    assert deep[:9] in await grammar_text(form_asked(CompletionFields, guided_grammar=deep))
+
+
 # --- thoughts -------------------------------------------------------------------------------------
 
 OPEN, OVER = "<think>\n", "<think>\n\n</think>\n\n"

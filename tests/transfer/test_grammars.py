@@ -133,6 +133,15 @@ def test_a_token_of_no_text_of_the_grammar_is_told_and_ends_its_masks(
     assert place.failure.code == Code.BAD_REQUEST
 
 
+def test_a_grammar_may_be_as_deep_as_it_is_long(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rules = "\n".join(f'a{number}: "b" a{number + 1}' for number in range(5000))
+    deep = json.dumps({"grammars": [{"lark_grammar": f'start: a0\n{rules}\na5000: "b"\n'}]})
+    ids = (tokenizer.token_id("b") or 0,)
+    place = constraint(grammars, deep, ids)
+    assert place.first_mask.tolist() == grammars.masks([place])[0].tolist()
+    assert ids[0] in allowed(place.first_mask)
+
+
 @pytest.mark.parametrize(
     ("asked", "code", "words"),
     [
