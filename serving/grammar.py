@@ -168,6 +168,8 @@ def _bound(name: str, text: str, most: int = MAX_GRAMMAR_BYTES) -> None:
 
 def _regex(name: str, regex: str) -> Form:
     _bound(name, regex)
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would leave it out
+        raise wrong(name, "a backslash at its end escapes nothing")
     rules = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"][0]
     return Form(name, {"lark_grammar": rules["lark_grammar"]})
 
@@ -188,8 +190,8 @@ def _choice(name: str, choices: list[str]) -> Form:
 
 
 def quoted_terminal(text: str) -> str:
-    """A text as Lark has it."""
-    return json.dumps(text, ensure_ascii=False)
+    """A text as Lark has it, which takes no control character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _response_format(name: str, asked: ResponseFormat) -> Form | None:
