@@ -172,6 +172,7 @@ async def serve(
             server.should_exit = True
             await serving
             await siblings.stop()
+            front.model.trial.close()
             stopped.cancel()
             takes.cancel()
             if exporter is not None:

@@ -106,9 +106,12 @@ def check_end(
         raise wrong(form.name, "this model names no token that ends a text")
 
 
-async def grammar_text(form: Form, prefix: str = "") -> str:
+async def grammar_text(
+    form: Form, prefix: str = "", trial: Callable[[str], str] | None = None
+) -> str:
     """The grammar of an answer that begins as `prefix` has it, which may name @answer.
 
+    trial: says what is wrong with one whose words are right, in a thread; "" nothing.
     Raises ApiError for one that cannot be followed, naming the form's field.
     """
     rules = [form.rules]
@@ -116,10 +119,13 @@ async def grammar_text(form: Form, prefix: str = "") -> str:
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
     text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
     _bound(form.name, text)
+    loop, threads = asyncio.get_running_loop(), _threads()
     if len(text) <= _INLINE_BYTES:
         fault = _check(text)
     else:
-        fault = await asyncio.get_running_loop().run_in_executor(_threads(), _check, text)
+        fault = await loop.run_in_executor(threads, _check, text)
+    if not fault and trial is not None:
+        fault = await loop.run_in_executor(threads, trial, text)
     if fault:
         raise wrong(form.name, fault)
     return text

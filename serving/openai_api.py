@@ -222,7 +222,9 @@ class CompletionReader:
             else:
                 text = model.tokenizer.decode(given, False) if fields.echo else ""
                 prompts.append(Prompt(given, text))
-        grammar = await grammar_text(self._form) if self._form is not None else ""
+        grammar = ""
+        if self._form is not None:
+            grammar = await grammar_text(self._form, trial=model.trial.fault)
         return _request(
             fields,
             request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
@@ -338,7 +340,7 @@ class ChatReader:
         grammar = ""
         if self._form is not None:
             prefix = thought_prefix(self.parsing, model.tokenizer)
-            grammar = await grammar_text(self._form, prefix)
+            grammar = await grammar_text(self._form, prefix, model.trial.fault)
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,

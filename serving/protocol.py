@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, from_decode_error, not_served, quoted
+from serving.grammar_trial import GrammarTrial
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
@@ -120,6 +121,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
+        self.trial = GrammarTrial(config.model_path)
         self.vocab_size = model_config.vocab_size
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:

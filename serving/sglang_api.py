@@ -194,7 +194,9 @@ class GenerateReader:
             # One header cannot name several prompts.
             header = None if self.is_batch else request_id
             form = self._forms[prompt_idx]
-            grammar = await grammar_text(form) if form is not None else ""
+            grammar = ""
+            if form is not None:
+                grammar = await grammar_text(form, trial=model.trial.fault)
             own_id = request_id_of(header, "", self._rids[prompt_idx])
             for choice in range(n):
                 sampling = msgspec.structs.replace(

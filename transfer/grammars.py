@@ -26,7 +26,7 @@ from transfer.grammar_threads import grammar_threads
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILED = 64  # grammars that are kept for the next request
+MAX_COMPILED = 32  # grammars that are kept for the next request
 _THREADS = 2  # that compile
 _TERSE = "<non-verbose/>"  # behind errors, where llguidance is not to say more
 

@@ -1,0 +1,90 @@
+"""Grammars that take too much are refused by a process that may die of them."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from serving.demo import demo_model_path
+from serving.grammar_trial import TOO_MUCH, GrammarTrial
+
+
+def schema(value: Any) -> str:
+    return json.dumps({"grammars": [{"json_schema": value}]})
+
+
+def lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[GrammarTrial]:
+    trial = GrammarTrial(demo_model_path())
+    yield trial
+    trial.close()
+    assert not _processes()
+
+
+def _processes() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "serving.grammar_trial" in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"type": "integer", "multipleOf": 99999999}),
+        schema({"allOf": [{"type": "integer", "multipleOf": n} for n in range(1, 60)]}),
+        lark('start: %json {"type": "integer", "multipleOf": 99999999}'),
+        lark("start: a0\n" + "".join(f'a{n}: "b" a{n + 1}\n' for n in range(4000)) + 'a4000: "b"'),
+        lark(f"start: /{'a?' * 20_000}{'a' * 20_000}/"),
+    ],
+)
+def test_what_takes_too_much_is_refused_and_the_next_one_is_not(
+    trial: GrammarTrial, grammar: str
+) -> None:
+    assert trial.fault(grammar) == TOO_MUCH
+    assert trial.fault(schema({"enum": [len(grammar)]})) == ""
+    assert len(_processes()) == 1
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({}),
+        schema({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(200)}}),
+        lark("start: /[a-z]{1,9}( [a-z]{1,9}){400}/"),
+    ],
+)
+def test_what_is_usual_passes(trial: GrammarTrial, grammar: str) -> None:
+    assert trial.fault(grammar) == ""
+
+
+def test_a_fault_is_told_in_a_line(trial: GrammarTrial) -> None:
+    fault = trial.fault(lark("start: /(a/"))
+    assert "unclosed group" in fault
+    assert "\n" not in fault
+
+
+def test_a_verdict_is_remembered_and_a_process_that_died_is_replaced(trial: GrammarTrial) -> None:
+    assert trial.fault(schema({"const": 1})) == ""
+    (process,) = _processes()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(10)
+    assert trial.fault(schema({"const": 1})) == ""
+    assert trial.fault(schema({"const": 2})) == TOO_MUCH  # as far as it can tell
+    assert trial.fault(schema({"const": 3})) == ""
+
+
+def test_a_model_without_a_tokenizer_refuses_all(tmp_path: Path) -> None:
+    shutil.copy(demo_model_path() / "config.json", tmp_path)
+    trial = GrammarTrial(tmp_path)
+    for _ in range(2):
+        assert "tokenizer" in trial.fault(schema({}))
+    trial.close()
