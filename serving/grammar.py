@@ -5,12 +5,9 @@ structured_outputs. A grammar is a text of llguidance's: JSON with one grammar, 
 each other (guidance-ai/llguidance: docs/syntax.md).
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from typing import Any, Final, Protocol
 
 import llguidance
@@ -18,13 +15,11 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from serving.errors import ApiError, quoted
-from transfer.grammar_limits import LIMITS
-from transfer.grammar_threads import grammar_threads
+from serving.grammar_trial import GrammarTrial
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 # Between two tokens of JSON: a model that may write any space writes nothing else, sometimes.
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
-_INLINE_BYTES = 2048  # longer ones, which may be deep, are checked beside the event loop
 _MAX_CHOICES = 1024
 _MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
 
@@ -106,12 +101,9 @@ def check_end(
         raise wrong(form.name, "this model names no token that ends a text")
 
 
-async def grammar_text(
-    form: Form, prefix: str = "", trial: Callable[[str], str] | None = None
-) -> str:
+async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str:
     """The grammar of an answer that begins as `prefix` has it, which may name @answer.
 
-    trial: says what is wrong with one whose words are right, in a thread; "" nothing.
     Raises ApiError for one that cannot be followed, naming the form's field.
     """
     rules = [form.rules]
@@ -119,27 +111,10 @@ async def grammar_text(
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
     text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
     _bound(form.name, text)
-    loop, threads = asyncio.get_running_loop(), _threads()
-    if len(text) <= _INLINE_BYTES:
-        fault = _check(text)
-    else:
-        fault = await loop.run_in_executor(threads, _check, text)
-    if not fault and trial is not None:
-        fault = await loop.run_in_executor(threads, trial, text)
+    fault = await trial.fault(text)
     if fault:
         raise wrong(form.name, fault)
     return text
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return grammar_threads(1, "grammar")
-
-
-@lru_cache(maxsize=256)
-def _check(text: str) -> str:
-    """What is wrong with a grammar; "" nothing."""
-    return " ".join(llguidance.LLMatcher.validate_grammar(text, None, limits=LIMITS).split())
 
 
 def wrong(name: str, message: str) -> ApiError:

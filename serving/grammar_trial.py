@@ -5,6 +5,7 @@ cannot be stopped: `{"multipleOf": 99999999}` would compile for an hour. So each
 compiled here first, by a process with a limit on either; what passes costs a worker no more.
 """
 
+import asyncio
 import contextlib
 import json
 import resource
@@ -12,8 +13,9 @@ import select
 import signal
 import subprocess
 import sys
-import threading
+import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -33,42 +35,47 @@ TOO_MUCH: Final = "it takes too much time or memory to compile"
 
 
 class GrammarTrial:
-    """The process and its verdicts; it is started by the first grammar. For any thread."""
+    """The process and its verdicts; it is started by the first grammar."""
 
     def __init__(self, model_path: Path) -> None:
         self._model_path = model_path
         self._known: OrderedDict[str, str] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._end: weakref.finalize[..., GrammarTrial] | None = None
+        self._thread = ThreadPoolExecutor(1, "grammar trial")
 
-    def fault(self, grammar: str) -> str:
-        """Why it cannot be followed; "" it can. Waits for the process."""
-        with self._lock:
-            known = self._known.get(grammar)
-            if known is None:
-                known = self._known[grammar] = self._try(grammar)
-                while len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
-            return known
+    async def fault(self, grammar: str) -> str:
+        """Why it cannot be followed, in a line; "" it can."""
+        known = self._known.get(grammar)
+        if known is None:
+            loop = asyncio.get_running_loop()
+            known = await loop.run_in_executor(self._thread, self._judged, grammar)
+        return known
 
     def close(self) -> None:
-        """The process is gone; a grammar would start another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what it did not read
-                assert pipe is not None
-                pipe.close()
+        """The process is gone, and nothing is tried any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._stop()
+
+    def _judged(self, grammar: str) -> str:
+        known = self._known.get(grammar)  # the one before may have asked for the same
+        if known is None:
+            known = self._known[grammar] = self._try(grammar)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        return known
+
+    def _stop(self) -> None:
+        self._process = None
+        if self._end is not None:
+            self._end()
 
     def _try(self, grammar: str) -> str:
         if self._process is None:
             self._process = self._start()
             first = self._word(self._process)
             if first != _READY:
-                self.close()
+                self._stop()
                 return first or "this model's tokenizer cannot be read"
         process = self._process
         assert process.stdin is not None
@@ -77,20 +84,22 @@ class GrammarTrial:
             process.stdin.flush()
         word = self._word(process)
         if word is None:
-            self.close()
+            self._stop()
             return TOO_MUCH
         return word
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "serving.grammar_trial", str(self._model_path)]
         # Of no terminal's group: Ctrl-C is for who started it.
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._end = weakref.finalize(self, _end, process)
+        return process
 
     def _word(self, process: subprocess.Popen[bytes]) -> str | None:
         """The next line that it says; None when it died, or says nothing."""
@@ -98,6 +107,15 @@ class GrammarTrial:
         readable, _, _ = select.select([process.stdout], [], [], _WAIT_S)
         line = process.stdout.readline() if readable else b""
         return str(json.loads(line)) if line else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            assert pipe is not None
+            pipe.close()
 
 
 def main(model_path: Path) -> None:

@@ -224,7 +224,7 @@ class CompletionReader:
                 prompts.append(Prompt(given, text))
         grammar = ""
         if self._form is not None:
-            grammar = await grammar_text(self._form, trial=model.trial.fault)
+            grammar = await grammar_text(self._form, model.trial)
         return _request(
             fields,
             request_id_of(request_id, "cmpl-", fields.rid, fields.request_id),
@@ -340,7 +340,7 @@ class ChatReader:
         grammar = ""
         if self._form is not None:
             prefix = thought_prefix(self.parsing, model.tokenizer)
-            grammar = await grammar_text(self._form, prefix, model.trial.fault)
+            grammar = await grammar_text(self._form, model.trial, prefix)
         max_new = fit_tokens(
             len(ids),
             self._max_tokens,

@@ -196,7 +196,7 @@ class GenerateReader:
             form = self._forms[prompt_idx]
             grammar = ""
             if form is not None:
-                grammar = await grammar_text(form, trial=model.trial.fault)
+                grammar = await grammar_text(form, model.trial)
             own_id = request_id_of(header, "", self._rids[prompt_idx])
             for choice in range(n):
                 sampling = msgspec.structs.replace(

@@ -4,7 +4,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from serving.demo import demo_model_path
 from serving.grammar import form_of, grammar_text
+from serving.grammar_trial import GrammarTrial
 from serving.sglang_api import GenerateSampling
 from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster
@@ -51,7 +53,9 @@ def _params(sampling: dict[str, Any], max_new_tokens: int) -> wire.SamplingParam
     if regex is not None:
         form = form_of(GenerateSampling(regex=regex), None, [0])
         assert form is not None
-        values["grammar"] = asyncio.run(grammar_text(form))
+        trial = GrammarTrial(demo_model_path())
+        values["grammar"] = asyncio.run(grammar_text(form, trial))
+        trial.close()
     return wire.SamplingParams(max_new_tokens=max_new_tokens, seed=seed, **values)
 
 

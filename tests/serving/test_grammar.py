@@ -1,6 +1,7 @@
 """What requests say of the form of an answer: which texts may follow, and what is refused."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import llguidance
@@ -12,6 +13,7 @@ from model.tokenizer_files import read_tokenizer
 from serving.call_grammar import calls_form, thought_prefix
 from serving.errors import ApiError
 from serving.grammar import Form, check_end, form_of, grammar_text
+from serving.grammar_trial import GrammarTrial
 from serving.openai_api import ChatFields, CompletionFields
 from serving.parsing import Parsing
 from serving.protocol import SamplingFields, read_json
@@ -87,6 +89,26 @@ def either(request: pytest.FixtureRequest) -> Texts:
     return Texts(MARKERS if request.param == "tokens" else ())
 
 
+TRIAL = GrammarTrial(MODEL_PATH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    TRIAL.close()
+
+
+class Untried(GrammarTrial):
+    """For grammars that name tokens of another model."""
+
+    async def fault(self, grammar: str) -> str:
+        return ""
+
+
+async def text_of(form: Form, prefix: str = "", trial: GrammarTrial = TRIAL) -> str:
+    return await grammar_text(form, trial, prefix)
+
+
 def fields_of(kind: Any, **given: Any) -> Any:
     body = {"prompt": "x", "messages": [], "model": None} | given
     return read_json(msgspec.json.Decoder(kind), json.dumps(body).encode())
@@ -131,7 +153,7 @@ def form_asked(kind: Any = ChatFields, **given: Any) -> Form:
 async def test_each_way_to_ask_takes_its_texts_alone(
     texts: Texts, given: dict[str, Any], right: str, bad: str
 ) -> None:
-    grammar = await grammar_text(form_asked(**given))
+    grammar = await text_of(form_asked(**given))
     assert texts.takes(grammar, right)
     assert not texts.takes(grammar, bad)
 
@@ -156,7 +178,7 @@ def test_a_request_may_ask_for_no_form(given: dict[str, Any]) -> None:
 
 
 async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
-    grammar = await grammar_text(form_asked(json_schema=SCHEMA))
+    grammar = await text_of(form_asked(json_schema=SCHEMA))
     assert not texts.takes(grammar, RIGHT.replace(": ", ":  "))
     assert not texts.takes(grammar, RIGHT.replace(", ", ",\n\n"))
 
@@ -203,7 +225,7 @@ async def test_what_cannot_be_followed_is_refused_by_name(
     given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        await grammar_text(form_asked(**given))
+        await text_of(form_asked(**given))
     assert caught.value.status == 400
     assert words in caught.value.message
     assert caught.value.param in given
@@ -238,14 +260,8 @@ for _ in range(400):
 )
 async def test_a_grammar_that_takes_too_much_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        await grammar_text(form_asked(json_schema=json.dumps(schema)))
+        await text_of(form_asked(json_schema=json.dumps(schema)))
     assert caught.value.param == "json_schema"
-
-
-async def test_a_grammar_may_be_as_deep_as_it_is_long() -> None:
-    rules = "\n".join(f'a{number}: "b" a{number + 1}' for number in range(5000))
-    deep = f'start: a0\n{rules}\na5000: "b"\n'
-    assert deep[:9] in await grammar_text(form_asked(CompletionFields, guided_grammar=deep))
 
 
 # --- thoughts -------------------------------------------------------------------------------------
@@ -269,7 +285,7 @@ async def test_a_thought_may_come_first_where_the_model_thinks(
     texts: Texts, parsing: Parsing, right: str, bad: str
 ) -> None:
     prefix = thought_prefix(parsing, texts.tokenizer)
-    grammar = await grammar_text(form_asked(json_schema=SCHEMA), prefix)
+    grammar = await text_of(form_asked(json_schema=SCHEMA), prefix)
     assert texts.takes(grammar, right)
     assert not texts.takes(grammar, bad)
 
@@ -281,9 +297,7 @@ async def test_a_model_that_spells_its_tags_may_think_too() -> None:
     assert tokenizer.token_id("</think>") is None
     matcher = llguidance.LLMatcher(
         llguidance.LLTokenizer(spelled, tokenizer.vocab_size, [EOS]),
-        await grammar_text(
-            form_asked(json_schema=SCHEMA), thought_prefix(Parsing("qwen3"), tokenizer)
-        ),
+        await text_of(form_asked(json_schema=SCHEMA), thought_prefix(Parsing("qwen3"), tokenizer)),
     )
     ids = tokenizer.encode(f"<think>Hm </thin.</think>\n{RIGHT}", False)
     assert all(matcher.consume_token(token_id) for token_id in [*ids, EOS])
@@ -292,7 +306,7 @@ async def test_a_model_that_spells_its_tags_may_think_too() -> None:
 async def test_gpt_oss_answers_in_its_final_channel() -> None:
     marked = Texts(MARKERS)
     prefix = thought_prefix(Parsing("gpt-oss", "gpt-oss"), marked.tokenizer)
-    grammar = await grammar_text(form_asked(json_schema=SCHEMA), prefix)
+    grammar = await text_of(form_asked(json_schema=SCHEMA), prefix, Untried(MODEL_PATH))
     final = f"<|channel|>final<|message|>{RIGHT}"
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     assert marked.takes(grammar, final)
@@ -332,7 +346,8 @@ async def test_calls_that_must_be_made_are_read_as_they_are_written(
     reasoning: Any = "gpt-oss" if name == "gpt-oss" else "qwen3"
     parsing = Parsing(reasoning, name, NAMES, must_call=True, prompt="<|start|>assistant")
     form = calls_form(parsing, TOOLS, only, either.tokenizer)
-    grammar = await grammar_text(form, thought_prefix(parsing, either.tokenizer))
+    prefix = thought_prefix(parsing, either.tokenizer)
+    grammar = await text_of(form, prefix, Untried(MODEL_PATH))
     called = set()
     for seed in range(12):
         text = either.drawn(grammar, seed)
@@ -350,7 +365,7 @@ async def test_calls_that_must_be_made_are_read_as_they_are_written(
 
 async def test_one_call_is_made_where_no_more_are_wanted(either: Texts) -> None:
     parsing = Parsing("none", "hermes", NAMES, one_call=True, must_call=True)
-    grammar = await grammar_text(calls_form(parsing, TOOLS, None, either.tokenizer))
+    grammar = await text_of(calls_form(parsing, TOOLS, None, either.tokenizer))
     one = f'<tool_call>\n{{"name": "weather", "arguments": {RIGHT}}}\n</tool_call>'
     assert either.takes(grammar, one)
     assert not either.takes(grammar, f"{one}\n{one}")
@@ -379,6 +394,6 @@ def test_tools_that_cannot_be_called_are_refused(
 async def test_a_tool_may_have_any_name_and_no_parameters(texts: Texts) -> None:
     tools = [{"function": {"name": 'say "é"\n'}}]
     parsing = Parsing("none", "hermes", frozenset({'say "é"\n'}), must_call=True)
-    grammar = await grammar_text(calls_form(parsing, tools, None, texts.tokenizer))
+    grammar = await text_of(calls_form(parsing, tools, None, texts.tokenizer))
     call = json.dumps({"name": 'say "é"\n', "arguments": {}}, ensure_ascii=False)
     assert texts.takes(grammar, f"<tool_call>\n{call}\n</tool_call>")

@@ -1,5 +1,6 @@
 """Grammars that take too much are refused by a process that may die of them."""
 
+import gc
 import json
 import os
 import shutil
@@ -46,11 +47,11 @@ def _processes() -> list[psutil.Process]:
         lark(f"start: /{'a?' * 20_000}{'a' * 20_000}/"),
     ],
 )
-def test_what_takes_too_much_is_refused_and_the_next_one_is_not(
+async def test_what_takes_too_much_is_refused_and_the_next_one_is_not(
     trial: GrammarTrial, grammar: str
 ) -> None:
-    assert trial.fault(grammar) == TOO_MUCH
-    assert trial.fault(schema({"enum": [len(grammar)]})) == ""
+    assert await trial.fault(grammar) == TOO_MUCH
+    assert await trial.fault(schema({"enum": [len(grammar)]})) == ""
     assert len(_processes()) == 1
 
 
@@ -62,29 +63,39 @@ def test_what_takes_too_much_is_refused_and_the_next_one_is_not(
         lark("start: /[a-z]{1,9}( [a-z]{1,9}){400}/"),
     ],
 )
-def test_what_is_usual_passes(trial: GrammarTrial, grammar: str) -> None:
-    assert trial.fault(grammar) == ""
+async def test_what_is_usual_passes(trial: GrammarTrial, grammar: str) -> None:
+    assert await trial.fault(grammar) == ""
 
 
-def test_a_fault_is_told_in_a_line(trial: GrammarTrial) -> None:
-    fault = trial.fault(lark("start: /(a/"))
+async def test_a_fault_is_told_in_a_line(trial: GrammarTrial) -> None:
+    fault = await trial.fault(lark("start: /(a/"))
     assert "unclosed group" in fault
     assert "\n" not in fault
 
 
-def test_a_verdict_is_remembered_and_a_process_that_died_is_replaced(trial: GrammarTrial) -> None:
-    assert trial.fault(schema({"const": 1})) == ""
+async def test_a_verdict_is_kept_and_a_process_that_died_replaced(trial: GrammarTrial) -> None:
+    assert await trial.fault(schema({"const": 1})) == ""
     (process,) = _processes()
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
-    assert trial.fault(schema({"const": 1})) == ""
-    assert trial.fault(schema({"const": 2})) == TOO_MUCH  # as far as it can tell
-    assert trial.fault(schema({"const": 3})) == ""
+    assert await trial.fault(schema({"const": 1})) == ""
+    assert await trial.fault(schema({"const": 2})) == TOO_MUCH  # as far as it can tell
+    assert await trial.fault(schema({"const": 3})) == ""
 
 
-def test_a_model_without_a_tokenizer_refuses_all(tmp_path: Path) -> None:
+async def test_a_model_without_a_tokenizer_refuses_all(tmp_path: Path) -> None:
     shutil.copy(demo_model_path() / "config.json", tmp_path)
     trial = GrammarTrial(tmp_path)
     for _ in range(2):
-        assert "tokenizer" in trial.fault(schema({}))
+        assert "tokenizer" in await trial.fault(schema({}))
     trial.close()
+
+
+async def test_a_trial_that_is_dropped_leaves_no_process() -> None:
+    before = _processes()
+    trial = GrammarTrial(demo_model_path())
+    assert await trial.fault(schema({})) == ""
+    assert len(_processes()) == len(before) + 1
+    del trial
+    gc.collect()
+    assert _processes() == before
