@@ -79,8 +79,8 @@ async def test_a_verdict_is_kept_and_a_process_that_died_replaced(trial: Grammar
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     assert await trial.fault(schema({"const": 1})) == ""
-    assert await trial.fault(schema({"const": 2})) == TOO_MUCH  # as far as it can tell
-    assert await trial.fault(schema({"const": 3})) == ""
+    assert await trial.fault(schema({"const": 2})) == ""
+    assert [other.pid for other in _processes()] != [process.pid]
 
 
 async def test_a_model_without_a_tokenizer_refuses_all(tmp_path: Path) -> None:
