@@ -13,7 +13,7 @@ from tests.sim.api import Api, Line, Request
 from tests.sim.grammars import WRONG
 from tests.sim.network import FIRST_ID, VOCAB
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
-from tests.sim.transport import Fabric, Net
+from tests.sim.transport import LONGEST_DELAY, Fabric, Net
 from tests.sim.workers import SimDecode, SimPrefill, run_now
 from transfer import wire
 from transfer.clock import ManualClock
@@ -199,12 +199,11 @@ class Simulation:
             if owner is worker:
                 del self._lines[worker, api_id]
                 line.farewell()
-        # Whoever has frames of it has all: what breaks now is of rooms that ended.
-        if isinstance(worker, SimPrefill):
-            worker.sender.close()
-        else:
-            worker.receiver.close()
-        self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
+        # It waits until all have read its last word: what breaks then is of rooms that ended.
+        data_plane = worker.sender if isinstance(worker, SimPrefill) else worker.receiver
+        self.net.after(LONGEST_DELAY, data_plane.close)
+        again = LONGEST_DELAY + self.rng.randrange(2, 40)
+        self.net.after(again, lambda: self._spawn(self._plans[worker_id]))
 
     def _open_line(self, api: Api, worker: SimPrefill | SimDecode) -> None:
         """As often as an API process and a worker find each other, under a name of its own."""

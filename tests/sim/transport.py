@@ -22,6 +22,8 @@ from transfer.outbound import Job, Lane, Sender, segments
 
 Action = Callable[[], object]
 
+LONGEST_DELAY = 40  # ticks; every message takes less
+
 
 class Net:
     """Everything that is under way, by the tick at which it arrives."""
@@ -42,7 +44,9 @@ class Net:
 
     def delay(self) -> int:
         """Ticks that a message takes; now and then a long time."""
-        return self.rng.randrange(40) if self.rng.random() < 0.05 else self.rng.randrange(3)
+        return (
+            self.rng.randrange(LONGEST_DELAY) if self.rng.random() < 0.05 else self.rng.randrange(3)
+        )
 
     def deliver(self) -> None:
         """Move on by a tick, and do what is due."""
