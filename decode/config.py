@@ -1,7 +1,9 @@
 """Limits and addresses of a decode worker: one frozen value, validated once."""
 
 from dataclasses import dataclass
+from typing import Literal
 
+from model.buckets import Drafting
 from transfer.errors import ConfigError
 from transfer.worker_config import (
     ANY_PROMPT,
@@ -21,6 +23,10 @@ class DecodeConfig(WorkerConfig):
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
     # Longest prompt that decode computes itself; 0 = none, ANY_PROMPT = whatever it can hold.
     local_prefill_tokens: int = 0
+    speculative_algorithm: Literal["NONE", "NGRAM"] = "NONE"
+    speculative_num_draft_tokens: int = 3  # for each slot of a step
+    speculative_ngram_min_match_window_size: int = 2  # tokens that must have been there before
+    speculative_ngram_max_match_window_size: int = 4  # tokens that are compared
     data_host: str = ""  # where frames are taken; "" = host
     data_port: int = 0
     transfer_staging_bytes: int = 0  # memory shared with a prefill of this host; 0 = enough
@@ -37,5 +43,26 @@ class DecodeConfig(WorkerConfig):
         at_least(self, "headroom_pages", 0)
         at_least(self, "local_prefill_tokens", ANY_PROMPT)
         at_least(self, "transfer_staging_bytes", 0)
+        self._check_drafting()
         reachable(self, "data_host")
         check_port(self, "data_port")
+
+    def _check_drafting(self) -> None:
+        """Raises ConfigError for windows that hold nothing, or each other."""
+        at_least(self, "speculative_num_draft_tokens", 1)
+        at_most(self, "speculative_num_draft_tokens", 64)
+        at_least(self, "speculative_ngram_min_match_window_size", 1)
+        least = self.speculative_ngram_min_match_window_size
+        at_least(self, "speculative_ngram_max_match_window_size", least)
+        at_most(self, "speculative_ngram_max_match_window_size", 64)
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """How steps draft tokens; None: they do not."""
+        if self.speculative_algorithm == "NONE":
+            return None
+        return Drafting(
+            self.speculative_num_draft_tokens,
+            self.speculative_ngram_min_match_window_size,
+            self.speculative_ngram_max_match_window_size,
+        )

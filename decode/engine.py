@@ -1,7 +1,7 @@
 """Batch plans to device calls: compiled programs, the pool, the slots' state on the device.
 
 Tokens feed the next step on the device: a step reads each slot's last token from `SlotState`
-and writes the new one there, so the host may dispatch step n+1 before it has seen step n.
+and writes the new ones there, so the host may dispatch step n+1 before it has seen step n.
 
 The host counts slots over all data-parallel ranks, those of rank 0 first, and pages within each.
 On the device every rank counts its own slots and pages, and all take each step together.
@@ -14,21 +14,20 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decode.local import LocalPiece, LocalPrompt
+from decode.step import SlotState, admit_slots, decode_step, mask_slots
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages
-from model.moe import ExpertMap
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
 from model.programs import MemoryPlan, Program, abstract_like, compile_program
-from model.sampling import SampleOut, SamplingRows, empty_rows, sample, set_row
+from model.sampling import SampleOut, empty_rows, set_row
 from model.sharding import (
     COLUMNS_OF_RANKS,
     POOL_SPEC,
@@ -36,30 +35,16 @@ from model.sharding import (
     abstract_i32,
     abstract_of,
     on_ranks,
-    rank_idx,
     ranks_sharding,
     spans_processes,
-    tell_host,
     told_spec,
 )
-from model.transformer import Model, decode_rows, row_logits
 from transfer.wire import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
 _RUNS_PLACED_AHEAD = 4  # of the device; more wait for memory that was planned for them
-
-
-class SlotState(NamedTuple):
-    """Everything a step knows of a rank's slots; S slots, C context tokens, P pages a slot."""
-
-    history: Any  # i32[S, C]: prompt and generated tokens
-    length: Any  # i32[S]: tokens in history
-    prompt_len: Any  # i32[S]
-    page_table: Any  # i32[S, P]
-    masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a grammar
-    rows: SamplingRows  # leading axis S
 
 
 @dataclass(frozen=True)
@@ -86,7 +71,7 @@ class StepInFlight:
     """One dispatched step."""
 
     out: SampleOut
-    rows: np.ndarray  # i32[n]: which row of `out` belongs to each slot of the plan
+    rows: np.ndarray  # i32[n, W]: which rows of `out` belong to each slot of the plan
 
 
 class StepEngine(Protocol):
@@ -99,7 +84,9 @@ class StepEngine(Protocol):
     ) -> None: ...
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None: ...
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight: ...
+    def step(
+        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray
+    ) -> StepInFlight: ...
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
@@ -198,6 +185,7 @@ class DecodeEngine:
                 fresh.history[row, : len(start.token_ids)] = start.token_ids
                 fresh.length[row] = len(start.token_ids)
                 fresh.prompt_len[row] = start.num_prompt_tokens
+                fresh.max_length[row] = start.num_prompt_tokens + start.params.max_new_tokens
                 fresh.page_table[row, : len(start.pages)] = start.pages
                 set_row(fresh.rows, row, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
@@ -210,20 +198,21 @@ class DecodeEngine:
         where[: len(slots)], rows[: len(slots)] = slots, masks
         self.calls("mask", num_rows, where, rows)
 
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
+    def step(self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray) -> StepInFlight:
         """Dispatch one step for these slots.
 
-        slots, new_pages: i32[n], see decode.scheduler.StepPlan. The copy of the ids to the
-        host has begun when this returns.
+        slots, new_pages, places: i32[n], see decode.scheduler.StepPlan. The copy of the ids to
+        the host has begun when this returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
         within, most = _places(ranks, self._dp_size)
         bucket = bucket_for(most, self._buckets.slots)
         rows = ranks * np.int32(bucket) + within
-        plan = np.full((2, self._dp_size * bucket), self._rank_slots, np.int32)
-        plan[1] = -1
-        plan[0, rows], plan[1, rows] = rank_slots, new_pages
-        return StepInFlight(self.calls("step", bucket, plan), rows)
+        plan = self._no_slots(bucket)
+        plan[0, rows], plan[1, rows], plan[2, rows] = rank_slots, new_pages, places
+        width = self._buckets.rows_each(bucket)
+        of_slots = rows[:, None] * np.int32(width) + np.arange(width, dtype=np.int32)
+        return StepInFlight(self.calls("step", bucket, plan), of_slots)
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -286,15 +275,13 @@ class DecodeEngine:
     def _warm_up(self) -> None:
         """Have devices of all members find each other now, not at the first request."""
         rank_slots = self._buckets.slots[0]
-        plan = np.full((2, self._dp_size * rank_slots), self._rank_slots, np.int32)
-        plan[1] = -1
         self.calls.take("place", *self._runs.ids_of(0, ()))
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
             self.calls.take("chunk", packed.bucket, *packed.arrays)
             width, arrays = self._chunks.pack_firsts(())
             self.calls.take("sample", width, *arrays)
-        jax.block_until_ready(self.calls.take("step", rank_slots, plan))
+        jax.block_until_ready(self.calls.take("step", rank_slots, self._no_slots(rank_slots)))
 
     # --- shapes -------------------------------------------------------------------------------
 
@@ -317,24 +304,21 @@ class DecodeEngine:
         def built(name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
             return compiled(compile_program(name, function, args, donate))
 
-        step = on_ranks(
-            mesh,
-            partial(decode_step, self._model),
-            (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS),
-            (POOL_SPEC, RANKS, RANKS, told_spec(mesh)),
-        )
+        specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
         experts = self._experts.shapes
         for slots in buckets.slots:
-            plan = abstract_i32((2, dp_size * slots), mesh, COLUMNS_OF_RANKS)
+            function = partial(decode_step, self._model, buckets.drafting_of(slots))
+            step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
+            plan = abstract_i32((3, dp_size * slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             self._step[slots] = built(f"step[slots={slots}]", step, args, (1, 2, 5))
         self._runs.compile(pool, num_pages, compiled)
-        admit = on_ranks(mesh, _admit_fn, (RANKS, P(), P()), RANKS)
+        admit = on_ranks(mesh, admit_slots, (RANKS, P(), P()), RANKS)
         num_rows = buckets.admit_rows
         fresh = abstract_of(self._empty_state(num_rows), mesh, P())
         rows = abstract_i32((num_rows,), mesh, P())
         self._admit = built(f"admit[{num_rows}]", admit, (state, rows, fresh), (0,))
-        mask = on_ranks(mesh, _mask_fn, (RANKS, P(), P()), RANKS)
+        mask = on_ranks(mesh, mask_slots, (RANKS, P(), P()), RANKS)
         for num_rows in self._mask_rows:
             shapes = np.zeros(num_rows, np.int32), self._empty_state(num_rows).masks
             args = (state, *abstract_of(shapes, mesh, P()))
@@ -344,103 +328,22 @@ class DecodeEngine:
         self._experts.compile(params, compiled)
         return done
 
+    def _no_slots(self, bucket: int) -> np.ndarray:
+        """A step's plan without any: i32[3, ranks * bucket]."""
+        plan = np.full((3, self._dp_size * bucket), self._rank_slots, np.int32)
+        plan[1] = -1
+        return plan
+
     def _empty_state(self, num_slots: int) -> SlotState:
         return SlotState(
             history=np.zeros((num_slots, self._opened.context_length), np.int32),
             length=np.zeros(num_slots, np.int32),
             prompt_len=np.zeros(num_slots, np.int32),
+            max_length=np.zeros(num_slots, np.int32),
             page_table=np.zeros((num_slots, self._buckets.pages_per_slot), np.int32),
             masks=np.zeros((num_slots, mask_words(self._model.cfg.vocab_size)), np.uint32),
             rows=empty_rows(num_slots),
         )
-
-
-def decode_step(
-    model: Model,
-    params: Any,
-    pool: Array,
-    state: SlotState,
-    plan: Array,
-    expert_map: ExpertMap | None,
-    loads: Array | None,
-) -> tuple[Array, SlotState, Array | None, SampleOut]:
-    """One token for each slot of the plan, of one rank.
-
-    pool: see model/kv, donated. plan: i32[2, B]: slots (S = padding row), and pages to enter in
-    the page table at the position this step writes (-1 = none). expert_map, loads: see
-    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and SampleOut
-    with B rows; padding rows mean nothing.
-    """
-    slots, new_pages = plan
-    num_slots = state.history.shape[0]
-    real = slots < num_slots
-    safe = jnp.minimum(slots, num_slots - 1)
-    length = state.length[safe]
-    position = jnp.where(real, length - 1, -1)
-    token_ids = state.history[safe, jnp.maximum(position, 0)]
-    page_size = model.page_size
-    page_idx = jnp.maximum(position, 0) // page_size
-
-    enter = jnp.where(new_pages >= 0, slots, num_slots)
-    page_table = state.page_table.at[enter, page_idx].set(new_pages, mode="drop")
-    table = page_table[safe]
-    page = jnp.take_along_axis(table, page_idx[:, None], axis=1)[:, 0]
-    nowhere = pool.shape[2] * page_size
-    kv_idx = jnp.where(real, page * page_size + position % page_size, nowhere)
-
-    hidden, pool, loads = decode_rows(
-        model, params, pool, token_ids, position, table, kv_idx, expert_map, loads
-    )
-    rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
-    prompt_len = state.prompt_len[safe]
-
-    def history() -> tuple[Array, Array, Array]:
-        return state.history[safe], prompt_len, length
-
-    def masks() -> Array:
-        taken: Array = state.masks[safe]
-        return taken
-
-    logits = row_logits(model, params, hidden)
-    out = sample(logits, rows, history, length - prompt_len, masks)
-    state = SlotState(
-        history=state.history.at[slots, length].set(out.ids, mode="drop"),
-        length=state.length.at[slots].add(1, mode="drop"),
-        prompt_len=state.prompt_len,
-        page_table=page_table,
-        masks=state.masks,
-        rows=state.rows,
-    )
-    return pool, state, loads, tell_host(model.mesh, out)
-
-
-def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Array:
-    """Rows of a per-slot array; padding rows ask for nothing."""
-    taken = values[slots]
-    mask = real.reshape((-1,) + (1,) * (taken.ndim - 1))
-    return jnp.where(mask, taken, jnp.asarray(blank, taken.dtype))
-
-
-def _own_slots(state: SlotState, slots: Array) -> Array:
-    """Of slots that count over all ranks, those of this one; past the end for the others'."""
-    num_slots = np.int32(state.length.shape[0])
-    rank, slot = jnp.divmod(slots, num_slots)
-    return jnp.where(rank == rank_idx(), slot, num_slots)
-
-
-def _mask_fn(state: SlotState, slots: Array, masks: Array) -> SlotState:
-    """Write rows of masks at `slots`, which count over all ranks."""
-    mine = _own_slots(state, slots)
-    return state._replace(masks=state.masks.at[mine].set(masks, mode="drop"))
-
-
-def _admit_fn(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
-    """Write rows of `fresh` at `slots`, which count over all ranks; those of others are dropped."""
-    mine = _own_slots(state, slots)
-    merged: SlotState = jax.tree.map(
-        lambda old, new: old.at[mine].set(new, mode="drop"), state, fresh
-    )
-    return merged
 
 
 def _places(ranks: np.ndarray, dp_size: int) -> tuple[np.ndarray, int]:

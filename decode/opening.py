@@ -24,10 +24,11 @@ def build_engine(config: DecodeConfig) -> Built:
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
     opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
     rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
-    buckets = decode_buckets(rank_slots, opened.context_length, opened.kv.page_size)
+    page_size = opened.kv.page_size
+    buckets = decode_buckets(rank_slots, opened.context_length, page_size, config.drafting)
     local, local_tokens = None, most_local(config, opened.context_length)
     if local_tokens:
-        local = local_buckets(local_tokens, chunk, opened.kv.page_size)
+        local = local_buckets(local_tokens, chunk, page_size)
     engine = DecodeEngine(
         opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
     )

@@ -4,6 +4,10 @@ Pure. The host runs one step behind the device: when step n+1 is planned, the to
 are not known yet. A slot that step n ends by length is known to end and left out; one that it
 ends by a stop id takes part in step n+1 for nothing, and that token is dropped.
 
+Where steps draft tokens (decode/drafts.py) a slot gets one or more, and how many is not known
+either: pages are there for all that may come, and one that drafts have ended by length takes
+part once more for nothing.
+
 A step is of all data-parallel ranks at once; slots are counted over all of them, and a page is one
 of its slot's rank.
 """
@@ -23,32 +27,33 @@ class Running:
 
     seat: Seat
     api_id: str
-    num_tokens: int  # tokens known or in flight, the prompt included: grows when dispatched
-    last_num_tokens: int  # num_tokens at which its last token is in flight
+    num_steps: int = 0  # dispatched
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Arrays have one row per slot that takes part.
 
-    slots: i32[n]. new_pages: i32[n], the page that holds this step's position where a fresh one
-    begins, else -1. token_idx: i32[n], index of the token that this step draws.
+    slots: i32[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
+    places: i32[n], where it is in the slot's page table.
     """
 
     slots: np.ndarray
     new_pages: np.ndarray
+    places: np.ndarray
     rooms: np.ndarray
-    token_idx: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of one step that count: n rows, in the order of the plan.
+    """Tokens of one step that count: n rows, in the order of the plan; a slot's second tokens are
+    behind the first ones of all, and so on.
 
-    rows: i32[n], which rows of the plan they are.
+    rows: i32[n], which rows of the plan they are; columns: i32[n], which of the row's tokens.
     """
 
     rows: np.ndarray
+    columns: np.ndarray
     rooms: np.ndarray
     token_ids: np.ndarray
     token_idx: np.ndarray
@@ -66,12 +71,19 @@ class OutOfPages(Exception):
 class DecodeScheduler:
     """Owner of the batch. Per-slot facts live in arrays, so a step costs no object per token."""
 
-    def __init__(self, admission: Admission, page_size: int) -> None:
+    def __init__(self, admission: Admission, page_size: int, drafts: int = 0) -> None:
+        """drafts: tokens that a step drafts for each slot at most."""
+        assert drafts < page_size, "a step enters one page for each slot"
         slots = admission.num_slots
         self._admission = admission
         self._page_size = page_size
+        self._drafts = drafts
         self._running: dict[int, Running] = {}  # by slot
         self._room = np.full(slots, -1, np.int64)
+        self._num_known = np.zeros(slots, np.int32)  # tokens that were read, the prompt included
+        self._in_flight = np.zeros(slots, np.int32)  # steps
+        self._last_num = np.zeros(slots, np.int32)  # tokens with which it is over
+        self._num_entered = np.zeros(slots, np.int32)  # pages in its table
         self._prompt_len = np.zeros(slots, np.int32)
         self._max_new = np.zeros(slots, np.int32)
         self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32)
@@ -86,13 +98,12 @@ class DecodeScheduler:
     ) -> None:
         """A seat's pages are all there, and its first token: it joins the batch."""
         slot = seat.slot
-        self._running[slot] = Running(
-            seat=seat,
-            api_id=api_id,
-            num_tokens=seat.num_tokens + 1,
-            last_num_tokens=num_prompt_tokens + params.max_new_tokens,
-        )
+        self._running[slot] = Running(seat, api_id)
         self._room[slot] = seat.room
+        self._num_known[slot] = seat.num_tokens + 1
+        self._in_flight[slot] = 0
+        self._last_num[slot] = num_prompt_tokens + params.max_new_tokens
+        self._num_entered[slot] = len(seat.pages)
         self._prompt_len[slot] = num_prompt_tokens
         self._max_new[slot] = params.max_new_tokens
         self._stop_ids[slot] = -1
@@ -110,34 +121,43 @@ class DecodeScheduler:
         Raises OutOfPages before anything was changed for the slot that could not grow; slots
         that grew keep their page and will not ask again.
         """
-        rows: list[tuple[int, int]] = []
-        for slot, running in self._running.items():
-            if running.num_tokens >= running.last_num_tokens:
-                continue
-            rows.append((slot, self._page_for(running)))
-        if not rows:
+        slots = np.fromiter(self._running, np.int32, len(self._running))
+        slots = slots[self._num_known[slots] + self._in_flight[slots] < self._last_num[slots]]
+        if not len(slots):
             return None
-        slots = np.array([slot for slot, _ in rows], np.int32)
-        lengths = np.array([self._running[slot].num_tokens for slot, _ in rows], np.int32)
-        for slot, _ in rows:
-            self._running[slot].num_tokens += 1
-        return StepPlan(
-            slots=slots,
-            new_pages=np.array([page for _, page in rows], np.int32),
-            rooms=self._room[slots],
-            token_idx=lengths - self._prompt_len[slots],
-        )
+        # Positions before this one may be written: those of all tokens but the last.
+        ends = self._num_known[slots] + (self._in_flight[slots] + 1) * (1 + self._drafts) - 1
+        ends = np.minimum(ends, self._last_num[slots] - 1)
+        entered = self._num_entered[slots]
+        lacking = np.flatnonzero(ends > entered * self._page_size)
+        new_pages = np.full(len(slots), -1, np.int32)
+        for row in lacking.tolist():
+            new_pages[row] = self._page_at(int(slots[row]), int(entered[row]))
+        self._num_entered[slots[lacking]] += 1
+        self._in_flight[slots] += 1
+        for slot in slots.tolist():
+            self._running[slot].num_steps += 1
+        return StepPlan(slots, new_pages, entered, self._room[slots])
 
     def finish(self, plan: StepPlan, token_ids: np.ndarray) -> StepResult:
         """Judge a step's tokens. Rows whose slot has changed hands since are dropped.
 
-        token_ids: i32[at least n]. Slots that ended are still in the batch: the caller stops
-        them and releases their seats.
+        token_ids: i32[n, W], a slot's tokens in order; those below zero are none. Slots that ended
+        are still in the batch: the caller stops them and releases their seats.
         """
-        rows = np.flatnonzero(self._room[plan.slots] == plan.rooms).astype(np.int32)
-        slots, ids, idx = plan.slots[rows], token_ids[rows], plan.token_idx[rows]
+        running = np.flatnonzero(self._room[plan.slots] == plan.rooms).astype(np.int32)
+        slots, ids = plan.slots[running], token_ids[running]
+        idx = (self._num_known[slots] - self._prompt_len[slots])[:, None]
+        idx = idx + np.arange(ids.shape[1], dtype=np.int32)
         finish = finish_of_rows(ids, idx, self._stop_ids[slots], self._max_new[slots])
-        return StepResult(rows, plan.rooms[rows], ids, idx, finish)
+        over = np.cumsum(finish != RUNNING, axis=1) - (finish != RUNNING) > 0  # before this token
+        counts = (ids >= 0) & ~over
+        self._num_known[slots] += counts.sum(axis=1, dtype=np.int32)
+        self._in_flight[slots] -= 1
+        columns, rows = np.nonzero(counts.T)
+        at = rows, columns
+        rows, columns = running[rows], columns.astype(np.int32)
+        return StepResult(rows, columns, plan.rooms[rows], ids[at], idx[at], finish[at])
 
     def running(self, slot: int) -> Running | None:
         return self._running.get(slot)
@@ -147,15 +167,12 @@ class DecodeScheduler:
         wanted: np.ndarray = self._top[slots]
         return wanted
 
-    def _page_for(self, running: Running) -> int:
-        """The page to enter in the table for the position that this step writes, or -1."""
-        position = running.num_tokens - 1
-        page_idx, offset = divmod(position, self._page_size)
-        seat = running.seat
-        if page_idx >= len(seat.pages) and self._admission.grow(seat) is None:
+    def _page_at(self, slot: int, place: int) -> int:
+        """The page there in the slot's table, of which the step before was the first to know."""
+        seat = self._running[slot].seat
+        if place >= len(seat.pages) and self._admission.grow(seat) is None:
             raise OutOfPages(seat.rank)
-        # Entered in the table by the step that first writes to it.
-        return seat.pages[page_idx] if offset == 0 else -1
+        return seat.pages[place]
 
 
 def ended(result: StepResult) -> np.ndarray:

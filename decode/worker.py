@@ -17,6 +17,7 @@ import numpy as np
 from decode.admission import Admission, Seat, Sharing
 from decode.config import DecodeConfig
 from decode.constrained import ConstrainedSlots
+from decode.drafts import NO_DRAFT
 from decode.engine import FirstAsk, SlotStart, StepEngine, StepInFlight
 from decode.grants import GrantSender
 from decode.held import (
@@ -139,7 +140,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission = Admission(
             pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
         )
-        self._scheduler = DecodeScheduler(self._admission, facts.page_size)
+        drafting = self.config.drafting
+        drafts = drafting.num_tokens if drafting is not None else 0
+        self._scheduler = DecodeScheduler(self._admission, facts.page_size, drafts)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
         self._local = LocalQueue(self._admission, facts.page_size, *most)
         self._loads = Loads(self._admission, self._local, pools, self.clock)
@@ -195,7 +198,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if held.seat is not None:
             running = self._scheduler.running(held.seat.slot)
             if running is not None:
-                held.num_steps = running.num_tokens - len(held.submit.token_ids) // 4 - 1
+                held.num_steps = running.num_steps
             self._scheduler.stop(held.seat.slot)
             self._constrained.stop(held.seat.slot)
             held.seat = None
@@ -358,7 +361,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _dispatch_step(self, plan: StepPlan) -> None:
         stuck = self._constrained.mask(plan.slots, self._grammars, self._engine)
-        flight = self._engine.step(plan.slots, plan.new_pages)
+        flight = self._engine.step(plan.slots, plan.new_pages, plan.places)
         self._inflight.append(StepFlight(plan, flight, self._started))
         self._started = []
         self.counters["steps"] += 1
@@ -445,12 +448,15 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
         """Read a step's tokens, send them, and end what they end."""
         token_ids = np.asarray(flight.out.ids)[flight.rows]
-        for at in np.flatnonzero(token_ids == NOT_A_TOKEN).tolist():
+        for at in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
             self.fail_undrawn(int(plan.rooms[at]))
         result = self._scheduler.finish(plan, token_ids)
         for held in started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
+        if token_ids.shape[1] > 1:
+            self.counters["draft_tokens"] += int((token_ids[:, 1:] != NO_DRAFT).sum())
+            self.counters["accepted_draft_tokens"] += int((token_ids[:, 1:] >= 0).sum())
         slots = plan.slots[result.rows]
         tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():

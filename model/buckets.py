@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from model.errors import ModelError
 
@@ -50,18 +51,44 @@ class PrefillBuckets:
     staged_pages: int
 
 
+class Drafting(NamedTuple):
+    """How a decode step drafts the tokens that may follow a slot's last one."""
+
+    num_tokens: int
+    min_match: int  # tokens that must have been there before
+    max_match: int  # tokens that are compared: the longer match is preferred, then the later one
+
+
 @dataclass(frozen=True)
 class DecodeBuckets:
     """Shapes of the decode programs.
 
     slots: padded batch sizes of a step. pages_per_slot: width of the page table.
     run_pages: lengths of a run of pages that is put in place. admit_rows: slots set in one call.
+    drafting: of steps that have rows to spare; None: of none.
     """
 
     slots: tuple[int, ...]
     pages_per_slot: int
     run_pages: tuple[int, ...]
     admit_rows: int
+    drafting: Drafting | None = None
+
+    def drafting_of(self, slots: int) -> Drafting | None:
+        """How a step of this bucket drafts tokens, if it does.
+
+        They have rows of their own, which idle slots leave free: no step has more rows than the
+        largest, but one of a single slot.
+        """
+        if self.drafting is None:
+            return None
+        num_rows = slots * (1 + self.drafting.num_tokens)
+        return self.drafting if slots == 1 or num_rows <= self.slots[-1] else None
+
+    def rows_each(self, slots: int) -> int:
+        """Rows that a slot has in a step of this bucket."""
+        drafting = self.drafting_of(slots)
+        return 1 + drafting.num_tokens if drafting is not None else 1
 
 
 MAX_RUN_PAGES = 32
@@ -99,9 +126,19 @@ def prefill_buckets(
     )
 
 
-def decode_buckets(max_running: int, context_length: int, page_size: int) -> DecodeBuckets:
-    """Slot buckets double; the largest is --max-running-requests."""
+def decode_buckets(
+    max_running: int, context_length: int, page_size: int, drafting: Drafting | None = None
+) -> DecodeBuckets:
+    """Slot buckets double; the largest is --max-running-requests.
+
+    Raises ModelError when pages do not tile the context, or drafts would reach past one page.
+    """
     check_page_size(page_size, page_size, context_length)
+    if drafting is not None and drafting.num_tokens >= page_size:
+        raise ModelError(
+            f"--speculative-num-draft-tokens {drafting.num_tokens} must be below --page-size "
+            f"{page_size}: a step enters one page for each slot"
+        )
     per_slot = pages_for(context_length, page_size)
     slots = [1]
     while slots[-1] < max_running:
@@ -111,4 +148,5 @@ def decode_buckets(max_running: int, context_length: int, page_size: int) -> Dec
         pages_per_slot=per_slot,
         run_pages=geometric(1, min(MAX_RUN_PAGES, per_slot), 4),
         admit_rows=min(ADMIT_ROWS, max_running),
+        drafting=drafting,
     )

@@ -58,10 +58,10 @@ class OneProcess:
             if constraint is not None:
                 assert constraint.take(tokens[-1])
                 self._decode.set_masks(plan.slots, self._grammars.masks([constraint]))
-            flight = self._decode.step(plan.slots, plan.new_pages)
+            flight = self._decode.step(plan.slots, plan.new_pages, plan.places)
             result = scheduler.finish(plan, np.asarray(flight.out.ids)[flight.rows])
             tokens += result.token_ids.tolist()
-            if result.finish[0]:
+            if result.finish[-1]:
                 break
         return tokens
 

@@ -462,6 +462,13 @@ WORKER_HELP = {
     "local_prefill_tokens": "longest prompt that decode computes itself, not prefill; 0: none, "
     "-1: any",
     "headroom_pages": "pages kept free for growth when a request is let in",
+    "speculative_algorithm": "how steps draft tokens, of which those count that are drawn there; "
+    "NGRAM: what followed the last tokens when they came before",
+    "speculative_num_draft_tokens": "tokens drafted for each slot of a step with rows for them: "
+    "as many as --max-running-requests in all, or one slot's",
+    "speculative_ngram_min_match_window_size": "tokens that must have come before",
+    "speculative_ngram_max_match_window_size": "tokens that are compared: a longer match is "
+    "preferred",
     "data_host": "address to take pages on; '' is --host",
     "data_port": "port to take pages on; 0 picks one",
     "transfer_staging_bytes": "memory that a data connection of this host, or any of nixl, fills; "

@@ -19,10 +19,10 @@ def finish_of(token_id: int, token_idx: int, params: SamplingParams) -> int:
 def finish_of_rows(
     token_ids: np.ndarray, token_idx: np.ndarray, stop_ids: np.ndarray, max_new: np.ndarray
 ) -> np.ndarray:
-    """The same for a batch: u8[n].
+    """The same for a batch: u8[n, W].
 
-    token_ids, token_idx, max_new: i32[n]; stop_ids: i32[n, k], -1 where unused.
+    token_ids, token_idx: i32[n, W]; stop_ids: i32[n, k], -1 where unused; max_new: i32[n].
     """
-    stopped = (stop_ids == token_ids[:, None]).any(axis=1)
-    length = token_idx + 1 >= max_new
+    stopped = (stop_ids[:, None, :] == token_ids[:, :, None]).any(axis=2)
+    length = token_idx + 1 >= max_new[:, None]
     return np.where(stopped, STOP, np.where(length, LENGTH, RUNNING)).astype(np.uint8)

@@ -96,8 +96,9 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     for number in range(8):
         if number == 5:
             led.set_masks(np.array([1], np.int32), mask_of(17))
-        flight = led.step(np.array([1], np.int32), np.array([-1], np.int32))
-        tokens.append(int(flight.out.ids[flight.rows[0]]))
+        nowhere = np.array([-1], np.int32)
+        flight = led.step(np.array([1], np.int32), nowhere, nowhere)
+        tokens.append(int(flight.out.ids[flight.rows[0, 0]]))
     chunk, sampled, _, *steps = results
     steps = [step for step in steps if step is not None]
     assert [int(sampled.ids[0]), *(int(step.ids[0]) for step in steps)] == tokens
@@ -123,8 +124,9 @@ def test_each_slot_draws_what_its_own_mask_leaves() -> None:
         masked = np.delete(slots, 1)
         only = [mask_of(number + slot) for slot in masked.tolist()]
         engine.set_masks(masked, np.concatenate(only))
-        flight = engine.step(slots, np.full(len(slots), -1, np.int32))
-        drawn.append(np.asarray(flight.out.ids)[flight.rows].tolist())
+        nowhere = np.full(len(slots), -1, np.int32)
+        flight = engine.step(slots, nowhere, nowhere)
+        drawn.append(np.asarray(flight.out.ids)[flight.rows[:, 0]].tolist())
     for number, tokens in zip((40, 900), drawn, strict=True):
         free_token = tokens.pop(1)
         assert tokens == [number + slot for slot in np.delete(slots, 1).tolist()]

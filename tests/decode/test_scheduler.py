@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from decode.admission import Admission, Seat
-from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
+from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, StepResult, ended
 from transfer.pages import PagePool
 from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
 
@@ -47,6 +47,10 @@ class Bench:
         assert plan is not None
         return plan
 
+    def read(self, plan: StepPlan) -> StepResult:
+        """A step that drew a token for each slot."""
+        return self.scheduler.finish(plan, np.full((len(plan.slots), 1), 5, np.int32))
+
 
 def test_an_empty_batch_has_no_step() -> None:
     bench = Bench()
@@ -68,23 +72,23 @@ def test_a_prompt_that_fills_its_pages_starts_on_a_page_of_its_own() -> None:
     bench = Bench()
     seat = bench.start(1, num_tokens=8)
     assert len(seat.pages) == 3
-    assert bench.plan().new_pages.tolist() == [seat.pages[2]]
+    assert bench.plan().new_pages.tolist() == [-1]  # it is in the table from the start
 
 
 def test_tokens_are_counted_over_all_attempts() -> None:
     bench = Bench()
     bench.start(1, num_tokens=9, num_generated=4)
     # Prefill drew index 4.
-    assert [int(bench.plan().token_idx[0]) for _ in range(3)] == [5, 6, 7]
+    assert [bench.read(bench.plan()).token_idx.tolist() for _ in range(3)] == [[5], [6], [7]]
 
 
 def test_the_next_step_is_planned_before_the_last_one_is_known() -> None:
     bench = Bench()
     bench.start(1)
     first, second = bench.plan(), bench.plan()
-    result = bench.scheduler.finish(first, np.array([5], np.int32))
+    result = bench.scheduler.finish(first, np.array([[5]], np.int32))
     assert (result.token_idx.tolist(), result.finish.tolist()) == ([1], [RUNNING])
-    result = bench.scheduler.finish(second, np.array([5], np.int32))
+    result = bench.scheduler.finish(second, np.array([[5]], np.int32))
     assert result.token_idx.tolist() == [2]
 
 
@@ -92,11 +96,11 @@ def test_the_token_after_a_stop_is_dropped() -> None:
     bench = Bench()
     seat = bench.start(1)
     first, second = bench.plan(), bench.plan()
-    result = bench.scheduler.finish(first, np.array([EOS], np.int32))
+    result = bench.scheduler.finish(first, np.array([[EOS]], np.int32))
     assert result.finish.tolist() == [STOP]
     assert ended(result).tolist() == [0]
     bench.end(1, seat.slot)
-    result = bench.scheduler.finish(second, np.array([5], np.int32))
+    result = bench.scheduler.finish(second, np.array([[5]], np.int32))
     assert result.rows.tolist() == result.rooms.tolist() == []
 
 
@@ -107,8 +111,8 @@ def test_an_end_by_length_is_known_ahead_and_never_run_over() -> None:
     first, second = bench.plan(), bench.plan()
     assert (first.rooms.tolist(), second.rooms.tolist()) == ([1, 2], [1, 2])
     assert bench.plan().rooms.tolist() == [2]
-    assert bench.scheduler.finish(first, np.array([5, 5])).finish.tolist() == [RUNNING, RUNNING]
-    assert bench.scheduler.finish(second, np.array([5, 5])).finish.tolist() == [LENGTH, RUNNING]
+    assert bench.scheduler.finish(first, np.array([[5], [5]])).finish.tolist() == [RUNNING, RUNNING]
+    assert bench.scheduler.finish(second, np.array([[5], [5]])).finish.tolist() == [LENGTH, RUNNING]
 
 
 def test_a_batch_of_those_that_end_by_length_has_no_further_step() -> None:
@@ -126,7 +130,7 @@ def test_rows_whose_slot_changed_hands_are_dropped_and_the_others_stay_in_line()
     bench.end(1, old.slot)
     new = bench.start(3)
     assert new.slot == old.slot
-    result = bench.scheduler.finish(plan, np.array([5, 6, 0, 0], np.int32))  # padded by the device
+    result = bench.scheduler.finish(plan, np.array([[5], [6]], np.int32))
     at = plan.rooms.tolist().index(2)
     assert result.rooms.tolist() == [2]
     assert result.rows.tolist() == [at]
@@ -139,7 +143,7 @@ def test_a_slot_that_only_stopped_is_dropped_too() -> None:
     plan = bench.plan()
     bench.end(1, seat.slot)
     bench.scheduler.stop(seat.slot)  # twice is no matter
-    assert bench.scheduler.finish(plan, np.array([5])).rows.tolist() == []
+    assert bench.scheduler.finish(plan, np.array([[5]])).rows.tolist() == []
 
 
 def test_out_of_pages_leaves_nothing_half_done() -> None:
@@ -147,7 +151,7 @@ def test_out_of_pages_leaves_nothing_half_done() -> None:
     first = bench.start(1, num_tokens=3)  # both have a page and need one more in two steps
     second = bench.start(2, num_tokens=3)
     before = bench.plan()
-    assert before.token_idx.tolist() == [1, 1]
+    assert before.rooms.tolist() == [1, 2]
     for _ in range(2):  # asked again, it takes nothing more
         with pytest.raises(OutOfPages):
             bench.scheduler.plan()
@@ -156,8 +160,8 @@ def test_out_of_pages_leaves_nothing_half_done() -> None:
     bench.end(2, second.slot)
     after = bench.plan()
     assert after.rooms.tolist() == [1]
-    assert after.token_idx.tolist() == [2]
-    assert after.new_pages.tolist() == [first.pages[1]]
+    assert (after.new_pages.tolist(), after.places.tolist()) == ([first.pages[1]], [1])
+    assert [bench.read(plan).token_idx.tolist() for plan in (before, after)] == [[1], [2]]
 
 
 def test_a_slot_forgets_the_stop_ids_of_its_last_owner() -> None:
@@ -165,7 +169,7 @@ def test_a_slot_forgets_the_stop_ids_of_its_last_owner() -> None:
     seat = bench.start(1, stop_ids=(5, 6))
     bench.end(1, seat.slot)
     bench.start(2, stop_ids=(EOS,))
-    result = bench.scheduler.finish(bench.plan(), np.array([6], np.int32))
+    result = bench.scheduler.finish(bench.plan(), np.array([[6]], np.int32))
     assert result.finish.tolist() == [RUNNING]
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from decode.drafts import NO_DRAFT, REJECTED
 from decode.engine import FirstAsk, SlotStart, StepInFlight
 from decode.local import LocalPiece, LocalPrompt
 from model.chunks import ChunkInFlight, FirstSample, Placed
 from model.sampling import NUM_TOP, SampleOut
 from prefill.scheduler import Piece
-from tests.sim.network import START, chain, draw, extend, kv_of
+from tests.sim.network import FIRST_ID, START, chain, draw, extend, kv_of
 from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
 
@@ -164,6 +165,7 @@ class StepEngine:
         stats: Counter[str],
         dp_size: int,
         local_chunk: int,
+        drafts: int,
     ) -> None:
         self.num_pages = num_pages
         self.stats = stats
@@ -171,6 +173,7 @@ class StepEngine:
         self._facts = facts
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
         self._local_chunk = local_chunk
+        self._drafts = drafts
         self._rooms: set[int] = set()  # whose prompts were computed here, in part or in whole
         self._rank_slots = rank_slots
         self._num_slots = dp_size * rank_slots
@@ -228,30 +231,55 @@ class StepEngine:
         chunk = ChunkInFlight(tuple(placed), states, _asked(told) if wants else None)
         return chunk, _sampled(ids, self) if asks else None
 
-    def step(self, slots: np.ndarray, new_pages: np.ndarray) -> StepInFlight:
+    def step(self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray) -> StepInFlight:
         self.dispatched += 1
         assert 0 < len(set(slots.tolist())) == len(slots) <= self._num_slots
-        ids = np.zeros(self._num_slots, np.int32)  # the compiled step pads
-        page_size = self._facts.page_size
+        # A step of many slots leaves no rows for drafts.
+        width = 1 + self._drafts if len(slots) <= max(1, self._rank_slots // 2) else 1
+        ids = np.zeros((self._num_slots, width), np.int32)  # the compiled step pads
         # Not those of the plan: whoever forgets to look them up shall see other tokens.
         rows = slots[::-1].copy()
-        for row, number, new_page in zip(
-            rows.tolist(), slots.tolist(), new_pages.tolist(), strict=True
+        for row, number, new_page, place in zip(
+            rows.tolist(), slots.tolist(), new_pages.tolist(), places.tolist(), strict=True
         ):
-            slot, pool = self._slots[number], self._pool_of(number)
-            position = len(slot.token_ids) - 1
+            slot = self._slots[number]
             if new_page >= 0:
-                slot.pages[position // page_size :] = [new_page]
+                assert place == len(slot.pages), f"slot {number}: place {place} of {slot.pages}"
+                slot.pages.append(new_page)
+            self._pool_of(number).expect(slot.pages, slot.states, f"slot {number} steps")
+            assert (slot.mask is not None) == bool(slot.params.grammar)
+            ids[row] = self._drawn(number, slot, width)
+            slot.mask = None
+        self.stats["steps_with_drafts"] += width > 1
+        of_slots = rows[:, None] * width + np.arange(width, dtype=np.int32)
+        return StepInFlight(_sampled(ids.ravel(), self), of_slots)
+
+    def _drawn(self, number: int, slot: _Slot, width: int) -> list[int]:
+        """What one step brings a slot: as many drafts are right as its state says."""
+        pool, params, mask = self._pool_of(number), slot.params, slot.mask
+        most = slot.num_prompt_tokens + params.max_new_tokens - 1  # positions that may be written
+        drawn: list[int] = []
+        right = 0 if params.grammar else slot.states[-1] % width
+        for ahead in range(width):
+            if len(slot.token_ids) > most or (ahead and params.grammar):
+                break
+            position = len(slot.token_ids) - 1
+            if ahead > right:  # what drafts that were wrong leave behind
+                position += ahead - right - 1
+                if position >= most:
+                    break
+                pool.write(slot.pages, position, [-ahead])
+                drawn.append(REJECTED)
+                continue
             state = extend(slot.states[-1], slot.token_ids[-1])
-            pool.expect(slot.pages, slot.states, f"slot {number} steps")
             pool.write(slot.pages, position, [state])
             slot.states.append(state)
             token_idx = len(slot.token_ids) - slot.num_prompt_tokens
-            assert (slot.mask is not None) == bool(slot.params.grammar)
-            ids[row] = draw(state, token_idx, slot.params.seed, slot.mask)
-            slot.mask = None
-            slot.token_ids.append(int(ids[row]))
-        return StepInFlight(_sampled(ids, self), rows)
+            drawn.append(draw(state, token_idx, params.seed, mask))
+            slot.token_ids.append(drawn[-1])
+            self.stats["drafts_accepted"] += ahead > 0
+        # Over-run: the device goes on, to be passed over.
+        return drawn + [NO_DRAFT] * (width - len(drawn)) if drawn else [FIRST_ID] * width
 
     def _pool_of(self, slot: int) -> Pool:
         return self._pools[slot // self._rank_slots]

@@ -28,6 +28,7 @@ class WorkerPlan:
     dp_size: int = 1  # pages and slots are of each rank
     balancing: Method = "shortest_queue"
     local_tokens: int = 0  # longest prompt that decode computes itself
+    drafts: int = 0  # tokens that a step drafts for each slot
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def draw_plan(rng: Random) -> Plan:
             dp_size=rng.choice((1, 1, 2, 3)),
             balancing=rng.choice(METHODS),
             local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
+            drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
         )
 
     prefills = tuple(

@@ -185,6 +185,8 @@ class SimDecode(DecodeWorker):
             max_queued_requests=plan.max_queued,
             headroom_pages=plan.headroom_pages,
             local_prefill_tokens=plan.local_tokens,
+            speculative_algorithm="NGRAM" if plan.drafts else "NONE",
+            speculative_num_draft_tokens=max(plan.drafts, 1),
         )
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats
@@ -207,6 +209,7 @@ class SimDecode(DecodeWorker):
             stats,
             plan.dp_size,
             plan.chunk_tokens,
+            plan.drafts,
         )
         pages = 2 * pages_for(plan.context, plan.page_size)
         local = PrefillBuckets((plan.chunk_tokens,), MAX_SEQS, pages, (1,), 1)

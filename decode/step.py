@@ -1,0 +1,172 @@
+"""What a step does on the device: slots' state, a token for each of them or several, and the next
+state."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
+from model.buckets import Drafting
+from model.moe import ExpertMap
+from model.sampling import SampleOut, SamplingRows, empty_rows, sample
+from model.sharding import rank_idx, tell_host
+from model.transformer import Model, decode_rows, row_logits
+
+
+class SlotState(NamedTuple):
+    """Everything a step knows of a rank's slots; S slots, C context tokens, P pages a slot."""
+
+    history: Any  # i32[S, C]: prompt and generated tokens
+    length: Any  # i32[S]: tokens in history
+    prompt_len: Any  # i32[S]
+    max_length: Any  # i32[S]: of history once the request has its last token
+    page_table: Any  # i32[S, P]
+    masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a grammar
+    rows: SamplingRows  # leading axis S
+
+
+class _Tried(NamedTuple):
+    """Rows of a step: each slot's last token and the drafts behind it. W = 1 + drafts."""
+
+    token_ids: Array  # i32[B, W]
+    positions: Array  # i32[B, W]; below zero: nothing is computed
+    is_draft: Array  # bool[B, W - 1]
+
+
+def decode_step(
+    model: Model,
+    drafting: Drafting | None,
+    params: Any,
+    pool: Array,
+    state: SlotState,
+    plan: Array,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
+) -> tuple[Array, SlotState, Array | None, SampleOut]:
+    """The next tokens of each slot of the plan, of one rank.
+
+    drafting: how drafts are made; None: none are. pool: see model/kv, donated. plan: i32[3, B]:
+    slots (S = padding row), pages to enter in their page tables (-1 = none), and where there.
+    expert_map, loads: see model.transformer.decode_rows; the loads are donated. Returns pool,
+    state, loads and SampleOut with B * W rows, a slot's one behind the other; ids of those that
+    do not count are REJECTED or NO_DRAFT, and rows of padding mean nothing.
+    """
+    slots, new_pages, places = plan
+    num_slots, capacity = state.history.shape
+    real = slots < num_slots
+    safe = jnp.minimum(slots, num_slots - 1)
+    length = state.length[safe]
+    page_size = model.page_size
+
+    enter = jnp.where(new_pages >= 0, slots, num_slots)
+    page_table = state.page_table.at[enter, places].set(new_pages, mode="drop")
+    table = page_table[safe]
+    rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
+
+    tried = _tried(drafting, state, safe, real, rows.has_mask)
+    width = tried.token_ids.shape[1]
+    at = jnp.maximum(tried.positions, 0)
+    page = jnp.take_along_axis(table, at // page_size, axis=1)
+    nowhere = pool.shape[2] * page_size
+    kv_idx = jnp.where(tried.positions >= 0, page * page_size + at % page_size, nowhere)
+
+    hidden, pool, loads = decode_rows(
+        model,
+        params,
+        pool,
+        tried.token_ids.ravel(),
+        tried.positions.ravel(),
+        _repeated(table, width),
+        kv_idx.ravel(),
+        expert_map,
+        loads,
+    )
+    prompt_len = state.prompt_len[safe]
+    lengths = length[:, None] + jnp.arange(width, dtype=jnp.int32)
+
+    def history() -> tuple[Array, Array, Array]:
+        row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+        taken = state.history[safe].at[row, lengths[:, :-1]].set(tried.token_ids[:, 1:])
+        return _repeated(taken, width), _repeated(prompt_len, width), lengths.ravel()
+
+    def masks() -> Array:
+        return _repeated(state.masks[safe], width)
+
+    logits = row_logits(model, params, hidden)
+    all_rows = jax.tree.map(partial(_repeated, width=width), rows)
+    out = sample(logits, all_rows, history, (lengths - prompt_len[:, None]).ravel(), masks)
+    drawn = out.ids.reshape(-1, width)
+    count = num_drawn(tried.token_ids[:, 1:], tried.is_draft, drawn)
+    counts = jnp.arange(width, dtype=jnp.int32) < count[:, None]
+    state = state._replace(
+        history=state.history.at[slots[:, None], jnp.where(counts, lengths, capacity)].set(
+            drawn, mode="drop"
+        ),
+        length=state.length.at[slots].add(count, mode="drop"),
+        page_table=page_table,
+    )
+    was_tried = jnp.pad(tried.is_draft, ((0, 0), (1, 0)))
+    ids = jnp.where(counts, drawn, jnp.where(was_tried, REJECTED, NO_DRAFT))
+    return pool, state, loads, tell_host(model.mesh, out._replace(ids=ids.ravel()))
+
+
+def mask_slots(state: SlotState, slots: Array, masks: Array) -> SlotState:
+    """Write rows of masks at `slots`, which count over all ranks."""
+    mine = _own_slots(state, slots)
+    return state._replace(masks=state.masks.at[mine].set(masks, mode="drop"))
+
+
+def admit_slots(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
+    """Write rows of `fresh` at `slots`, which count over all ranks; those of others are dropped."""
+    mine = _own_slots(state, slots)
+    merged: SlotState = jax.tree.map(
+        lambda old, new: old.at[mine].set(new, mode="drop"), state, fresh
+    )
+    return merged
+
+
+def _tried(
+    drafting: Drafting | None, state: SlotState, safe: Array, real: Array, has_mask: Array
+) -> _Tried:
+    """safe: i32[B], slots; real: bool[B], whether they are; has_mask: bool[B].
+
+    Nothing is computed from where a request ends on: no page of its own may be there.
+    """
+    length = state.length[safe]
+    last = state.history[safe, jnp.maximum(length - 1, 0)][:, None]
+    num_drafts = drafting.num_tokens if drafting is not None else 0
+    ahead = jnp.arange(1 + num_drafts, dtype=jnp.int32)
+    positions = (length - 1)[:, None] + ahead
+    is_live = real[:, None] & (positions < state.max_length[safe][:, None] - 1)
+    if drafting is None:
+        no_drafts = jnp.zeros((len(safe), 0), jnp.bool_)
+        return _Tried(last, jnp.where(is_live, positions, -1), no_drafts)
+    drafts, found = propose(drafting, state.history[safe], length)
+    # A mask is of the next token alone.
+    is_draft = is_live[:, 1:] & (found & ~has_mask)[:, None]
+    is_live = jnp.concatenate([is_live[:, :1], is_draft], axis=1)
+    token_ids = jnp.concatenate([last, drafts], axis=1)
+    return _Tried(token_ids, jnp.where(is_live, positions, -1), is_draft)
+
+
+def _repeated(values: Array, width: int) -> Array:
+    """Each row as often as a slot has rows in a step."""
+    return values if width == 1 else jnp.repeat(values, width, axis=0)
+
+
+def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Array:
+    """Rows of a per-slot array; padding rows ask for nothing."""
+    taken = values[slots]
+    mask = real.reshape((-1,) + (1,) * (taken.ndim - 1))
+    return jnp.where(mask, taken, jnp.asarray(blank, taken.dtype))
+
+
+def _own_slots(state: SlotState, slots: Array) -> Array:
+    """Of slots that count over all ranks, those of this one; past the end for the others'."""
+    num_slots = np.int32(state.length.shape[0])
+    rank, slot = jnp.divmod(slots, num_slots)
+    return jnp.where(rank == rank_idx(), slot, num_slots)

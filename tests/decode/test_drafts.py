@@ -1,0 +1,285 @@
+"""Drafts: what is proposed, what is accepted, and that no request draws other tokens for them."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from decode.admission import Admission, Sharing
+from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
+from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepInFlight
+from decode.local import LocalPiece, LocalPrompt, local_buckets
+from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
+from model.buckets import Drafting, decode_buckets
+from model.errors import ModelError
+from model.opening import open_model
+from model.sampling import NOT_A_TOKEN
+from serving.demo import demo_model_path
+from serving.tokenizer import Tokenizer
+from transfer.pages import PagePool
+from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
+
+CAPACITY = 24
+
+
+def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
+    """The longest match wins, then the later one."""
+    best: tuple[int, int] | None = None
+    for end in range(len(tokens) - 1):  # of a match: its last token
+        size = 0
+        while (
+            size < how.max_match
+            and size <= end
+            and tokens[end - size] == tokens[len(tokens) - 1 - size]
+        ):
+            size += 1
+        if size >= how.min_match and (best is None or (size, end) > best):
+            best = size, end
+    if best is None:
+        return None
+    drafts = list(tokens[best[1] + 1 :])
+    return [drafts[at % len(drafts)] for at in range(how.num_tokens)]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=CAPACITY), min_size=1, max_size=4),
+    st.builds(
+        lambda num, least, more: Drafting(num, least, least + more),
+        st.integers(1, 5),
+        st.integers(1, 3),
+        st.integers(0, 3),
+    ),
+)
+@example([[1, 2, 3, 9, 1, 2]], Drafting(3, 2, 4))
+@example([[7], [7, 7]], Drafting(2, 1, 1))
+@settings(max_examples=60, deadline=None)
+def test_what_followed_the_longest_and_latest_match_is_proposed(
+    rows: list[list[int]], how: Drafting
+) -> None:
+    history = np.full((len(rows), CAPACITY), 1, np.int32)  # what is behind the end must not count
+    for row, tokens in enumerate(rows):
+        history[row, : len(tokens)] = tokens
+    length = jnp.array([len(tokens) for tokens in rows], jnp.int32)
+    drafts, found = propose(how, jnp.asarray(history), length)
+    for row, tokens in enumerate(rows):
+        expected = proposed_slowly(how, tokens)
+        assert bool(found[row]) == (expected is not None)
+        if expected is not None:
+            assert drafts[row].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("drafts", "made", "drawn", "count"),
+    [
+        ([4, 5, 6], [1, 1, 1], [4, 5, 6, 7], 4),
+        ([4, 5, 6], [1, 1, 1], [4, 9, 6, 7], 2),
+        ([4, 5, 6], [1, 1, 1], [9, 5, 6, 7], 1),
+        ([4, 5, 6], [1, 1, 0], [4, 5, 6, 7], 3),
+        ([4, 5, 6], [0, 0, 0], [4, 5, 6, 7], 1),
+        ([4, 5, 6], [1, 1, 1], [4, NOT_A_TOKEN, 6, 7], 2),
+    ],
+)
+def test_tokens_count_up_to_the_one_behind_the_last_draft_that_was_right(
+    drafts: list[int], made: list[int], drawn: list[int], count: int
+) -> None:
+    arrays = (jnp.array([row], jnp.int32) for row in (drafts, made, drawn))
+    assert num_drawn(*(a.astype(bool) if at == 1 else a for at, a in enumerate(arrays))) == count
+
+
+# --- the batch ------------------------------------------------------------------------------------
+
+PAGE = 4
+
+
+def started(num_pages: int, num_tokens: int, max_new: int) -> tuple[DecodeScheduler, Admission]:
+    """A scheduler of three drafts a step with one slot."""
+    admission = Admission([PagePool(num_pages)], 1, PAGE, 0)
+    scheduler = DecodeScheduler(admission, PAGE, drafts=3)
+    admission.add(1, num_tokens, 0.0)
+    (seat,) = admission.admit()
+    scheduler.start(seat, "api", SamplingParams(max_new, stop_token_ids=(7,)), num_tokens)
+    return scheduler, admission
+
+
+def planned(scheduler: DecodeScheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    return plan
+
+
+def test_pages_are_there_for_all_that_steps_in_flight_may_write() -> None:
+    scheduler, admission = started(num_pages=8, num_tokens=3, max_new=100)
+    seat = admission._seats[1]
+    assert len(seat.pages) == 1
+    # Length 4: it writes positions 3 to 6; if all are accepted the next one 7 to 10, then 11 to 14.
+    plans = [planned(scheduler) for _ in range(3)]
+    assert [plan.new_pages.tolist() for plan in plans] == [[page] for page in seat.pages[1:]]
+    assert [plan.places.tolist() for plan in plans] == [[1], [2], [3]]
+    # None was, so length is 7: the next writes positions 6 to 9, 10 to 13 and 14 to 17 at most.
+    scheduler.finish(plans[0], np.array([[5, REJECTED, REJECTED, REJECTED]], np.int32))
+    scheduler.finish(plans[1], np.array([[5, NO_DRAFT, NO_DRAFT, NO_DRAFT]], np.int32))
+    scheduler.finish(plans[2], np.array([[5, NO_DRAFT, NO_DRAFT, NO_DRAFT]], np.int32))
+    assert [planned(scheduler).new_pages.tolist() for _ in range(3)] == [
+        [-1],
+        [-1],
+        [seat.pages[4]],
+    ]
+
+
+def test_no_page_is_taken_past_the_end_of_the_request() -> None:
+    scheduler, admission = started(num_pages=2, num_tokens=3, max_new=6)
+    plans = [planned(scheduler) for _ in range(5)]  # its tokens 1 to 5, if no draft is accepted
+    assert scheduler.plan() is None
+    assert len(admission._seats[1].pages) == 2
+    result = scheduler.finish(plans[0], np.array([[5, 5, 5, 5]], np.int32))
+    assert (result.token_idx.tolist(), result.columns.tolist()) == ([1, 2, 3, 4], [0, 1, 2, 3])
+    result = scheduler.finish(plans[1], np.array([[5, 5, 5, NO_DRAFT]], np.int32))
+    assert (result.token_idx.tolist(), result.finish.tolist()) == ([5], [LENGTH])
+
+
+def test_tokens_behind_a_stop_id_are_dropped() -> None:
+    scheduler, _ = started(num_pages=8, num_tokens=3, max_new=100)
+    result = scheduler.finish(planned(scheduler), np.array([[5, 7, 7, 5]], np.int32))
+    assert result.token_ids.tolist() == [5, 7]
+    assert result.finish.tolist() == [RUNNING, STOP]
+    assert ended(result).tolist() == [1]
+
+
+def test_a_step_asked_for_again_enters_the_page_that_it_had_got() -> None:
+    admission = Admission([PagePool(3)], 2, PAGE, 0)
+    scheduler = DecodeScheduler(admission, PAGE, drafts=3)
+    for room in (1, 2):
+        admission.add(room, 3, float(room))
+    seats = admission.admit()
+    for seat in seats:
+        scheduler.start(seat, "api", SamplingParams(100), 3)
+    for _ in range(2):
+        with pytest.raises(OutOfPages):
+            scheduler.plan()
+    scheduler.stop(seats[1].slot)
+    admission.release(2)
+    plan = planned(scheduler)
+    assert (plan.new_pages.tolist(), plan.places.tolist()) == ([seats[0].pages[1]], [1])
+
+
+def test_drafts_that_reach_past_a_page_are_refused() -> None:
+    with pytest.raises(ModelError, match="--speculative-num-draft-tokens 16 must be below --page"):
+        decode_buckets(4, 256, 16, Drafting(16, 2, 4))
+
+
+def test_drafts_have_the_rows_that_idle_slots_leave() -> None:
+    buckets = decode_buckets(16, 256, 16, Drafting(3, 2, 4))
+    assert [buckets.rows_each(slots) for slots in buckets.slots] == [4, 4, 4, 1, 1]
+    assert decode_buckets(1, 256, 16, Drafting(3, 2, 4)).rows_each(1) == 4
+    assert decode_buckets(16, 256, 16).rows_each(1) == 1
+
+
+# --- on the device --------------------------------------------------------------------------------
+
+PROMPTS = (
+    "Tell me about the ferry. Tell me about the ferry. Tell me about",
+    "The ferry leaves. The ferry leaves. The",
+    "one two three one two three one two",
+)
+DEVICE_PAGE, CONTEXT = 16, 256
+SLOTS = 16
+
+
+@functools.cache
+def engine(drafting: Drafting | None, dp_size: int) -> DecodeEngine:
+    path = demo_model_path()
+    opened = open_model(path, "float32", "auto", 1, 1, DEVICE_PAGE, CONTEXT, dp_size=dp_size)
+    buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, drafting)
+    buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
+    local = local_buckets(64, 64, DEVICE_PAGE)
+    return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local)
+
+
+class Request:
+    """What one draws."""
+
+    def __init__(self, token_ids: np.ndarray, params: SamplingParams) -> None:
+        self.token_ids, self.params = token_ids, params
+        self.drawn: list[int] = []
+        self.finish = RUNNING
+
+
+def run(engine: DecodeEngine, requests: Mapping[int, Request], dp_size: int) -> tuple[int, int]:
+    """Draw all to their ends, a step ahead of what is read. Returns drafts made and accepted."""
+    pools = [PagePool(engine.num_pages) for _ in range(dp_size)]
+    admission = Admission(pools, SLOTS, DEVICE_PAGE, 0)
+    scheduler = DecodeScheduler(admission, DEVICE_PAGE, drafts=3)
+    for room, request in requests.items():
+        admission.add(room, len(request.token_ids), float(room))
+    for seat in admission.admit():
+        request = requests[seat.room]
+        ids, num_tokens = request.token_ids, len(request.token_ids)
+        prompt = LocalPrompt(seat, Sharing(ids, "", 0))
+        plans: list[list[LocalPiece]] = [[] for _ in pools]
+        plans[seat.rank] = [LocalPiece(prompt, 0, num_tokens)]
+        chunk, out = engine.run_local(plans, {seat.room: FirstAsk(request.params, num_tokens)})
+        assert out is not None
+        request.drawn.append(int(np.asarray(out.ids)[chunk.pieces[0].row]))
+        tokens = np.append(ids, request.drawn).astype(np.int32)
+        start = SlotStart(seat.slot, tokens, num_tokens, seat.pages, request.params)
+        engine.start_slots([start])
+        scheduler.start(seat, "api", request.params, num_tokens)
+    flights: list[tuple[StepPlan, StepInFlight]] = []
+    made = accepted = 0
+    while True:
+        plan = scheduler.plan()
+        if plan is not None:
+            flights.append((plan, engine.step(plan.slots, plan.new_pages, plan.places)))
+        if not flights:
+            return made, accepted
+        if len(flights) < 2 and plan is not None:
+            continue
+        plan, flight = flights.pop(0)
+        ids = np.asarray(flight.out.ids)[flight.rows]
+        made += int((ids[:, 1:] != NO_DRAFT).sum())
+        accepted += int((ids[:, 1:] >= 0).sum())
+        result = scheduler.finish(plan, ids)
+        for room, token_id, finish in zip(
+            result.rooms.tolist(), result.token_ids.tolist(), result.finish.tolist(), strict=True
+        ):
+            requests[room].drawn.append(token_id)
+            requests[room].finish = finish
+        for room in {int(result.rooms[at]) for at in ended(result)}:
+            seat = admission._seats[room]
+            scheduler.stop(seat.slot)
+            admission.release(room)
+
+
+PARAMS = {
+    "greedy": SamplingParams(60),
+    "drawn": SamplingParams(60, temperature=0.2, seed=11),
+    "penalised": SamplingParams(60, repetition_penalty=1.3, presence_penalty=0.4),
+    "biased and late": SamplingParams(
+        60, logit_bias=((5, 3.0),), min_tokens=20, stop_token_ids=(5, 6)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PARAMS)
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_the_same_tokens_are_drawn_as_without_drafts(how: str, dp_size: int) -> None:
+    tokenizer = Tokenizer.from_dir(demo_model_path())
+
+    def requests() -> dict[int, Request]:
+        return {
+            room: Request(np.array(tokenizer.encode(text), np.int32), PARAMS[how])
+            for room, text in enumerate(PROMPTS, start=1)
+        }
+
+    plain, drafted = requests(), requests()
+    assert run(engine(None, dp_size), plain, dp_size) == (0, 0)
+    made, accepted = run(engine(Drafting(3, 2, 4), dp_size), drafted, dp_size)
+    for room, request in plain.items():
+        assert drafted[room].drawn == request.drawn
+        assert drafted[room].finish == request.finish != RUNNING
+    assert 0 < accepted < made
