@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decode.local import LocalPiece, LocalPrompt
-from decode.step import SlotState, admit_slots, decode_step, mask_slots
+from decode.step import SlotState, StepOut, admit_slots, decode_step, mask_slots
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
@@ -72,6 +72,8 @@ class StepInFlight:
 
     out: SampleOut
     rows: np.ndarray  # i32[n, W]: which rows of `out` belong to each slot of the plan
+    is_right: Any  # bool[B]: see decode.step.StepOut
+    places: np.ndarray  # i32[n]: which of those
 
 
 class StepEngine(Protocol):
@@ -85,7 +87,7 @@ class StepEngine(Protocol):
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None: ...
     def step(
-        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray
+        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray, tries: bool = False
     ) -> StepInFlight: ...
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -114,7 +116,7 @@ class DecodeEngine:
         self._chunks: ChunkPrograms[LocalPrompt] | None = None
         if local is not None:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
-        self._step: dict[int, Program] = {}
+        self._step: dict[int, Program] = {}  # by slots; below zero: those that try drafts
         all_slots = self._dp_size * self._rank_slots
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
@@ -198,11 +200,14 @@ class DecodeEngine:
         where[: len(slots)], rows[: len(slots)] = slots, masks
         self.calls("mask", num_rows, where, rows)
 
-    def step(self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray) -> StepInFlight:
+    def step(
+        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray, tries: bool = False
+    ) -> StepInFlight:
         """Dispatch one step for these slots.
 
-        slots, new_pages, places: i32[n], see decode.scheduler.StepPlan. The copy of the ids to
-        the host has begun when this returns.
+        slots, new_pages, places: i32[n], see decode.scheduler.StepPlan. tries: with drafts, if
+        there are such steps of so many slots. The copy of the ids to the host has begun when this
+        returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
         within, most = _places(ranks, self._dp_size)
@@ -210,9 +215,11 @@ class DecodeEngine:
         rows = ranks * np.int32(bucket) + within
         plan = self._no_slots(bucket)
         plan[0, rows], plan[1, rows], plan[2, rows] = rank_slots, new_pages, places
-        width = self._buckets.rows_each(bucket)
+        drafting = self._buckets.drafting_of(bucket) if tries else None
+        width = 1 + drafting.num_tokens if drafting is not None else 1
+        out: StepOut = self.calls("step", bucket if width == 1 else -bucket, plan)
         of_slots = rows[:, None] * np.int32(width) + np.arange(width, dtype=np.int32)
-        return StepInFlight(self.calls("step", bucket, plan), of_slots)
+        return StepInFlight(out.sampled, of_slots, out.is_right, rows)
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -254,14 +261,16 @@ class DecodeEngine:
     def _mask(self, num_rows: int, slots: np.ndarray, masks: np.ndarray) -> None:
         self._state = self._set_mask[num_rows](self._state, slots, masks)
 
-    def _run_step(self, bucket: int, plan: np.ndarray) -> SampleOut:
-        out: SampleOut
+    def _run_step(self, key: int, plan: np.ndarray) -> StepOut:
+        out: StepOut
         self._params = self._experts.turn(self._params)
-        self._pool, self._state, loads, out = self._step[bucket](
+        self._pool, self._state, loads, out = self._step[key](
             self._params, self._pool, self._state, plan, *self._experts.args
         )
         self._experts.counted(loads)
-        out.ids.copy_to_host_async()
+        out.sampled.ids.copy_to_host_async()
+        if self._buckets.drafting is not None:
+            out.is_right.copy_to_host_async()
         return out
 
     def _run_chunk(self, bucket: int, *arrays: np.ndarray) -> tuple[Array, ...]:
@@ -291,7 +300,9 @@ class DecodeEngine:
         dp_size = self._dp_size
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
         state = abstract_of(self._empty_state(dp_size * self._rank_slots), mesh, RANKS)
-        total = len(buckets.slots) + self._runs.num_programs + 1 + len(self._mask_rows)
+        steps = [(slots, False) for slots in buckets.slots]
+        steps += [(slots, True) for slots in buckets.slots if buckets.drafting_of(slots)]
+        total = len(steps) + self._runs.num_programs + 1 + len(self._mask_rows)
         total += self._chunks.num_programs if self._chunks is not None else 0
         total += self._experts.num_programs
         done: list[Program] = []
@@ -306,12 +317,13 @@ class DecodeEngine:
 
         specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
         experts = self._experts.shapes
-        for slots in buckets.slots:
-            function = partial(decode_step, self._model, buckets.drafting_of(slots))
+        for slots, tries in steps:
+            function = partial(decode_step, self._model, buckets.drafting_of(slots), tries)
             step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
             plan = abstract_i32((3, dp_size * slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
-            self._step[slots] = built(f"step[slots={slots}]", step, args, (1, 2, 5))
+            name = f"step[slots={slots}{', drafts' if tries else ''}]"
+            self._step[-slots if tries else slots] = built(name, step, args, (1, 2, 5))
         self._runs.compile(pool, num_pages, compiled)
         admit = on_ranks(mesh, admit_slots, (RANKS, P(), P()), RANKS)
         num_rows = buckets.admit_rows

@@ -66,6 +66,7 @@ class StepFlight:
     plan: StepPlan
     step: StepInFlight
     started: list[Held]
+    dispatched_s: float  # monotonic
 
 
 @dataclass(frozen=True)

@@ -29,31 +29,42 @@ class SlotState(NamedTuple):
     rows: SamplingRows  # leading axis S
 
 
+class StepOut(NamedTuple):
+    """What a step tells the host."""
+
+    # B * W rows, a slot's one behind the other; ids of those that do not count are REJECTED or
+    # NO_DRAFT.
+    sampled: SampleOut
+    is_right: Any  # bool[B]: whether the first draft, tried or not, is what was drawn
+
+
 class _Tried(NamedTuple):
     """Rows of a step: each slot's last token and the drafts behind it. W = 1 + drafts."""
 
     token_ids: Array  # i32[B, W]
     positions: Array  # i32[B, W]; below zero: nothing is computed
     is_draft: Array  # bool[B, W - 1]
+    expected: Array  # i32[B]: the first draft, tried or not; NO_DRAFT: there is none
 
 
 def decode_step(
     model: Model,
     drafting: Drafting | None,
+    tries: bool,
     params: Any,
     pool: Array,
     state: SlotState,
     plan: Array,
     expert_map: ExpertMap | None,
     loads: Array | None,
-) -> tuple[Array, SlotState, Array | None, SampleOut]:
+) -> tuple[Array, SlotState, Array | None, StepOut]:
     """The next tokens of each slot of the plan, of one rank.
 
-    drafting: how drafts are made; None: none are. pool: see model/kv, donated. plan: i32[3, B]:
-    slots (S = padding row), pages to enter in their page tables (-1 = none), and where there.
-    expert_map, loads: see model.transformer.decode_rows; the loads are donated. Returns pool,
-    state, loads and SampleOut with B * W rows, a slot's one behind the other; ids of those that
-    do not count are REJECTED or NO_DRAFT, and rows of padding mean nothing.
+    drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
+    with what is drawn. pool: see model/kv, donated. plan: i32[3, B]: slots (S = padding row), pages
+    to enter in their page tables (-1 = none), and where there. expert_map, loads: see
+    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and what the
+    host is told, in which rows of padding mean nothing.
     """
     slots, new_pages, places = plan
     num_slots, capacity = state.history.shape
@@ -67,7 +78,7 @@ def decode_step(
     table = page_table[safe]
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
 
-    tried = _tried(drafting, state, safe, real, rows.has_mask)
+    tried = _tried(drafting, tries, state, safe, real, rows.has_mask)
     width = tried.token_ids.shape[1]
     at = jnp.maximum(tried.positions, 0)
     page = jnp.take_along_axis(table, at // page_size, axis=1)
@@ -111,7 +122,8 @@ def decode_step(
     )
     was_tried = jnp.pad(tried.is_draft, ((0, 0), (1, 0)))
     ids = jnp.where(counts, drawn, jnp.where(was_tried, REJECTED, NO_DRAFT))
-    return pool, state, loads, tell_host(model.mesh, out._replace(ids=ids.ravel()))
+    told = StepOut(out._replace(ids=ids.ravel()), tried.expected == drawn[:, 0])
+    return pool, state, loads, tell_host(model.mesh, told)
 
 
 def mask_slots(state: SlotState, slots: Array, masks: Array) -> SlotState:
@@ -130,7 +142,12 @@ def admit_slots(state: SlotState, slots: Array, fresh: SlotState) -> SlotState:
 
 
 def _tried(
-    drafting: Drafting | None, state: SlotState, safe: Array, real: Array, has_mask: Array
+    drafting: Drafting | None,
+    tries: bool,
+    state: SlotState,
+    safe: Array,
+    real: Array,
+    has_mask: Array,
 ) -> _Tried:
     """safe: i32[B], slots; real: bool[B], whether they are; has_mask: bool[B].
 
@@ -138,19 +155,20 @@ def _tried(
     """
     length = state.length[safe]
     last = state.history[safe, jnp.maximum(length - 1, 0)][:, None]
-    num_drafts = drafting.num_tokens if drafting is not None else 0
-    ahead = jnp.arange(1 + num_drafts, dtype=jnp.int32)
-    positions = (length - 1)[:, None] + ahead
-    is_live = real[:, None] & (positions < state.max_length[safe][:, None] - 1)
-    if drafting is None:
-        no_drafts = jnp.zeros((len(safe), 0), jnp.bool_)
-        return _Tried(last, jnp.where(is_live, positions, -1), no_drafts)
-    drafts, found = propose(drafting, state.history[safe], length)
-    # A mask is of the next token alone.
-    is_draft = is_live[:, 1:] & (found & ~has_mask)[:, None]
-    is_live = jnp.concatenate([is_live[:, :1], is_draft], axis=1)
+    drafts = jnp.zeros((len(safe), 0), jnp.int32)
+    may_draft = jnp.zeros(len(safe), jnp.bool_)
+    expected = jnp.full(len(safe), NO_DRAFT, jnp.int32)
+    if drafting is not None:
+        drafts, found = propose(drafting, state.history[safe], length)
+        may_draft = real & found & ~has_mask  # a mask is of the next token alone
+        expected = jnp.where(may_draft, drafts[:, 0], NO_DRAFT)
+        drafts = drafts if tries else drafts[:, :0]
     token_ids = jnp.concatenate([last, drafts], axis=1)
-    return _Tried(token_ids, jnp.where(is_live, positions, -1), is_draft)
+    ahead = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+    positions = (length - 1)[:, None] + ahead
+    is_live = jnp.where(ahead == 0, real[:, None], may_draft[:, None])
+    is_live &= positions < state.max_length[safe][:, None] - 1
+    return _Tried(token_ids, jnp.where(is_live, positions, -1), is_live[:, 1:], expected)
 
 
 def _repeated(values: Array, width: int) -> Array:

@@ -6,7 +6,7 @@ work overlaps the device. Everything of one step leaves as one message per API p
 
 import logging
 from collections import Counter, deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from itertools import chain
 from typing import Any
 
@@ -17,8 +17,7 @@ import numpy as np
 from decode.admission import Admission, Seat, Sharing
 from decode.config import DecodeConfig
 from decode.constrained import ConstrainedSlots
-from decode.drafts import NO_DRAFT
-from decode.engine import FirstAsk, SlotStart, StepEngine, StepInFlight
+from decode.engine import FirstAsk, SlotStart, StepEngine
 from decode.grants import GrantSender
 from decode.held import (
     Finished,
@@ -34,6 +33,7 @@ from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
 from decode.opening import build_engine, most_local
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
+from decode.speculation import Speculation
 from decode.told import tell_step
 from model.buckets import PrefillBuckets
 from model.sampling import NOT_A_TOKEN, SampleOut
@@ -143,6 +143,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         drafting = self.config.drafting
         drafts = drafting.num_tokens if drafting is not None else 0
         self._scheduler = DecodeScheduler(self._admission, facts.page_size, drafts)
+        self._speculation = Speculation(self._admission.num_slots, drafts)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
         self._local = LocalQueue(self._admission, facts.page_size, *most)
         self._loads = Loads(self._admission, self._local, pools, self.clock)
@@ -343,6 +344,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             num_prompt, params = submit.num_prompt_tokens, submit.sampling
             starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params))
             self._scheduler.start(seat, submit.api_id, params, num_prompt)
+            self._speculation.start(seat.slot)
             held.room.advance(State.DECODING, self.clock.monotonic_s())
             self._started.append(held)
         self._starts = []
@@ -361,8 +363,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _dispatch_step(self, plan: StepPlan) -> None:
         stuck = self._constrained.mask(plan.slots, self._grammars, self._engine)
-        flight = self._engine.step(plan.slots, plan.new_pages, plan.places)
-        self._inflight.append(StepFlight(plan, flight, self._started))
+        tries = self._speculation.pays(plan.slots)
+        flight = self._engine.step(plan.slots, plan.new_pages, plan.places, tries)
+        now_s = self.clock.monotonic_s()
+        self._inflight.append(StepFlight(plan, flight, self._started, now_s))
         self._started = []
         self.counters["steps"] += 1
         for slot, error in stuck:  # what this step draws for them is passed over
@@ -398,7 +402,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if isinstance(flight, LocalFlight):
             self._complete_local(flight)
         else:
-            self._complete_step(flight.plan, flight.step, flight.started)
+            self._complete_step(flight)
         self._tell()  # not with what completes next: that may be a chunk later
 
     def _complete_local(self, flight: LocalFlight) -> None:
@@ -445,18 +449,17 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _tell(self) -> None:
         self.publish(self._emitter.take(self.clock.monotonic_s()))
 
-    def _complete_step(self, plan: StepPlan, flight: StepInFlight, started: Sequence[Held]) -> None:
+    def _complete_step(self, done: StepFlight) -> None:
         """Read a step's tokens, send them, and end what they end."""
+        plan, flight = done.plan, done.step
         token_ids = np.asarray(flight.out.ids)[flight.rows]
         for at in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
             self.fail_undrawn(int(plan.rooms[at]))
         result = self._scheduler.finish(plan, token_ids)
-        for held in started:
+        for held in done.started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
-        if token_ids.shape[1] > 1:
-            self.counters["draft_tokens"] += int((token_ids[:, 1:] != NO_DRAFT).sum())
-            self.counters["accepted_draft_tokens"] += int((token_ids[:, 1:] >= 0).sum())
+        self.counters.update(self._speculation.read(done, token_ids, self.clock.monotonic_s()))
         slots = plan.slots[result.rows]
         tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():

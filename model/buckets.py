@@ -85,11 +85,6 @@ class DecodeBuckets:
         num_rows = slots * (1 + self.drafting.num_tokens)
         return self.drafting if slots == 1 or num_rows <= self.slots[-1] else None
 
-    def rows_each(self, slots: int) -> int:
-        """Rows that a slot has in a step of this bucket."""
-        drafting = self.drafting_of(slots)
-        return 1 + drafting.num_tokens if drafting is not None else 1
-
 
 MAX_RUN_PAGES = 32
 ADMIT_ROWS = 4

@@ -1,7 +1,7 @@
 """Drafts: what is proposed, what is accepted, and that no request draws other tokens for them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepInFlight
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
+from decode.speculation import Speculation
 from model.buckets import Drafting, decode_buckets
 from model.errors import ModelError
 from model.opening import open_model
@@ -174,9 +175,9 @@ def test_drafts_that_reach_past_a_page_are_refused() -> None:
 
 def test_drafts_have_the_rows_that_idle_slots_leave() -> None:
     buckets = decode_buckets(16, 256, 16, Drafting(3, 2, 4))
-    assert [buckets.rows_each(slots) for slots in buckets.slots] == [4, 4, 4, 1, 1]
-    assert decode_buckets(1, 256, 16, Drafting(3, 2, 4)).rows_each(1) == 4
-    assert decode_buckets(16, 256, 16).rows_each(1) == 1
+    assert [slots for slots in buckets.slots if buckets.drafting_of(slots)] == [1, 2, 4]
+    assert decode_buckets(1, 256, 16, Drafting(3, 2, 4)).drafting_of(1) == (3, 2, 4)
+    assert decode_buckets(16, 256, 16).drafting_of(1) is None
 
 
 # --- on the device --------------------------------------------------------------------------------
@@ -188,13 +189,14 @@ PROMPTS = (
 )
 DEVICE_PAGE, CONTEXT = 16, 256
 SLOTS = 16
+HOW = Drafting(3, 2, 4)
 
 
 @functools.cache
-def engine(drafting: Drafting | None, dp_size: int) -> DecodeEngine:
+def engine_of(dp_size: int) -> DecodeEngine:
     path = demo_model_path()
     opened = open_model(path, "float32", "auto", 1, 1, DEVICE_PAGE, CONTEXT, dp_size=dp_size)
-    buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, drafting)
+    buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, HOW)
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
     local = local_buckets(64, 64, DEVICE_PAGE)
     return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local)
@@ -209,8 +211,14 @@ class Request:
         self.finish = RUNNING
 
 
-def run(engine: DecodeEngine, requests: Mapping[int, Request], dp_size: int) -> tuple[int, int]:
-    """Draw all to their ends, a step ahead of what is read. Returns drafts made and accepted."""
+def run(
+    dp_size: int, requests: Mapping[int, Request], tries: Callable[[int], bool]
+) -> tuple[int, int]:
+    """Draw all to their ends, a step ahead of what is read. Returns drafts made and accepted.
+
+    tries: whether the step of this number does.
+    """
+    engine = engine_of(dp_size)
     pools = [PagePool(engine.num_pages) for _ in range(dp_size)]
     admission = Admission(pools, SLOTS, DEVICE_PAGE, 0)
     scheduler = DecodeScheduler(admission, DEVICE_PAGE, drafts=3)
@@ -230,11 +238,13 @@ def run(engine: DecodeEngine, requests: Mapping[int, Request], dp_size: int) -> 
         engine.start_slots([start])
         scheduler.start(seat, "api", request.params, num_tokens)
     flights: list[tuple[StepPlan, StepInFlight]] = []
-    made = accepted = 0
+    made = accepted = number = 0
     while True:
         plan = scheduler.plan()
         if plan is not None:
-            flights.append((plan, engine.step(plan.slots, plan.new_pages, plan.places)))
+            number += 1
+            arrays = (plan.slots, plan.new_pages, plan.places)
+            flights.append((plan, engine.step(*arrays, tries(number))))
         if not flights:
             return made, accepted
         if len(flights) < 2 and plan is not None:
@@ -244,6 +254,11 @@ def run(engine: DecodeEngine, requests: Mapping[int, Request], dp_size: int) -> 
         made += int((ids[:, 1:] != NO_DRAFT).sum())
         accepted += int((ids[:, 1:] >= 0).sum())
         result = scheduler.finish(plan, ids)
+        is_right = np.asarray(flight.is_right)[flight.places]
+        for row in result.rows[result.columns == 0].tolist():
+            request = requests[int(plan.rooms[row])]
+            drafts = proposed_slowly(HOW, [*request.token_ids.tolist(), *request.drawn])
+            assert is_right[row] == (drafts is not None and drafts[0] == ids[row, 0])
         for room, token_id, finish in zip(
             result.rooms.tolist(), result.token_ids.tolist(), result.finish.tolist(), strict=True
         ):
@@ -276,10 +291,81 @@ def test_the_same_tokens_are_drawn_as_without_drafts(how: str, dp_size: int) -> 
             for room, text in enumerate(PROMPTS, start=1)
         }
 
-    plain, drafted = requests(), requests()
-    assert run(engine(None, dp_size), plain, dp_size) == (0, 0)
-    made, accepted = run(engine(Drafting(3, 2, 4), dp_size), drafted, dp_size)
-    for room, request in plain.items():
-        assert drafted[room].drawn == request.drawn
-        assert drafted[room].finish == request.finish != RUNNING
-    assert 0 < accepted < made
+    plain = requests()
+    assert run(dp_size, plain, lambda number: False) == (0, 0)
+    for tries in (lambda number: True, lambda number: number % 3 > 0):
+        drafted = requests()
+        made, accepted = run(dp_size, drafted, tries)
+        for room, request in plain.items():
+            assert drafted[room].drawn == request.drawn
+            assert drafted[room].finish == request.finish != RUNNING
+        assert 0 < accepted < made
+
+
+# --- whether it pays ------------------------------------------------------------------------------
+
+SLOT = np.array([2], np.int32)
+
+
+def learnt(speculation: Speculation, is_right: bool, times: int = 20) -> None:
+    for _ in range(times):
+        speculation.learn(SLOT, np.array([is_right]))
+
+
+def test_nothing_is_tried_for_a_request_of_which_nothing_is_known() -> None:
+    speculation = Speculation(4, 3)
+    assert not speculation.pays(SLOT)
+    learnt(speculation, True, 1)
+    assert speculation.pays(SLOT)
+    speculation.start(2)
+    assert not speculation.pays(SLOT)
+    assert not Speculation(4, 0).pays(SLOT)
+
+
+@pytest.mark.parametrize(("longer", "pays"), [(1.5, True), (3.5, True), (4.0, False)])
+def test_drafts_that_are_all_right_pay_for_less_than_as_many_steps(
+    longer: float, pays: bool
+) -> None:
+    speculation = Speculation(4, 3)
+    learnt(speculation, True)
+    speculation.took(1, False, 0.001)
+    speculation.took(1, True, 0.001 * longer)
+    assert speculation.pays(SLOT) == pays
+
+
+def test_drafts_that_are_wrong_are_not_tried_any_more() -> None:
+    speculation = Speculation(4, 3)
+    learnt(speculation, True)
+    speculation.took(1, False, 0.001)
+    speculation.took(1, True, 0.002)
+    learnt(speculation, False, 3)
+    assert not speculation.pays(SLOT)
+
+
+def test_steps_of_many_slots_are_judged_by_themselves() -> None:
+    speculation = Speculation(8, 3)
+    slots = np.arange(8, dtype=np.int32)
+    speculation.learn(slots, np.ones(8, np.bool_))
+    speculation.took(1, False, 0.001)
+    speculation.took(1, True, 0.01)
+    assert not speculation.pays(slots[:1])
+    assert speculation.pays(slots)
+    for num_slots in (7, 8):  # shapes are padded to the same
+        speculation.took(num_slots, num_slots == 8, 0.004 + 0.01 * (num_slots == 8))
+    assert not speculation.pays(slots)
+
+
+def test_a_bad_moment_is_forgotten() -> None:
+    speculation = Speculation(4, 3)
+    learnt(speculation, True)
+    speculation.took(1, False, 0.001)
+    speculation.took(1, True, 0.9)
+    steps = 0
+    while not speculation.pays(SLOT):
+        speculation.took(1, False, 0.001)
+        steps += 1
+    assert 100 < steps < 2000
+    speculation.took(1, True, 0.002)
+    assert speculation.pays(SLOT)
+    speculation.took(1, True, 0.9)  # and one among good ones is none
+    assert speculation.pays(SLOT)

@@ -101,7 +101,7 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
         tokens.append(int(flight.out.ids[flight.rows[0, 0]]))
     chunk, sampled, _, *steps = results
     steps = [step for step in steps if step is not None]
-    assert [int(sampled.ids[0]), *(int(step.ids[0]) for step in steps)] == tokens
+    assert [int(sampled.ids[0]), *(int(step.sampled.ids[0]) for step in steps)] == tokens
     assert len(set(tokens)) > 3
     assert (np.asarray(chunk[0]) == np.asarray(led._chunks._logits)).all()  # type: ignore[union-attr]
     assert (np.asarray(led._pool) == np.asarray(told._pool)).all()

@@ -21,7 +21,7 @@ from transfer.prefix_cache import PrefixCache
 from transfer.role import GrammarReady
 from transfer.worker import Aborted, ApiGone
 
-SEEDS = range(300, 400)  # in which the rarest of what is listed below happens, too
+SEEDS = range(400, 500)  # in which the rarest of what is listed below happens, too
 FAULT_SEEDS = range(60)  # a fault has to show within these
 
 HAPPENS = [
