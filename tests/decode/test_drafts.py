@@ -271,11 +271,11 @@ def run(
 
 
 PARAMS = {
-    "greedy": SamplingParams(60),
-    "drawn": SamplingParams(60, temperature=0.2, seed=11),
-    "penalised": SamplingParams(60, repetition_penalty=1.3, presence_penalty=0.4),
+    "greedy": SamplingParams(60, temperature=0.0),
+    "drawn": SamplingParams(60, temperature=0.4, seed=11),
+    "penalised": SamplingParams(60, temperature=0.0, repetition_penalty=1.05, presence_penalty=0.1),
     "biased and late": SamplingParams(
-        60, logit_bias=((5, 3.0),), min_tokens=20, stop_token_ids=(5, 6)
+        60, temperature=0.0, logit_bias=((5, 3.0),), min_tokens=20, stop_token_ids=(5, 6)
     ),
 }
 

@@ -24,7 +24,11 @@ SIZES = {
         "--max-seqs-per-chunk=4",
         "--transfer-connections=2",
     ),
-    "decode": ("--max-running-requests=8", "--max-total-tokens=640"),
+    "decode": (
+        "--max-running-requests=8",
+        "--max-total-tokens=640",
+        "--speculative-algorithm=NGRAM",
+    ),
 }
 REQUEST_TIMEOUT_S = 120.0
 _OPEN = re.compile(r"worker (\S+) is open")

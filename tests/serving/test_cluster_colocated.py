@@ -13,11 +13,13 @@ from serving.tokenizer import Tokenizer
 from tests.cluster import Cluster, up, wait_until
 from tests.one_process import OneProcess
 from tests.served import CROWD, TEXTS, crowds, expected, jobs_of
+from transfer.wire import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     flags = [flag for flag in CROWD if not flag.startswith("--prefill")]
+    flags += ["--decode-speculative-algorithm=NGRAM", "--decode-speculative-num-draft-tokens=1"]
     with up(*flags, "--colocated", "--decode=2", "--policy=cache_aware") as running:
         yield running
 
@@ -60,6 +62,22 @@ def test_a_crowd_gets_the_tokens_of_one_process_alone(
         assert worker["compiles_after_ready"] == 0
         assert worker["pages_held"] == 0
         assert worker["load"]["pages_free"] == worker["load"]["pages_total"]
+
+
+def test_drafts_are_tried_and_accepted_and_the_tokens_are_those_of_one_process(
+    cluster: Cluster, tokenizer: Tokenizer, one_process: OneProcess
+) -> None:
+    ids = tokenizer.encode(TEXTS[0]) * 3
+    want = one_process.run(ids, SamplingParams(100, temperature=0.0))
+    for _ in range(4):
+        answer = cluster.generate(ids, temperature=0, max_new_tokens=100, ignore_eos=True)
+        assert answer["output_ids"] == want
+    counters = [worker["counters"] for worker in cluster.settled()]
+    made, accepted = (
+        sum(each.get(name, 0) for each in counters)
+        for name in ("draft_tokens", "accepted_draft_tokens")
+    )
+    assert 0 < accepted < made
 
 
 def test_a_timeline_has_the_chunks_that_decode_computed(cluster: Cluster) -> None:

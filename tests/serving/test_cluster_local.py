@@ -22,6 +22,7 @@ def cluster() -> Iterator[Cluster]:
         "--decode-dp-size=2",
         "--decode-tp-size=2",
         "--decode-max-total-tokens=512",
+        "--decode-speculative-algorithm=NGRAM",
     ) as running:
         yield running
 

@@ -25,6 +25,7 @@ FLAGS = (  # three nodes of two devices and a rank each
     "--decode-nnodes=3",
     "--decode-dp-size=3",
     "--decode-tp-size=2",
+    "--decode-speculative-algorithm=NGRAM",
 )
 SAMPLING = {"temperature": 0.8, "sampling_seed": 5, "max_new_tokens": 100, "ignore_eos": True}
 
