@@ -76,6 +76,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, help="Poisson arrivals a second")
     parser.add_argument("--concurrency", type=int, default=8, help="in flight, without --rate")
     parser.add_argument("--vocab-size", type=int, default=1000, help="prompt ids are below this")
+    parser.add_argument(
+        "--repeat-token", type=int, metavar="ID", help="bias answers to it: drafts are all right"
+    )
     parser.add_argument("--slo-ttft-ms", type=float)
     parser.add_argument("--slo-tpot-ms", type=float)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each request")

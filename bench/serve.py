@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from bench.client import Server, Trace, get_json, stream_completion
@@ -63,7 +64,7 @@ async def run_workload(
     limit = asyncio.Semaphore(config.concurrency)
 
     async def one(request: PlannedRequest) -> Trace:
-        payload = {
+        payload: dict[str, Any] = {
             "model": model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.output_tokens,
@@ -71,6 +72,8 @@ async def run_workload(
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         }
+        if config.repeat_token is not None:
+            payload["logit_bias"] = {str(config.repeat_token): 100}
         if config.rate_per_s is not None:
             await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
             return await stream_completion(server, payload, timeout_s)
@@ -209,10 +212,13 @@ def run(args: argparse.Namespace, report: Report) -> int:
         concurrency=args.concurrency,
         vocab_size=args.vocab_size,
         seed=args.seed,
+        repeat_token=args.repeat_token,
     )
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
     paced = f"rate {args.rate}" if args.rate else f"x{args.concurrency}"
     case = f"{config.input_tokens}/{config.output_tokens} {paced}"
+    if args.repeat_token is not None:
+        case += " repeating"
     if args.server_args and not args.url:
         case += f", {args.server_args.strip()}"  # its rows are no later ones of the case without
     with contextlib.ExitStack() as stack:

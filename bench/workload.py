@@ -11,7 +11,8 @@ class WorkloadConfig:
 
     input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
     times the mean, 0 sends exactly the mean. shared_prefix_tokens: the same for every request.
-    rate_per_s: Poisson arrivals; None keeps `concurrency` requests in flight instead.
+    rate_per_s: Poisson arrivals; None keeps `concurrency` requests in flight instead. repeat_token:
+    id that answers consist of, by bias: what drafts of tokens gain at most; None: as drawn.
     Raises ValueError naming the field that makes no sense.
     """
 
@@ -24,6 +25,7 @@ class WorkloadConfig:
     concurrency: int = 8
     vocab_size: int = 1000
     seed: int = 0
+    repeat_token: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "input_tokens", "output_tokens", "concurrency"):

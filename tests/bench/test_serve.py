@@ -33,8 +33,10 @@ FRAMES = [
 
 
 @contextlib.asynccontextmanager
-async def server_of(pieces: list[bytes], status: int = 200) -> AsyncIterator[Server]:
-    """Answers every request with these pieces, each a chunk of its own."""
+async def server_of(
+    pieces: list[bytes], status: int = 200, bodies: list[bytes] | None = None
+) -> AsyncIterator[Server]:
+    """Answers every request with these pieces, each a chunk of its own. bodies: what came."""
     seen: list[asyncio.Task[None] | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,7 +44,9 @@ async def server_of(pieces: list[bytes], status: int = 200) -> AsyncIterator[Ser
         head = await reader.readuntil(b"\r\n\r\n")
         for line in head.split(b"\r\n"):
             if line.lower().startswith(b"content-length:"):
-                await reader.readexactly(int(line.split(b":")[1]))
+                body = await reader.readexactly(int(line.split(b":")[1]))
+                if bodies is not None:
+                    bodies.append(body)
         writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status)
         for piece in pieces:
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
@@ -115,6 +119,15 @@ async def test_a_workload_gets_a_trace_for_each_request_and_a_row_for_each_metri
     assert values["output"] == pytest.approx(18 / taken_s)
     assert values["goodput"] == pytest.approx(values["requests"])
     assert {"ttft p50", "ttft p99", "tpot p50", "itl p99"} <= values.keys()
+
+
+@pytest.mark.parametrize(("token", "bias"), [(7, {"7": 100}), (None, None)])
+async def test_answers_may_be_biased_to_repeat_one_token(token, bias):
+    config = WorkloadConfig(num_requests=2, input_tokens=4, repeat_token=token)
+    bodies: list[bytes] = []
+    async with server_of(FRAMES, bodies=bodies) as server:
+        await run_workload(server, "m", plan_requests(config), config, 10)
+    assert [json.loads(body).get("logit_bias") for body in bodies] == [bias, bias]
 
 
 def test_tpot_is_over_tokens_after_the_first_and_none_for_one_token():

@@ -311,16 +311,6 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
             "--dp-size 2 must divide --max-running-requests 5",
         ),
         (DecodeConfig, {"max_running_requests": 10**6}, "must be at most 8192, got 1000000"),
-        (
-            DecodeConfig,
-            {"speculative_num_draft_tokens": 0},
-            "--speculative-num-draft-tokens must be at least 1, got 0",
-        ),
-        (
-            DecodeConfig,
-            {"speculative_ngram_min_match_window_size": 9},
-            "--speculative-ngram-max-match-window-size must be at least 9, got 4",
-        ),
         (PrefillConfig, {"port": 65536}, "--port must be 0 to 65535, got 65536"),
         (DecodeConfig, {"data_port": -1}, "--data-port must be 0 to 65535, got -1"),
         (DecodeConfig, {"max_running_requests": -2}, "--max-running-requests must be at least 0"),
