@@ -57,6 +57,11 @@ class DecodeConfig(WorkerConfig):
         at_most(self, "speculative_ngram_max_match_window_size", 64)
 
     @property
+    def num_drafts(self) -> int:
+        """Tokens that a step drafts for each slot at most."""
+        return self.drafting.num_tokens if self.drafting is not None else 0
+
+    @property
     def drafting(self) -> Drafting | None:
         """How steps draft tokens; None: they do not."""
         if self.speculative_algorithm == "NONE":

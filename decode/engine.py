@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decode.local import LocalPiece, LocalPrompt
-from decode.step import SlotState, StepOut, admit_slots, decode_step, mask_slots
+from decode.step import SlotState, admit_slots, decode_step, mask_slots
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
@@ -70,10 +70,16 @@ class FirstAsk(NamedTuple):
 class StepInFlight:
     """One dispatched step."""
 
-    out: SampleOut
-    rows: np.ndarray  # i32[n, W]: which rows of `out` belong to each slot of the plan
-    is_right: Any  # bool[B]: see decode.step.StepOut
-    places: np.ndarray  # i32[n]: which of those
+    out: SampleOut  # see decode.step.decode_step
+    rows: np.ndarray  # i32[n]: which row of the step belongs to each slot of the plan
+    width: int = 1  # tokens of a slot
+    has_drafts: bool = False  # made, and tried where width is above 1
+
+    def token_ids(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for them: i32[n, W], and bool[n], whether the first draft of each was right."""
+        columns = self.width + self.has_drafts
+        ids = np.asarray(self.out.ids).reshape(-1, columns)[self.rows]
+        return ids[:, : self.width], ids[:, -1] != 0 if self.has_drafts else None
 
 
 class StepEngine(Protocol):
@@ -215,11 +221,10 @@ class DecodeEngine:
         rows = ranks * np.int32(bucket) + within
         plan = self._no_slots(bucket)
         plan[0, rows], plan[1, rows], plan[2, rows] = rank_slots, new_pages, places
-        drafting = self._buckets.drafting_of(bucket) if tries else None
-        width = 1 + drafting.num_tokens if drafting is not None else 1
-        out: StepOut = self.calls("step", bucket if width == 1 else -bucket, plan)
-        of_slots = rows[:, None] * np.int32(width) + np.arange(width, dtype=np.int32)
-        return StepInFlight(out.sampled, of_slots, out.is_right, rows)
+        drafting = self._buckets.drafting_of(bucket)
+        width = 1 + drafting.num_tokens if drafting is not None and tries else 1
+        out = self.calls("step", bucket if width == 1 else -bucket, plan)
+        return StepInFlight(out, rows, width, drafting is not None)
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
@@ -261,16 +266,14 @@ class DecodeEngine:
     def _mask(self, num_rows: int, slots: np.ndarray, masks: np.ndarray) -> None:
         self._state = self._set_mask[num_rows](self._state, slots, masks)
 
-    def _run_step(self, key: int, plan: np.ndarray) -> StepOut:
-        out: StepOut
+    def _run_step(self, key: int, plan: np.ndarray) -> SampleOut:
+        out: SampleOut
         self._params = self._experts.turn(self._params)
         self._pool, self._state, loads, out = self._step[key](
             self._params, self._pool, self._state, plan, *self._experts.args
         )
         self._experts.counted(loads)
-        out.sampled.ids.copy_to_host_async()
-        if self._buckets.drafting is not None:
-            out.is_right.copy_to_host_async()
+        out.ids.copy_to_host_async()
         return out
 
     def _run_chunk(self, bucket: int, *arrays: np.ndarray) -> tuple[Array, ...]:

@@ -59,15 +59,15 @@ class Speculation:
             longer = tried.expected_s / plain.expected_s
         return tokens > longer * _GAIN
 
-    def read(self, done: StepFlight, token_ids: np.ndarray, now_s: float) -> Mapping[str, int]:
+    def read(
+        self, done: StepFlight, token_ids: np.ndarray, is_right: np.ndarray, now_s: float
+    ) -> Mapping[str, int]:
         """Learn from a step that was read just now; what there is to count.
 
-        token_ids: i32[n, W], of its slots.
+        token_ids: i32[n, W], of its slots. is_right: see `learn`.
         """
-        if not len(self._powers):
-            return {}
         slots, drafts = done.plan.slots, token_ids[:, 1:]
-        self.learn(slots, np.asarray(done.step.is_right)[done.step.places])
+        self.learn(slots, is_right)
         free_s = max(done.dispatched_s, self._read_s)
         self.took(len(slots), drafts.size > 0, now_s - free_s)
         self._read_s = now_s

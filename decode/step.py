@@ -29,15 +29,6 @@ class SlotState(NamedTuple):
     rows: SamplingRows  # leading axis S
 
 
-class StepOut(NamedTuple):
-    """What a step tells the host."""
-
-    # B * W rows, a slot's one behind the other; ids of those that do not count are REJECTED or
-    # NO_DRAFT.
-    sampled: SampleOut
-    is_right: Any  # bool[B]: whether the first draft, tried or not, is what was drawn
-
-
 class _Tried(NamedTuple):
     """Rows of a step: each slot's last token and the drafts behind it. W = 1 + drafts."""
 
@@ -57,14 +48,17 @@ def decode_step(
     plan: Array,
     expert_map: ExpertMap | None,
     loads: Array | None,
-) -> tuple[Array, SlotState, Array | None, StepOut]:
+) -> tuple[Array, SlotState, Array | None, SampleOut]:
     """The next tokens of each slot of the plan, of one rank.
 
     drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
     with what is drawn. pool: see model/kv, donated. plan: i32[3, B]: slots (S = padding row), pages
     to enter in their page tables (-1 = none), and where there. expert_map, loads: see
-    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and what the
-    host is told, in which rows of padding mean nothing.
+    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and SampleOut,
+    in which rows of padding mean nothing: B * W rows, a slot's one behind the other, but for the
+    ids. Those are i32[B * W], or i32[B * (W + 1)] where drafts are made, a slot's last saying
+    whether the first draft, tried or not, is what was drawn. Ids that do not count are REJECTED or
+    NO_DRAFT.
     """
     slots, new_pages, places = plan
     num_slots, capacity = state.history.shape
@@ -122,8 +116,10 @@ def decode_step(
     )
     was_tried = jnp.pad(tried.is_draft, ((0, 0), (1, 0)))
     ids = jnp.where(counts, drawn, jnp.where(was_tried, REJECTED, NO_DRAFT))
-    told = StepOut(out._replace(ids=ids.ravel()), tried.expected == drawn[:, 0])
-    return pool, state, loads, tell_host(model.mesh, told)
+    if drafting is not None:
+        is_right = (tried.expected == drawn[:, 0]).astype(jnp.int32)
+        ids = jnp.concatenate([ids, is_right[:, None]], axis=1)
+    return pool, state, loads, tell_host(model.mesh, out._replace(ids=ids.ravel()))
 
 
 def mask_slots(state: SlotState, slots: Array, masks: Array) -> SlotState:

@@ -28,7 +28,7 @@ def tell_step(
     tops = (np.asarray(out.top_ids), np.asarray(out.top_logprobs)) if (wanted > 0).any() else None
     for api_id, ats in by_api.items():
         at_rows = np.array(ats, np.int32)
-        device_rows = flight.rows[result.rows[at_rows], result.columns[at_rows]]
+        device_rows = flight.rows[result.rows[at_rows]] * flight.width + result.columns[at_rows]
         emitter.rows(api_id, _rows_of(result, at_rows, device_rows, wanted, logprobs, tops))
 
 

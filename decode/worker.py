@@ -140,8 +140,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission = Admission(
             pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
         )
-        drafting = self.config.drafting
-        drafts = drafting.num_tokens if drafting is not None else 0
+        drafts = self.config.num_drafts
         self._scheduler = DecodeScheduler(self._admission, facts.page_size, drafts)
         self._speculation = Speculation(self._admission.num_slots, drafts)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
@@ -452,14 +451,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def _complete_step(self, done: StepFlight) -> None:
         """Read a step's tokens, send them, and end what they end."""
         plan, flight = done.plan, done.step
-        token_ids = np.asarray(flight.out.ids)[flight.rows]
+        token_ids, is_right = flight.token_ids()
         for at in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
             self.fail_undrawn(int(plan.rooms[at]))
         result = self._scheduler.finish(plan, token_ids)
         for held in done.started:
             held.first_step_s = self.clock.monotonic_s()
         self.counters["tokens"] += len(result.rows)
-        self.counters.update(self._speculation.read(done, token_ids, self.clock.monotonic_s()))
+        if is_right is not None:
+            now_s = self.clock.monotonic_s()
+            self.counters.update(self._speculation.read(done, token_ids, is_right, now_s))
         slots = plan.slots[result.rows]
         tell_step(self._emitter, self._scheduler, slots, result, flight)
         for at in ended(result).tolist():

@@ -59,7 +59,7 @@ class OneProcess:
                 assert constraint.take(tokens[-1])
                 self._decode.set_masks(plan.slots, self._grammars.masks([constraint]))
             flight = self._decode.step(plan.slots, plan.new_pages, plan.places)
-            result = scheduler.finish(plan, np.asarray(flight.out.ids)[flight.rows])
+            result = scheduler.finish(plan, flight.token_ids()[0])
             tokens += result.token_ids.tolist()
             if result.finish[-1]:
                 break

@@ -250,11 +250,11 @@ def run(
         if len(flights) < 2 and plan is not None:
             continue
         plan, flight = flights.pop(0)
-        ids = np.asarray(flight.out.ids)[flight.rows]
+        ids, is_right = flight.token_ids()
+        assert is_right is not None
         made += int((ids[:, 1:] != NO_DRAFT).sum())
         accepted += int((ids[:, 1:] >= 0).sum())
         result = scheduler.finish(plan, ids)
-        is_right = np.asarray(flight.is_right)[flight.places]
         for row in result.rows[result.columns == 0].tolist():
             request = requests[int(plan.rooms[row])]
             drafts = proposed_slowly(HOW, [*request.token_ids.tolist(), *request.drawn])

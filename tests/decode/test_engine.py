@@ -98,10 +98,10 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
             led.set_masks(np.array([1], np.int32), mask_of(17))
         nowhere = np.array([-1], np.int32)
         flight = led.step(np.array([1], np.int32), nowhere, nowhere)
-        tokens.append(int(flight.out.ids[flight.rows[0, 0]]))
+        tokens.append(int(flight.token_ids()[0][0, 0]))
     chunk, sampled, _, *steps = results
     steps = [step for step in steps if step is not None]
-    assert [int(sampled.ids[0]), *(int(step.sampled.ids[0]) for step in steps)] == tokens
+    assert [int(sampled.ids[0]), *(int(step.ids[0]) for step in steps)] == tokens
     assert len(set(tokens)) > 3
     assert (np.asarray(chunk[0]) == np.asarray(led._chunks._logits)).all()  # type: ignore[union-attr]
     assert (np.asarray(led._pool) == np.asarray(told._pool)).all()
@@ -126,7 +126,7 @@ def test_each_slot_draws_what_its_own_mask_leaves() -> None:
         engine.set_masks(masked, np.concatenate(only))
         nowhere = np.full(len(slots), -1, np.int32)
         flight = engine.step(slots, nowhere, nowhere)
-        drawn.append(np.asarray(flight.out.ids)[flight.rows[:, 0]].tolist())
+        drawn.append(flight.token_ids()[0][:, 0].tolist())
     for number, tokens in zip((40, 900), drawn, strict=True):
         free_token = tokens.pop(1)
         assert tokens == [number + slot for slot in np.delete(slots, 1).tolist()]

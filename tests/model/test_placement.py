@@ -176,7 +176,7 @@ def _decoded(opened: OpenedModel) -> list[list[int]]:
     tokens = []
     for _ in range(40):
         flight = engine.step(slots, no_pages, no_pages)
-        tokens.append(np.asarray(flight.out.ids)[flight.rows[:, 0]].tolist())
+        tokens.append(flight.token_ids()[0][:, 0].tolist())
     counted = opened.experts.counters
     assert not counted or min(counted["eplb_rebalances"], counted["eplb_experts_moved"]) > 3
     return tokens

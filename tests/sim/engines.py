@@ -239,8 +239,8 @@ class StepEngine:
         # A step of many slots leaves no rows for drafts.
         has_rows = len(slots) <= max(1, self._rank_slots // 2)
         width = 1 + self._drafts if tries and has_rows else 1
-        is_right = np.zeros(self._num_slots, np.bool_)
-        ids = np.zeros((self._num_slots, width), np.int32)  # the compiled step pads
+        made = int(self._drafts > 0 and has_rows)  # then a column says whether they were right
+        ids = np.zeros((self._num_slots, width + made), np.int32)  # the compiled step pads
         # Not those of the plan: whoever forgets to look them up shall see other tokens.
         rows = slots[::-1].copy()
         for row, number, new_page, place in zip(
@@ -252,12 +252,12 @@ class StepEngine:
                 slot.pages.append(new_page)
             self._pool_of(number).expect(slot.pages, slot.states, f"slot {number} steps")
             assert (slot.mask is not None) == bool(slot.params.grammar)
-            is_right[row] = slot.states[-1] % 2  # by chance, as what is drawn
-            ids[row] = self._drawn(number, slot, width)
+            ids[row, -1] = slot.states[-1] % 2  # by chance, as what is drawn
+            ids[row, :width] = self._drawn(number, slot, width)
             slot.mask = None
         self.stats["steps_with_drafts"] += width > 1
-        of_slots = rows[:, None] * width + np.arange(width, dtype=np.int32)
-        return StepInFlight(_sampled(ids.ravel(), self), of_slots, is_right, rows)
+        out = _sampled(ids[:, :width].ravel(), self)._replace(ids=Late(ids.ravel(), self))
+        return StepInFlight(out, rows, width, bool(made))
 
     def _drawn(self, number: int, slot: _Slot, width: int) -> list[int]:
         """What one step brings a slot: as many drafts are right as its state says."""
