@@ -4,9 +4,9 @@ Pure. The host runs one step behind the device: when step n+1 is planned, the to
 are not known yet. A slot that step n ends by length is known to end and left out; one that it
 ends by a stop id takes part in step n+1 for nothing, and that token is dropped.
 
-Where steps draft tokens (decode/drafts.py) a slot gets one or more, and how many is not known
-either: pages are there for all that may come, and one that drafts have ended by length takes
-part once more for nothing.
+A step that tries drafts (decode/drafts.py) brings a slot one token or more, and how many is not
+known either: pages are there for all that may come, and a slot that drafts have ended by length
+takes part once more for nothing.
 
 A step is of all data-parallel ranks at once; slots are counted over all of them, and a page is one
 of its slot's rank.
@@ -35,13 +35,14 @@ class StepPlan:
     """One step. Arrays have one row per slot that takes part.
 
     slots: i32[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
-    places: i32[n], where it is in the slot's page table.
+    places: i32[n], where it is in the slot's page table. width: tokens that each may draw.
     """
 
     slots: np.ndarray
     new_pages: np.ndarray
     places: np.ndarray
     rooms: np.ndarray
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,17 @@ class DecodeScheduler:
     """Owner of the batch. Per-slot facts live in arrays, so a step costs no object per token."""
 
     def __init__(self, admission: Admission, page_size: int, drafts: int = 0) -> None:
-        """drafts: tokens that a step drafts for each slot at most."""
+        """drafts: of each slot, in a step that tries some."""
         assert drafts < page_size, "a step enters one page for each slot"
         slots = admission.num_slots
         self._admission = admission
         self._page_size = page_size
-        self._drafts = drafts
+        self._most_width = 1 + drafts
         self._running: dict[int, Running] = {}  # by slot
         self._room = np.full(slots, -1, np.int64)
         self._num_known = np.zeros(slots, np.int32)  # tokens that were read, the prompt included
         self._in_flight = np.zeros(slots, np.int32)  # steps
+        self._ahead = np.zeros(slots, np.int32)  # tokens that those may bring
         self._last_num = np.zeros(slots, np.int32)  # tokens with which it is over
         self._num_entered = np.zeros(slots, np.int32)  # pages in its table
         self._prompt_len = np.zeros(slots, np.int32)
@@ -102,6 +104,7 @@ class DecodeScheduler:
         self._room[slot] = seat.room
         self._num_known[slot] = seat.num_tokens + 1
         self._in_flight[slot] = 0
+        self._ahead[slot] = 0
         self._last_num[slot] = num_prompt_tokens + params.max_new_tokens
         self._num_entered[slot] = len(seat.pages)
         self._prompt_len[slot] = num_prompt_tokens
@@ -115,18 +118,23 @@ class DecodeScheduler:
         if self._running.pop(slot, None) is not None:
             self._room[slot] = -1
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None when no slot has a token left to draw.
+    def unfinished(self) -> np.ndarray:
+        """Slots that may have a token left to draw: i32[n]."""
+        slots = np.fromiter(self._running, np.int32, len(self._running))
+        left: np.ndarray = self._last_num[slots] - self._num_known[slots] - self._in_flight[slots]
+        return slots[left > 0]
+
+    def plan(self, tries: bool = False) -> StepPlan | None:
+        """The next step, or None when no slot has a token left to draw. tries: drafts.
 
         Raises OutOfPages before anything was changed for the slot that could not grow; slots
         that grew keep their page and will not ask again.
         """
-        slots = np.fromiter(self._running, np.int32, len(self._running))
-        slots = slots[self._num_known[slots] + self._in_flight[slots] < self._last_num[slots]]
+        slots, width = self.unfinished(), self._most_width if tries else 1
         if not len(slots):
             return None
         # Positions before this one may be written: those of all tokens but the last.
-        ends = self._num_known[slots] + (self._in_flight[slots] + 1) * (1 + self._drafts) - 1
+        ends = self._num_known[slots] + self._ahead[slots] + width - 1
         ends = np.minimum(ends, self._last_num[slots] - 1)
         entered = self._num_entered[slots]
         lacking = np.flatnonzero(ends > entered * self._page_size)
@@ -135,9 +143,10 @@ class DecodeScheduler:
             new_pages[row] = self._page_at(int(slots[row]), int(entered[row]))
         self._num_entered[slots[lacking]] += 1
         self._in_flight[slots] += 1
+        self._ahead[slots] += width
         for slot in slots.tolist():
             self._running[slot].num_steps += 1
-        return StepPlan(slots, new_pages, entered, self._room[slots])
+        return StepPlan(slots, new_pages, entered, self._room[slots], width)
 
     def finish(self, plan: StepPlan, token_ids: np.ndarray) -> StepResult:
         """Judge a step's tokens. Rows whose slot has changed hands since are dropped.
@@ -154,6 +163,7 @@ class DecodeScheduler:
         counts = (ids >= 0) & ~over
         self._num_known[slots] += counts.sum(axis=1, dtype=np.int32)
         self._in_flight[slots] -= 1
+        self._ahead[slots] -= plan.width
         columns, rows = np.nonzero(counts.T)
         at = rows, columns
         rows, columns = running[rows], columns.astype(np.int32)
@@ -168,7 +178,7 @@ class DecodeScheduler:
         return wanted
 
     def _page_at(self, slot: int, place: int) -> int:
-        """The page there in the slot's table, of which the step before was the first to know."""
+        """The slot's page in that place, one more of the pool if it has none there yet."""
         seat = self._running[slot].seat
         if place >= len(seat.pages) and self._admission.grow(seat) is None:
             raise OutOfPages(seat.rank)

@@ -50,7 +50,7 @@ class Speculation:
         A draft counts only behind others that were right, each as likely as the first. Until both
         kinds of step were measured they are taken to be as long.
         """
-        if not len(self._powers):
+        if not len(self._powers) or not len(slots):
             return False
         tokens = 1 + float((self._share[slots, None] ** self._powers).sum()) / len(slots)
         plain, tried = self._times(len(slots))

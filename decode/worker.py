@@ -140,9 +140,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission = Admission(
             pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
         )
-        drafts = self.config.num_drafts
-        self._scheduler = DecodeScheduler(self._admission, facts.page_size, drafts)
-        self._speculation = Speculation(self._admission.num_slots, drafts)
+        self._scheduler = DecodeScheduler(self._admission, facts.page_size, self.config.num_drafts)
+        self._speculation = Speculation(self._admission.num_slots, self.config.num_drafts)
         most = (local.tokens[-1], local.pages) if local is not None else (0, 0)
         self._local = LocalQueue(self._admission, facts.page_size, *most)
         self._loads = Loads(self._admission, self._local, pools, self.clock)
@@ -350,22 +349,23 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._engine.start_slots(starts)
 
     def _plan(self) -> StepPlan | None:
-        """Plan the next step; while a pool is dry, let ends come in, then preempt."""
+        """Plan the next step; while a pool is dry, drop drafts, let ends come in, then preempt."""
+        tries = self._speculation.pays(self._scheduler.unfinished())
         while True:
             try:
-                return self._scheduler.plan()
+                return self._scheduler.plan(tries)
             except OutOfPages as dry:
-                if self._inflight:
+                if tries:
+                    tries = False
+                elif self._inflight:
                     self._complete(self._inflight.popleft())
                 else:
                     self._preempt(self._admission.victim(dry.rank).room)
 
     def _dispatch_step(self, plan: StepPlan) -> None:
         stuck = self._constrained.mask(plan.slots, self._grammars, self._engine)
-        tries = self._speculation.pays(plan.slots)
-        flight = self._engine.step(plan.slots, plan.new_pages, plan.places, tries)
-        now_s = self.clock.monotonic_s()
-        self._inflight.append(StepFlight(plan, flight, self._started, now_s))
+        flight = self._engine.step(plan.slots, plan.new_pages, plan.places, plan.width > 1)
+        self._inflight.append(StepFlight(plan, flight, self._started, self.clock.monotonic_s()))
         self._started = []
         self.counters["steps"] += 1
         for slot, error in stuck:  # what this step draws for them is passed over

@@ -107,8 +107,8 @@ def started(num_pages: int, num_tokens: int, max_new: int) -> tuple[DecodeSchedu
     return scheduler, admission
 
 
-def planned(scheduler: DecodeScheduler) -> StepPlan:
-    plan = scheduler.plan()
+def planned(scheduler: DecodeScheduler, tries: bool = True) -> StepPlan:
+    plan = scheduler.plan(tries)
     assert plan is not None
     return plan
 
@@ -135,7 +135,7 @@ def test_pages_are_there_for_all_that_steps_in_flight_may_write() -> None:
 def test_no_page_is_taken_past_the_end_of_the_request() -> None:
     scheduler, admission = started(num_pages=2, num_tokens=3, max_new=6)
     plans = [planned(scheduler) for _ in range(5)]  # its tokens 1 to 5, if no draft is accepted
-    assert scheduler.plan() is None
+    assert scheduler.plan(True) is None
     assert len(admission._seats[1].pages) == 2
     result = scheduler.finish(plans[0], np.array([[5, 5, 5, 5]], np.int32))
     assert (result.token_idx.tolist(), result.columns.tolist()) == ([1, 2, 3, 4], [0, 1, 2, 3])
@@ -161,7 +161,8 @@ def test_a_step_asked_for_again_enters_the_page_that_it_had_got() -> None:
         scheduler.start(seat, "api", SamplingParams(100), 3)
     for _ in range(2):
         with pytest.raises(OutOfPages):
-            scheduler.plan()
+            scheduler.plan(True)
+    assert scheduler.plan(False) is not None  # it has pages for a token each
     scheduler.stop(seats[1].slot)
     admission.release(2)
     plan = planned(scheduler)
@@ -240,11 +241,11 @@ def run(
     flights: list[tuple[StepPlan, StepInFlight]] = []
     made = accepted = number = 0
     while True:
-        plan = scheduler.plan()
+        number += 1
+        plan = scheduler.plan(tries(number))
         if plan is not None:
-            number += 1
             arrays = (plan.slots, plan.new_pages, plan.places)
-            flights.append((plan, engine.step(*arrays, tries(number))))
+            flights.append((plan, engine.step(*arrays, plan.width > 1)))
         if not flights:
             return made, accepted
         if len(flights) < 2 and plan is not None:

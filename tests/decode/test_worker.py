@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from decode.held import Finished, GrantFailed, PagesArrived, SenderLost
+from decode.speculation import Speculation
 from tests.sim.alone import PAGE, Alone
 from tests.sim.network import chain, draw, kv_of
 from tests.sim.workers import SimDecode
@@ -80,6 +81,21 @@ def test_a_dry_pool_sends_the_youngest_away_and_the_oldest_goes_on() -> None:
     assert [token for token in alone.tokens() if token[0] == 1] == [(1, i) for i in range(1, 8)]
     indices = [idx for room, idx in alone.tokens() if room == 2]
     assert indices == list(range(1, len(indices) + 1))
+    worker.check_idle()
+
+
+def test_nobody_is_preempted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "pays", lambda self, slots: True)
+    alone, worker = decode(num_pages=4, drafts=3)
+    alone.submit(1, num_tokens=7, max_new=3)  # its drafts would need a third page at once
+    alone.submit(2, num_tokens=7, max_new=2)  # and this one leaves two after a step
+    alone.turn()
+    for room in (1, 2):
+        arrive(alone, room, num_tokens=7)
+    while alone.turn():
+        pass
+    assert sorted(alone.tokens()) == [(1, 1), (1, 2), (2, 1)]
+    assert not alone.events()
     worker.check_idle()
 
 

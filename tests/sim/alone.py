@@ -24,6 +24,7 @@ class Alone:
         num_slots: int = 4,
         dp_size: int = 1,
         local_tokens: int = 0,
+        drafts: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
@@ -46,6 +47,7 @@ class Alone:
             num_slots=num_slots,
             dp_size=dp_size,
             local_tokens=local_tokens,
+            drafts=drafts,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":

@@ -167,9 +167,9 @@ def _no_page_entered(page_at: Any) -> Callable[..., Any]:
 
 
 def _drafts_for_which_there_is_no_page(plan: Any) -> Callable[..., Any]:
-    def planned(self: DecodeScheduler) -> Any:
-        self._drafts = 0
-        return plan(self)
+    def planned(self: DecodeScheduler, tries: bool) -> Any:
+        made = plan(self, False)
+        return made and replace(made, width=1 + tries)
 
     return planned
 
