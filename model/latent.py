@@ -8,13 +8,13 @@ head. Source: arXiv:2405.04434, section 2.1.
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, Int32
 
 from model.attention import Attend, Rows, window_of
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
-from model.layers import product, rms_norm, rotate
+from model.layers import contract, product, rms_norm, rotate
 from model.sharding import sum_shards
 
 
@@ -71,12 +71,4 @@ def _by_head(
     x: Float[Array, "rows heads a"], w: Float[Array, "heads a b"]
 ) -> Float[Array, "rows heads b"]:
     """Each head by its own matrix, in float32, from operands of w's dtype."""
-    exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
-    out = lax.dot_general(
-        x.astype(w.dtype),
-        w,
-        (((2,), (1,)), ((1,), (0,))),
-        precision=exact,
-        preferred_element_type=jnp.float32,
-    )
-    return out.transpose(1, 0, 2)
+    return contract(x, w, ((2,), (1,)), ((1,), (0,))).transpose(1, 0, 2)

@@ -14,7 +14,7 @@ from jax import Array
 from model.errors import ModelError
 from model.params import Leaf, Params, param_leaves, segments
 from model.quantised import open_checkpoint
-from model.sharding import Dims
+from model.sharding import Dims, Stacks
 from model.tensors import checked_sources
 from model.transformer import Model
 
@@ -103,7 +103,7 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
     """
     ocp = _orbax()
     params = folder.absolute() / _PARAMS
-    stacked = replace(model.dims, stacked=True)
+    stacked = replace(model.dims, stacks=Stacks.ALL)
     leaves = _flat(_named(param_leaves(model.cfg, stacked, model.dtype)))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         _check(params, checkpointer, leaves)
@@ -155,9 +155,9 @@ def _parted(name: tuple[str, ...], value: Array, model: Model) -> dict[tuple[str
     """A stack as the model's segments have it: whole, or each layer's part under its own name."""
     if name[0] != "layers":
         return {name: value}
-    run = segments(model.cfg, stacked=True)[int(name[1])]
+    run = segments(replace(model.dims, stacks=Stacks.ALL))[int(name[1])]
     found: dict[tuple[str, ...], Array] = {}
-    for idx, part in enumerate(segments(model.cfg, model.dims.stacked)):
+    for idx, part in enumerate(segments(model.dims)):
         at = part.first - run.first
         if part == run:
             found["layers", str(idx), *name[2:]] = value

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
-from model.sharding import SHARDS, TENSOR, Dims
+from model.sharding import SHARDS, TENSOR, Dims, Stacks
 
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
@@ -29,11 +29,12 @@ class Segment(NamedTuple):
     moe: bool
 
 
-def segments(cfg: ModelConfig, stacked: bool) -> tuple[Segment, ...]:
-    """The layers in order, as the fewest runs; unless stacked, each dense one by itself."""
+def segments(dims: Dims) -> tuple[Segment, ...]:
+    """The layers in order, as the fewest runs, and those that are not stacked by themselves."""
     runs: list[Segment] = []
-    for layer, moe in enumerate(cfg.moe_layers):
-        if runs and runs[-1].moe == moe and (stacked or moe):
+    for layer, moe in enumerate(dims.cfg.moe_layers):
+        stacked = dims.stacks is Stacks.ALL or (moe and dims.stacks is Stacks.EXPERTS)
+        if runs and runs[-1].moe == moe and stacked:
             runs[-1] = runs[-1]._replace(num_layers=runs[-1].num_layers + 1)
         else:
             runs.append(Segment(layer, 1, moe))
@@ -99,9 +100,7 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
     embed = Leaf((vocab, hidden), (dims.vocab, hidden), P(SHARDS, None), dtype, std)
     tree: Params = {
         "embed": embed,
-        "layers": tuple(
-            _layer_leaves(cfg, dims, dtype, run) for run in segments(cfg, dims.stacked)
-        ),
+        "layers": tuple(_layer_leaves(cfg, dims, dtype, run) for run in segments(dims)),
         "norm": _plain((hidden,), dtype, 0.0),
     }
     if not cfg.tie_word_embeddings:
@@ -112,7 +111,7 @@ def param_leaves(cfg: ModelConfig, dims: Dims, dtype: Any) -> Params:
 
 def dense_layer_bytes(cfg: ModelConfig, dims: Dims, dtype: Any) -> int:
     """Bytes of one layer without experts, over all shards of a rank; 0 if there is none."""
-    for run in segments(cfg, stacked=True):
+    for run in segments(replace(dims, stacks=Stacks.ALL)):
         if not run.moe:
             leaves = _layer_leaves(cfg, dims, dtype, run).values()
             return sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)

@@ -70,11 +70,11 @@ class PlacedExperts:
         # Runs of layers with experts, and where the parameters have them.
         self._runs = [
             (idx, run)
-            for idx, run in enumerate(segments(model.cfg, model.dims.stacked))
+            for idx, run in enumerate(segments(model.dims))
             if run.moe and policy.places_experts
         ]
         self._placed = _initial(model.cfg, model.dims, policy)
-        self._move: dict[int, Program] = {}
+        self._move: dict[int, Program] = {}  # by the layers of a run
         self._map = self._sent_map() if policy.places_experts else None
         self._loads = self._no_loads() if policy.enable_eplb else None
         self._calls = 0  # since counting began
@@ -106,7 +106,7 @@ class PlacedExperts:
 
     @property
     def num_programs(self) -> int:
-        return len(self._runs)
+        return len({run.num_layers for _, run in self._runs})
 
     def compile(self, params: Params, built: Callable[[Program], Program]) -> None:
         """Compile what moves the experts of a layer. params: their shapes."""
@@ -116,12 +116,14 @@ class PlacedExperts:
         local = abstract_i32((dims.physical_experts // dims.ep,), mesh, P())
         one = abstract_i32((), mesh, P())
         for idx, run in self._runs:
+            if run.num_layers in self._move:
+                continue  # experts of one network have one shape
             stacks, specs = (_experts(tree["layers"][idx]) for tree in (params, all_specs))
             mover = _mover(dims.ranks_share_experts, dims.ep)
             move = on_ranks(mesh, mover, (specs, P(), P(), P(), P()), specs)
-            name = f"move[layers={run.first}-{run.first + run.num_layers - 1}]"
+            name = f"move[of layers={run.num_layers}]"
             args = (stacks, one, physical, local, one)
-            self._move[idx] = built(compile_program(name, move, args, (0,)))
+            self._move[run.num_layers] = built(compile_program(name, move, args, (0,)))
 
     def settle(self, params: Params) -> Params:
         """Put weights, which are loaded as is trivial, where the policy has them at the start."""
@@ -210,7 +212,7 @@ class PlacedExperts:
         slots = np.zeros(len(new) // self._parts, np.int32)
         slots[: len(changed)] = changed
         idx, run = next(pair for pair in self._runs if layer in _layers(pair[1]))
-        stacks = self._move[idx](
+        stacks = self._move[run.num_layers](
             _experts(params["layers"][idx]),
             np.int32(layer - run.first),
             eplb.sources(old, new, self._parts),

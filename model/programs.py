@@ -74,10 +74,13 @@ def compile_program(
     args: arrays, or `jax.ShapeDtypeStruct`s with a sharding. donate: positions whose buffers die.
     """
     lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and it
+    # computes the same products over and over rather than keep them.
+    options = {"xla_disable_hlo_passes": "rematerialization"}
     # On CPU two programs at once that talk to another process, each on several devices of this
     # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
     waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return Program(name, lowered.compile(), waits)
+    return Program(name, lowered.compile(compiler_options=options), waits)
 
 
 def abstract_like(tree: Any) -> Any:

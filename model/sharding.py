@@ -1,5 +1,6 @@
 """Where arrays live: the only file that names mesh axes, and the sizes padding makes of a model."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -112,6 +113,14 @@ def on_ranks(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out_specs:
     )
 
 
+class Stacks(enum.Enum):
+    """Which layers of one structure share arrays; the others have arrays of their own."""
+
+    ALL = "all"
+    EXPERTS = "those with experts"
+    NONE = "none"
+
+
 @dataclass(frozen=True)
 class Dims:
     """The sizes one mesh makes of a configuration. Padding is with zeros and changes no result.
@@ -125,7 +134,7 @@ class Dims:
     tp: int  # devices of a rank
     ep: int  # parts of the experts; above tp they are parted over all ranks
     dp: int = 1
-    stacked: bool = True  # dense layers of one structure share arrays; else each has its own
+    stacks: Stacks = Stacks.ALL
     redundant: int = 0  # physical experts of a layer beyond the logical ones
 
     def __post_init__(self) -> None:

@@ -318,7 +318,7 @@ def param_sources(cfg: ModelConfig, dims: Dims) -> Params:
     """The tree of `Source`s that has the structure of the parameters."""
     tree: Params = {
         "embed": Plain(_EMBED, (cfg.vocab_size, cfg.hidden_size)),
-        "layers": tuple(_segment_sources(cfg, dims, run) for run in segments(cfg, dims.stacked)),
+        "layers": tuple(_segment_sources(cfg, dims, run) for run in segments(dims)),
         "norm": Plain("model.norm.weight", (cfg.hidden_size,)),
     }
     if not cfg.tie_word_embeddings:

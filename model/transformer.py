@@ -24,7 +24,7 @@ from model.layers import embed, feed_forward, product, rms_norm, rope_tables
 from model.moe import ExpertMap, moe, with_rows
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
-from model.sharding import POOL_SPEC, Dims, gather_shards, kv_spec, on_ranks
+from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
 
 # On CPU, dense layers from this size on have arrays of their own (docs/adr/0029); smaller ones
 # stay in the processor's cache, and a copy out of a stack costs less than compiling every layer.
@@ -57,12 +57,14 @@ class Model:
         dtype: Any,
         page_size: int,
         share_experts: bool = False,
-        stacked: bool | None = None,
+        stacks: Stacks | None = None,
         redundant_experts: int = 0,
+        platform: str = "",
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacked, redundant_experts: see Dims; None: as is fastest on this platform.
+        share_experts, stacks, redundant_experts: see Dims; None: as is fastest.
+        platform: for which the forms of operations are chosen; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
         """
@@ -70,10 +72,10 @@ class Model:
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
         dims = Dims.of(cfg, mesh, share_experts, redundant_experts)
-        platform = mesh.devices.flat[0].platform
-        if stacked is None:
-            stacked = platform != "cpu" or dense_layer_bytes(cfg, dims, kind) < OWN_ARRAYS_BYTES
-        dims = replace(dims, stacked=stacked)
+        platform = platform or mesh.devices.flat[0].platform
+        if stacks is None:
+            stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))
+        dims = replace(dims, stacks=stacks)
         shape = kernels.attention_shape(cfg, dims, platform, kind.name, page_size)
         routed = kernels.experts_shape(cfg, dims, platform, kind.name)
         chosen = Kernels(
@@ -95,6 +97,13 @@ class Model:
         """How each parameter is split over the mesh, in their tree."""
         specs: Params = jax.tree.map(lambda leaf: leaf.spec, self.param_leaves())
         return specs
+
+
+def _fastest(platform: str, dense_bytes: int) -> Stacks:
+    """On an accelerator XLA copies out of every stack, and captures no loop in a CUDA graph."""
+    if platform != "cpu":
+        return Stacks.NONE
+    return Stacks.ALL if dense_bytes < OWN_ARRAYS_BYTES else Stacks.EXPERTS
 
 
 Weights = dict[str, Array]
@@ -314,7 +323,7 @@ def _layers(
             model, moe_layer, idx, layer, weights, carry, inputs, rows, expert_map, attend
         )
 
-    for run, stacks in zip(segments(cfg, model.dims.stacked), params["layers"], strict=True):
+    for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
         carry = _run(run, stacks, carry, block)
     with jax.named_scope("final_norm"):
         return carry._replace(x=rms_norm(carry.x, params["norm"], cfg.rms_norm_eps))

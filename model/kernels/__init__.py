@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import model.kernels.attention.reference as attention_reference
+import model.kernels.moe.batched as moe_batched
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
 from model.kernels.attention.unpacked import unpacked_decode
@@ -92,21 +93,32 @@ class Backend(NamedTuple):
     build: Callable[[Any], Callable[..., Any]]
 
 
+def _build_attention(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
+    return partial(kernel, scale=shape.scale, accelerator=shape.platform != "cpu")
+
+
 def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:
     if shape.platform != "cpu":
         raise NotImplementedError(f"for processors, this is {shape.platform}")
     return partial(unpacked_decode, scale=shape.scale)
 
 
+def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
+    if shape.platform == "cpu":
+        raise NotImplementedError("for accelerators: a processor reads chosen experts one by one")
+    return partial(moe_batched.experts, limit=shape.limit, alpha=shape.alpha)
+
+
 # Best first; the reference serves every shape, so it comes last.
 PREFILL_ATTENTION: Sequence[Backend] = (
-    Backend("reference", lambda shape: partial(attention_reference.prefill, scale=shape.scale)),
+    Backend("reference", partial(_build_attention, attention_reference.prefill)),
 )
 DECODE_ATTENTION: Sequence[Backend] = (
     Backend("unpacked", _build_unpacked),
-    Backend("reference", lambda shape: partial(attention_reference.decode, scale=shape.scale)),
+    Backend("reference", partial(_build_attention, attention_reference.decode)),
 )
 EXPERTS: Sequence[Backend] = (
+    Backend("batched", _build_batched),
     Backend(
         "reference",
         lambda shape: partial(moe_reference.experts, limit=shape.limit, alpha=shape.alpha),

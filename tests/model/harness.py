@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from model.captured import Captured
 from model.config import ModelConfig
 from model.kv import init_pool
-from model.sharding import make_mesh
+from model.sharding import Stacks, make_mesh
 from model.transformer import (
     ChunkBatch,
     Model,
@@ -65,11 +65,12 @@ class Harness:
         dtype: str = "float32",
         page_dtype: str = "",  # "": as dtype
         dp: int = 1,  # ranks, which all do the same
-        stacked: bool | None = None,
+        stacks: Stacks | None = None,
+        platform: str = "",  # as if on this one
     ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
-        self.model = Model.create(cfg, mesh, dtype, PAGE_SIZE, ep > tp, stacked)
+        self.model = Model.create(cfg, mesh, dtype, PAGE_SIZE, ep > tp, stacks, platform=platform)
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()
         if page_dtype:

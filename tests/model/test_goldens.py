@@ -11,6 +11,7 @@ import pytest
 
 from model.config import FP8, ModelConfig
 from model.moe import ExpertMap
+from model.sharding import Stacks
 from model.transformer import prefill_captured
 from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
 
@@ -26,7 +27,18 @@ CASES += [(name, *mesh, 1) for name in ROUTED[2:] for mesh in ((1, 1), (4, 2))]
 CASES += [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 4, 2), ("qwen3_moe", 1, 4, 4)]
 CASES += [("gpt_oss", 2, 4, 2), ("deepseek_v3", 2, 4, 2)]
 # Meshes on which dense layers have arrays of their own, as larger ones have on CPU.
-OWN_ARRAYS = {("llama", 2, 1, 1), ("llama", 2, 1, 2), ("qwen3", 1, 1, 1), ("qwen3_moe", 2, 2, 1)}
+OWN_ARRAYS = {("llama", 2, 1, 1), ("qwen3", 1, 1, 1)}
+# And those on which everything has the form that an accelerator runs.
+AS_ON_CUDA = {
+    ("llama", 2, 1, 2),
+    ("qwen3", 2, 1, 1),
+    ("mixtral", 4, 2, 1),
+    ("mixtral", 2, 4, 2),
+    ("qwen3_moe", 2, 2, 1),
+    ("gpt_oss", 4, 2, 1),
+    ("deepseek_v2", 4, 2, 1),
+    ("deepseek_v3", 2, 4, 2),
+}
 # Limits of tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
 
@@ -38,8 +50,10 @@ def test_chunked_prefill_and_paged_decode_give_the_recorded_logits_and_tokens(
     name: str, tp: int, ep: int, dp: int
 ) -> None:
     recorded = golden(name)
-    stacked = (name, tp, ep, dp) not in OWN_ARRAYS
-    harness = Harness(recorded.checkpoint, tp, ep, dp=dp, stacked=stacked)
+    mesh = name, tp, ep, dp
+    platform = "cuda" if mesh in AS_ON_CUDA else ""
+    stacks = Stacks.EXPERTS if mesh in OWN_ARRAYS else None
+    harness = Harness(recorded.checkpoint, tp, ep, dp=dp, stacks=stacks, platform=platform)
     ran = harness.run(list(recorded.prompts.values()), 24)
     for prompt, result in zip(recorded.prompts, ran, strict=True):
         expected = recorded.numbers[f"{prompt}.logits"]
@@ -80,7 +94,7 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(name: str, tp: int, ep: int) -> None:
     recorded = golden(name)
-    harness = Harness(recorded.checkpoint, tp, ep, stacked=tp == 1)
+    harness = Harness(recorded.checkpoint, tp, ep, platform="" if tp == 1 else "cuda")
     hidden, seen = harness.capture(recorded.prompts["p33"])
 
     def close(got: np.ndarray, key: str, atol: float) -> None:
@@ -111,20 +125,23 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "ep", "median"),
+    ("name", "tp", "ep", "platform", "median"),
     [
-        ("llama", 2, 1, 0.036),
-        ("qwen3_moe", 2, 2, 0.053),
-        ("gpt_oss", 1, 1, 0.093),
-        ("deepseek_v2", 1, 1, 0.041),
-        ("deepseek_v3", 2, 2, 0.061),
+        ("llama", 2, 1, "cpu", 0.036),
+        ("llama", 1, 1, "cuda", 0.036),
+        ("qwen3_moe", 2, 2, "cpu", 0.053),
+        ("qwen3_moe", 2, 2, "cuda", 0.053),
+        ("gpt_oss", 1, 1, "cuda", 0.093),
+        ("deepseek_v2", 1, 1, "cpu", 0.041),
+        ("deepseek_v3", 2, 2, "cuda", 0.061),
     ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(
-    name: str, tp: int, ep: int, median: float
+    name: str, tp: int, ep: int, platform: str, median: float
 ) -> None:
     recorded = golden(name)
-    ran = Harness(recorded.checkpoint, tp, ep, "bfloat16").run(list(recorded.prompts.values()), 1)
+    harness = Harness(recorded.checkpoint, tp, ep, "bfloat16", platform=platform)
+    ran = harness.run(list(recorded.prompts.values()), 1)
     distances = np.concatenate(
         [
             np.abs(

@@ -9,16 +9,16 @@ import pytest
 from model.config import ModelConfig
 from model.kv import gather_pages, write_pages
 from model.params import dense_layer_bytes
-from model.sharding import POOL_SPEC, RANKS, make_mesh, on_ranks, pool_sharding
+from model.sharding import POOL_SPEC, RANKS, Stacks, make_mesh, on_ranks, pool_sharding
 from model.transformer import ChunkBatch, Model, decode_hidden, prefill_hidden
 from tests.model.harness import GOLDENS
 
 SMALL, LARGE = 64, 1024
 
 
-def _model(name: str, dtype: str, tp: int, stacked: bool | None = None) -> Model:
+def _model(name: str, dtype: str, tp: int, stacks: Stacks | None = None) -> Model:
     cfg = ModelConfig.from_dir(GOLDENS / name / "model")
-    return Model.create(cfg, make_mesh(tp, 1), dtype, 16, stacked=stacked)
+    return Model.create(cfg, make_mesh(tp, 1), dtype, 16, stacks=stacks)
 
 
 def _params(model: Model) -> Any:
@@ -127,9 +127,9 @@ def test_pages_of_several_ranks_move_without_collectives_either(function: Any) -
 @pytest.mark.parametrize("program", [_decode, _prefill])
 def test_layers_with_arrays_of_their_own_are_read_where_they_are(program: Any) -> None:
     """No copy of weights, and none of the pool either."""
-    model = _model("llama", "float32", 1, stacked=False)
+    model = _model("llama", "float32", 1, Stacks.NONE)
     small, large = (program(model, n).memory_analysis() for n in (SMALL, LARGE))
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
-    stacks = program(_model("llama", "float32", 1, stacked=True), SMALL).memory_analysis()
+    stacks = program(_model("llama", "float32", 1, Stacks.ALL), SMALL).memory_analysis()
     layer = dense_layer_bytes(model.cfg, model.dims, model.dtype)
     assert small.temp_size_in_bytes < stacks.temp_size_in_bytes - layer // 2

@@ -14,16 +14,16 @@ import pytest
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.sharding import make_mesh
+from model.sharding import Stacks, make_mesh
 from model.transformer import Model
 from model.weights import is_orbax, load_params, model_digest, save_orbax
 from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS
 
 
-def _model(folder: Path, tp: int = 1, ep: int = 1, stacked: bool | None = None) -> Model:
+def _model(folder: Path, tp: int = 1, ep: int = 1, stacks: Stacks | None = None) -> Model:
     cfg = ModelConfig.from_dir(folder)
-    return Model.create(cfg, make_mesh(tp, ep), "float32", 16, stacked=stacked)
+    return Model.create(cfg, make_mesh(tp, ep), "float32", 16, stacks=stacks)
 
 
 def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path: Path) -> None:
@@ -45,8 +45,9 @@ def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path
         assert ModelConfig.from_dir(out) == ModelConfig.from_dir(source)
         for tp, ep in meshes:
             # Padded on several devices: layers with arrays of their own cover both there.
-            direct = load_params(source, _model(source, tp, ep, stacked=tp == 1))
-            restored = load_params(out, _model(out, tp, ep, stacked=tp == 1))
+            stacks = Stacks.ALL if tp == 1 else Stacks.NONE
+            direct = load_params(source, _model(source, tp, ep, stacks))
+            restored = load_params(out, _model(out, tp, ep, stacks))
             assert str(jax.tree.structure(direct)) == str(jax.tree.structure(restored))
             for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(restored), strict=True):
                 assert a.sharding == b.sharding

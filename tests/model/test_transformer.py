@@ -10,7 +10,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.sharding import make_mesh
+from model.sharding import Stacks, make_mesh
 from model.transformer import Model, logits, random_params
 from tests.model.checkpoints import LLAMA, MISTRAL, QWEN2, QWEN2_WINDOW, forward, write_checkpoint
 from tests.model.harness import GOLDENS, Harness
@@ -63,7 +63,7 @@ def test_on_cpu_large_layers_have_arrays_of_their_own() -> None:
     cfg = ModelConfig.from_dir(GOLDENS / "llama" / "model")
     large = dataclasses.replace(cfg, intermediate_size=1 << 16)
     small, apart = (Model.create(c, make_mesh(1, 1), "float32", 16) for c in (cfg, large))
-    assert (small.dims.stacked, apart.dims.stacked) == (True, False)
+    assert (small.dims.stacks, apart.dims.stacks) == (Stacks.ALL, Stacks.EXPERTS)
     assert len(small.param_leaves()["layers"]) < cfg.num_layers
     assert len(apart.param_leaves()["layers"]) == cfg.num_layers
 

@@ -2,6 +2,10 @@
 
 The trip count is data, so one program serves every context length. Scores, softmax and sums
 are float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
+
+On an accelerator products take operands of the model's dtype, which is what its matrix units are
+for, and blocks of decode are larger: each costs a few launches, and the host waits for the device
+to say whether there is another (docs/adr/0045).
 """
 
 from collections.abc import Callable
@@ -15,9 +19,12 @@ from jaxtyping import Bool, Float, Int32
 
 from model.attention import ChunkBatch
 from model.kv import PagePool, read_pages
+from model.layers import contract, zeros_after
 
 _PREFILL_BLOCK: Final = 256
 _DECODE_BLOCK: Final = 128
+_LARGE_BLOCK: Final = 2048  # of decode at most, and so many positions of all rows:
+_LARGE_BLOCKS: Final = 1 << 16
 _LOW: Final = np.float32(-1e30)
 
 
@@ -50,22 +57,34 @@ class Running(NamedTuple):
 def _batched(a: Array, b: Array, transposed: bool) -> Array:
     """a [*batch, q, x] times b [*batch, x, y], or b [*batch, y, x] when transposed; float32."""
     batch = tuple(range(a.ndim - 2))
-    contract = ((a.ndim - 1,), (b.ndim - 1 if transposed else b.ndim - 2,))
-    exact = lax.Precision.HIGHEST
-    return lax.dot_general(a, b, (contract, (batch, batch)), precision=exact)
+    return contract(
+        a, b, ((a.ndim - 1,), (b.ndim - 1 if transposed else b.ndim - 2,)), (batch, batch)
+    )
 
 
-def _start(shape: tuple[int, ...], sinks: Array | None) -> Running:
-    """Before the first block. sinks: f32 that broadcasts to shape[:-1], scores without a value."""
-    rows, acc = shape[:-1], jnp.zeros(shape, jnp.float32)
+def _start(queries: Array, sinks: Array | None) -> Running:
+    """Before the first block. sinks: f32, scores without a value of what broadcasts to rows."""
+    rows, acc = queries.shape[:-1], zeros_after(queries)
     if sinks is None:
         return Running(jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), acc)
     top = jnp.broadcast_to(sinks.astype(jnp.float32), rows)
     return Running(top, jnp.ones(rows, jnp.float32), acc)
 
 
-def _scaled(q: Array, scale: float | None) -> Array:
-    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+def _operand(q: Array, accelerator: bool) -> Array:
+    """Queries in the dtype in which products take both operands."""
+    return q if accelerator else q.astype(jnp.float32)
+
+
+def _scale(q: Array, scale: float | None) -> np.float32:
+    return np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def decode_block(rows: int, accelerator: bool) -> int:
+    """Positions of each row in a block."""
+    if not accelerator:
+        return _DECODE_BLOCK
+    return max(min(_LARGE_BLOCKS // rows, _LARGE_BLOCK), _DECODE_BLOCK)
 
 
 def _pad(list_: Array, multiple: int, value: int) -> Array:
@@ -81,13 +100,14 @@ def prefill(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    accelerator: bool = False,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
     """Every token attends to its own sequence's positions up to its own. Padding yields anything.
 
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
-    None: head_dim ** -0.5. Cost follows tokens times the pages in use, or that any token's window
-    reaches, not the capacity of the page list.
+    None: head_dim ** -0.5. accelerator: see above. Cost follows tokens times the pages in use, or
+    that any token's window reaches, not the capacity of the page list.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -97,15 +117,15 @@ def prefill(
     seqs = _pad(batch.page_seq, per_block, -1)
     starts = _pad(batch.page_pos, per_block, 0)
     offsets = jnp.arange(page_size, dtype=jnp.int32)
-    queries = _scaled(q, scale).transpose(1, 2, 0, 3).reshape(heads, group * tokens, head_dim)
+    queries = _operand(q, accelerator).transpose(1, 2, 0, 3).reshape(heads, -1, head_dim)
     own = None if sinks is None else jnp.repeat(sinks, tokens, axis=1)
 
     def attended(at: Array, allowed: Array, running: Running) -> Running:
         block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
-        kv = read_pages(pool, layer, block_ids).astype(jnp.float32)
+        kv = read_pages(pool, layer, block_ids).astype(queries.dtype)
         kv = kv.transpose(1, 3, 0, 2, 4).reshape(-1, heads, span, head_dim)
         allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
-        scores = _batched(queries, kv[0], True)
+        scores = _batched(queries, kv[0], True) * _scale(q, scale)
         return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
 
     def block(b: Array, running: Running) -> Running:
@@ -126,7 +146,7 @@ def prefill(
 
     trips = -(-batch.num_pages_used // np.int32(per_block))
     with jax.named_scope("prefill_attention"):
-        out = lax.fori_loop(np.int32(0), trips, block, _start(queries.shape, own)).value()
+        out = lax.fori_loop(np.int32(0), trips, block, _start(queries, own)).value()
     return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
 
@@ -137,17 +157,18 @@ def add_by_products(
     ids: Int32[Array, "rows pages_per_block"],
     allowed: Bool[Array, "rows 1 1 span"],
     running: Running,
+    scale: np.float32,
 ) -> Running:
-    """One block of pages of every row. queries: f32, scaled."""
+    """One block of pages of every row. queries: in the dtype of products. scale: of scores."""
     rows, heads, _, head_dim = queries.shape
-    kv = read_pages(pool, layer, ids).astype(jnp.float32)
+    kv = read_pages(pool, layer, ids).astype(queries.dtype)
     kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(-1, rows, heads, allowed.shape[-1], head_dim)
-    scores = _batched(queries, kv[0], True)
+    scores = _batched(queries, kv[0], True) * scale
     return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
 
 
 # As `add_by_products`.
-AddBlock = Callable[[Array, PagePool, Array, Array, Array, Running], Running]
+AddBlock = Callable[[Array, PagePool, Array, Array, Array, Running, np.float32], Running]
 
 
 def decode(
@@ -160,18 +181,20 @@ def decode(
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
     add: AddBlock = add_by_products,
+    accelerator: bool = False,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
-    sinks, window, scale: see `prefill`. add: how a block is computed. Cost follows rows times the
-    longest row, or what lies between the earliest position that any row sees and the last.
+    sinks, window, scale, accelerator: see `prefill`. add: how a block is computed. Cost follows
+    rows times the longest row, or what lies between the earliest position that any row sees and the
+    last.
     """
     page_size = pool.shape[3]
-    per_block = max(1, _DECODE_BLOCK // page_size)
+    per_block = max(1, decode_block(len(positions), accelerator) // page_size)
     span = per_block * page_size
     table = _pad(page_table, per_block, 0)
     offsets = jnp.arange(span, dtype=jnp.int32)
-    queries = _scaled(q, scale)
+    queries = _operand(q, accelerator)
     earliest = None if window is None else positions - window + np.int32(1)
 
     def allowed_in(b: Array) -> Bool[Array, "rows 1 1 span"]:
@@ -183,7 +206,7 @@ def decode(
 
     def block(b: Array, running: Running) -> Running:
         ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
-        return add(queries, pool, layer, ids, allowed_in(b), running)
+        return add(queries, pool, layer, ids, allowed_in(b), running, _scale(q, scale))
 
     first = jnp.zeros((), jnp.int32)
     if earliest is not None:
@@ -191,5 +214,5 @@ def decode(
         first = jnp.maximum(jnp.min(of_live), first) // np.int32(span)
     trips = jnp.max(positions) // np.int32(span) + np.int32(1)
     with jax.named_scope("decode_attention"):
-        out = lax.fori_loop(first, trips, block, _start(q.shape, sinks)).value()
+        out = lax.fori_loop(first, trips, block, _start(q, sinks)).value()
     return out.astype(q.dtype)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from model.kernels.attention.reference import Running, decode
@@ -16,7 +17,13 @@ from model.kv import PagePool, read_plane
 
 
 def _add(
-    queries: Array, pool: PagePool, layer: Array, ids: Array, allowed: Array, running: Running
+    queries: Array,
+    pool: PagePool,
+    layer: Array,
+    ids: Array,
+    allowed: Array,
+    running: Running,
+    scale: np.float32,
 ) -> Running:
     """See model.kernels.attention.reference.add_by_products."""
     rows, heads, _, head_dim = queries.shape
@@ -25,7 +32,7 @@ def _add(
         pages = read_plane(pool, layer, plane, ids).astype(jnp.float32)
         return pages.reshape(rows, allowed.shape[-1], heads, 1, head_dim)
 
-    scores = jnp.sum(positions(0) * queries[:, None], axis=-1).transpose(0, 2, 3, 1)
+    scores = jnp.sum(positions(0) * queries[:, None], axis=-1).transpose(0, 2, 3, 1) * scale
 
     def weighed(weights: Array) -> Array:
         return jnp.sum(weights.transpose(0, 3, 1, 2)[..., None] * positions(-1), axis=1)

@@ -20,6 +20,7 @@ SHAPES = {
     "plain": PLAIN,
     "sinks": replace(PLAIN, sinks=True),
     "gpt_oss": replace(PLAIN, sinks=True, windows=True),
+    "cuda": replace(PLAIN, sinks=True, windows=True, platform="cuda"),
     "latent": replace(PLAIN, planes=1, kv_heads=1, group=4, scale=0.3, windows=True),
 }
 LAYER = 1

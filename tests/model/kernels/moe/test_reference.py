@@ -13,7 +13,7 @@ from model.kernels.moe.reference import block_rows
 from tests.model.harness import i32
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 3, 10, 7
-SHAPE = kernels.ExpertsShape("cpu", "float32", HIDDEN, WIDTH, EXPERTS, CHOSEN)
+SHAPE = kernels.ExpertsShape("cuda", "float32", HIDDEN, WIDTH, EXPERTS, CHOSEN)
 GPT_OSS = replace(SHAPE, limit=2.0, alpha=1.702, bias=True)
 
 
@@ -28,7 +28,7 @@ def _ids(kind: str, rows: int) -> np.ndarray:
     return np.where(draw.random((rows, CHOSEN)) < 0.5, EXPERTS, _ids("spread", rows))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 40, 300])
 @pytest.mark.parametrize("kind", ["spread", "crowded", "elsewhere", "mixed"])
 @pytest.mark.parametrize("backend", kernels.EXPERTS, ids=lambda backend: backend.name)
 def test_every_row_gets_the_weighted_sum_of_its_local_experts(

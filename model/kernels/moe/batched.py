@@ -1,0 +1,138 @@
+"""Expert products for accelerators in plain XLA: few large products, no loop over experts.
+
+A loop whose length is data makes the host wait for the device at every turn, and an expert taken
+out of its stack by an index that is data is copied before it is multiplied. So products read
+experts where they lie, or all experts are in them. Which is cheaper follows from the number of rows
+(docs/adr/0045).
+"""
+
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+from model.layers import contract, gated, zeros_after
+
+# Up to here reading an expert takes longer than multiplying as many rows with it: on an H200 up to
+# 180 rows, operations a second over bytes a second, for weights of two bytes.
+_ROWS_FOR_ALL: Final = 256
+_ROOM: Final = 2  # for rows of an expert in one round, over its even share of them
+
+
+class _Own(NamedTuple):
+    """One layer's experts of this shard."""
+
+    gate_up: Float[Array, "experts hidden 2 f"]
+    down: Float[Array, "experts f hidden"]
+    gate_up_bias: Float[Array, "experts 2 f"] | None
+    down_bias: Float[Array, "experts hidden"] | None
+    limit: float
+    alpha: float
+
+    def inner(self, both: Array, bias: Array | None) -> Array:
+        """What goes into the second product: both, [..., 2, f], with its bias, made one."""
+        if bias is not None:
+            both = both + bias.astype(jnp.float32)
+        flat = both.reshape(-1, 2 * both.shape[-1])
+        return gated(flat, self.limit, self.alpha).reshape(*both.shape[:-2], -1)
+
+
+def experts(
+    x: Float[Array, "rows hidden"],
+    local_ids: Int32[Array, "rows chosen"],
+    weights: Float[Array, "rows chosen"],
+    gate_up: Float[Array, "layers experts hidden 2 f"],
+    down: Float[Array, "layers experts f hidden"],
+    layer: Int32[Array, ""],
+    gate_up_bias: Float[Array, "layers experts 2 f"] | None = None,
+    down_bias: Float[Array, "layers experts hidden"] | None = None,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+) -> Float[Array, "rows hidden"]:
+    """See model.kernels.moe.reference.experts."""
+    rows, chosen = local_ids.shape
+    first, last = (None if of is None else of[layer] for of in (gate_up_bias, down_bias))
+    own = _Own(gate_up[layer], down[layer], first, last, limit, alpha)
+    with jax.named_scope("experts"):
+        if rows * chosen < gate_up.shape[1]:
+            return _by_pair(x, local_ids, weights, own)
+        if rows <= _ROWS_FOR_ALL:
+            return _by_all(x, local_ids, weights, own)
+        return _by_rounds(x, local_ids, weights, own)
+
+
+def _by_pair(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
+    """Each row by each expert it chose, read where it lies, once for each row that chose it.
+
+    Sums of products, since XLA fuses taking an expert into a sum and not into a product.
+    """
+    rows, chosen = ids.shape
+    at = jnp.minimum(ids.reshape(-1), np.int32(own.down.shape[0] - 1))
+    wide = jnp.repeat(x.astype(jnp.float32), chosen, axis=0)
+    both = jnp.sum(wide[:, :, None, None] * own.gate_up[at].astype(jnp.float32), axis=1)
+    bias = None if own.gate_up_bias is None else own.gate_up_bias[at]
+    inner = own.inner(both, bias).astype(own.down.dtype).astype(jnp.float32)
+    out = jnp.sum(inner[:, :, None] * own.down[at].astype(jnp.float32), axis=1)
+    if own.down_bias is not None:
+        out += own.down_bias[at].astype(jnp.float32)
+    out = out.reshape(rows, chosen, -1) * weights[:, :, None]
+    here = ids[:, :, None] < own.down.shape[0]
+    return jnp.sum(jnp.where(here, out, np.float32(0)), axis=1)
+
+
+def _by_all(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
+    """All rows by all experts, in two products, of which a row takes what it chose."""
+    num_experts, rows = own.down.shape[0], x.shape[0]
+    is_chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)
+    share = jnp.sum(jnp.where(is_chosen, weights[:, :, None], np.float32(0)), axis=1)
+    spread = jnp.broadcast_to(x, (num_experts, *x.shape))
+    both = contract(spread, own.gate_up, ((2,), (1,)), ((0,), (0,)))
+    bias = None if own.gate_up_bias is None else own.gate_up_bias[:, None]
+    inner = own.inner(both, bias)
+    # A row that did not choose an expert may overflow in it: nothing times infinity is no number.
+    share_of = share.T[:, :, None]
+    inner = jnp.where(share_of > 0, inner * share_of, np.float32(0))
+    turned = inner.transpose(1, 0, 2).reshape(rows, -1)
+    out = contract(turned, own.down.reshape(-1, own.down.shape[2]), ((1,), (0,)))
+    if own.down_bias is not None:
+        out += contract(share, own.down_bias.astype(jnp.float32), ((1,), (0,)))
+    return out
+
+
+def _by_rounds(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
+    """Rounds in which every expert has room for as many rows; the most chosen ones need more.
+
+    The number of rounds is data: one, where rows are spread evenly enough.
+    """
+    num_experts, (rows, chosen) = own.down.shape[0], ids.shape
+    even = -(-rows * chosen // num_experts)
+    size = min(rows, 2 ** (_ROOM * even - 1).bit_length())
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0)
+    counts = counts.astype(jnp.int32)
+    firsts = jnp.cumsum(counts) - counts
+    # How many pairs of its expert stand before each.
+    padded = jnp.pad(firsts, (0, 1))
+    before = jnp.zeros_like(flat).at[order].set(jnp.arange(len(flat), dtype=jnp.int32))
+    before -= padded[flat]
+
+    def turn(round_: Array, out: Array) -> Array:
+        places = round_ * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
+        pairs = order.at[firsts[:, None] + places].get(mode="clip")
+        both = contract(x[pairs // chosen], own.gate_up, ((2,), (1,)), ((0,), (0,)))
+        bias = None if own.gate_up_bias is None else own.gate_up_bias[:, None]
+        done = contract(own.inner(both, bias), own.down, ((2,), (1,)), ((0,), (0,)))
+        if own.down_bias is not None:
+            done += own.down_bias[:, None].astype(jnp.float32)
+        at = before - round_ * np.int32(size)
+        mine = (flat < num_experts) & (at >= 0) & (at < size)
+        taken = done[jnp.minimum(flat, np.int32(num_experts - 1)), jnp.clip(at, 0, size - 1)]
+        taken = jnp.where(mine[:, None], taken, np.float32(0)).reshape(rows, chosen, -1)
+        return out + jnp.sum(taken * weights[:, :, None], axis=1)
+
+    rounds = -(-jnp.max(counts) // np.int32(size))
+    return lax.fori_loop(np.int32(0), rounds, turn, zeros_after(x))
