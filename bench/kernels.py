@@ -6,6 +6,7 @@ the same run.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,6 +38,21 @@ from model.transformer import Model, decode_hidden, logits, prefill_hidden, rand
 TRAVEL_PAGES = 32
 
 
+def greedy_step(
+    model: Model, params: Any, pool: Any, ids: Any, positions: Any, table: Any, idx: Any
+) -> tuple[Any, Any]:
+    """One token for every slot, logits and the choice included: ids, pool."""
+    hidden, pool = decode_hidden(model, params, pool, ids, positions, table, idx)
+    scores = logits(model, params, hidden)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), pool
+
+
+def last_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tuple[Any, Any]:
+    """A chunk, and the logits of its last token: logits, pool."""
+    hidden, pool = prefill_hidden(model, params, pool, batch)
+    return logits(model, params, hidden[-1:]), pool
+
+
 class KernelBench:
     """One network on one device: owner of its parameters and of the pool that calls donate."""
 
@@ -65,16 +81,11 @@ class KernelBench:
     def decode(self) -> None:
         """One token for every slot, logits and greedy choice included."""
         for slots in self.shape.slots:
-
-            def step(params: Any, pool: Any, ids: Any, positions: Any, table: Any, idx: Any) -> Any:
-                hidden, pool = decode_hidden(self.model, params, pool, ids, positions, table, idx)
-                scores = logits(self.model, params, hidden)
-                return jnp.argmax(scores, axis=-1).astype(jnp.int32), pool
-
             positions, table = self._table(slots)
             last = table[:, -1]
             kv_idx = last * self.shape.page_size + positions % self.shape.page_size
             args = (self._ids(slots), positions, table, kv_idx)
+            step = partial(greedy_step, self.model)
             taken_s = self._time_with_pool("decode_step", step, jax.device_put(args))
             cost = decode_step_cost(self.shape, slots, self.shape.context)
             self._rows(f"decode step x{slots}", taken_s, cost, {"slots": slots}, slots)
@@ -82,12 +93,8 @@ class KernelBench:
     def prefill(self) -> None:
         """One prompt in one chunk, logits of its last token included."""
         for tokens in self.shape.chunks:
-
-            def chunk(params: Any, pool: Any, batch: Any) -> Any:
-                hidden, pool = prefill_hidden(self.model, params, pool, batch)
-                return logits(self.model, params, hidden[-1:]), pool
-
             args = (self._chunk(tokens),)
+            chunk = partial(last_logits, self.model)
             taken_s = self._time_with_pool("prefill_chunk", chunk, args)
             cost = prefill_chunk_cost(self.shape, tokens)
             self._rows(f"prefill chunk {tokens}", taken_s, cost, {"tokens": tokens}, tokens)

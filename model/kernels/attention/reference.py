@@ -21,7 +21,7 @@ from model.attention import ChunkBatch
 from model.kv import PagePool, read_pages
 from model.layers import contract, zeros_after
 
-_PREFILL_BLOCK: Final = 256
+PREFILL_BLOCK: Final = 256
 _DECODE_BLOCK: Final = 128
 _LARGE_BLOCK: Final = 2048  # of decode at most, and so many positions of all rows:
 _LARGE_BLOCKS: Final = 1 << 16
@@ -111,7 +111,7 @@ def prefill(
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
-    per_block = max(1, _PREFILL_BLOCK // page_size)
+    per_block = max(1, PREFILL_BLOCK // page_size)
     span = per_block * page_size
     ids = _pad(batch.page_ids, per_block, 0)
     seqs = _pad(batch.page_seq, per_block, -1)

@@ -1,0 +1,216 @@
+"""Steps and chunks compiled for a GPU that is not here: what they would launch, move and need.
+
+    python -m bench.gpu_compile --shape qwen3-30b-a3b --json out.jsonl
+
+Needs the packages of requirements-cuda.lock and no GPU. Nothing runs, so no row is a time: bytes
+stand beside the least that the step cannot do without, launches and waits cost what they cost on
+the machine. Products get the tiles that XLA takes without trying which are fastest.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from bench.floors import Cost, decode_step_cost, prefill_chunk_cost
+from bench.hlo import Work, count
+from bench.report import Report
+from bench.shapes import SHAPES, Shape
+from bench.surroundings import describe
+
+GPU_SHAPES: Final = tuple(name for name, shape in SHAPES.items() if shape.dtype == "bfloat16")
+POOL_TOKENS: Final = 1 << 18
+# What XLA asks an H200 for when there is one. Source: NVIDIA's tuning guide for Hopper, and what
+# CUDA's queries say of that device.
+H200: Final = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 28 }
+runtime_version { major: 13 minor: 0 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all was compiled; 2 where the packages for it are missing."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
+    parser.add_argument("--shape", action="append", choices=GPU_SHAPES, help="may be repeated")
+    parser.add_argument("--slots", action="append", type=int, help="of a step, may be repeated")
+    parser.add_argument("--chunk", action="append", type=int, help="tokens, may be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
+    parser.add_argument("--text", type=Path, metavar="FOLDER", help="write compiled programs here")
+    args = parser.parse_args(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the one that is here
+    try:
+        device = _device()
+    except NotImplementedError as error:
+        print(f"gpu_compile: {error}", file=sys.stderr)
+        return 2
+    surroundings = describe(with_jax=False)
+    surroundings = type(surroundings)(
+        surroundings.commit, f"compiled for {device.device_kind}", surroundings.versions
+    )
+    report = Report("gpu_compile", surroundings, 0, args.json)
+    for name in args.shape or GPU_SHAPES:
+        shape = SHAPES[name]
+        bench = CompileBench(report, shape, device, args.text)
+        for slots in args.slots or (() if args.chunk else shape.slots):
+            bench.step(slots)
+        for tokens in args.chunk or (() if args.slots else shape.chunks):
+            bench.chunk(tokens)
+    return 0
+
+
+def _device() -> Any:
+    """An H200 that programs can be compiled for, and nothing else.
+
+    Raises NotImplementedError, saying what is missing.
+    """
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=H200, topology="1x1x1"
+        ).devices[0]
+    except (NotImplementedError, RuntimeError) as error:
+        raise NotImplementedError(
+            f"needs the packages of requirements-cuda.lock to compile for CUDA: {error}"
+        ) from error
+    return found
+
+
+class CompileBench:
+    """One network without weights, on one device that is not here."""
+
+    def __init__(self, report: Report, shape: Shape, device: Any, folder: Path | None) -> None:
+        import jax
+
+        from model.kv import abstract_pages
+        from model.sharding import make_mesh
+        from model.transformer import Model
+
+        self.report, self.shape, self.folder = report, shape, folder
+        mesh = make_mesh(1, 1, [device])
+        self.model = Model.create(shape.cfg, mesh, shape.dtype, shape.page_size)
+        self.params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding(mesh)),
+            self.model.param_leaves(),
+        )
+        self.pool = abstract_pages(self.model.kv_spec(), POOL_TOKENS // shape.page_size, mesh)
+
+    def step(self, slots: int) -> None:
+        """One token for every slot, at the shape's context, of slots that may be as long as it."""
+        from bench.kernels import greedy_step
+        from model.kernels.attention.reference import decode_block
+
+        shape = self.shape
+        pages = -(-(shape.context + 1) // shape.page_size)
+        sizes = [(slots,), (slots,), (slots, pages), (slots,)]
+        block = decode_block(slots, accelerator=True)
+        blocks = {"decode_attention": -(-(shape.context + 1) // block)}
+        self._compile(
+            f"decode step x{slots}",
+            partial(greedy_step, self.model),
+            self._i32(sizes),
+            decode_step_cost(shape, slots, shape.context),
+            blocks,
+            {"slots": slots, "context": shape.context},
+        )
+
+    def chunk(self, tokens: int) -> None:
+        """One prompt in one chunk, logits of its last token included."""
+        from bench.kernels import last_logits
+        from model.attention import ChunkBatch
+        from model.kernels.attention.reference import PREFILL_BLOCK
+
+        pages = -(-tokens // self.shape.page_size)
+        sizes: list[tuple[int, ...]] = [(tokens,)] * 4 + [(pages,)] * 3 + [()]
+        self._compile(
+            f"prefill chunk {tokens}",
+            partial(last_logits, self.model),
+            (ChunkBatch(*self._i32(sizes)),),
+            prefill_chunk_cost(self.shape, tokens),
+            {"prefill_attention": -(-tokens // PREFILL_BLOCK)},
+            {"tokens": tokens},
+        )
+
+    def _i32(self, sizes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+        from jax.sharding import PartitionSpec
+
+        from model.sharding import abstract_i32
+
+        return tuple(abstract_i32(size, self.model.mesh, PartitionSpec()) for size in sizes)
+
+    def _compile(
+        self,
+        case: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        floor: Cost,
+        turns: dict[str, int],
+        sizes: dict[str, int],
+    ) -> None:
+        """turns: of loops whose length is data; of others, experts', one round."""
+        from model.programs import compile_program
+
+        start_s = time.monotonic()
+        program = compile_program(case, function, (self.params, self.pool, *args), donate=(1,))
+        took_s = time.monotonic() - start_s
+        text = str(program.compiled.as_text())
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name = f"{self.shape.name} {case}.hlo".replace(" ", "-")
+            (self.folder / name).write_text(text, encoding="utf-8")
+        self._rows(case, count(text, partial(_turns, turns)), program.temp_bytes, floor, sizes)
+        self._add(case, "compile", took_s, "s", None, sizes)
+
+    def _rows(
+        self, case: str, work: Work, scratch_bytes: int, floor: Cost, sizes: dict[str, int]
+    ) -> None:
+        self._add(case, "bytes", work.num_bytes / 1e9, "GB", floor.num_bytes / 1e9, sizes)
+        self._add(case, "launches", work.launches, "count", None, sizes)
+        self._add(case, "waits for the device", work.waits, "count", None, sizes)
+        self._add(case, "scratch", scratch_bytes / 1e6, "MB", None, sizes)
+
+    def _add(
+        self,
+        case: str,
+        metric: str,
+        value: float,
+        unit: str,
+        baseline: float | None,
+        sizes: dict[str, int],
+    ) -> None:
+        shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
+        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes)
+
+
+def _turns(turns: dict[str, int], scope: str) -> int:
+    return next((times for name, times in turns.items() if f"/{name}/" in scope), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

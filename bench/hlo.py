@@ -1,0 +1,208 @@
+"""What a program that XLA compiled would do, counted from its text: launches, waits, bytes.
+
+A launch is an instruction that is a kernel by the time the program is scheduled, or a library's
+call. Of a fusion that takes a part of an operand by a slice or a gather only that part is read, and
+of one that writes into an operand only what is new is written. A loop counts as often as it turns:
+XLA knows how often, or the caller says it, and then the host waits for the device before each turn
+and after the last, as it does once at a condition, of which the longest way counts.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final, NamedTuple
+
+_BITS: Final = {"pred": 8, "bf16": 16, "f8e4m3fn": 8} | {
+    f"{kind}{bits}": bits
+    for kind, sizes in (("s", (4, 8, 16, 32, 64)), ("u", (4, 8, 16, 32, 64)), ("f", (16, 32, 64)))
+    for bits in sizes
+}
+_SHAPE: Final = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+[a-z]*)?)\[([\d,]*)\]")
+_HEAD: Final = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_LINE: Final = re.compile(r"^(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z\-]*)\((.*)$")
+_NAME: Final = re.compile(r"%([\w.\-]+)")
+_TRIPS: Final = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SCOPE: Final = re.compile(r'op_name="([^"]*)"')
+_FREE: Final = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "constant",
+    "after-all",
+    "partition-id",
+    "fusion-done",
+    "copy-done",
+    "async-done",
+}
+_PARTS: Final = {"slice", "dynamic-slice", "gather"}
+# Where a kernel writes into its first operand, the operand that has what is new.
+_NEW: Final = {"dynamic-update-slice": 1, "scatter": 2}
+_BRANCHES: Final = re.compile(r"(?:true_computation|false_computation)=%([\w.\-]+)")
+_LISTED: Final = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+class Op(NamedTuple):
+    """One instruction. shape, rest: as in the text, up to the operands and behind them."""
+
+    name: str
+    kind: str
+    shape: str
+    operands: tuple[str, ...]
+    rest: str
+    is_root: bool
+
+    def called(self, role: str) -> str:
+        """The computation that it names as `role`."""
+        found = re.search(rf"\b{role}=%([\w.\-]+)", self.rest)
+        assert found is not None, f"{self.name} has no {role}"
+        return found.group(1)
+
+    @property
+    def scope(self) -> str:
+        """What it was in the program that was traced."""
+        found = _SCOPE.search(self.rest)
+        return found.group(1) if found else ""
+
+
+@dataclass
+class Work:
+    """What running it takes. bytes_by_scope: of those moved."""
+
+    launches: int = 0
+    waits: int = 0
+    bytes_by_scope: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def num_bytes(self) -> int:
+        """Read and written, in the device's memory or its caches."""
+        return self.bytes_by_scope.total()
+
+    def add(self, other: "Work", times: int = 1) -> None:
+        """As often."""
+        self.launches += other.launches * times
+        self.waits += other.waits * times
+        for scope, num_bytes in other.bytes_by_scope.items():
+            self.bytes_by_scope[scope] += num_bytes * times
+
+
+Computations = dict[str, dict[str, Op]]
+# How often a loop turns whose length is data, by its scope.
+Turns = Callable[[str], int]
+
+
+def count(text: str, turns: Turns) -> Work:
+    """The work of a scheduled module. text: `jax.stages.Compiled.as_text()`.
+
+    Raises ValueError where there is no entry computation.
+    """
+    computations, entry = parse(text)
+    return _work(computations, entry, turns)
+
+
+def parse(text: str) -> tuple[Computations, str]:
+    """Computations by name, their instructions in order, and which one is the entry."""
+    found: Computations = {}
+    entry, inside = "", None
+    for line in text.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            inside = found[head.group(2)] = {}
+            entry = head.group(2) if head.group(1) else entry
+        elif line.startswith("}"):
+            inside = None
+        elif inside is not None:
+            op = _op(line.strip())
+            if op is not None:
+                inside[op.name] = op
+    if not entry:
+        raise ValueError("no entry computation: not the text of a compiled module")
+    return found, entry
+
+
+def size(shape: str) -> int:
+    """Bytes of a shape, or of all parts of a tuple. A type that is not known has none."""
+    bits = sum(
+        _BITS.get(kind, 0) * prod(int(side) for side in sides.split(",") if side)
+        for kind, sides in _SHAPE.findall(shape)
+    )
+    return bits // 8
+
+
+def _op(line: str) -> Op | None:
+    found = _LINE.match(line)
+    if found is None:
+        return None
+    name, shape, kind, behind = found.groups()
+    depth, end = 1, 0
+    while depth and end < len(behind):
+        depth += {"(": 1, ")": -1}.get(behind[end], 0)
+        end += 1
+    operands = tuple(_NAME.findall(behind[:end]))
+    return Op(name, kind, shape, operands, behind[end:], line.startswith("ROOT "))
+
+
+def _work(computations: Computations, name: str, turns: Turns) -> Work:
+    total = Work()
+    for op in computations[name].values():
+        if op.kind in _FREE:
+            continue
+        if op.kind == "while":
+            known = _TRIPS.search(op.rest)
+            times = int(known.group(1)) if known else turns(op.scope)
+            total.add(_work(computations, op.called("body"), turns), times)
+            total.waits += 0 if known else times + 1
+        elif op.kind == "conditional":
+            ways = [_work(computations, way, turns) for way in _ways(op)]
+            total.add(max(ways, key=lambda way: way.num_bytes))
+            total.waits += 1
+        else:
+            total.launches += 1
+            total.bytes_by_scope[op.scope] += _moved(computations, name, op)
+    return total
+
+
+def _ways(op: Op) -> list[str]:
+    listed = _LISTED.search(op.rest)
+    return _NAME.findall(listed.group(1)) if listed else _BRANCHES.findall(op.rest)
+
+
+def _moved(computations: Computations, name: str, op: Op) -> int:
+    if op.kind in ("fusion", "fusion-start"):
+        return _fusion(computations[op.called("calls")])
+    if op.kind in _PARTS:
+        return 2 * size(op.shape)
+    around = computations[name]
+    return size(op.shape) + sum(size(around[at].shape) for at in op.operands if at in around)
+
+
+def _fusion(ops: dict[str, Op]) -> int:
+    users: dict[str, list[Op]] = {name: [] for name in ops}
+    for op in ops.values():
+        for operand in set(op.operands):
+            users[operand].append(op)
+
+    def read(name: str) -> int:
+        whole, total = size(ops[name].shape), 0
+        for user in users[name]:
+            is_first = user.operands[0] == name
+            if user.kind in _PARTS and is_first:
+                total += size(user.shape)
+            elif user.kind == "bitcast":
+                total += read(user.name)
+            elif not (user.kind in _NEW and is_first):
+                return whole
+        return min(total, whole)
+
+    root = next(op for op in ops.values() if op.is_root)
+    results = [ops[at] for at in root.operands] if root.kind == "tuple" else [root]
+    inputs = sum(read(op.name) for op in ops.values() if op.kind == "parameter")
+    return inputs + sum(_written(ops, op) for op in results)
+
+
+def _written(ops: dict[str, Op], op: Op) -> int:
+    while op.kind == "bitcast":
+        op = ops[op.operands[0]]
+    return size(ops[op.operands[_NEW[op.kind]]].shape if op.kind in _NEW else op.shape)
