@@ -174,10 +174,10 @@ class CompileBench:
         sizes: dict[str, int],
     ) -> None:
         """turns: of loops whose length is data; of others, experts', one round."""
-        from model.programs import compile_program
+        from model.programs import Program
 
         start_s = time.monotonic()
-        program = compile_program(case, function, (self.params, self.pool, *args), donate=(1,))
+        program = Program(case, function, (self.params, self.pool, *args), donate=(1,)).compile()
         took_s = time.monotonic() - start_s
         text = str(program.compiled.as_text())
         if self.folder is not None:

@@ -5,7 +5,7 @@ experts, sampling), then pages in and out. Floors come from bench/floors with ce
 the same run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from bench.shapes import Shape
 from bench.timing import seconds_per_call
 from model.attention import ChunkBatch, window_of
 from model.kv import gather_pages, init_pool, write_pages
-from model.programs import compile_program
+from model.programs import Program, compile_all
 from model.sampling import empty_rows, sample
 from model.sharding import make_mesh, replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
@@ -80,22 +80,17 @@ class KernelBench:
 
     def decode(self) -> None:
         """One token for every slot, logits and greedy choice included."""
-        for slots in self.shape.slots:
-            positions, table = self._table(slots)
-            last = table[:, -1]
-            kv_idx = last * self.shape.page_size + positions % self.shape.page_size
-            args = (self._ids(slots), positions, table, kv_idx)
-            step = partial(greedy_step, self.model)
-            taken_s = self._time_with_pool("decode_step", step, jax.device_put(args))
+        steps = {slots: self._step_args(slots) for slots in self.shape.slots}
+        taken = self._time_with_pool("decode_step", partial(greedy_step, self.model), steps)
+        for slots, taken_s in taken:
             cost = decode_step_cost(self.shape, slots, self.shape.context)
             self._rows(f"decode step x{slots}", taken_s, cost, {"slots": slots}, slots)
 
     def prefill(self) -> None:
         """One prompt in one chunk, logits of its last token included."""
-        for tokens in self.shape.chunks:
-            args = (self._chunk(tokens),)
-            chunk = partial(last_logits, self.model)
-            taken_s = self._time_with_pool("prefill_chunk", chunk, args)
+        chunks = {tokens: (self._chunk(tokens),) for tokens in self.shape.chunks}
+        taken = self._time_with_pool("prefill_chunk", partial(last_logits, self.model), chunks)
+        for tokens, taken_s in taken:
             cost = prefill_chunk_cost(self.shape, tokens)
             self._rows(f"prefill chunk {tokens}", taken_s, cost, {"tokens": tokens}, tokens)
 
@@ -169,7 +164,7 @@ class KernelBench:
             case = f"{TRAVEL_PAGES} pages"
             self._add(case, metric, num_bytes / taken_s / 1e9, "GB/s", peak, shape)
 
-        gather = compile_program("gather", gather_pages, (self.pool, ids))
+        gather = Program("gather", gather_pages, (self.pool, ids)).compile()
         row("gather", self._measure(lambda: gather(self.pool, ids)))
         staged = gather(self.pool, ids)
         host = np.asarray(staged)
@@ -182,7 +177,7 @@ class KernelBench:
             gathering_s = self._measure(lambda: gather(self.pool, ids))
             row("to host", max(self._measure(to_host) - gathering_s, 1e-9))
             row("to device", self._measure(lambda: jax.device_put(host, staged.sharding)))
-        scatter = compile_program("scatter", write_pages, (self.pool, staged, ids), donate=(0,))
+        scatter = Program("scatter", write_pages, (self.pool, staged, ids), donate=(0,)).compile()
 
         def put() -> Any:
             self.pool = scatter(self.pool, staged, ids)
@@ -248,6 +243,14 @@ class KernelBench:
     def _ids(self, count: int) -> np.ndarray:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)
 
+    def _step_args(self, slots: int) -> tuple[Any, ...]:
+        """Arguments of `greedy_step` behind parameters and pool."""
+        positions, table = self._table(slots)
+        last = table[:, -1]
+        kv_idx = last * self.shape.page_size + positions % self.shape.page_size
+        args: tuple[Any, ...] = jax.device_put((self._ids(slots), positions, table, kv_idx))
+        return args
+
     def _table(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions i32[slots] and page table i32[slots, pages_per_slot], pages scattered."""
         count = slots * self.pages_per_slot
@@ -285,19 +288,25 @@ class KernelBench:
 
     def _time(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> float:
         placed = jax.device_put(args)
-        program = compile_program(name, function, placed)
+        program = Program(name, function, placed).compile()
         return self._measure(lambda: program(*placed))
 
     def _time_with_pool(
-        self, name: str, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> float:
-        program = compile_program(name, function, (self.params, self.pool, *args), donate=(1,))
+        self, name: str, function: Callable[..., Any], cases: Mapping[int, tuple[Any, ...]]
+    ) -> Iterator[tuple[int, float]]:
+        """Arguments behind parameters and pool, by rows. Yields (rows, seconds) of each."""
+        programs = {
+            rows: Program(f"{name} {rows}", function, (self.params, self.pool, *args), donate=(1,))
+            for rows, args in cases.items()
+        }
+        compile_all([*programs.values()])
+        for rows, program in programs.items():
 
-        def call() -> Any:
-            out, self.pool = program(self.params, self.pool, *args)
-            return out
+            def call(program: Program = program, rows: int = rows) -> Any:
+                out, self.pool = program(self.params, self.pool, *cases[rows])
+                return out
 
-        return self._measure(call)
+            yield rows, self._measure(call)
 
     def _rows(
         self, case: str, taken_s: float, cost: Cost, sizes: dict[str, int], tokens: int = 0

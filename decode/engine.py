@@ -7,7 +7,6 @@ The host counts slots over all data-parallel ranks, those of rank 0 first, and p
 On the device every rank counts its own slots and pages, and all take each step together.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,8 @@ from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pages
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
-from model.programs import MemoryPlan, Program, abstract_like, compile_program
+from model.placement import ExpertArgs
+from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut, empty_rows, set_row
 from model.sharding import (
     COLUMNS_OF_RANKS,
@@ -40,9 +40,6 @@ from model.sharding import (
     told_spec,
 )
 from transfer.wire import SamplingParams
-
-log = logging.getLogger(__name__)
-
 
 _RUNS_PLACED_AHEAD = 4  # of the device; more wait for memory that was planned for them
 
@@ -143,7 +140,7 @@ class DecodeEngine:
             mem_fraction,
             max_total_tokens,
             contexts * buckets.pages_per_slot,
-            self._compile,
+            self._programs,
             self._runs.spare_pages(self._most_placing),
             state_bytes,
         )
@@ -297,51 +294,49 @@ class DecodeEngine:
 
     # --- shapes -------------------------------------------------------------------------------
 
-    def _compile(self, num_pages: int) -> list[Program]:
-        """Every program, for a pool of num_pages."""
-        buckets, kv, mesh = self._buckets, self._opened.kv, self._model.mesh
-        dp_size = self._dp_size
+    def _programs(self, num_pages: int) -> list[Program]:
+        """Every program, to be compiled, for a pool of num_pages."""
+        kv, mesh = self._opened.kv, self._model.mesh
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
-        state = abstract_of(self._empty_state(dp_size * self._rank_slots), mesh, RANKS)
+        experts = self._experts.shapes
+        state = abstract_of(self._empty_state(self._dp_size * self._rank_slots), mesh, RANKS)
+        programs = self._step_programs(params, pool, state, experts)
+        if self._chunks is not None:
+            programs += self._chunks.programs(params, pool, experts, num_pages)
+        programs += self._experts.programs(params)
+        programs += self._runs.programs(pool, num_pages)
+        return programs + self._slot_programs(state)
+
+    def _step_programs(
+        self, params: Any, pool: jax.ShapeDtypeStruct, state: SlotState, experts: ExpertArgs
+    ) -> list[Program]:
+        """One for each number of slots, and another with drafts where there may be some."""
+        buckets, mesh, dp_size = self._buckets, self._model.mesh, self._dp_size
+        specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
         steps = [(slots, False) for slots in buckets.slots]
         steps += [(slots, True) for slots in buckets.slots if buckets.drafting_of(slots)]
-        total = len(steps) + self._runs.num_programs + 1 + len(self._mask_rows)
-        total += self._chunks.num_programs if self._chunks is not None else 0
-        total += self._experts.num_programs
-        done: list[Program] = []
-
-        def compiled(program: Program) -> Program:
-            done.append(program)
-            log.info("compiled %d/%d %s", len(done), total, program.name)
-            return program
-
-        def built(name: str, function: Any, args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
-            return compiled(compile_program(name, function, args, donate))
-
-        specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
-        experts = self._experts.shapes
         for slots, tries in steps:
             function = partial(decode_step, self._model, buckets.drafting_of(slots), tries)
             step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
             plan = abstract_i32((3, dp_size * slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             name = f"step[slots={slots}{', drafts' if tries else ''}]"
-            self._step[-slots if tries else slots] = built(name, step, args, (1, 2, 5))
-        self._runs.compile(pool, num_pages, compiled)
+            self._step[-slots if tries else slots] = Program(name, step, args, (1, 2, 5))
+        return list(self._step.values())
+
+    def _slot_programs(self, state: SlotState) -> list[Program]:
+        """What sets slots up, and their masks."""
+        mesh, num_rows = self._model.mesh, self._buckets.admit_rows
         admit = on_ranks(mesh, admit_slots, (RANKS, P(), P()), RANKS)
-        num_rows = buckets.admit_rows
         fresh = abstract_of(self._empty_state(num_rows), mesh, P())
         rows = abstract_i32((num_rows,), mesh, P())
-        self._admit = built(f"admit[{num_rows}]", admit, (state, rows, fresh), (0,))
+        self._admit = Program(f"admit[{num_rows}]", admit, (state, rows, fresh), (0,))
         mask = on_ranks(mesh, mask_slots, (RANKS, P(), P()), RANKS)
         for num_rows in self._mask_rows:
             shapes = np.zeros(num_rows, np.int32), self._empty_state(num_rows).masks
             args = (state, *abstract_of(shapes, mesh, P()))
-            self._set_mask[num_rows] = built(f"mask[slots={num_rows}]", mask, args, (0,))
-        if self._chunks is not None:
-            self._chunks.compile(params, pool, experts, num_pages, compiled)
-        self._experts.compile(params, compiled)
-        return done
+            self._set_mask[num_rows] = Program(f"mask[slots={num_rows}]", mask, args, (0,))
+        return [self._admit, *self._set_mask.values()]
 
     def _no_slots(self, bucket: int) -> np.ndarray:
         """A step's plan without any: i32[3, ranks * bucket]."""

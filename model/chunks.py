@@ -6,7 +6,7 @@ arrays are those of rank 0 first; pages are counted within each rank. Nothing he
 device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from model.buckets import PrefillBuckets, bucket_for, mask_words
 from model.moe import ExpertMap
 from model.pieces import ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
-from model.programs import Program, compile_program
+from model.programs import Program
 from model.sampling import (
     NUM_TOP,
     SampleOut,
@@ -105,10 +105,6 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._sample_edited: Program
         self._rows_tree = jax.tree.structure(empty_rows(1))
         self._logits: Array  # of the last chunk
-
-    @property
-    def num_programs(self) -> int:
-        return len(self.buckets.tokens) + 2
 
     def pack(self, plans: Sequence[Sequence[Piece[Q]]]) -> "PackedChunk[Q]":
         """One chunk of every rank, as `run` takes it; plans: pieces by rank."""
@@ -198,15 +194,10 @@ class ChunkPrograms[Q: ChunkPrompt]:
             row, page_row = end, page_end
         return [*tokens, *pages, np.array([page_row], np.int32)], last_rows
 
-    def compile(
-        self,
-        params: Any,
-        pool: jax.ShapeDtypeStruct,
-        experts: ExpertArgs,
-        num_pages: int,
-        built: Callable[[Program], Program],
-    ) -> None:
-        """Compile all of them.
+    def programs(
+        self, params: Any, pool: jax.ShapeDtypeStruct, experts: ExpertArgs, num_pages: int
+    ) -> list[Program]:
+        """All of them, to be compiled.
 
         params, pool, experts: their shapes; num_pages: of each rank's pool.
         """
@@ -219,10 +210,11 @@ class ChunkPrograms[Q: ChunkPrompt]:
         )
         for tokens in self.buckets.tokens:
             args = (params, pool, *self._chunk_shapes(tokens), *experts)
-            program = compile_program(f"chunk[tokens={tokens}]", chunk, args, (1, len(args) - 1))
-            self._chunk[tokens] = built(program)
-        self._sample_plain = built(self._compile_sample(1))
-        self._sample_edited = built(self._compile_sample(self._context_length))
+            donate = (1, len(args) - 1)
+            self._chunk[tokens] = Program(f"chunk[tokens={tokens}]", chunk, args, donate)
+        self._sample_plain = self._sample_program(1)
+        self._sample_edited = self._sample_program(self._context_length)
+        return [*self._chunk.values(), self._sample_plain, self._sample_edited]
 
     def _chunk_fn(
         self,
@@ -270,7 +262,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         batch = _chunk_batch([i32(size) for size in (tokens,) * 4 + (pages,) * 3 + (1,)])
         return batch, i32(seqs), abstract_of(np.bool_(False), mesh, P()), i32(tokens)
 
-    def _compile_sample(self, width: int) -> Program:
+    def _sample_program(self, width: int) -> Program:
         mesh, vocab = self._model.mesh, self._model.cfg.vocab_size
         seqs = self._dp_size * self.buckets.seqs
         shapes = (
@@ -284,7 +276,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         function = partial(_sample_fn, mesh)
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
         args = abstract_of(shapes, mesh, RANKS)
-        return compile_program(f"sample[history={width}]", sample_ranks, args)
+        return Program(f"sample[history={width}]", sample_ranks, args)
 
 
 def _sample_fn(

@@ -21,6 +21,7 @@ from model.placement import PlacedExperts
 from model.programs import (
     MemoryPlan,
     Program,
+    compile_all,
     memory_budget_bytes,
     plan_memory,
     tree_bytes,
@@ -145,7 +146,7 @@ def make_pool(
     fraction: float,
     max_total_tokens: int,
     natural_pages: int,
-    compile_all: Callable[[int], list[Program]],
+    programs_of: Callable[[int], list[Program]],
     spare_pages: int = 0,
     spare_bytes: int = 0,
 ) -> tuple[Array, MemoryPlan, list[Program]]:
@@ -154,7 +155,7 @@ def make_pool(
     Pages are counted for each data-parallel rank: all have the same number.
     fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
-    compile_all(num_pages): compiles for a pool of this size. Scratch does not depend on the
+    programs_of(num_pages): programs for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
     spare_pages, spare_bytes: what the caller keeps beside the pool, pages of each rank and bytes
     over all devices.
@@ -184,12 +185,14 @@ def make_pool(
     spare = spare_pages * page_bytes + spare_bytes // num_members
     reserve = budget // 16 + spare  # compiled once more only if that was too little
     final = plan(reserve)
-    programs = compile_all(final.num_pages)
+    programs = programs_of(final.num_pages)
+    compile_all(programs)
     scratch = max(program.temp_bytes for program in programs) * len(own)
     scratch += spare
     if any_of_all(scratch > reserve):
         final = plan(scratch)
-        programs = compile_all(final.num_pages)
+        programs = programs_of(final.num_pages)
+        compile_all(programs)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
 

@@ -5,7 +5,7 @@ spans processes its leader has all that travels: shards pass between its first d
 within the programs, so that nobody beyond the mesh knows of its processes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from model.buckets import bucket_for
 from model.config import KVSpec
 from model.kv import abstract_pages, gather_pages, write_pages
-from model.programs import Program, compile_program
+from model.programs import Program
 from model.sharding import (
     DEVICES,
     POOL_SPEC,
@@ -44,21 +44,18 @@ class GatheredRuns:
         self._gather: dict[int, Program] = {}
 
     @property
-    def num_programs(self) -> int:
-        return len(self._run_pages)
-
-    @property
     def copies(self) -> int:
         """How often a gathered page is in memory, over all devices."""
         return self._mesh.size if self._spans else 1
 
-    def compile(self, pool: jax.ShapeDtypeStruct, built: Callable[[Program], Program]) -> None:
+    def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
+        """All of them, to be compiled. pool: its shape."""
         function, out = (_gather_all, P()) if self._spans else (gather_pages, POOL_SPEC)
         gather = on_ranks(self._mesh, function, (POOL_SPEC, RANKS), out)
         for count in self._run_pages:
             ids = abstract_i32((num_ranks(self._mesh) * count,), self._mesh, RANKS)
-            program = compile_program(f"gather[pages={count}]", gather, (pool, ids))
-            self._gather[count] = built(program)
+            self._gather[count] = Program(f"gather[pages={count}]", gather, (pool, ids))
+        return list(self._gather.values())
 
     def ids_of(self, page_ids: Sequence[Sequence[int]]) -> tuple[int, np.ndarray]:
         """The program for a run of each rank, and what it takes."""
@@ -125,10 +122,6 @@ class PlacedRuns:
         self._place: dict[int, Program] = {}
         self._nothing: dict[int, dict[jax.Device, Array]] = {}
 
-    @property
-    def num_programs(self) -> int:
-        return len(self._run_pages)
-
     def spare_pages(self, most_placing: int) -> int:
         """Pages of each rank's share of memory that pages on their way take, beside the pool.
 
@@ -139,18 +132,16 @@ class PlacedRuns:
         copies = self._mesh.size // num_ranks(self._mesh) if self._spans else 1
         return (most_placing + nothing) * copies
 
-    def compile(
-        self, pool: jax.ShapeDtypeStruct, num_pages: int, built: Callable[[Program], Program]
-    ) -> None:
-        """num_pages: of each rank's pool."""
+    def programs(self, pool: jax.ShapeDtypeStruct, num_pages: int) -> list[Program]:
+        """All of them, to be compiled. pool: its shape; num_pages: of each rank's."""
         self._num_pages = num_pages
         function, spec = (_place_sent, DEVICES) if self._spans else (write_pages, POOL_SPEC)
         place = on_ranks(self._mesh, function, (POOL_SPEC, spec, RANKS), POOL_SPEC)
         for count in self._run_pages:
             ids = abstract_i32((num_ranks(self._mesh) * count,), self._mesh, RANKS)
             args = (pool, self._staged(count), ids)
-            program = compile_program(f"place[pages={count}]", place, args, (0,))
-            self._place[count] = built(program)
+            self._place[count] = Program(f"place[pages={count}]", place, args, (0,))
+        return list(self._place.values())
 
     def settle(self) -> None:
         """Make what devices get for which nothing came; it is never looked at."""

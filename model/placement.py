@@ -28,7 +28,7 @@ from model.errors import ModelError
 from model.members import is_leader
 from model.moe import ExpertMap
 from model.params import Params, Segment, segments
-from model.programs import Program, abstract_like, compile_program
+from model.programs import Program, abstract_like
 from model.sharding import (
     RANKS,
     Dims,
@@ -104,12 +104,8 @@ class PlacedExperts:
         """i32[layers, physical]: logical experts."""
         return self._placed.copy()
 
-    @property
-    def num_programs(self) -> int:
-        return len({run.num_layers for _, run in self._runs})
-
-    def compile(self, params: Params, built: Callable[[Program], Program]) -> None:
-        """Compile what moves the experts of a layer. params: their shapes."""
+    def programs(self, params: Params) -> list[Program]:
+        """What moves the experts of a layer, to be compiled. params: their shapes."""
         mesh, dims = self._model.mesh, self._model.dims
         all_specs = self._model.param_specs()
         physical = abstract_i32((dims.physical_experts,), mesh, P())
@@ -123,7 +119,8 @@ class PlacedExperts:
             move = on_ranks(mesh, mover, (specs, P(), P(), P(), P()), specs)
             name = f"move[of layers={run.num_layers}]"
             args = (stacks, one, physical, local, one)
-            self._move[run.num_layers] = built(compile_program(name, move, args, (0,)))
+            self._move[run.num_layers] = Program(name, move, args, (0,))
+        return list(self._move.values())
 
     def settle(self, params: Params) -> Params:
         """Put weights, which are loaded as is trivial, where the policy has them at the start."""

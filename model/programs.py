@@ -1,9 +1,12 @@
 """Ahead-of-time compilation: programs with names, their memory, and a count of late compiles."""
 
 import logging
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax
@@ -12,10 +15,13 @@ import jax.stages
 import psutil
 
 from model.errors import ModelError
+from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+# Programs compiled at once. Each takes a processor, and memory: 2 GB for 48 layers on CUDA.
+_MOST_COMPILING = 8
 
 
 class CompileCounter:
@@ -44,17 +50,40 @@ class CompileCounter:
             log.error("compiled after ready (%.3f s): %s", duration_secs, kwargs)
 
 
-@dataclass(frozen=True)
 class Program:
-    """One compiled function. Calling it never traces."""
+    """One function, once compiled. Calling it never traces."""
 
-    name: str
     compiled: jax.stages.Compiled
-    waits: bool = False  # until it has run
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate: tuple[int, ...] = (),
+    ) -> None:
+        """`function` for arguments of these shapes, dtypes and shardings.
+
+        args: arrays, or `jax.ShapeDtypeStruct`s with a sharding. donate: positions whose buffers
+        die.
+        """
+        self.name = name
+        self._function = jax.jit(function, donate_argnums=donate)
+        self._args = abstract_like(args)
+        # On CPU two programs at once that talk to another process, each on several devices of this
+        # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
+        self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+    def compile(self) -> "Program":
+        # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
+        # it computes the same products over and over rather than keep them.
+        options = {"xla_disable_hlo_passes": "rematerialization"}
+        self.compiled = self._function.lower(*self._args).compile(compiler_options=options)
+        return self
 
     def __call__(self, *args: Any) -> Any:
         result = self.compiled(*args)
-        return jax.block_until_ready(result) if self.waits else result
+        return jax.block_until_ready(result) if self._waits else result
 
     @property
     def temp_bytes(self) -> int:
@@ -66,21 +95,31 @@ class Program:
         return int(memory.temp_size_in_bytes + max(fresh, 0))
 
 
-def compile_program(
-    name: str, function: Callable[..., Any], args: Sequence[Any], donate: tuple[int, ...] = ()
-) -> Program:
-    """Compile `function` for arguments of these shapes, dtypes and shardings.
+def compile_all(programs: Sequence[Program]) -> None:
+    """Compile them, several at once: XLA uses one processor for most of what it does.
 
-    args: arrays, or `jax.ShapeDtypeStruct`s with a sharding. donate: positions whose buffers die.
+    Raises what the first one that failed raised; those not yet begun are left.
     """
-    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-    # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and it
-    # computes the same products over and over rather than keep them.
-    options = {"xla_disable_hlo_passes": "rematerialization"}
-    # On CPU two programs at once that talk to another process, each on several devices of this
-    # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
-    waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return Program(name, lowered.compile(compiler_options=options), waits)
+    # Processes that share a mesh may have to talk of a program while they compile it.
+    together = 1 if jax.process_count() > 1 else len(os.sched_getaffinity(0))
+    left, numbers = deque(programs), count(1)
+
+    def work() -> None:
+        while True:
+            try:
+                program = left.popleft()
+            except IndexError:
+                return
+            try:
+                program.compile()
+            except BaseException:
+                left.clear()
+                raise
+            log.info("compiled %d/%d %s", next(numbers), len(programs), program.name)
+
+    num_threads = min(together, _MOST_COMPILING, len(programs))
+    for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
+        done.result()
 
 
 def abstract_like(tree: Any) -> Any:

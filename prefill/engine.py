@@ -4,7 +4,6 @@ Everything here is dispatched without waiting; who reads a result waits until th
 The device runs calls in order of dispatch.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut
 from model.sharding import spans_processes
 from prefill.scheduler import Piece, Prompt
-
-log = logging.getLogger(__name__)
 
 
 class PrefillEngine:
@@ -51,7 +48,7 @@ class PrefillEngine:
             mem_fraction,
             max_total_tokens,
             natural_pages,
-            self._compile,
+            self._programs,
             buckets.staged_pages * self._runs.copies,
         )
         self._params = self._experts.settle(self._params)
@@ -114,19 +111,12 @@ class PrefillEngine:
 
     # --- shapes -------------------------------------------------------------------------------
 
-    def _compile(self, num_pages: int) -> list[Program]:
-        """Every program, for a pool of num_pages."""
+    def _programs(self, num_pages: int) -> list[Program]:
+        """Every program, to be compiled, for a pool of num_pages."""
         kv, mesh = self._opened.kv, self._model.mesh
         params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
-        total = self._chunks.num_programs + self._runs.num_programs + self._experts.num_programs
-        done: list[Program] = []
-
-        def built(program: Program) -> Program:
-            done.append(program)
-            log.info("compiled %d/%d %s", len(done), total, program.name)
-            return program
-
-        self._chunks.compile(params, pool, self._experts.shapes, num_pages, built)
-        self._experts.compile(params, built)
-        self._runs.compile(pool, built)
-        return done
+        return [
+            *self._chunks.programs(params, pool, self._experts.shapes, num_pages),
+            *self._experts.programs(params),
+            *self._runs.programs(pool),
+        ]

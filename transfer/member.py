@@ -14,6 +14,7 @@ from typing import Any, cast
 from model import members
 from model.calls import Calls
 from model.programs import CompileCounter
+from model.threads import in_daemon_thread
 from transfer import wire
 from transfer.errors import RpcError, Unavailable
 from transfer.group import (
@@ -27,7 +28,6 @@ from transfer.group import (
 )
 from transfer.rpc import RpcClient, Security
 from transfer.signals import on_signals
-from transfer.worker import in_daemon_thread
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Member:
         self._failed = asyncio.get_running_loop().create_future()
         with on_signals({signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}):
             stopped = asyncio.create_task(self._over.wait())
-            built = asyncio.wrap_future(in_daemon_thread(self._build))
+            built = asyncio.wrap_future(in_daemon_thread(self._build, "build"))
             waiting: set[asyncio.Future[Any]] = {built, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():

@@ -18,10 +18,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from model.threads import in_daemon_thread
 from transfer import wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
@@ -220,7 +220,7 @@ class Worker(ABC):
         self._registry = registry
         tasks: list[asyncio.Task[Any]] = []
         try:
-            built = asyncio.wrap_future(in_daemon_thread(self.build))
+            built = asyncio.wrap_future(in_daemon_thread(self.build, "build"))
             waiting: set[asyncio.Future[Any]] = {built, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
@@ -455,17 +455,3 @@ def _malformed(submit: wire.Submit) -> str:
 
 def _refuse(submit: wire.Submit, code: Code, message: str) -> wire.Refusal:
     return wire.Refusal(submit.room, code.value, message)
-
-
-def in_daemon_thread[T](function: Callable[[], T]) -> "Future[T]":
-    """A concurrent future of function(), on a thread that does not hold up the exit."""
-    future: Future[T] = Future()
-
-    def main() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=main, name="build", daemon=True).start()
-    return future

@@ -9,14 +9,11 @@ from model import page_runs
 from model.config import FP8, KVSpec
 from model.kv import abstract_pages, init_pool
 from model.page_runs import GatheredRuns, PlacedRuns
+from model.programs import compile_all
 from model.sharding import make_mesh
 
 RUNS = (1, 4)
 NUM_PAGES = 6
-
-
-def _no_note(program: Any) -> Any:
-    return program
 
 
 def _device_bytes(array: Any) -> int:
@@ -36,8 +33,7 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
     pool = init_pool(kv, NUM_PAGES, mesh)
     placing, gathering = PlacedRuns(kv, mesh, RUNS), GatheredRuns(kv, mesh, RUNS)
     shapes = abstract_pages(kv, NUM_PAGES, mesh)
-    placing.compile(shapes, NUM_PAGES, _no_note)
-    gathering.compile(shapes, _no_note)
+    compile_all(placing.programs(shapes, NUM_PAGES) + gathering.programs(shapes))
     placing.settle()
 
     planned = placing.spare_pages(sum(RUNS)) * dp_size * kv.page_bytes // mesh.size

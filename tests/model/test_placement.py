@@ -17,7 +17,7 @@ from model.errors import ModelError
 from model.moe import with_rows
 from model.opening import OpenedModel, open_model
 from model.placement import PlacedExperts, read_location
-from model.programs import Program, abstract_like
+from model.programs import abstract_like, compile_all
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import load_params, random_params
@@ -58,7 +58,7 @@ def test_weights_are_where_the_map_says_whatever_moved(
     policy = ExpertPolicy(redundant, enable_eplb=True, eplb_rebalance_num_iterations=1)
     opened = _open(name, tp, ep, dp, policy)
     experts, params = opened.experts, opened.params
-    experts.compile(abstract_like(params), lambda program: program)
+    compile_all(experts.programs(abstract_like(params)))
     trained = load_params(GOLDENS / name / "model", _open(name, tp, ep, dp).model)
     cfg = opened.model.cfg
     for seed in range(3):
@@ -90,13 +90,8 @@ def test_a_move_has_one_layer_beside_the_weights_and_what_travels(
     name: str, tp: int, ep: int, dp: int, redundant: int
 ) -> None:
     opened = _open(name, tp, ep, dp, ExpertPolicy(redundant, enable_eplb=True))
-    programs: list[Program] = []
-
-    def built(program: Program) -> Program:
-        programs.append(program)
-        return program
-
-    opened.experts.compile(abstract_like(opened.params), built)
+    programs = opened.experts.programs(abstract_like(opened.params))
+    compile_all(programs)
     runs = [run for run in opened.params["layers"] if "experts_down" in run]
     for run, program in zip(runs, programs, strict=True):
         shards = [run[key].addressable_shards[0].data for key in run if key.startswith("experts_")]
@@ -189,7 +184,7 @@ def test_what_was_counted_is_written_as_the_next_start_reads_it(
     policy = ExpertPolicy(2, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
     opened = _open("mixtral", 2, 2, 1, policy)
     experts, params = opened.experts, opened.params
-    experts.compile(abstract_like(params), lambda program: program)
+    compile_all(experts.programs(abstract_like(params)))
     _told(opened, experts, 5)
     counts = np.asarray(experts.args.loads).sum(axis=0)
     while not experts.counters["eplb_rebalances"]:
@@ -269,7 +264,7 @@ def test_a_file_says_where_experts_are_at_the_start(kind: str, tmp_path: Path) -
     if kind == "map":
         assert (experts.placed == maps).all()
     assert (np.bincount(experts.placed[0]) == [1, 2, 1, 1, 2, 1, 1, 1]).all()
-    experts.compile(abstract_like(opened.params), lambda program: program)
+    compile_all(experts.programs(abstract_like(opened.params)))
     first = np.asarray(opened.params["layers"][0]["experts_down"][0])
     params = experts.settle(opened.params)
     placed = np.asarray(params["layers"][0]["experts_down"][0])

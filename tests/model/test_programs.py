@@ -1,11 +1,15 @@
-"""The page pool takes what memory is left, and a refusal names what would do."""
+"""Programs are compiled side by side; the page pool takes what memory they leave, or says why."""
 
+import os
 import re
+import threading
 
+import jax
+import numpy as np
 import pytest
 
 from model.errors import ModelError
-from model.programs import MemoryPlan, memory_budget_bytes, plan_memory
+from model.programs import MemoryPlan, Program, compile_all, memory_budget_bytes, plan_memory
 
 MIB = 2**20
 
@@ -81,3 +85,54 @@ def test_a_plan_for_several_ranks_says_what_each_has() -> None:
     assert "12 pages for each of 2 ranks 48.0 MiB" in str(planned)
     with pytest.raises(ModelError, match=r"13 pages for each of 2 ranks 52\.0 MiB do not"):
         plan_memory(100 * MIB, 40 * MIB, 10 * MIB, 4 * MIB, 13, True, 5, num_ranks=2)
+
+
+ROW = jax.device_put(np.arange(4, dtype=np.float32))
+
+
+def test_programs_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    all_traced = threading.Barrier(3)
+
+    def program(add: int) -> Program:
+        def function(row: jax.Array) -> jax.Array:
+            all_traced.wait(60)
+            return row + add
+
+        return Program(f"add {add}", function, [ROW])
+
+    programs = [program(add) for add in range(3)]
+    compile_all(programs)
+    for add, one in enumerate(programs):
+        assert np.asarray(one(ROW)).tolist() == [add, add + 1, add + 2, add + 3]
+
+
+def test_processes_that_share_a_mesh_compile_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    traced: list[int] = []
+
+    def program(add: int) -> Program:
+        def function(row: jax.Array) -> jax.Array:
+            traced.append(add)
+            return row + add
+
+        return Program(f"add {add}", function, [ROW])
+
+    programs = [program(add) for add in range(20)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compile_all(programs)
+    assert traced == list(range(20))
+
+
+def test_a_program_that_cannot_be_compiled_ends_it_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+    def wrong(row: jax.Array) -> jax.Array:
+        return row @ row[:2]
+
+    after = Program("after", lambda row: row, [ROW])
+    with pytest.raises(TypeError, match=r"got \(4,\) and \(2,\)"):
+        compile_all([Program("wrong", wrong, [ROW]), after])
+    assert not hasattr(after, "compiled")

@@ -1,0 +1,19 @@
+"""Threads that do not hold up the exit of their process."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+
+def in_daemon_thread[T](function: Callable[[], T], name: str) -> "Future[T]":
+    """A concurrent future of function(), on a thread of this name."""
+    future: Future[T] = Future()
+
+    def main() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=main, name=name, daemon=True).start()
+    return future
