@@ -20,8 +20,8 @@ from model.threads import in_daemon_thread
 log = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-# Programs compiled at once. Each takes a processor, and memory: 2 GB for 48 layers on CUDA.
-_MOST_COMPILING = 8
+# Programs compiled at once. Each takes a processor, and half a GB for 48 layers on CUDA.
+_MOST_COMPILING = 16
 
 
 class CompileCounter:
