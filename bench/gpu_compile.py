@@ -123,13 +123,13 @@ class CompileBench:
 
     def step(self, slots: int) -> None:
         """One token for every slot, at the shape's context, of slots that may be as long as it."""
-        from bench.kernels import greedy_step
+        from bench.kernels import greedy_step, table_pages
         from model.kernels.attention.reference import decode_block
 
         shape = self.shape
-        pages = -(-(shape.context + 1) // shape.page_size)
+        pages = table_pages(shape, slots, accelerator=True)
         sizes = [(slots,), (slots,), (slots, pages), (slots,)]
-        block = decode_block(slots, accelerator=True)
+        block = decode_block(slots, pages * shape.page_size, accelerator=True)
         blocks = {"decode_attention": -(-(shape.context + 1) // block)}
         self._compile(
             f"decode step x{slots}",

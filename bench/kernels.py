@@ -29,6 +29,7 @@ from bench.report import Report
 from bench.shapes import Shape
 from bench.timing import seconds_per_call
 from model.attention import ChunkBatch, window_of
+from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
 from model.programs import Program, compile_all
 from model.sampling import empty_rows, sample
@@ -53,6 +54,16 @@ def last_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tupl
     return logits(model, params, hidden[-1:]), pool
 
 
+def table_pages(shape: Shape, slots: int, accelerator: bool) -> int:
+    """Pages of each page table of a step, which is that of short contexts wherever it may be."""
+    short = short_context(slots, accelerator) // shape.page_size
+    return max(short, _context_pages(shape))
+
+
+def _context_pages(shape: Shape) -> int:
+    return -(-(shape.context + 1) // shape.page_size)
+
+
 class KernelBench:
     """One network on one device: owner of its parameters and of the pool that calls donate."""
 
@@ -68,7 +79,7 @@ class KernelBench:
             shape.cfg, make_mesh(1, 1, jax.devices()[:1]), shape.dtype, shape.page_size
         )
         self.params = random_params(self.model, seed)
-        self.pages_per_slot = -(-(shape.context + 1) // shape.page_size)
+        self.pages_per_slot = _context_pages(shape)
         self.num_pages = max(
             max(shape.slots) * self.pages_per_slot,
             max(shape.chunks) // shape.page_size,
@@ -246,17 +257,19 @@ class KernelBench:
     def _step_args(self, slots: int) -> tuple[Any, ...]:
         """Arguments of `greedy_step` behind parameters and pool."""
         positions, table = self._table(slots)
-        last = table[:, -1]
+        last = table[:, self.pages_per_slot - 1]
         kv_idx = last * self.shape.page_size + positions % self.shape.page_size
         args: tuple[Any, ...] = jax.device_put((self._ids(slots), positions, table, kv_idx))
         return args
 
     def _table(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions i32[slots] and page table i32[slots, pages_per_slot], pages scattered."""
+        """Positions i32[slots] and page tables i32[slots, table_pages], pages scattered."""
         count = slots * self.pages_per_slot
         pages = self.rng.permutation(self.num_pages)[:count].astype(np.int32)
         positions = np.full(slots, self.shape.context, np.int32)
-        return positions, pages.reshape(slots, self.pages_per_slot)
+        used = pages.reshape(slots, self.pages_per_slot)
+        width = table_pages(self.shape, slots, self.model.platform != "cpu")
+        return positions, np.pad(used, ((0, 0), (0, width - self.pages_per_slot)))
 
     def _chunk(self, tokens: int) -> ChunkBatch:
         size = self.shape.page_size

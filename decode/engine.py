@@ -7,7 +7,7 @@ The host counts slots over all data-parallel ranks, those of rank 0 first, and p
 On the device every rank counts its own slots and pages, and all take each step together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,7 @@ from decode.step import SlotState, admit_slots, decode_step, mask_slots
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
+from model.kernels.attention.reference import short_context
 from model.kv import abstract_pages
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
@@ -90,11 +91,24 @@ class StepEngine(Protocol):
     def start_slots(self, starts: Sequence[SlotStart]) -> None: ...
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None: ...
     def step(
-        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray, tries: bool = False
+        self,
+        slots: np.ndarray,
+        new_pages: np.ndarray,
+        places: np.ndarray,
+        tries: bool = False,
+        num_pages: int | None = None,
     ) -> StepInFlight: ...
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
+
+
+class _StepKind(NamedTuple):
+    """What a step program is compiled for."""
+
+    slots: int
+    tries: bool  # drafts
+    num_pages: int  # of each page table that it looks at
 
 
 class DecodeEngine:
@@ -119,7 +133,8 @@ class DecodeEngine:
         self._chunks: ChunkPrograms[LocalPrompt] | None = None
         if local is not None:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
-        self._step: dict[int, Program] = {}  # by slots; below zero: those that try drafts
+        self._step: dict[_StepKind, Program] = {}
+        self._step_kinds: list[_StepKind] = []
         all_slots = self._dp_size * self._rank_slots
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
@@ -204,13 +219,18 @@ class DecodeEngine:
         self.calls("mask", num_rows, where, rows)
 
     def step(
-        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray, tries: bool = False
+        self,
+        slots: np.ndarray,
+        new_pages: np.ndarray,
+        places: np.ndarray,
+        tries: bool = False,
+        num_pages: int | None = None,
     ) -> StepInFlight:
         """Dispatch one step for these slots.
 
         slots, new_pages, places: i32[n], see decode.scheduler.StepPlan. tries: with drafts, if
-        there are such steps of so many slots. The copy of the ids to the host has begun when this
-        returns.
+        there are such steps of so many slots. num_pages: of the longest page table; None: any
+        number. The copy of the ids to the host has begun when this returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
         within, most = _places(ranks, self._dp_size)
@@ -220,7 +240,9 @@ class DecodeEngine:
         plan[0, rows], plan[1, rows], plan[2, rows] = rank_slots, new_pages, places
         drafting = self._buckets.drafting_of(bucket)
         width = 1 + drafting.num_tokens if drafting is not None and tries else 1
-        out = self.calls("step", bucket if width == 1 else -bucket, plan)
+        reach = self._buckets.pages_per_slot if num_pages is None else num_pages
+        kind = _StepKind(bucket, width > 1, bucket_for(reach, self._reaches(bucket, width)))
+        out = self.calls("step", self._step_kinds.index(kind), plan)
         return StepInFlight(out, rows, width, drafting is not None)
 
     def run_local(
@@ -266,7 +288,7 @@ class DecodeEngine:
     def _run_step(self, key: int, plan: np.ndarray) -> SampleOut:
         out: SampleOut
         self._params = self._experts.turn(self._params)
-        self._pool, self._state, loads, out = self._step[key](
+        self._pool, self._state, loads, out = self._step[self._step_kinds[key]](
             self._params, self._pool, self._state, plan, *self._experts.args
         )
         self._experts.counted(loads)
@@ -283,14 +305,14 @@ class DecodeEngine:
 
     def _warm_up(self) -> None:
         """Have devices of all members find each other now, not at the first request."""
-        rank_slots = self._buckets.slots[0]
         self.calls.take("place", *self._runs.ids_of(0, ()))
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
             self.calls.take("chunk", packed.bucket, *packed.arrays)
             width, arrays = self._chunks.pack_firsts(())
             self.calls.take("sample", width, *arrays)
-        jax.block_until_ready(self.calls.take("step", rank_slots, self._no_slots(rank_slots)))
+        no_slots = self._no_slots(self._step_kinds[0].slots)
+        jax.block_until_ready(self.calls.take("step", 0, no_slots))
 
     # --- shapes -------------------------------------------------------------------------------
 
@@ -310,19 +332,35 @@ class DecodeEngine:
     def _step_programs(
         self, params: Any, pool: jax.ShapeDtypeStruct, state: SlotState, experts: ExpertArgs
     ) -> list[Program]:
-        """One for each number of slots, and another with drafts where there may be some."""
+        """One for each number of slots, more where there may be drafts or page tables are short."""
         buckets, mesh, dp_size = self._buckets, self._model.mesh, self._dp_size
         specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
-        steps = [(slots, False) for slots in buckets.slots]
-        steps += [(slots, True) for slots in buckets.slots if buckets.drafting_of(slots)]
-        for slots, tries in steps:
-            function = partial(decode_step, self._model, buckets.drafting_of(slots), tries)
+        self._step_kinds = list(self._kinds())
+        for kind in self._step_kinds:
+            drafting = buckets.drafting_of(kind.slots)
+            function = partial(decode_step, self._model, drafting, kind.tries, kind.num_pages)
             step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
-            plan = abstract_i32((3, dp_size * slots), mesh, COLUMNS_OF_RANKS)
+            plan = abstract_i32((3, dp_size * kind.slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
-            name = f"step[slots={slots}{', drafts' if tries else ''}]"
-            self._step[-slots if tries else slots] = Program(name, step, args, (1, 2, 5))
+            of = f"slots={kind.slots}{', drafts' if kind.tries else ''}"
+            if kind.num_pages < buckets.pages_per_slot:
+                of += f", pages={kind.num_pages}"
+            self._step[kind] = Program(f"step[{of}]", step, args, (1, 2, 5))
         return list(self._step.values())
+
+    def _kinds(self) -> Iterator[_StepKind]:
+        for slots in self._buckets.slots:
+            drafting = self._buckets.drafting_of(slots)
+            for width in (1, 1 + drafting.num_tokens) if drafting is not None else (1,):
+                for num_pages in self._reaches(slots, width):
+                    yield _StepKind(slots, width > 1, num_pages)
+
+    def _reaches(self, slots: int, width: int) -> tuple[int, ...]:
+        """How many pages of each page table steps look at that have so many rows."""
+        most = self._buckets.pages_per_slot
+        short = short_context(slots * width, self._model.platform != "cpu")
+        short //= self._model.page_size
+        return (short, most) if 0 < short < most else (most,)
 
     def _slot_programs(self, state: SlotState) -> list[Program]:
         """What sets slots up, and their masks."""

@@ -36,6 +36,7 @@ class StepPlan:
 
     slots: i32[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
     places: i32[n], where it is in the slot's page table. width: tokens that each may draw.
+    num_pages: of the longest page table.
     """
 
     slots: np.ndarray
@@ -43,6 +44,12 @@ class StepPlan:
     places: np.ndarray
     rooms: np.ndarray
     width: int
+    num_pages: int
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What goes to the device."""
+        return self.slots, self.new_pages, self.places
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,8 @@ class DecodeScheduler:
         self._ahead[slots] += width
         for slot in slots.tolist():
             self._running[slot].num_steps += 1
-        return StepPlan(slots, new_pages, entered, self._room[slots], width)
+        num_pages = int(self._num_entered[slots].max())
+        return StepPlan(slots, new_pages, entered, self._room[slots], width, num_pages)
 
     def finish(self, plan: StepPlan, token_ids: np.ndarray) -> StepResult:
         """Judge a step's tokens. Rows whose slot has changed hands since are dropped.

@@ -42,6 +42,7 @@ def decode_step(
     model: Model,
     drafting: Drafting | None,
     tries: bool,
+    num_pages: int,
     params: Any,
     pool: Array,
     state: SlotState,
@@ -52,8 +53,9 @@ def decode_step(
     """The next tokens of each slot of the plan, of one rank.
 
     drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
-    with what is drawn. pool: see model/kv, donated. plan: i32[3, B]: slots (S = padding row), pages
-    to enter in their page tables (-1 = none), and where there. expert_map, loads: see
+    with what is drawn. num_pages: of each page table that are looked at: no slot of the plan has
+    positions behind them. pool: see model/kv, donated. plan: i32[3, B]: slots (S = padding row),
+    pages to enter in their page tables (-1 = none), and where there. expert_map, loads: see
     model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and SampleOut,
     in which rows of padding mean nothing: B * W rows, a slot's one behind the other, but for the
     ids. Those are i32[B * W], or i32[B * (W + 1)] where drafts are made, a slot's last saying
@@ -69,7 +71,7 @@ def decode_step(
 
     enter = jnp.where(new_pages >= 0, slots, num_slots)
     page_table = state.page_table.at[enter, places].set(new_pages, mode="drop")
-    table = page_table[safe]
+    table = page_table[safe, :num_pages]
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
 
     tried = _tried(drafting, tries, state, safe, real, rows.has_mask)

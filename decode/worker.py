@@ -364,7 +364,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _dispatch_step(self, plan: StepPlan) -> None:
         stuck = self._constrained.mask(plan.slots, self._grammars, self._engine)
-        flight = self._engine.step(plan.slots, plan.new_pages, plan.places, plan.width > 1)
+        flight = self._engine.step(*plan.arrays, plan.width > 1, plan.num_pages)
         self._inflight.append(StepFlight(plan, flight, self._started, self.clock.monotonic_s()))
         self._started = []
         self.counters["steps"] += 1

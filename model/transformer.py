@@ -49,6 +49,7 @@ class Model:
     dtype: np.dtype
     page_size: int
     kernels: Kernels
+    platform: str  # for which forms of operations were chosen
 
     @staticmethod
     def create(
@@ -83,7 +84,7 @@ class Model:
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
             kernels.choose("experts", kernels.EXPERTS, routed),
         )
-        return Model(cfg, dims, mesh, kind, page_size, chosen)
+        return Model(cfg, dims, mesh, kind, page_size, chosen, platform)
 
     def kv_spec(self, dtype: str | None = None) -> KVSpec:
         """The pages of this model, of its own dtype unless another is given."""

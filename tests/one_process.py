@@ -58,7 +58,7 @@ class OneProcess:
             if constraint is not None:
                 assert constraint.take(tokens[-1])
                 self._decode.set_masks(plan.slots, self._grammars.masks([constraint]))
-            flight = self._decode.step(plan.slots, plan.new_pages, plan.places)
+            flight = self._decode.step(*plan.arrays)
             result = scheduler.finish(plan, flight.token_ids()[0])
             tokens += result.token_ids.tolist()
             if result.finish[-1]:

@@ -244,8 +244,7 @@ def run(
         number += 1
         plan = scheduler.plan(tries(number))
         if plan is not None:
-            arrays = (plan.slots, plan.new_pages, plan.places)
-            flights.append((plan, engine.step(*arrays, plan.width > 1)))
+            flights.append((plan, engine.step(*plan.arrays, plan.width > 1, plan.num_pages)))
         if not flights:
             return made, accepted
         if len(flights) < 2 and plan is not None:

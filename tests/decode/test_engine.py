@@ -1,17 +1,20 @@
 """Where each slot of a plan is among the rows of a step; memory for pages that come."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax
 import msgspec
 import numpy as np
 import pytest
 
+from decode import engine as engine_module
 from decode.admission import Seat, Sharing
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import decode_buckets, mask_words
 from model.opening import open_model
+from model.programs import Program
 from serving.demo import demo_model_path
 from transfer.wire import SamplingParams
 
@@ -105,6 +108,48 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     assert len(set(tokens)) > 3
     assert (np.asarray(chunk[0]) == np.asarray(led._chunks._logits)).all()  # type: ignore[union-attr]
     assert (np.asarray(led._pool) == np.asarray(told._pool)).all()
+
+
+def test_steps_that_look_at_short_page_tables_draw_what_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on accelerators: one slot outgrows the short tables, another stays within them."""
+    page_size, context = 16, 128
+    ids = np.arange(25, dtype=np.int32)
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=7)
+    pages = np.arange(16).reshape(2, 8)[:, ::-1]
+    drawn, used = [], []
+    for short in (0, 48):
+        monkeypatch.setattr(engine_module, "short_context", lambda *_, short=short: short)
+        opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
+        engine = DecodeEngine(opened, decode_buckets(2, context, page_size), 0.0, 2 * context)
+        names: list[str] = []
+        for kind, program in engine._step.items():
+            engine._step[kind] = cast(Program, _Noted(program, names))
+        engine.start_slots(
+            [SlotStart(slot, ids[: 25 - 12 * slot], 12, pages[slot], params) for slot in range(2)]
+        )
+        slots, nowhere = np.arange(2, dtype=np.int32), np.full(2, -1, np.int32)
+        tokens = []
+        for length in range(25, 60):
+            flight = engine.step(slots, nowhere, nowhere, num_pages=-(-length // page_size))
+            tokens.append(flight.token_ids()[0][:, 0].tolist())
+        drawn.append(tokens)
+        used.append(names)
+    assert drawn[0] == drawn[1]
+    assert used[0] == ["step[slots=2]"] * 35
+    assert used[1] == ["step[slots=2, pages=3]"] * 24 + ["step[slots=2]"] * 11
+
+
+class _Noted:
+    """A program that notes its name whenever it runs."""
+
+    def __init__(self, program: Program, names: list[str]) -> None:
+        self._program, self._names = program, names
+
+    def __call__(self, *args: Any) -> Any:
+        self._names.append(self._program.name)
+        return self._program(*args)
 
 
 def test_each_slot_draws_what_its_own_mask_leaves() -> None:

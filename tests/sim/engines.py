@@ -232,7 +232,12 @@ class StepEngine:
         return chunk, _sampled(ids, self) if asks else None
 
     def step(
-        self, slots: np.ndarray, new_pages: np.ndarray, places: np.ndarray, tries: bool = False
+        self,
+        slots: np.ndarray,
+        new_pages: np.ndarray,
+        places: np.ndarray,
+        tries: bool = False,
+        num_pages: int | None = None,
     ) -> StepInFlight:
         self.dispatched += 1
         assert 0 < len(set(slots.tolist())) == len(slots) <= self._num_slots
@@ -255,6 +260,7 @@ class StepEngine:
             ids[row, -1] = slot.states[-1] % 2  # by chance, as what is drawn
             ids[row, :width] = self._drawn(number, slot, width)
             slot.mask = None
+        assert num_pages == max(len(self._slots[number].pages) for number in slots.tolist())
         self.stats["steps_with_drafts"] += width > 1
         out = _sampled(ids[:, :width].ravel(), self)._replace(ids=Late(ids.ravel(), self))
         return StepInFlight(out, rows, width, bool(made))

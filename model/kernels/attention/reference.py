@@ -5,7 +5,7 @@ are float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:230
 
 On an accelerator products take operands of the model's dtype, which is what its matrix units are
 for, and blocks of decode are larger: each costs a few launches, and the host waits for the device
-to say whether there is another (docs/adr/0045).
+to say whether there is another (docs/adr/0045). A short page table is one block, without a loop.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,10 @@ from model.layers import contract, zeros_after
 
 PREFILL_BLOCK: Final = 256
 _DECODE_BLOCK: Final = 128
-_LARGE_BLOCK: Final = 2048  # of decode at most, and so many positions of all rows:
+_LARGE_BLOCK: Final = 8192  # of decode at most, and so many positions of all rows:
 _LARGE_BLOCKS: Final = 1 << 16
+_SHORT_CONTEXT: Final = 2048
+_SHORT_CONTEXTS: Final = 1 << 18  # positions of all rows that are taken at once
 _LOW: Final = np.float32(-1e30)
 
 
@@ -80,10 +82,20 @@ def _scale(q: Array, scale: float | None) -> np.float32:
     return np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def decode_block(rows: int, accelerator: bool) -> int:
-    """Positions of each row in a block."""
+def short_context(rows: int, accelerator: bool) -> int:
+    """Positions that each row's page table may have at most to be one block; 0: no more than any.
+
+    Taking all of them costs less than waiting for the device once, in every layer.
+    """
+    return _SHORT_CONTEXT if accelerator and rows * _SHORT_CONTEXT <= _SHORT_CONTEXTS else 0
+
+
+def decode_block(rows: int, capacity: int, accelerator: bool) -> int:
+    """Positions of each row in a block. capacity: those of its page table."""
     if not accelerator:
         return _DECODE_BLOCK
+    if capacity <= short_context(rows, accelerator):
+        return capacity
     return max(min(_LARGE_BLOCKS // rows, _LARGE_BLOCK), _DECODE_BLOCK)
 
 
@@ -190,7 +202,8 @@ def decode(
     last.
     """
     page_size = pool.shape[3]
-    per_block = max(1, decode_block(len(positions), accelerator) // page_size)
+    capacity = page_table.shape[1] * page_size
+    per_block = max(1, decode_block(len(positions), capacity, accelerator) // page_size)
     span = per_block * page_size
     table = _pad(page_table, per_block, 0)
     offsets = jnp.arange(span, dtype=jnp.int32)
@@ -214,5 +227,9 @@ def decode(
         first = jnp.maximum(jnp.min(of_live), first) // np.int32(span)
     trips = jnp.max(positions) // np.int32(span) + np.int32(1)
     with jax.named_scope("decode_attention"):
-        out = lax.fori_loop(first, trips, block, _start(q, sinks)).value()
-    return out.astype(q.dtype)
+        running = _start(q, sinks)
+        if table.shape[1] == per_block:
+            running = block(jnp.zeros((), jnp.int32), running)
+        else:
+            running = lax.fori_loop(first, trips, block, running)
+    return running.value().astype(q.dtype)

@@ -141,6 +141,23 @@ def test_each_row_sees_its_own_pages_and_padding_rows_see_nothing(
                 np.testing.assert_allclose(out[row], expected, atol=2e-6, err_msg=f"{window} {far}")
 
 
+def test_blocks_of_an_accelerator_add_up_to_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES["cuda"]
+    pool, q = _pool_and_queries(shape, 4)
+    table = np.zeros((4, 19), np.int32)
+    for row, pages in enumerate(LISTED):
+        table[row, : len(pages)] = pages
+    arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32([40, 0, 287, -1]), i32(table)
+    kernel = kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape)
+    for window in _windows(shape):
+        one = np.asarray(jax.jit(kernel)(*arrays, *_extras(shape, window)))
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_SHORT_CONTEXT", 0)
+            patch.setattr(reference, "_LARGE_BLOCK", 64)
+            several = np.asarray(jax.jit(kernel)(*arrays, *_extras(shape, window)))
+        np.testing.assert_allclose(several, one, atol=2e-6, err_msg=str(window))
+
+
 @pytest.mark.parametrize(("decode", "shape"), DECODE)
 def test_rows_far_apart_each_keep_their_own_window(
     decode: Callable[..., jax.Array], shape: kernels.AttentionShape
