@@ -9,9 +9,10 @@ the machine. Products get the tiles that XLA takes without trying which are fast
 
 import argparse
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -144,16 +145,18 @@ class CompileBench:
         """One prompt in one chunk, logits of its last token included."""
         from bench.kernels import last_logits
         from model.attention import ChunkBatch
-        from model.kernels.attention.reference import PREFILL_BLOCK
+        from model.kernels.attention.reference import prefill_tile
 
         pages = -(-tokens // self.shape.page_size)
+        tile, block = prefill_tile(tokens, accelerator=True)
+        ends = [min(at + tile, tokens) for at in range(0, tokens, tile)]
         sizes: list[tuple[int, ...]] = [(tokens,)] * 4 + [(pages,)] * 3 + [()]
         self._compile(
             f"prefill chunk {tokens}",
             partial(last_logits, self.model),
             (ChunkBatch(*self._i32(sizes)),),
             prefill_chunk_cost(self.shape, tokens),
-            {"prefill_attention": -(-tokens // PREFILL_BLOCK)},
+            {"prefill_attention": statistics.mean(-(-end // block) for end in ends)},
             {"tokens": tokens},
         )
 
@@ -170,7 +173,7 @@ class CompileBench:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         floor: Cost,
-        turns: dict[str, int],
+        turns: Mapping[str, float],
         sizes: dict[str, int],
     ) -> None:
         """turns: of loops whose length is data; of others, experts', one round."""
@@ -191,8 +194,8 @@ class CompileBench:
         self, case: str, work: Work, scratch_bytes: int, floor: Cost, sizes: dict[str, int]
     ) -> None:
         self._add(case, "bytes", work.num_bytes / 1e9, "GB", floor.num_bytes / 1e9, sizes)
-        self._add(case, "launches", work.launches, "count", None, sizes)
-        self._add(case, "waits for the device", work.waits, "count", None, sizes)
+        self._add(case, "launches", round(work.launches), "count", None, sizes)
+        self._add(case, "waits for the device", round(work.waits), "count", None, sizes)
         self._add(case, "scratch", scratch_bytes / 1e6, "MB", None, sizes)
 
     def _add(
@@ -208,7 +211,7 @@ class CompileBench:
         self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes)
 
 
-def _turns(turns: dict[str, int], scope: str) -> int:
+def _turns(turns: Mapping[str, float], scope: str) -> float:
     return next((times for name, times in turns.items() if f"/{name}/" in scope), 1)
 
 

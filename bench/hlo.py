@@ -8,7 +8,7 @@ and after the last, as it does once at a condition, of which the longest way cou
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -69,18 +69,18 @@ class Op(NamedTuple):
 
 @dataclass
 class Work:
-    """What running it takes. bytes_by_scope: of those moved."""
+    """What running it takes, on average where turns are. bytes_by_scope: of those moved."""
 
-    launches: int = 0
-    waits: int = 0
-    bytes_by_scope: Counter[str] = field(default_factory=Counter)
+    launches: float = 0
+    waits: float = 0
+    bytes_by_scope: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> float:
         """Read and written, in the device's memory or its caches."""
-        return self.bytes_by_scope.total()
+        return sum(self.bytes_by_scope.values())
 
-    def add(self, other: "Work", times: int = 1) -> None:
+    def add(self, other: "Work", times: float = 1) -> None:
         """As often."""
         self.launches += other.launches * times
         self.waits += other.waits * times
@@ -89,8 +89,8 @@ class Work:
 
 
 Computations = dict[str, dict[str, Op]]
-# How often a loop turns whose length is data, by its scope.
-Turns = Callable[[str], int]
+# How often a loop turns whose length is data, by its scope; the mean where it is run several times.
+Turns = Callable[[str], float]
 
 
 def count(text: str, turns: Turns) -> Work:

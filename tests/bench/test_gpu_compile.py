@@ -81,7 +81,7 @@ def test_loops_count_as_often_as_they_turn_and_parts_as_what_they_are() -> None:
     assert work.bytes_by_scope["jit(step)/layers/take"] == (8 + 3) * taken
     assert work.bytes_by_scope["jit(step)/put"] == 2 * 4 * 4 + 4  # not the pool
     assert work.bytes_by_scope["jit(step)/branch"] == 2 * 4 * 4
-    assert work.num_bytes == work.bytes_by_scope.total()
+    assert work.num_bytes == sum(work.bytes_by_scope.values())
 
 
 def test_shapes_have_the_bytes_of_their_types_and_tuples_of_all_parts() -> None:

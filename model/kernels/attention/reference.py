@@ -21,7 +21,8 @@ from model.attention import ChunkBatch
 from model.kv import PagePool, read_pages
 from model.layers import contract, zeros_after
 
-PREFILL_BLOCK: Final = 256
+_PREFILL_TILES: Final = (256, 1024)  # tokens at once: on a processor, on an accelerator
+_PREFILL_BLOCKS: Final = (256, 1024)  # positions at once
 _DECODE_BLOCK: Final = 128
 _LARGE_BLOCK: Final = 8192  # of decode at most, and so many positions of all rows:
 _LARGE_BLOCKS: Final = 1 << 16
@@ -82,6 +83,12 @@ def _scale(q: Array, scale: float | None) -> np.float32:
     return np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+def prefill_tile(tokens: int, accelerator: bool) -> tuple[int, int]:
+    """Tokens in a tile, of tiles as even as they may be, and positions in a block."""
+    num_tiles = -(-tokens // _PREFILL_TILES[accelerator])
+    return -(-tokens // num_tiles), _PREFILL_BLOCKS[accelerator]
+
+
 def short_context(rows: int, accelerator: bool) -> int:
     """Positions that each row's page table may have at most to be one block; 0: no more than any.
 
@@ -118,48 +125,70 @@ def prefill(
 
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
-    None: head_dim ** -0.5. accelerator: see above. Cost follows tokens times the pages in use, or
-    that any token's window reaches, not the capacity of the page list.
+    None: head_dim ** -0.5. accelerator: see above. Cost follows, for each tile of tokens, the pages
+    that they see, and those between; not the capacity of the page list.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
-    per_block = max(1, PREFILL_BLOCK // page_size)
+    tile, block = prefill_tile(tokens, accelerator)
+    num_tiles = -(-tokens // tile)
+    per_block = max(1, block // page_size)
     span = per_block * page_size
-    ids = _pad(batch.page_ids, per_block, 0)
-    seqs = _pad(batch.page_seq, per_block, -1)
-    starts = _pad(batch.page_pos, per_block, 0)
+    # Wherever a block begins that has a page which is in use, it ends within these.
+    ids = jnp.pad(batch.page_ids, (0, per_block - 1))
+    seqs = jnp.pad(batch.page_seq, (0, per_block - 1), constant_values=-1)
+    starts = jnp.pad(batch.page_pos, (0, per_block - 1))
     offsets = jnp.arange(page_size, dtype=jnp.int32)
-    queries = _operand(q, accelerator).transpose(1, 2, 0, 3).reshape(heads, -1, head_dim)
-    own = None if sinks is None else jnp.repeat(sinks, tokens, axis=1)
+    listed = jnp.arange(len(batch.page_ids), dtype=jnp.int32)
 
-    def attended(at: Array, allowed: Array, running: Running) -> Running:
-        block_ids = lax.dynamic_slice(ids, (at,), (per_block,))
-        kv = read_pages(pool, layer, block_ids).astype(queries.dtype)
-        kv = kv.transpose(1, 3, 0, 2, 4).reshape(-1, heads, span, head_dim)
-        allowed = jnp.broadcast_to(allowed, (group, tokens, span)).reshape(-1, span)
-        scores = _batched(queries, kv[0], True) * _scale(q, scale)
-        return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
+    def attended(rows: tuple[Array, Array, Array]) -> Array:
+        """A tile of tokens, by the pages from the first that one of them sees to the last."""
+        q, positions, seq_idx = rows
+        queries = _operand(q, accelerator).transpose(1, 2, 0, 3).reshape(heads, -1, head_dim)
+        ago = positions[:, None] - batch.page_pos
+        seen = (batch.page_seq == seq_idx[:, None]) & (ago >= 0)
+        if window is not None:
+            seen &= ago - np.int32(page_size - 1) < window
+        seen_by_any = jnp.any(seen, axis=0) & (listed < batch.num_pages_used)
+        first = jnp.min(jnp.where(seen_by_any, listed, np.int32(len(listed))))
+        end = jnp.max(jnp.where(seen_by_any, listed + np.int32(1), np.int32(0)))
 
-    def block(b: Array, running: Running) -> Running:
-        at = b * np.int32(per_block)
-        pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
-        seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
-        used = (at + jnp.arange(per_block, dtype=jnp.int32) < batch.num_pages_used)[:, None]
-        seq = jnp.where(used, seq, np.int32(-1)).reshape(span)
-        same = seq == batch.seq_idx[:, None]
-        ago = batch.positions[:, None] - pos.reshape(span)
-        if window is None:
+        def block(b: Array, running: Running) -> Running:
+            at = first + b * np.int32(per_block)
+            kv = read_pages(pool, layer, lax.dynamic_slice(ids, (at,), (per_block,)))
+            kv = kv.astype(queries.dtype).transpose(1, 3, 0, 2, 4)
+            kv = kv.reshape(-1, heads, span, head_dim)
+            pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
+            seq = lax.dynamic_slice(seqs, (at,), (per_block,))
+            used = at + jnp.arange(per_block, dtype=jnp.int32) < end
+            seq = jnp.where(used, seq, np.int32(-1))[:, None] + jnp.zeros_like(offsets)
+            ago = positions[:, None] - pos.reshape(span)
+            allowed = (seq.reshape(span) == seq_idx[:, None]) & (ago >= 0)
+            if window is not None:
+                allowed &= ago < window
             # XLA on CPU would work the mask out again wherever it is used, for every head: two to
             # three times the time of the whole.
-            return attended(at, lax.optimization_barrier(same & (ago >= 0)), running)
-        allowed = same & (ago >= 0) & (ago < window)
-        # Of a long sequence most blocks are behind every token's window.
-        return lax.cond(jnp.any(allowed), attended, lambda *args: args[2], at, allowed, running)
+            allowed = lax.optimization_barrier(allowed)
+            allowed = jnp.broadcast_to(allowed, (group, *allowed.shape)).reshape(-1, span)
+            scores = _batched(queries, kv[0], True) * _scale(q, scale)
+            return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
 
-    trips = -(-batch.num_pages_used // np.int32(per_block))
-    with jax.named_scope("prefill_attention"):
+        own = None if sinks is None else jnp.repeat(sinks, len(positions), axis=1)
+        trips = -(-jnp.maximum(end - first, 0) // np.int32(per_block))
         out = lax.fori_loop(np.int32(0), trips, block, _start(queries, own)).value()
-    return out.reshape(heads, group, tokens, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
+        return out.reshape(heads, group, -1, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
+
+    def tiled(rows: Array) -> Array:
+        padding = [(0, num_tiles * tile - tokens)] + [(0, 0)] * (rows.ndim - 1)
+        return jnp.pad(rows, padding, constant_values=-1).reshape(-1, tile, *rows.shape[1:])
+
+    with jax.named_scope("prefill_attention"):
+        rows = q, batch.positions, batch.seq_idx
+        if num_tiles == 1:
+            return attended(rows)
+        # A token of padding belongs to no sequence in the list, which numbers them from zero.
+        tiles = lax.map(attended, tuple(map(tiled, rows)))
+        return tiles.reshape(-1, *q.shape[1:])[:tokens]
 
 
 def add_by_products(

@@ -40,7 +40,7 @@ def _built(backends: Sequence[kernels.Backend]) -> list[Any]:
                 kernel = backend.build(shape)
             except NotImplementedError:
                 continue
-            found.append(pytest.param(jax.jit(kernel), shape, id=f"{backend.name}-{name}"))
+            found.append(pytest.param(kernel, shape, id=f"{backend.name}-{name}"))
     return found
 
 
@@ -93,10 +93,16 @@ def _extras(shape: kernels.AttentionShape, window: int | None) -> tuple[jax.Arra
     return None if sinks is None else jnp.asarray(sinks), None if window is None else i32(window)
 
 
+@pytest.mark.parametrize("tile", [256, 3])  # one of all tokens, and three with some padding
 @pytest.mark.parametrize(("prefill", "shape"), PREFILL)
 def test_packed_tokens_see_their_own_sequence_up_to_themselves(
-    prefill: Callable[..., jax.Array], shape: kernels.AttentionShape
+    monkeypatch: pytest.MonkeyPatch,
+    prefill: Callable[..., jax.Array],
+    shape: kernels.AttentionShape,
+    tile: int,
 ) -> None:
+    monkeypatch.setattr(reference, "_PREFILL_TILES", (tile, tile))
+    run = jax.jit(prefill)
     rows = [(0, 33), (0, 34), (0, 35), (1, 0), (1, 1), (2, 287), (2, 255)]
     pool, q = _pool_and_queries(shape, len(rows) + 1)
     listed = [
@@ -113,7 +119,7 @@ def test_packed_tokens_see_their_own_sequence_up_to_themselves(
     batch = ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
     for window in _windows(shape):
         arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), batch
-        out = np.asarray(prefill(*arrays, *_extras(shape, window)))
+        out = np.asarray(run(*arrays, *_extras(shape, window)))
         assert np.isfinite(out).all()
         for row, (seq, position) in enumerate(rows):
             expected = _one(shape, pool, q[row], LISTED[seq], position, window)
@@ -124,6 +130,7 @@ def test_packed_tokens_see_their_own_sequence_up_to_themselves(
 def test_each_row_sees_its_own_pages_and_padding_rows_see_nothing(
     decode: Callable[..., jax.Array], shape: kernels.AttentionShape
 ) -> None:
+    run = jax.jit(decode)
     pool, q = _pool_and_queries(shape, 4)
     for window in _windows(shape):
         # From the second on, no row sees the first block of 128 through a short window.
@@ -132,7 +139,7 @@ def test_each_row_sees_its_own_pages_and_padding_rows_see_nothing(
             for row, pages in enumerate(LISTED):
                 table[row, : len(pages)] = pages
             arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32(far), i32(table)
-            out = np.asarray(decode(*arrays, *_extras(shape, window)))
+            out = np.asarray(run(*arrays, *_extras(shape, window)))
             for row, position in enumerate(far):
                 if position < 0:
                     assert (out[row] == 0).all()
@@ -163,13 +170,14 @@ def test_rows_far_apart_each_keep_their_own_window(
     decode: Callable[..., jax.Array], shape: kernels.AttentionShape
 ) -> None:
     """All rows read one sequence, each up to another position: the earliest one says where from."""
+    run = jax.jit(decode)
     pool, q = _pool_and_queries(shape, 4)
     pages = LISTED[2]
     table = i32(np.tile(np.array([*pages, 0]), (4, 1)))
     for window in _windows(shape):
         for positions in ([287, 131, 260, -1], [287, 286, -1, 257], [127, 128, 129, 255]):
             arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32(positions), table
-            out = np.asarray(decode(*arrays, *_extras(shape, window)))
+            out = np.asarray(run(*arrays, *_extras(shape, window)))
             for row, position in enumerate(positions):
                 if position >= 0:
                     expected = _one(shape, pool, q[row], pages, position, window)
@@ -216,3 +224,28 @@ def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
         out = np.asarray(jax.jit(reference.prefill)(*arrays, *_extras(shape, None)))
         assert (out[1] == 0).all()
         assert (out[0] == 0).all() == (used == 0)
+
+
+def test_a_tile_of_tokens_reads_from_the_first_page_that_it_sees_to_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pages of other tiles, before windows and behind tokens hold no numbers."""
+    monkeypatch.setattr(reference, "_PREFILL_TILES", (2, 2))
+    monkeypatch.setattr(reference, "_PREFILL_BLOCKS", (PAGE_SIZE, PAGE_SIZE))
+    pool, q = _pool_and_queries(PLAIN, 4)
+    ids = np.array([*range(18), *range(20, 38)], np.int32)
+    columns = [[0] * 4, [60, 95, 17, 50], [0, 0, 1, 1], [0] * 4]
+    pages = [ids, np.repeat([0, 1], 18), np.tile(np.arange(18) * PAGE_SIZE, 2), len(ids)]
+    batch = ChunkBatch._make(map(i32, [*columns, *pages]))
+    run = jax.jit(reference.prefill)
+
+    def is_finite(unread: set[int]) -> bool:
+        filled = pool.copy()
+        filled[:, :, sorted(unread)] = np.nan
+        arrays = jnp.asarray(q), jnp.asarray(filled), i32(LAYER), batch
+        return bool(np.isfinite(np.asarray(run(*arrays, None, i32(30)))).all())
+
+    unread = set(range(PAGES)) - {1, 2, 3, 4, 5} - {20, 21, 22, 23}
+    assert is_finite(unread)
+    for edge in (1, 5, 20, 23):
+        assert not is_finite(unread | {edge})
