@@ -141,9 +141,8 @@ def prefill(
     offsets = jnp.arange(page_size, dtype=jnp.int32)
     listed = jnp.arange(len(batch.page_ids), dtype=jnp.int32)
 
-    def attended(rows: tuple[Array, Array, Array]) -> Array:
+    def attended(q: Array, positions: Array, seq_idx: Array) -> Array:
         """A tile of tokens, by the pages from the first that one of them sees to the last."""
-        q, positions, seq_idx = rows
         queries = _operand(q, accelerator).transpose(1, 2, 0, 3).reshape(heads, -1, head_dim)
         ago = positions[:, None] - batch.page_pos
         seen = (batch.page_seq == seq_idx[:, None]) & (ago >= 0)
@@ -183,12 +182,18 @@ def prefill(
         return jnp.pad(rows, padding, constant_values=-1).reshape(-1, tile, *rows.shape[1:])
 
     with jax.named_scope("prefill_attention"):
-        rows = q, batch.positions, batch.seq_idx
         if num_tiles == 1:
-            return attended(rows)
+            return attended(q, batch.positions, batch.seq_idx)
         # A token of padding belongs to no sequence in the list, which numbers them from zero.
-        tiles = lax.map(attended, tuple(map(tiled, rows)))
-        return tiles.reshape(-1, *q.shape[1:])[:tokens]
+        queries, positions, seq_idx = map(tiled, (q, batch.positions, batch.seq_idx))
+        # What comes out takes the place of what went in: see zeros_after for what it saves.
+        out = lax.fori_loop(
+            np.int32(0),
+            np.int32(num_tiles),
+            lambda i, rows: rows.at[i].set(attended(rows[i], positions[i], seq_idx[i])),
+            queries,
+        )
+        return out.reshape(-1, *q.shape[1:])[:tokens]
 
 
 def add_by_products(
