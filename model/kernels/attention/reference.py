@@ -126,7 +126,7 @@ def prefill(
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
     None: head_dim ** -0.5. accelerator: see above. Cost follows, for each tile of tokens, the pages
-    that they see, and those between; not the capacity of the page list.
+    that any of them sees.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -134,33 +134,31 @@ def prefill(
     num_tiles = -(-tokens // tile)
     per_block = max(1, block // page_size)
     span = per_block * page_size
-    # Wherever a block begins that has a page which is in use, it ends within these.
-    ids = jnp.pad(batch.page_ids, (0, per_block - 1))
-    seqs = jnp.pad(batch.page_seq, (0, per_block - 1), constant_values=-1)
-    starts = jnp.pad(batch.page_pos, (0, per_block - 1))
+    num_listed = len(batch.page_ids)
     offsets = jnp.arange(page_size, dtype=jnp.int32)
-    listed = jnp.arange(len(batch.page_ids), dtype=jnp.int32)
+    in_use = jnp.arange(num_listed, dtype=jnp.int32) < batch.num_pages_used
 
     def attended(q: Array, positions: Array, seq_idx: Array) -> Array:
-        """A tile of tokens, by the pages from the first that one of them sees to the last."""
+        """A tile of tokens, by the pages that any of them sees."""
         queries = _operand(q, accelerator).transpose(1, 2, 0, 3).reshape(heads, -1, head_dim)
         ago = positions[:, None] - batch.page_pos
         seen = (batch.page_seq == seq_idx[:, None]) & (ago >= 0)
         if window is not None:
             seen &= ago - np.int32(page_size - 1) < window
-        seen_by_any = jnp.any(seen, axis=0) & (listed < batch.num_pages_used)
-        first = jnp.min(jnp.where(seen_by_any, listed, np.int32(len(listed))))
-        end = jnp.max(jnp.where(seen_by_any, listed + np.int32(1), np.int32(0)))
+        seen_by_any = jnp.any(seen, axis=0) & in_use
+        size = num_listed + -num_listed % per_block
+        (listed,) = jnp.nonzero(seen_by_any, size=size, fill_value=num_listed)
+        ids = batch.page_ids.at[listed].get(mode="fill", fill_value=0)
+        seqs = batch.page_seq.at[listed].get(mode="fill", fill_value=-1)
+        starts = batch.page_pos.at[listed].get(mode="fill", fill_value=0)
 
         def block(b: Array, running: Running) -> Running:
-            at = first + b * np.int32(per_block)
+            at = b * np.int32(per_block)
             kv = read_pages(pool, layer, lax.dynamic_slice(ids, (at,), (per_block,)))
             kv = kv.astype(queries.dtype).transpose(1, 3, 0, 2, 4)
             kv = kv.reshape(-1, heads, span, head_dim)
             pos = lax.dynamic_slice(starts, (at,), (per_block,))[:, None] + offsets
-            seq = lax.dynamic_slice(seqs, (at,), (per_block,))
-            used = at + jnp.arange(per_block, dtype=jnp.int32) < end
-            seq = jnp.where(used, seq, np.int32(-1))[:, None] + jnp.zeros_like(offsets)
+            seq = lax.dynamic_slice(seqs, (at,), (per_block,))[:, None] + jnp.zeros_like(offsets)
             ago = positions[:, None] - pos.reshape(span)
             allowed = (seq.reshape(span) == seq_idx[:, None]) & (ago >= 0)
             if window is not None:
@@ -173,7 +171,7 @@ def prefill(
             return running.add(scores, allowed, lambda weights: _batched(weights, kv[-1], False))
 
         own = None if sinks is None else jnp.repeat(sinks, len(positions), axis=1)
-        trips = -(-jnp.maximum(end - first, 0) // np.int32(per_block))
+        trips = -(-jnp.sum(seen_by_any, dtype=jnp.int32) // np.int32(per_block))
         out = lax.fori_loop(np.int32(0), trips, block, _start(queries, own)).value()
         return out.reshape(heads, group, -1, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
