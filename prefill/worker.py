@@ -242,6 +242,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             return
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
+        self._sender.open(grant)  # connects while the first chunk is computed
         if not held.waits_for_grammar:
             self._ranks.grant(held.prompt)
 

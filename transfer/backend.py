@@ -209,6 +209,10 @@ OnLost = Callable[[tuple[int, ...], str, Code], None]
 class PageSender(Protocol):
     """Prefill's end. Methods may be called from any thread and never block."""
 
+    def open(self, grant: wire.Grant) -> None:
+        """Begin to connect, unless that is done: pages of this grant will follow."""
+        ...
+
     def send_pages(
         self,
         grant: wire.Grant,

@@ -1,5 +1,6 @@
 """The sending side of every backend: what is queued, and how each room ends exactly once."""
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -93,6 +94,14 @@ class Sender(ABC):
         """Begin to connect; never waits."""
 
     # --- prefill's calls --------------------------------------------------------------------------
+
+    def open(self, grant: wire.Grant) -> None:
+        with self._lock:
+            if self._closed or grant.data_address in self._lanes:
+                return
+            # Where none can be opened now, the room that has pages tries again, and is told.
+            with contextlib.suppress(Unavailable):
+                self._lane_of(grant)
 
     def send_pages(
         self,

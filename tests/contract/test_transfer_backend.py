@@ -357,6 +357,19 @@ def test_a_dead_receiver_loses_every_open_room_once(ends: Ends) -> None:
     assert len(ends.diary.events) == 2
 
 
+def test_opening_says_nothing_even_when_nobody_listens(ends: Ends) -> None:
+    ends.sender.open(a_grant(1, ends.address, 2))
+    ends.receiver.expect(1, 1, 2)
+    ends.send_room(1, logical_pages(2))
+    ends.until(lambda: bool(ends.diary.finished))
+    ends.kill_receiver()
+    ends.until(lambda: bool(ends.diary.events))
+    ends.sender.open(a_grant(2, ends.address, 2))
+    ends.send_room(2, logical_pages(2))
+    ends.until(lambda: len(ends.diary.events) == 2)
+    assert ends.diary.kinds() == [("lost", 1), ("lost", 2)]
+
+
 def test_a_dead_sender_loses_every_unfinished_room_once(ends: Ends) -> None:
     for room in (1, 2, 3):
         ends.receiver.expect(room, 1, 4)

@@ -40,6 +40,8 @@ def attempt_of(cluster: Cluster, request_id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def attempt(cluster: Cluster) -> dict[str, Any]:
+    # Connects the pair, which on a busy machine may take as long as all chunks of the other.
+    cluster.post("/generate", {"input_ids": [7], "sampling_params": {"max_new_tokens": 2}})
     body = {
         "input_ids": prompt_of(1),
         "rid": "long",

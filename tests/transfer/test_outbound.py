@@ -93,8 +93,10 @@ class StillSender(Sender):
         super().__init__(self.events.append, PAGE_BYTES, connections)
         self.clock: ManualClock = ManualClock(100.0)
         self.lane = StillLane("a")
+        self.num_opened = 0
 
     def _open_lane(self, address: str) -> Lane:
+        self.num_opened += 1
         return self.lane
 
     def left(self) -> list[tuple[Kind, int]]:
@@ -111,6 +113,17 @@ def queue_room(sender: StillSender, room: int, num_pages: int) -> None:
     grant = a_grant(room, "a", num_pages)
     sender.send_pages(grant, 0, shards_of(num_pages), plan_heads(4, 1, 4, 1, 4))
     sender.finish(grant, FirstToken(1, 0, 4 * num_pages))
+
+
+def test_a_grant_opens_the_connection_that_its_pages_take() -> None:
+    sender = StillSender(connections=2)
+    for room in (1, 2):
+        sender.open(a_grant(room, "a", 1))
+    assert sender.num_opened == 1
+    assert not sender.lane.rooms
+    queue_room(sender, 1, 1)
+    assert sender.num_opened == 1
+    assert list(sender.lane.rooms) == [1]
 
 
 def test_rooms_take_turns_so_a_long_one_does_not_hold_up_short_ones() -> None:
