@@ -19,7 +19,7 @@ and the digest covers a sample of it.
 import enum
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -40,6 +40,7 @@ _HEADER = struct.Struct("<4sHHqqIIIIIIQ")
 HEADER_BYTES = _HEADER.size
 _DIGEST = struct.Struct("<Q")
 DIGEST_BYTES = _DIGEST.size
+NO_PAYLOAD = memoryview(b"")
 _WHOLE_BYTES = 64 << 10
 _SAMPLED_EACH = 4096  # a page of memory, the least that is mapped, kept or lost as one
 _SAMPLE_BYTES = 64  # a line of the caches, the least that is read
@@ -86,7 +87,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return _HEADER.pack(
             MAGIC,
             wire.WIRE_VERSION,
-            int(self.kind),
+            self.kind,
             self.room,
             self.epoch,
             self.page_start,
@@ -103,15 +104,20 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         """Raises BadMessage when these are not a header of ours with sane lengths."""
         if len(data) != HEADER_BYTES:
             raise BadMessage(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
-        magic, version, kind, *rest = _HEADER.unpack(data)
+        return Frame.unpack_from(data, 0)
+
+    @staticmethod
+    def unpack_from(data: bytes | bytearray | memoryview, at: int) -> "Frame":
+        """As `unpack`, of the HEADER_BYTES from there on."""
+        magic, version, number, *rest = _HEADER.unpack_from(data, at)
         if magic != MAGIC:
             raise BadMessage(f"a frame begins with {MAGIC!r}, got {magic!r}")
         if version != wire.WIRE_VERSION:
             raise BadMessage(f"frame version {version}, this side speaks {wire.WIRE_VERSION}")
-        try:
-            frame = Frame(_KINDS[kind], *rest)
-        except KeyError as error:
-            raise BadMessage(f"unknown frame kind {kind}") from error
+        kind = _KINDS.get(number)
+        if kind is None:
+            raise BadMessage(f"unknown frame kind {number}")
+        frame = Frame(kind, *rest)
         if frame.meta_len > MAX_META_BYTES or frame.payload_len > MAX_PAYLOAD_BYTES:
             raise BadMessage(
                 f"oversize frame: meta {frame.meta_len}, payload {frame.payload_len} bytes"
@@ -122,39 +128,53 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 class Digest:
     """What a frame ends with, worked out piece by piece."""
 
-    def __init__(self, header: bytes | memoryview, meta: bytes) -> None:
-        self._state = xxhash.xxh3_64(b"".join((header, meta)))
+    def __init__(self, head: bytes) -> None:
+        """head: header and meta."""
+        self._state = xxhash.xxh3_64(head)
 
     def update(self, part: memoryview) -> None:
         self._state.update(part)
-
-    def sample(self, payload: memoryview) -> None:
-        """Instead of `update`, for a payload in memory that both ends share.
-
-        Whole up to 64 KiB; of more, the beginning of each 4 KiB and the end. That tells another
-        frame's bytes, late ones and missing ones from the right ones at no cost. Single bits
-        are the memory's own to keep, as they are in the pages' pools.
-        """
-        if len(payload) <= _WHOLE_BYTES:
-            self._state.update(payload)
-            return
-        lines = np.frombuffer(payload, _LINE, len(payload) // _SAMPLED_EACH * _LINES_EACH)
-        self._state.update(lines[::_LINES_EACH].tobytes())
-        self._state.update(payload[-_SAMPLE_BYTES:])
 
     def pack(self) -> bytes:
         """DIGEST_BYTES bytes."""
         return _DIGEST.pack(self._state.intdigest())
 
 
-def whole_frame(frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> bytearray:
+def digest_at_once(head: bytes, payload: memoryview, is_sampled: bool = False) -> bytes:
+    """What a frame ends with whose payload is here. head: header and meta.
+
+    is_sampled: the payload lies in memory that both ends share. It counts whole up to 64 KiB; of
+    more, the beginning of each 4 KiB and the end. That tells another frame's bytes, late ones
+    and missing ones from the right ones at no cost. Single bits are the memory's own to keep,
+    as they are in the pages' pools.
+    """
+    if len(payload) <= _WHOLE_BYTES:
+        whole = b"".join((head, payload)) if len(payload) else head
+        return _DIGEST.pack(xxhash.xxh3_64_intdigest(whole))
+    digest = Digest(head)
+    if is_sampled:
+        lines = np.frombuffer(payload, _LINE, len(payload) // _SAMPLED_EACH * _LINES_EACH)
+        digest.update(memoryview(lines[::_LINES_EACH].tobytes()))
+        digest.update(payload[-_SAMPLE_BYTES:])
+    else:
+        digest.update(payload)
+    return digest.pack()
+
+
+def whole_frame(frame: Frame, meta: bytes = b"", payload: Sequence[memoryview] = ()) -> bytearray:
     """A frame as it travels. Its lengths are set here, whatever they were."""
-    parts = list(payload)
-    header = frame.pack(len(meta), sum(len(part) for part in parts))
-    digest = Digest(header, meta)
-    for part in parts:
-        digest.update(part)
-    return bytearray(b"".join((header, meta, *parts, digest.pack())))
+    head = frame.pack(len(meta), sum(len(part) for part in payload)) + meta
+    data = bytearray().join((head, *payload))
+    data += digest_at_once(bytes(data), NO_PAYLOAD)
+    return data
+
+
+def without_payload(
+    frame: Frame, meta: bytes = b"", payload: memoryview = NO_PAYLOAD, is_sampled: bool = False
+) -> bytes:
+    """A frame as it travels when its payload, if any, is found as meta says."""
+    head = frame.pack(len(meta), len(payload)) + meta
+    return head + digest_at_once(head, payload, is_sampled)
 
 
 class FirstToken(wire.Message, frozen=True):
@@ -186,7 +206,7 @@ class Shipped:
     page_ends: dict[int, float] = field(default_factory=dict)  # pages before this one left then
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SenderEvent:
     """How a room's transfer ended, told once for each room that was not cancelled.
 

@@ -9,15 +9,18 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from transfer.backend import (
     DIGEST_BYTES,
     HEADER_BYTES,
+    NO_PAYLOAD,
     Digest,
     Frame,
-    whole_frame,
+    digest_at_once,
+    without_payload,
 )
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import BadMessage, PeerLost
@@ -26,7 +29,10 @@ from transfer.errors import BadMessage, PeerLost
 _CHUNK_BYTES = 512 << 10
 _READ_AHEAD_BYTES = 4096
 _IOV_MAX = 64
-_NO_PAYLOAD = memoryview(b"")
+# A wait that was shorter than this is followed by one that begins with so much of looking again
+# and again: waking up takes longer, and a peer that answers at once does so next time, too.
+_LOOK_S = 20e-6
+_SHORT_WAIT_S = 100e-6
 # While no room is open nobody asks for signs of life: the kernel gives up a host that is gone.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -37,17 +43,16 @@ _TCP_OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(msgspec.Struct, frozen=True, gc=False):
     """A frame whose payload, if any, and digest are still to be read."""
 
     frame: Frame
     meta: bytes
-    digest: Digest
+    head: bytes  # header and meta, as they came
 
 
 class Connection:
-    """Used by one thread, but for `wake` and `shutdown`.
+    """Used by one thread, but for `try_send`, `wake` and `shutdown`.
 
     A read or write that moves nothing for timeout_s raises PeerLost, as does the end of the
     connection.
@@ -70,6 +75,9 @@ class Connection:
         # Between wake and close: a closed number may be reused. A collection inside `wake` may
         # free memory that was lent, which wakes again.
         self._lock = threading.RLock()
+        self._sending = threading.Lock()
+        self._rest: list[memoryview] = []  # of a frame that the kernel took in part
+        self._looks = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -94,7 +102,32 @@ class Connection:
                 with contextlib.suppress(OSError):  # the peer was faster
                     self._sock.shutdown(socket.SHUT_RDWR)
 
+    def try_send(self, data: bytes | bytearray) -> bool:
+        """Send a small frame if that needs no waiting. False: nothing was sent.
+
+        A failure is left to the owning thread to see.
+        """
+        if self._is_tls or not self._sending.acquire(blocking=False):
+            return False
+        try:
+            if self._rest:
+                return False
+            sent = self._sock.send(data, socket.MSG_DONTWAIT)
+            if sent < len(data):
+                self._rest = [memoryview(data)[sent:]]
+                self.wake()
+        except OSError:
+            return False
+        finally:
+            self._sending.release()
+        return True
+
     # --- the owning thread ------------------------------------------------------------------------
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was read that is not used yet."""
+        return self._high > self._low
 
     def wait(self, timeout_s: float) -> bool:
         """Until there is something to read, `wake` was called, or time is up. True: readable."""
@@ -102,58 +135,65 @@ class Connection:
             return True
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
+        begun_s = SYSTEM_CLOCK.monotonic_s()
+        if self._looks and timeout_s:
+            while SYSTEM_CLOCK.monotonic_s() - begun_s < _LOOK_S:
+                ready = self._poll.poll(0)
+                if ready:
+                    return self._is_readable(ready)
+        ready = self._poll.poll(math.ceil(timeout_s * 1000))
+        self._looks = bool(ready) and SYSTEM_CLOCK.monotonic_s() - begun_s < _SHORT_WAIT_S
+        return self._is_readable(ready)
+
+    def _is_readable(self, ready: list[tuple[int, int]]) -> bool:
         readable = False
-        for fd, _ in self._poll.poll(math.ceil(timeout_s * 1000)):
+        for fd, _ in ready:
             if fd == self._wake_read:
                 os.read(self._wake_read, 4096)
             else:
                 readable = True
         return readable
 
-    def send(self, frame: Frame, meta: bytes = b"", payload: Iterable[memoryview] = ()) -> None:
+    def flush(self) -> None:
+        """Send what `try_send` could not."""
+        if self._rest:
+            with self._sending:
+                self._send_all([])
+
+    def send_whole(self, data: bytes) -> None:
+        """Send a frame that is all here."""
+        with self._sending:
+            self._send_all([memoryview(data)])
+
+    def send(self, frame: Frame, meta: bytes = b"", payload: Sequence[memoryview] = ()) -> None:
         """Send one frame; its lengths and digest are worked out here."""
-        parts = list(payload)
-        if not parts:
-            self.send_elsewhere(frame, meta, _NO_PAYLOAD)
-            return
-        header = frame.pack(len(meta), sum(len(part) for part in parts))
-        digest = Digest(header, meta)
-        batch = [memoryview(header), memoryview(meta)]
-        batch_bytes = 0
-        for part in parts:
-            for at in range(0, len(part), _CHUNK_BYTES):
-                chunk = part[at : at + _CHUNK_BYTES]
-                digest.update(chunk)
-                batch.append(chunk)
-                batch_bytes += len(chunk)
-                if batch_bytes >= _CHUNK_BYTES:
-                    self._send_all(batch)
-                    batch, batch_bytes = [], 0
-        batch.append(memoryview(digest.pack()))
-        self._send_all(batch)
-
-    def send_elsewhere(
-        self, frame: Frame, meta: bytes, payload: memoryview, in_one_memory: bool = True
-    ) -> None:
-        """Send one frame without its payload, which the peer finds as meta says.
-
-        in_one_memory: nothing carries the bytes, so the digest is over samples of them.
-        """
-        header = frame.pack(len(meta), len(payload))
-        digest = Digest(header, meta)
-        (digest.sample if in_one_memory else digest.update)(payload)
-        self._send_all([memoryview(b"".join((header, meta, digest.pack())))])
+        head = frame.pack(len(meta), sum(len(part) for part in payload)) + meta
+        digest = Digest(head)
+        batch, batch_bytes = [memoryview(head)], 0
+        with self._sending:
+            for part in payload:
+                for at in range(0, len(part), _CHUNK_BYTES):
+                    chunk = part[at : at + _CHUNK_BYTES]
+                    digest.update(chunk)
+                    batch.append(chunk)
+                    batch_bytes += len(chunk)
+                    if batch_bytes >= _CHUNK_BYTES:
+                        self._send_all(batch)
+                        batch, batch_bytes = [], 0
+            batch.append(memoryview(digest.pack()))
+            self._send_all(batch)
 
     def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
         """Send one small frame with a file descriptor (Unix sockets only)."""
-        data = whole_frame(frame, meta)
+        data = without_payload(frame, meta)
         self._takes_fd = False
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         try:
             sent = self._sock.sendmsg([data], [rights])
         except OSError as error:
             raise PeerLost(f"sending failed: {error}") from error
-        self._send_all([memoryview(data)[sent:]])
+        if sent < len(data):
+            self._send_all([memoryview(data)[sent:]])
 
     def take_fd(self) -> int:
         """The descriptor that came with what was read; the caller's. Raises BadMessage."""
@@ -164,45 +204,49 @@ class Connection:
 
     def receive(self) -> Incoming:
         """The next header and its meta. Raises BadMessage when what came is no frame."""
-        header = bytes(self._read_ahead(HEADER_BYTES))
-        frame = Frame.unpack(header)
-        meta = bytes(self._read_ahead(frame.meta_len))
-        return Incoming(frame, meta, Digest(header, meta))
+        low = self._ahead_by(HEADER_BYTES)
+        frame = Frame.unpack_from(self._ahead, low)
+        head_bytes = HEADER_BYTES + frame.meta_len
+        low = self._ahead_by(head_bytes)
+        head = self._ahead[low : low + head_bytes].tobytes()
+        self._low = low + head_bytes
+        return Incoming(frame, head[HEADER_BYTES:], head)
 
     def receive_small(self) -> tuple[Frame, bytes]:
         """A whole frame without payload. Raises BadMessage when it has one, or came changed."""
         incoming = self.receive()
         if incoming.frame.payload_len:
             raise BadMessage(f"{incoming.frame.kind.name} with a payload")
-        if not self.receive_payload(incoming, memoryview(b"")):
+        if not self.receive_elsewhere(incoming, NO_PAYLOAD):
             raise BadMessage(f"{incoming.frame.kind.name} with a wrong digest")
         return incoming.frame, incoming.meta
 
     def receive_payload(self, incoming: Incoming, payload: memoryview) -> bool:
         """Read the payload into this (u8[payload_len]) and the digest: whether it is right."""
+        digest = Digest(incoming.head)
         for at in range(0, len(payload), _CHUNK_BYTES):
             chunk = payload[at : at + _CHUNK_BYTES]
             self._read_into(chunk)
-            incoming.digest.update(chunk)
-        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
+            digest.update(chunk)
+        return self._ends_with(digest.pack())
 
     def receive_elsewhere(
-        self, incoming: Incoming, payload: memoryview, in_one_memory: bool = True
+        self, incoming: Incoming, payload: memoryview, is_sampled: bool = False
     ) -> bool:
         """Read the digest of a frame whose payload is here already: whether it is right."""
-        (incoming.digest.sample if in_one_memory else incoming.digest.update)(payload)
-        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
+        return self._ends_with(digest_at_once(incoming.head, payload, is_sampled))
 
     def skip_payload(self, incoming: Incoming) -> bool:
         """Read the payload, which nobody wants, and the digest: whether it is right."""
         left = incoming.frame.payload_len
+        digest = Digest(incoming.head)
         scratch = memoryview(bytearray(min(left, _CHUNK_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]
             self._read_into(part)
-            incoming.digest.update(part)
+            digest.update(part)
             left -= len(part)
-        return bytes(self._read_ahead(DIGEST_BYTES)) == incoming.digest.pack()
+        return self._ends_with(digest.pack())
 
     @contextlib.contextmanager
     def all_within(self, timeout_s: float) -> Iterator[None]:
@@ -212,7 +256,8 @@ class Connection:
         self._deadline_s = None
 
     def close(self) -> None:
-        with self._lock:
+        # No other thread may be sending: a closed number may be reused.
+        with self._sending, self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -224,21 +269,26 @@ class Connection:
 
     # --- bytes ----------------------------------------------------------------------------------
 
-    def _read_ahead(self, count: int) -> memoryview:
-        """The next bytes, valid until the next read; what comes with them is kept."""
-        if count <= self._high - self._low:
-            self._low += count
-            return self._ahead[self._low - count : self._low]
-        if self._low + count > len(self._ahead) - _READ_AHEAD_BYTES or self._low == self._high:
-            left = self._high - self._low
-            self._ahead[:left] = bytes(self._ahead[self._low : self._high])
-            self._low, self._high = 0, left
-        while self._high - self._low < count:
-            missing = count - (self._high - self._low)
-            room = self._ahead[self._high : self._high + max(missing, _READ_AHEAD_BYTES)]
-            self._high += self._receive(room, 0)
-        self._low += count
-        return self._ahead[self._low - count : self._low]
+    def _ends_with(self, digest: bytes) -> bool:
+        """Read a digest: whether it is this one."""
+        low = self._ahead_by(DIGEST_BYTES)
+        self._low = low + DIGEST_BYTES
+        return self._ahead[low : self._low] == digest
+
+    def _ahead_by(self, count: int) -> int:
+        """Have so many bytes here, and what comes with them; where in _ahead they begin."""
+        low, high = self._low, self._high
+        if high - low >= count:
+            return low
+        if low == high:
+            self._low = low = high = 0
+        elif low + count > len(self._ahead) - _READ_AHEAD_BYTES:
+            self._ahead[: high - low] = bytes(self._ahead[low:high])
+            self._low, low, high = 0, 0, high - low
+        while high - low < count:
+            room = self._ahead[high : high + max(count - (high - low), _READ_AHEAD_BYTES)]
+            self._high = high = high + self._receive(room, 0)
+        return low
 
     def _read_into(self, view: memoryview) -> None:
         kept = min(self._high - self._low, len(view))
@@ -275,7 +325,7 @@ class Connection:
         return count
 
     def _send_all(self, buffers: list[memoryview]) -> None:
-        buffers = [buffer for buffer in buffers if len(buffer)]
+        buffers, self._rest = self._rest + buffers, []
         try:
             if self._is_tls or len(buffers) == 1:
                 self._sock.sendall(b"".join(buffers) if len(buffers) > 1 else buffers[0])

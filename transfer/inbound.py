@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +17,8 @@ from transfer.backend import FirstToken, Frame, Kind, OnFinish, OnLost, OnPages,
 from transfer.errors import BadMessage, Code, FrameRefused
 
 log = logging.getLogger(__name__)
+
+_FROM_SENDERS = (Kind.PAGES, Kind.FINISH, Kind.CANCEL)
 
 
 @dataclass(slots=True)
@@ -38,8 +40,7 @@ class _Expected:
     feeder: "Feeder | None" = None
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(NamedTuple):
     """A run of pages, complete: one array per shard, [layers, planes, n, page_size, heads, dim]."""
 
     page_start: int
@@ -52,6 +53,11 @@ class Feeder(Protocol):
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
         """Queue a small frame for the sender (any thread)."""
         ...
+
+
+def _check_kind(frame: Frame) -> None:
+    if frame.kind not in _FROM_SENDERS:
+        raise BadMessage(f"unexpected {frame.kind.name} frame")
 
 
 class Inbound:
@@ -265,9 +271,11 @@ class Receiver(ABC):
     # --- the connections' calls ------------------------------------------------------------------
 
     def admits(self, feeder: Feeder, frame: Frame) -> bool:
-        """Judge a frame by its header, before its payload is read. False: refused, skip it."""
-        if frame.kind not in (Kind.PAGES, Kind.FINISH, Kind.CANCEL):
-            raise BadMessage(f"unexpected {frame.kind.name} frame")
+        """Judge a frame by its header, before its payload is read. False: refused, skip it.
+
+        Raises BadMessage for a frame that is not a sender's.
+        """
+        _check_kind(frame)
         try:
             with self._lock:
                 self._inbound.check(frame, feeder)
@@ -279,29 +287,31 @@ class Receiver(ABC):
     def take(
         self, feeder: Feeder, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool
     ) -> None:
-        """Deliver a frame. payload: u8[payload_len]; intact: whether its digest was right.
+        """Judge and deliver a frame. payload: u8[payload_len].
 
-        Raises BadMessage when it was not.
+        intact: whether its digest was right. Raises BadMessage when it was not, and for a frame
+        that is not a sender's.
         """
         if not intact:
             self.damaged()
+        _check_kind(frame)
+        kind = frame.kind
         arrived: Arrived | None = None
         first: FirstToken | None = None
         try:
-            if frame.kind is Kind.FINISH:
+            if kind is Kind.FINISH:
                 first = wire.decode(meta, FirstToken)
             with self._lock:
-                # Again, since the room may have ended while the payload came.
+                # If it was admitted, again: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
-                match frame.kind:
-                    case Kind.PAGES:
-                        arrived = self._inbound.pages(frame, payload)
-                        self.counters["frames"] += 1
-                        self.counters["bytes"] += payload.nbytes
-                    case Kind.FINISH:
-                        self._inbound.finish(frame)
-                    case _:
-                        self._inbound.forget(frame.room)
+                if kind is Kind.PAGES:
+                    arrived = self._inbound.pages(frame, payload)
+                    self.counters["frames"] += 1
+                    self.counters["bytes"] += payload.nbytes
+                elif kind is Kind.FINISH:
+                    self._inbound.finish(frame)
+                else:
+                    self._inbound.forget(frame.room)
         except (FrameRefused, BadMessage) as error:
             self._refuse(feeder, frame, error)
             return
@@ -309,7 +319,7 @@ class Receiver(ABC):
             self._on_pages(frame.room, arrived.page_start, arrived.shards)
         elif first is not None:
             self._on_finish(frame.room, first)
-        elif frame.kind is Kind.CANCEL:
+        elif kind is Kind.CANCEL:
             self._on_lost((frame.room,), "cancelled by the sender", Code.GONE)
 
     def damaged(self) -> NoReturn:

@@ -15,12 +15,12 @@ from model.config import KVSpec
 from transfer.backend import (
     DIGEST_BYTES,
     HEADER_BYTES,
-    Digest,
     Frame,
     OnEvent,
     OnFinish,
     OnLost,
     OnPages,
+    digest_at_once,
     whole_frame,
 )
 from transfer.errors import BadMessage
@@ -154,7 +154,7 @@ class _Link(Lane):
             return
         while not self._ended and (job := self._sender.next_job(self)) is not None:
             data = whole_frame(job.frame, job.meta, segments(job.payload))
-            self._sender.sent(self, job)
+            self._sender.sent(self, job, self._sender.clock.monotonic_s())
             self._network.put(self, True, job.frame, data)
 
     def deliver(self, packet: _Packet) -> None:
@@ -237,6 +237,5 @@ def _parse(data: bytearray) -> tuple[Frame, bytes, np.ndarray, bool]:
         raise BadMessage(f"a frame of {end + DIGEST_BYTES} bytes came as {len(data)}")
     meta = bytes(data[HEADER_BYTES : HEADER_BYTES + frame.meta_len])
     payload = np.frombuffer(data, np.uint8, frame.payload_len, HEADER_BYTES + frame.meta_len)
-    digest = Digest(header, meta)
-    digest.update(memoryview(payload))
-    return frame, meta, payload, digest.pack() == bytes(data[end:])
+    digest = digest_at_once(header + meta, memoryview(payload))
+    return frame, meta, payload, digest == bytes(data[end:])

@@ -222,6 +222,7 @@ class _NixlLane(SlotLane):
 
     elsewhere = "nixl"
     in_one_memory = False
+    writes_at_once = False
 
     def __init__(self, sender: NixlSender, address: str) -> None:
         super().__init__(sender, address)
@@ -315,8 +316,8 @@ class RegisteredSlots(LentSlots):
         super().close()
         self._give_back()
 
-    def _free(self, slot: int) -> None:
-        super()._free(slot)
+    def _free(self, slot: int, view: object) -> None:
+        super()._free(slot, view)
         self._give_back()
 
     def _give_back(self) -> None:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,20 +19,17 @@ from transfer.layout import HeadRun
 from transfer.pairs import Pairs
 
 _RUN_LENGTHS = geometric(1, MAX_RUN_PAGES, 4)  # as decode compiles them for most models
+_AT_ONCE_BYTES = 64 << 10  # what the thread that brings a job may copy and send itself
 _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
 
-@dataclass(slots=True)
-class Job:
+class Job(NamedTuple):
     """A frame to send. payload only for PAGES: [layers, planes, n, page_size, heads, head_dim]."""
 
     frame: Frame
     meta: bytes = b""
     payload: np.ndarray | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.payload is None else self.payload.nbytes
+    num_bytes: int = 0  # of the payload
 
 
 @dataclass(eq=False)
@@ -50,6 +48,9 @@ class Lane(ABC):
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
     max_frame_bytes: int = 0  # 0: the sender's
     shipped: dict[int, Shipped] = field(default_factory=dict)  # of the open rooms
+    # Held from choosing a job until it is sent, so that jobs leave in the order in which they
+    # were chosen. Taken before the sender's lock, or only if it is free.
+    leaving: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def way(self) -> str:
@@ -63,6 +64,10 @@ class Lane(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop for good (any thread)."""
+
+    def try_send(self, job: Job) -> bool:
+        """Send a small job if that needs no waiting; by who holds `leaving`. False: not sent."""
+        return False
 
 
 class Sender(ABC):
@@ -170,6 +175,8 @@ class Sender(ABC):
             else:
                 self._lanes.setdefault(grant.data_address, []).append(opened)
                 return opened
+        if len(lanes) == 1:
+            return lanes[0]
         return min(lanes, key=lambda lane: (lane.queued_bytes, len(lane.rooms)))
 
     def _queue(self, grant: wire.Grant, cut: Callable[[int], list[Job]]) -> None:
@@ -184,17 +191,48 @@ class Sender(ABC):
                 self._remember(grant.room)
                 lost = SenderEvent("unsent", grant.room, str(error), shipped=Shipped())
             else:
-                self._put(lane, grant, cut(lane.max_frame_bytes or self._max_frame_bytes))
+                jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
+                was_idle = not lane.rooms  # and its thread asked for no signs of life
+                is_next = self._put(lane, grant, jobs)
         if lost is not None:
             self._on_event(lost)
-        else:
+        elif not (is_next and self._send_at_once(lane, jobs[0])) or was_idle:
             lane.wake()
 
-    def _put(self, lane: Lane, grant: wire.Grant, jobs: list[Job]) -> None:
-        lane.rooms[grant.room] = grant.epoch
-        lane.shipped.setdefault(grant.room, Shipped())
-        lane.queues.setdefault(grant.room, deque()).extend(jobs)
-        self._queued(lane, sum(job.num_bytes for job in jobs))
+    def _put(self, lane: Lane, grant: wire.Grant, jobs: list[Job]) -> bool:
+        """Whether the one job may leave at once, and the caller holds `lane.leaving` for that."""
+        room = grant.room
+        if room not in lane.rooms:
+            lane.rooms[room] = grant.epoch
+            lane.shipped[room] = Shipped()
+        num_bytes = sum([job.num_bytes for job in jobs])
+        self._queued(lane, num_bytes)
+        if (
+            len(jobs) == 1
+            and num_bytes <= _AT_ONCE_BYTES
+            and not lane.queues
+            and not lane.cancels
+            and lane.leaving.acquire(blocking=False)
+        ):
+            return True
+        lane.queues.setdefault(room, deque()).extend(jobs)
+        return False
+
+    def _send_at_once(self, lane: Lane, job: Job) -> bool:
+        """By this thread instead of the lane's, if the lane can; else the job is queued."""
+        begun_s = self.clock.monotonic_s()
+        try:
+            is_sent = lane.try_send(job)
+            with self._lock:
+                if is_sent:
+                    self._sent(lane, job, begun_s)
+                elif job.frame.room in lane.rooms:
+                    lane.queues.setdefault(job.frame.room, deque()).appendleft(job)
+                else:  # it ended meanwhile
+                    self._queued(lane, -job.num_bytes)
+        finally:
+            lane.leaving.release()
+        return is_sent
 
     # --- the lanes' calls ------------------------------------------------------------------------
 
@@ -210,30 +248,33 @@ class Sender(ABC):
                         del lane.queues[room]
                         if queue:
                             lane.queues[room] = queue  # behind the others
-                    shipped = lane.shipped.get(room)
-                    if shipped is not None and not shipped.first_s and job.payload is not None:
-                        shipped.first_s = self.clock.monotonic_s()
                     return job
             return None
 
-    def sent(self, lane: Lane, job: Job, took_s: float = 0.0) -> None:
+    def sent(self, lane: Lane, job: Job, begun_s: float) -> float:
         """The job has left, or never will: then the lane is lost next.
 
-        took_s: seconds that it took to write.
+        begun_s: when it began to be written. Returns how long that took, in seconds.
         """
         with self._lock:
-            self._queued(lane, -job.num_bytes)
-            if job.payload is None:
-                return
-            self._pairs.add(lane.way, lane.address, job.num_bytes, took_s)
+            return self._sent(lane, job, begun_s)
+
+    def _sent(self, lane: Lane, job: Job, begun_s: float) -> float:
+        now_s = self.clock.monotonic_s()
+        took_s = now_s - begun_s
+        if job.payload is not None:
+            num_bytes = job.num_bytes
+            self._queued(lane, -num_bytes)
+            self._pairs.add(lane.way, lane.address, num_bytes, took_s)
             shipped = lane.shipped.get(job.frame.room)
-            if shipped is None:
-                return
-            shipped.way = lane.way
-            shipped.num_bytes += job.num_bytes
-            shipped.num_frames += 1
-            shipped.last_s = self.clock.monotonic_s()
-            shipped.page_ends[job.frame.page_start + job.frame.num_pages] = shipped.last_s
+            if shipped is not None:
+                shipped.way = lane.way
+                shipped.num_bytes += num_bytes
+                shipped.num_frames += 1
+                shipped.first_s = shipped.first_s or begun_s
+                shipped.last_s = now_s
+                shipped.page_ends[job.frame.page_start + job.frame.num_pages] = now_s
+        return took_s
 
     def heard(self, lane: Lane, frame: Frame, meta: bytes) -> None:
         """Take an ACK or NACK. Raises BadMessage for anything else."""
@@ -283,7 +324,9 @@ class Sender(ABC):
             del self._over[next(iter(self._over))]
 
     def _drop_jobs(self, lane: Lane, room: int) -> None:
-        self._queued(lane, -sum(job.num_bytes for job in lane.queues.pop(room, ())))
+        queue = lane.queues.pop(room, None)
+        if queue:
+            self._queued(lane, -sum([job.num_bytes for job in queue]))
 
     def _queued(self, lane: Lane, more_bytes: int) -> None:
         lane.queued_bytes += more_bytes
@@ -301,10 +344,10 @@ def cut_frames(
 
     Cuts are at the same pages for all shards, so that the receiver can put shards together.
     """
-    num_pages = shards[0].shape[2]
-    most_heads = max(run.num_heads for run in runs)
-    page_bytes = shards[0][:, :, :1, :, :1].nbytes * most_heads
-    per_frame = _pages_per_frame(num_pages, max_frame_bytes // page_bytes)
+    num_layers, planes, num_pages, page_size, _, head_dim = shards[0].shape
+    head_bytes = num_layers * planes * page_size * head_dim * shards[0].itemsize
+    most_heads = max([run.num_heads for run in runs])
+    per_frame = _pages_per_frame(num_pages, max_frame_bytes // (head_bytes * most_heads))
     jobs = []
     for at in range(0, num_pages, per_frame):
         end = min(at + per_frame, num_pages)
@@ -319,8 +362,12 @@ def cut_frames(
                 run.dst_start,
                 run.num_heads,
             )
-            heads = slice(run.src_start, run.src_start + run.num_heads)
-            jobs.append(Job(frame, payload=shards[run.src_shard][:, :, at:end, :, heads]))
+            payload, num_heads = shards[run.src_shard], run.num_heads
+            if end - at < num_pages:
+                payload = payload[:, :, at:end]
+            if num_heads < payload.shape[4]:
+                payload = payload[..., run.src_start : run.src_start + num_heads, :]
+            jobs.append(Job(frame, b"", payload, (end - at) * num_heads * head_bytes))
     return jobs
 
 

@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from transfer import wire
-from transfer.backend import Frame, Kind
+from transfer.backend import Frame, Kind, without_payload
 from transfer.framing import Connection, Incoming
 from transfer.outbound import Job
 from transfer.staging import Credit, FillableSlots, InSlot, LentSlots
@@ -28,6 +28,7 @@ class SlotLane(TcpLane):
 
     elsewhere = ""  # how pages travel with slots
     in_one_memory = True  # a digest over samples is enough
+    writes_at_once = True  # into a slot, without waiting for anything
     slots: FillableSlots | None = None
 
     @property
@@ -42,9 +43,26 @@ class SlotLane(TcpLane):
         if self.slots is None or job.payload is None:
             super().send(connection, job)
             return
-        slot, written = self.slots.write(job.payload)
+        _, data = self._in_slot(self.slots, job, job.payload)
+        connection.send_whole(data)
+
+    def try_send(self, job: Job) -> bool:
+        slots, connection = self.slots, self._connection
+        if slots is None or job.payload is None:
+            return super().try_send(job)
+        if connection is None or not self.writes_at_once or not slots.num_free:
+            return False
+        slot, data = self._in_slot(slots, job, job.payload)
+        is_sent = connection.try_send(data)
+        if not is_sent:
+            slots.keep(slot)
+        return is_sent
+
+    def _in_slot(self, slots: FillableSlots, job: Job, payload: np.ndarray) -> tuple[int, bytes]:
+        """Write a payload; its slot, and the frame that names it."""
+        slot, written = slots.write(payload)
         meta = wire.encode(InSlot(slot))
-        connection.send_elsewhere(job.frame, meta, written, self.in_one_memory)
+        return slot, without_payload(job.frame, meta, written, self.in_one_memory)
 
     def heard(self, frame: Frame, meta: bytes) -> None:
         if frame.kind is Kind.CREDIT and self.slots is not None:
@@ -53,9 +71,10 @@ class SlotLane(TcpLane):
             super().heard(frame, meta)
 
     def ended(self) -> None:
-        if self.slots is not None:
-            self.slots.close()
-        self.slots = None
+        with self.leaving:
+            if self.slots is not None:
+                self.slots.close()
+            self.slots = None
 
 
 class SlotFeeder(TcpFeeder):
@@ -79,15 +98,8 @@ class SlotFeeder(TcpFeeder):
             return
         assert self.slots is not None
         payload = self.slots.take(wire.decode(incoming.meta, InSlot).slot, frame.payload_len)
-        if not self.receiver.admits(self, frame):
-            if not self._is_intact(connection, incoming, payload):
-                self.receiver.damaged()
-            return
-        intact = self._is_intact(connection, incoming, payload)
+        intact = connection.receive_elsewhere(incoming, memoryview(payload), self.in_one_memory)
         self.receiver.take(self, frame, incoming.meta, payload, intact)
-
-    def _is_intact(self, connection: Connection, incoming: Incoming, payload: np.ndarray) -> bool:
-        return connection.receive_elsewhere(incoming, memoryview(payload), self.in_one_memory)
 
     def before_waiting(self, connection: Connection) -> None:
         credit = self.slots.credit() if self.slots is not None else None

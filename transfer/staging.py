@@ -19,6 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -90,6 +91,8 @@ class LentSlots:
         self._memory = memory
         self._on_freed: Callable[[], None] | None = on_freed
         self._held = bytearray(shape.num_slots)  # 1: the receiver's
+        self._views: list[object] = [None] * shape.num_slots
+        self._ends = [partial(self._free, slot) for slot in range(shape.num_slots)]
         self._freed: deque[int] = deque()
         self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
 
@@ -106,7 +109,7 @@ class LentSlots:
         # A view through the buffer protocol stays the base of every view made of it, so its
         # own end is the end of them all.
         lent = np.frombuffer(self._memory, np.uint8, num_bytes, slot * self.shape.slot_bytes)
-        weakref.finalize(lent, self._free, slot).atexit = False
+        self._views[slot] = weakref.ref(lent, self._ends[slot])
         return lent
 
     def close(self) -> None:
@@ -114,7 +117,8 @@ class LentSlots:
         del self._memory
         self._on_freed = None
 
-    def _free(self, slot: int) -> None:
+    def _free(self, slot: int, _: object) -> None:
+        """The last view of a slot is gone (any thread)."""
         self._freed.append(slot)
         told = self._on_freed
         if told is not None and len(self._freed) >= self._least_freed:
@@ -151,7 +155,10 @@ class SharedSlots(LentSlots):
 
 
 class FillableSlots(ABC):
-    """The sender's end: which slots are its own. Used by one thread."""
+    """The sender's end: which slots are its own.
+
+    Used by one thread at a time, but for `take_back`, which another may call meanwhile.
+    """
 
     def __init__(self, shape: SlotShape) -> None:
         self._shape = shape
@@ -169,6 +176,10 @@ class FillableSlots(ABC):
         Raises BadMessage when they are more than a slot holds.
         """
 
+    def keep(self, slot: int) -> None:
+        """The frame that was to name a slot did not leave."""
+        self._free.append(slot)
+
     def close(self) -> None:
         """The connection is over: nothing can be written any more."""
         self._free.clear()
@@ -176,7 +187,7 @@ class FillableSlots(ABC):
     def take_back(self, credit: Credit) -> None:
         """Raises BadMessage for a slot that was not given away."""
         slots = wire.unpack_i32(credit.slots).tolist()
-        free = set(self._free)
+        free = set(self._free)  # what is written meanwhile leaves it, and no credit names that yet
         if len(set(slots)) != len(slots) or not all(
             0 <= slot < self._shape.num_slots and slot not in free for slot in slots
         ):

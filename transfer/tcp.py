@@ -15,7 +15,17 @@ from collections import deque
 import numpy as np
 
 from model.config import KVSpec
-from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.backend import (
+    NO_PAYLOAD,
+    Frame,
+    Kind,
+    OnEvent,
+    OnFinish,
+    OnLost,
+    OnPages,
+    whole_frame,
+    without_payload,
+)
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
 from transfer.complaint import Complaint
@@ -40,7 +50,7 @@ MAX_CONNECTIONS = 1024
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken
 _IDLE_BUFFER_BYTES = 256 << 20
-_NO_PAYLOAD = np.empty(0, np.uint8)
+_NO_BYTES = np.empty(0, np.uint8)
 
 
 class TcpSender(Sender):
@@ -139,23 +149,31 @@ class TcpLane(Lane):
 
     def _turn(self, connection: Connection) -> None:
         """Send a job and read what came; with none, wait, and see that the peer lives."""
-        job = self.sender.next_job(self, self.takes_pages)
-        if job is None:
+        took_s = self._send_next(connection)
+        if took_s is None:
             if connection.wait(self._ask(connection)):
                 self._read(connection)
             return
-        begun_s = SYSTEM_CLOCK.monotonic_s()
-        try:
-            self.send(connection, job)
-        finally:
-            took_s = SYSTEM_CLOCK.monotonic_s() - begun_s
-            self.sender.sent(self, job, took_s)
         if self._asked_s is not None:
             # Time in which the peer took bytes is no silence, and its answer waits behind them.
             self._asked_s += took_s
         if connection.wait(0.0):
             self._read(connection)
         self._ask(connection)
+
+    def _send_next(self, connection: Connection) -> float | None:
+        """Seconds that it took; None when there was nothing to send."""
+        with self.leaving:
+            connection.flush()
+            job = self.sender.next_job(self, self.takes_pages)
+            if job is None:
+                return None
+            begun_s = SYSTEM_CLOCK.monotonic_s()
+            try:
+                self.send(connection, job)
+            finally:
+                took_s = self.sender.sent(self, job, begun_s)
+        return took_s
 
     def _ask(self, connection: Connection) -> float:
         """Send a PING when it is time; how long to wait for bytes. Raises PeerLost on silence."""
@@ -189,6 +207,14 @@ class TcpLane(Lane):
 
     def send(self, connection: Connection, job: Job) -> None:
         connection.send(job.frame, job.meta, segments(job.payload))
+
+    def try_send(self, job: Job) -> bool:
+        connection = self._connection
+        if connection is None:
+            return False
+        if job.payload is None:
+            return connection.try_send(without_payload(job.frame, job.meta))
+        return connection.try_send(whole_frame(job.frame, job.meta, segments(job.payload)))
 
     def heard(self, frame: Frame, meta: bytes) -> None:
         self.sender.heard(self, frame, meta)
@@ -315,8 +341,10 @@ class TcpFeeder:
         self.in_use = False
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
-        self.replies.append((frame, meta))
         connection = self.connection
+        if connection is not None and connection.try_send(without_payload(frame, meta)):
+            return
+        self.replies.append((frame, meta))
         if connection is not None and threading.current_thread() is not self.thread:
             connection.wake()
 
@@ -361,22 +389,29 @@ class TcpFeeder:
         return connection
 
     def _turn(self, connection: Connection) -> None:
+        connection.flush()
         while self.replies:
             connection.send(*self.replies.popleft())
         self.before_waiting(connection)
+        if connection.has_more or self._awaited(connection):
+            self._read(connection)
+
+    def _awaited(self, connection: Connection) -> bool:
+        """Wait for a frame, if the peer owes one only so long; whether it is there."""
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
         if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
-            self._read(connection)
             self._heard_s = SYSTEM_CLOCK.monotonic_s()
-        elif busy and SYSTEM_CLOCK.monotonic_s() - self._heard_s > stall_s:
+            return True
+        if busy and SYSTEM_CLOCK.monotonic_s() - self._heard_s > stall_s:
             raise PeerLost(f"no sign of life for {stall_s:g} s")
+        return False
 
     def _read(self, connection: Connection) -> None:
         incoming = connection.receive()
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
-            if connection.receive_payload(incoming, memoryview(b"")):
+            if connection.receive_elsewhere(incoming, NO_PAYLOAD):
                 self.receiver.count("pings")
                 self.replies.append((Frame(Kind.PONG), b""))
             return
@@ -397,14 +432,18 @@ class TcpFeeder:
         """Judge a frame, read its payload and deliver it."""
         if not self.in_use:
             self._begin()
-        if not self.receiver.admits(self, incoming.frame):
-            if not connection.skip_payload(incoming):
-                self.receiver.damaged()
+        receiver, num_bytes = self.receiver, incoming.frame.payload_len
+        if not num_bytes:
+            intact = connection.receive_elsewhere(incoming, NO_PAYLOAD)
+            receiver.take(self, incoming.frame, incoming.meta, _NO_BYTES, intact)
             return
-        num_bytes = incoming.frame.payload_len
-        payload = self.receiver.buffers.take(num_bytes) if num_bytes else _NO_PAYLOAD
+        if not receiver.admits(self, incoming.frame):
+            if not connection.skip_payload(incoming):
+                receiver.damaged()
+            return
+        payload = receiver.buffers.take(num_bytes)
         intact = connection.receive_payload(incoming, memoryview(payload))
-        self.receiver.take(self, incoming.frame, incoming.meta, payload, intact)
+        receiver.take(self, incoming.frame, incoming.meta, payload, intact)
 
     def _begin(self) -> None:
         """Rooms travel by this connection, not by one that it led to."""

@@ -15,6 +15,7 @@ Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of
                              FindTimeline -> FoundTimeline
 """
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -480,17 +481,14 @@ def _unpack(data: bytes, dtype: str, size: int) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype)
 
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+encode = msgspec.msgpack.Encoder().encode
+_decoder = functools.cache(msgspec.msgpack.Decoder)
 
 
 def decode[M: msgspec.Struct](data: bytes | memoryview, kind: type[M]) -> M:
     """Parse and validate. Raises BadMessage on anything malformed or of another version."""
     try:
-        message = msgspec.msgpack.decode(data, type=kind)
+        message: M = _decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"not a {kind.__name__}: {error}") from error
     version = getattr(message, "version", WIRE_VERSION)

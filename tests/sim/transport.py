@@ -132,7 +132,7 @@ class Link(Lane):
             if job is None:
                 return
             self._send(job)
-            self._sender.sent(self, job)
+            self._sender.sent(self, job, self._sender.clock.monotonic_s())
         self.wake()
 
     def _send(self, job: Job) -> None:

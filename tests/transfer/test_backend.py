@@ -12,9 +12,9 @@ from transfer.backend import (
     HEADER_BYTES,
     MAX_META_BYTES,
     MAX_PAYLOAD_BYTES,
-    Digest,
     Frame,
     Kind,
+    digest_at_once,
     whole_frame,
 )
 from transfer.errors import BadMessage
@@ -101,9 +101,7 @@ def test_a_header_of_another_length_is_refused(length: int) -> None:
 
 
 def sampled(payload: np.ndarray) -> bytes:
-    digest = Digest(b"header", b"meta")
-    digest.sample(memoryview(payload))
-    return digest.pack()
+    return digest_at_once(b"header and meta", memoryview(payload), is_sampled=True)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 64 << 10])

@@ -1,5 +1,7 @@
 """Cutting runs of pages into frames, and reading their bytes without copying."""
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from transfer import wire
 from transfer.backend import FirstToken, Frame, Kind, Refused, SenderEvent
 from transfer.clock import ManualClock
 from transfer.layout import plan_heads
-from transfer.outbound import Lane, Sender, cut_frames, segments
+from transfer.outbound import Job, Lane, Sender, cut_frames, segments
 
 PAGE_BYTES = KV.page_bytes
 
@@ -87,12 +89,33 @@ class StillLane(Lane):
         pass
 
 
+class QuickLane(StillLane):
+    """Takes jobs from the thread that brings them, while it is open."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.is_open = True
+        self.told = 0
+        self.left: list[tuple[Kind, int]] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def wake(self) -> None:
+        self.told += 1
+
+    def try_send(self, job: Job) -> bool:
+        assert self.leaving.locked()
+        self.meanwhile()
+        if self.is_open:
+            self.left.append((job.frame.kind, job.frame.room))
+        return self.is_open
+
+
 class StillSender(Sender):
-    def __init__(self, connections: int = 1) -> None:
+    def __init__(self, connections: int = 1, lane: Lane | None = None) -> None:
         self.events: list[SenderEvent] = []
         super().__init__(self.events.append, PAGE_BYTES, connections)
         self.clock: ManualClock = ManualClock(100.0)
-        self.lane = StillLane("a")
+        self.lane = lane or StillLane("a")
         self.num_opened = 0
 
     def _open_lane(self, address: str) -> Lane:
@@ -103,8 +126,9 @@ class StillSender(Sender):
         """What leaves when all of it may."""
         jobs = []
         while (job := self.next_job(self.lane)) is not None:
+            begun_s = self.clock.monotonic_s()
             self.clock.advance(1.0)
-            self.sent(self.lane, job)
+            self.sent(self.lane, job, begun_s)
             jobs.append((job.frame.kind, job.frame.room))
         return jobs
 
@@ -124,6 +148,67 @@ def test_a_grant_opens_the_connection_that_its_pages_take() -> None:
     queue_room(sender, 1, 1)
     assert sender.num_opened == 1
     assert list(sender.lane.rooms) == [1]
+
+
+def test_small_jobs_leave_by_the_thread_that_brings_them() -> None:
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    queue_room(sender, 1, 1)
+    assert lane.left == [(Kind.PAGES, 1), (Kind.FINISH, 1)]
+    assert lane.told == 1  # of a first room: its thread asks for signs of life from now on
+    assert sender.in_flight_bytes == 0
+    assert lane.shipped[1].num_bytes == PAGE_BYTES
+    assert not lane.leaving.locked()
+
+
+def test_nothing_leaves_before_what_waits() -> None:
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    lane.is_open = False
+    queue_room(sender, 1, 1)
+    lane.is_open = True
+    queue_room(sender, 2, 1)
+    assert lane.left == []
+    assert lane.told == 4
+    assert sender.left() == [
+        (Kind.PAGES, 1),
+        (Kind.PAGES, 2),
+        (Kind.FINISH, 1),
+        (Kind.FINISH, 2),
+    ]
+    assert sender.in_flight_bytes == 0
+
+
+def test_what_the_lane_s_thread_is_sending_is_not_overtaken() -> None:
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    with lane.leaving:
+        queue_room(sender, 1, 1)
+    assert lane.left == []
+    assert sender.left() == [(Kind.PAGES, 1), (Kind.FINISH, 1)]
+
+
+def test_several_frames_or_a_long_one_are_left_to_the_lane_s_thread() -> None:
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    queue_room(sender, 1, 2)
+    assert lane.left == []
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    pages = np.zeros((2, 2, 1, 4, 4, 1 << 10), np.float32)
+    sender.send_pages(a_grant(2, "a", 1), 0, [pages], plan_heads(4, 1, 4, 1, 4))
+    assert pages.nbytes > 64 << 10
+    assert lane.left == []
+
+
+def test_a_job_that_could_not_leave_is_dropped_when_its_room_ended_meanwhile() -> None:
+    lane = QuickLane("a")
+    sender = StillSender(lane=lane)
+    lane.is_open = False
+    lane.meanwhile = lambda: sender.cancel(1)
+    queue_room(sender, 1, 1)
+    assert sender.left() == [(Kind.CANCEL, 1)]
+    assert sender.in_flight_bytes == 0
 
 
 def test_rooms_take_turns_so_a_long_one_does_not_hold_up_short_ones() -> None:

@@ -14,7 +14,7 @@ from tests.contract.transfer_ends import ShmEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages, sharded
 from tests.transfer.shm_ends import OpenEnds, deliver, mapped
 from transfer import wire
-from transfer.backend import FirstToken, Frame, Kind
+from transfer.backend import FirstToken, Frame, Kind, without_payload
 from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
 from transfer.handshake import Offer, greet, introduce
@@ -169,6 +169,11 @@ def put(memory: np.ndarray, slot: int, num_pages: int = 2) -> memoryview:
     return memoryview(data)
 
 
+def naming(frame: Frame, meta: bytes, payload: memoryview) -> bytes:
+    """A frame whose payload lies in a slot."""
+    return without_payload(frame, meta, payload, is_sampled=True)
+
+
 def pages_frame(room: int = 1, num_pages: int = 2, page_start: int = 0) -> Frame:
     return Frame(Kind.PAGES, room, 1, page_start, num_pages, num_heads=4)
 
@@ -193,7 +198,7 @@ def test_what_was_changed_in_memory_ends_the_connection_undelivered(
     with by_hand(ends) as (connection, memory):
         payload = put(memory, 0)
         memory[5] ^= 1
-        connection.send_elsewhere(pages_frame(), in_slot(0), payload)
+        connection.send_whole(naming(pages_frame(), in_slot(0), payload))
         with pytest.raises(PeerLost):
             connection.receive_small()
     assert ends.diary.pages == []
@@ -204,7 +209,7 @@ def test_what_was_changed_in_memory_ends_the_connection_undelivered(
 def test_a_slot_that_is_not_there_ends_the_connection(ends: ShmEnds, slot: int) -> None:
     ends.receiver.expect(1, 1, 2)
     with by_hand(ends) as (connection, memory):
-        connection.send_elsewhere(pages_frame(), in_slot(slot), put(memory, 0))
+        connection.send_whole(naming(pages_frame(), in_slot(slot), put(memory, 0)))
         with pytest.raises(PeerLost):
             connection.receive_small()
     ends.until(lambda: ends.receiver.counters["connections_refused"] == 1)
@@ -216,7 +221,7 @@ def test_a_frame_that_is_longer_than_a_slot_ends_the_connection(ends: ShmEnds) -
     ends.receiver.expect(1, 1, num_pages)
     with by_hand(ends) as (connection, memory):
         payload = put(memory, 0, num_pages)
-        connection.send_elsewhere(pages_frame(num_pages=num_pages), in_slot(0), payload)
+        connection.send_whole(naming(pages_frame(num_pages=num_pages), in_slot(0), payload))
         with pytest.raises(PeerLost):
             connection.receive_small()
     assert ends.diary.pages == []
@@ -257,9 +262,9 @@ def test_a_slot_that_is_still_read_cannot_be_named_again(ends: ShmEnds, holder: 
     ends.receiver, shown = holder.receiver, logical_pages(2)
     holder.receiver.expect(1, 1, 4)
     with by_hand(ends) as (connection, memory):
-        connection.send_elsewhere(pages_frame(), in_slot(1), put(memory, 1))
+        connection.send_whole(naming(pages_frame(), in_slot(1), put(memory, 1)))
         ends.until(lambda: bool(holder.kept))
-        connection.send_elsewhere(pages_frame(page_start=2), in_slot(1), put(memory, 1))
+        connection.send_whole(naming(pages_frame(page_start=2), in_slot(1), put(memory, 1)))
         with pytest.raises(PeerLost):
             connection.receive_small()
     assert len(holder.kept) == 1

@@ -20,7 +20,7 @@ from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pa
 from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
 from transfer.framing import Connection
-from transfer.handshake import Welcome, introduce, parse_address
+from transfer.handshake import Welcome, greet, introduce, parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpReceiver
 from transfer.wire import decode, encode
@@ -278,6 +278,26 @@ def test_a_receiver_that_answers_nothing_loses_the_room(
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
         ends.until(lambda: bool(ends.diary.events))
     assert ends.diary.kinds() == [("lost", 1)]
+
+
+def test_a_receiver_that_falls_silent_between_two_rooms_loses_the_second(
+    open_ends: Callable[..., TcpEnds],
+) -> None:
+    """Its frames leave by the thread that brings them, while the connection's own one sleeps."""
+    ends = open_ends(stall_timeout_s=STALL_S)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
+        peer = Connection(listener.accept()[0], PATIENCE_S)
+        greet(peer, SECURITY)
+        while peer.receive_small()[0].kind is not Kind.FINISH:
+            pass
+        peer.send(Frame(Kind.ACK, 1))
+        ends.until(lambda: bool(ends.diary.events))
+        ends.sender.finish(a_grant(2, address, 0), FirstToken(0, 0, 0))
+        ends.until(lambda: len(ends.diary.events) == 2)
+        peer.close()
+    assert ends.diary.kinds() == [("acked", 1), ("lost", 2)]
 
 
 # --- processes that die or freeze -----------------------------------------------------------------

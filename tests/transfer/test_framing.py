@@ -1,0 +1,134 @@
+"""One data connection: who may send when, and what becomes of what the kernel does not take."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.transfer.samples import PATIENCE_S
+from transfer.backend import Frame, Kind, without_payload
+from transfer.errors import PeerLost
+from transfer.framing import Connection
+
+Pair = tuple[Connection, Connection]
+
+
+@pytest.fixture(params=[socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two ends of a connection."""
+    if request.param == socket.AF_UNIX:
+        left, right = socket.socketpair(socket.AF_UNIX)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            left = socket.create_connection(listener.getsockname(), PATIENCE_S)
+            right = listener.accept()[0]
+    mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
+    with contextlib.closing(mine), contextlib.closing(theirs):
+        yield mine, theirs
+
+
+def a_frame(room: int, meta_bytes: int = 100) -> bytes:
+    return without_payload(Frame(Kind.FINISH, room), bytes([room % 251]) * meta_bytes)
+
+
+def rooms_of(connection: Connection, num: int) -> list[int]:
+    """Of the next frames, each whole and with the meta that belongs to it."""
+    found = []
+    for _ in range(num):
+        frame, meta = connection.receive_small()
+        assert set(meta) == {frame.room % 251}
+        found.append(frame.room)
+    return found
+
+
+def fill(connection: Connection) -> int:
+    """Send until nothing more is taken at once; how many frames that was."""
+    num = 0
+    while connection.try_send(a_frame(num, 60_000)):
+        num += 1
+    return num
+
+
+def test_a_full_connection_takes_nothing_and_loses_nothing(pair: Pair) -> None:
+    mine, theirs = pair
+    num = fill(mine)
+    assert num > 1
+    assert not mine.try_send(a_frame(num))
+    waiting = threading.Thread(target=mine.send_whole, args=(a_frame(num),))
+    waiting.start()  # behind what was taken in part
+    assert rooms_of(theirs, num + 1) == list(range(num + 1))
+    waiting.join(PATIENCE_S)
+    assert mine.try_send(a_frame(1))
+    assert rooms_of(theirs, 1) == [1]
+
+
+def test_the_owner_is_woken_for_what_was_taken_in_part_and_flushes_it(pair: Pair) -> None:
+    mine, theirs = pair
+    num = fill(mine)
+
+    def own() -> None:
+        if not mine.wait(PATIENCE_S):
+            mine.flush()
+
+    owner = threading.Thread(target=own)
+    owner.start()
+    assert rooms_of(theirs, num) == list(range(num))
+    owner.join(PATIENCE_S)
+    assert not owner.is_alive()
+
+
+def test_frames_stay_whole_whichever_threads_send_them(pair: Pair) -> None:
+    mine, theirs = pair
+    num, threads = 300, 3
+
+    def send(first: int) -> None:
+        for room in range(first, first + num):
+            data = a_frame(room)
+            if not mine.try_send(data):
+                mine.send_whole(data)
+
+    senders = [threading.Thread(target=send, args=(at * num,)) for at in range(threads)]
+    for thread in senders:
+        thread.start()
+    found = rooms_of(theirs, num * threads)
+    for thread in senders:
+        thread.join(PATIENCE_S)
+    assert sorted(found) == list(range(num * threads))
+    for at in range(threads):  # each thread's own are in its order
+        mine_of = [room for room in found if at * num <= room < (at + 1) * num]
+        assert mine_of == sorted(mine_of)
+
+
+def test_nothing_can_be_sent_on_a_connection_that_is_closed_or_lost(pair: Pair) -> None:
+    mine, theirs = pair
+    theirs.close()
+    while mine.try_send(a_frame(1)):  # until this end has heard of it
+        pass
+    with pytest.raises(PeerLost):
+        mine.receive()
+    mine.close()
+    assert not mine.try_send(a_frame(1))
+
+
+def test_frames_that_follow_at_once_are_waited_for_as_others(pair: Pair) -> None:
+    """After a short wait the next begins by looking; neither that nor sleeping misses a frame."""
+    mine, theirs = pair
+    rounds = 200
+
+    def answer() -> None:
+        for _ in range(rounds):
+            assert theirs.wait(PATIENCE_S)
+            theirs.send_whole(a_frame(rooms_of(theirs, 1)[0]))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    for room in range(rounds):
+        mine.send_whole(a_frame(room))
+        assert mine.wait(PATIENCE_S)
+        assert rooms_of(mine, 1) == [room]
+    answering.join(PATIENCE_S)
+    assert not mine.wait(0.001)
+    mine.wake()
+    assert not mine.wait(PATIENCE_S)
