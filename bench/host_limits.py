@@ -92,16 +92,17 @@ def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
 def tcp_limits(streams: int, request_bytes: int, budget_s: float) -> tuple[float, float]:
     """GB a second over so many connections, and processor seconds for each GB at both ends.
 
-    Each request is answered by one byte.
+    Each request is answered by one byte. Each connection sends memory of its own, as requests
+    that are outstanding together do: one that all share would stay in the caches.
     """
-    payload = np.ones(request_bytes, np.uint8).data
+    payloads = [np.ones(request_bytes, np.uint8).data for _ in range(streams)]
     moved: list[int] = []  # of all threads
 
     with _connections(streams) as (connections, peer_cpu_s):
 
         def work(idx: int, counts: list[int]) -> None:
             for _ in _rounds(budget_s):
-                _request(connections[idx], payload)
+                _request(connections[idx], payloads[idx])
                 counts.append(request_bytes)
             moved.extend(counts)
 
