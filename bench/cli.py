@@ -61,6 +61,7 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
         "--backend", action="append", choices=(*TRANSFER_BACKENDS, "nixl"), help="repeatable"
     )
     parser.add_argument("--budget-s", type=float, default=1.0, help="for each measurement")
+    parser.add_argument("--rounds", type=int, default=1, help="in turns; rows are their medians")
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 args.only or tuple(WORKLOADS),
                 args.budget_s,
                 args.backend or TRANSFER_BACKENDS,
+                args.rounds,
             )
             return 0
         if args.bench_command == "frontend":

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,7 @@ OUTSTANDING = (1, 8)
 BACKENDS = ("shm", "tcp")
 MAX_FRAME_BYTES = 16 << 20
 WARM_UPS = 4
+CPU = "CPU s/GB"
 
 
 @dataclass(frozen=True)
@@ -233,15 +234,29 @@ class Sender:
 
 
 def run(
-    report: Report, names: Sequence[str], budget_s: float, backends: Sequence[str] = BACKENDS
+    report: Report,
+    names: Sequence[str],
+    budget_s: float,
+    backends: Sequence[str] = BACKENDS,
+    rounds: int = 1,
 ) -> None:
-    """Measure the workloads named. Raises ValueError for an unknown one."""
+    """Measure the workloads named. Raises ValueError for an unknown one, and without a round."""
+    if rounds < 1:
+        raise ValueError(f"rounds: at least 1, got {rounds}")
     for name in names:
         if name not in WORKLOADS:
             raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
     for name in names:
         for outstanding in (1,) if name == "small" else OUTSTANDING:
-            measure(report, WORKLOADS[name], outstanding, budget_s, backends)
+            measure(report, WORKLOADS[name], outstanding, budget_s, backends, rounds)
+
+
+class Metric(NamedTuple):
+    """What a row is called, and the one that it is compared with."""
+
+    name: str
+    unit: str
+    baseline: str = ""
 
 
 def measure(
@@ -250,45 +265,69 @@ def measure(
     outstanding: int,
     budget_s: float,
     backends: Sequence[str] = BACKENDS,
+    rounds: int = 1,
 ) -> None:
-    """One workload with so many requests outstanding, and its baselines."""
+    """One workload with so many requests outstanding, and its baselines: medians of the rounds.
+
+    A round takes everything in turn, so that what the host does meanwhile meets all alike.
+    """
     case = f"{work.name} x{outstanding}"
     shapes = asdict(work) | {
         "page_bytes": work.page_bytes,
         "outstanding": outstanding,
         "connections": connections_of(outstanding),
+        "rounds": rounds,
     }
-    threads = min(outstanding, os.cpu_count() or 1)
-    if work.num_pages == 1:
-        round_trip_us = tcp_round_trip_us(work.request_bytes, budget_s)
-        report.add(case, "raw loopback p50", round_trip_us, "us", shapes=shapes)
-        for backend in backends:
-            taken_s, _, _ = transfer(work, outstanding, budget_s, backend, WAYS[-1])
-            p50_us = statistics.median(taken_s) * 1e6
-            report.add(case, f"{_named(backend)} p50", p50_us, "us", round_trip_us, shapes)
-        return
-    memcpy = memcpy_gb_s(threads, 128 << 20, budget_s)
-    copy_cpu = memcpy_cpu_s_per_gb(128 << 20, budget_s)
-    loopback, loopback_cpu = tcp_limits(outstanding, work.request_bytes, budget_s)
-    report.add(case, f"memcpy, {threads} threads", memcpy, "GB/s", shapes=shapes)
-    report.add(case, "memcpy CPU", copy_cpu, "CPU s/GB", shapes=shapes)
-    if outstanding == 1:
-        report.add(case, "page copy", page_copy_gb_s(work, budget_s), "GB/s", memcpy, shapes)
-    report.add(case, "raw loopback", loopback, "GB/s", memcpy, shapes)
-    report.add(case, "raw loopback CPU", loopback_cpu, "CPU s/GB", copy_cpu, shapes)
+    one_round = _round_of_one_page if work.num_pages == 1 else _round
+    found: dict[Metric, list[float]] = {}
+    for _ in range(rounds):
+        for metric, value in one_round(work, outstanding, budget_s, backends):
+            found.setdefault(metric, []).append(value)
+    medians = {metric.name: statistics.median(values) for metric, values in found.items()}
+    for metric in found:
+        base = medians.get(metric.baseline)
+        report.add(case, metric.name, medians[metric.name], metric.unit, base, shapes)
+
+
+def _round_of_one_page(
+    work: PageWork, outstanding: int, budget_s: float, backends: Sequence[str]
+) -> Iterator[tuple[Metric, float]]:
+    raw = Metric("raw loopback p50", "us")
+    yield raw, tcp_round_trip_us(work.request_bytes, budget_s)
     for backend in backends:
-        base, base_cpu = (loopback, loopback_cpu) if backend == "tcp" else (memcpy, copy_cpu)
+        taken_s, _, _ = transfer(work, outstanding, budget_s, backend, WAYS[-1])
+        yield Metric(f"{_named(backend)} p50", "us", raw.name), statistics.median(taken_s) * 1e6
+
+
+def _round(
+    work: PageWork, outstanding: int, budget_s: float, backends: Sequence[str]
+) -> Iterator[tuple[Metric, float]]:
+    threads = min(outstanding, os.cpu_count() or 1)
+    memcpy, memcpy_cpu = Metric(f"memcpy, {threads} threads", "GB/s"), Metric("memcpy CPU", CPU)
+    memcpy_rate = memcpy_gb_s(threads, 128 << 20, budget_s)
+    yield memcpy, memcpy_rate
+    yield memcpy_cpu, memcpy_cpu_s_per_gb(128 << 20, budget_s)
+    if outstanding == 1:
+        yield Metric("page copy", "GB/s", memcpy.name), page_copy_gb_s(work, budget_s)
+    loopback = Metric("raw loopback", "GB/s", memcpy.name)
+    loopback_cpu = Metric("raw loopback CPU", CPU, memcpy_cpu.name)
+    loopback_rate, loopback_cpu_s = tcp_limits(outstanding, work.request_bytes, budget_s)
+    yield loopback, loopback_rate
+    yield loopback_cpu, loopback_cpu_s
+    for backend in backends:
+        base, base_cpu = (loopback, loopback_cpu) if backend == "tcp" else (memcpy, memcpy_cpu)
         for way in WAYS:
             name = f"{_named(backend)}{way.said}"
             taken_s, whole_s, cpu_s = transfer(work, outstanding, budget_s, backend, way)
             gigabytes = len(taken_s) * work.request_bytes / 1e9
             rate = gigabytes / whole_s
-            report.add(case, name, rate, "GB/s", base, shapes)
-            report.add(case, f"{name} of memcpy", rate / memcpy, "share", shapes=shapes)
-            report.add(case, f"{name} CPU", cpu_s / gigabytes, "CPU s/GB", base_cpu, shapes)
+            yield Metric(name, "GB/s", base.name), rate
+            yield Metric(f"{name} of memcpy", "share"), rate / memcpy_rate
+            if backend == "tcp":
+                yield Metric(f"{name} of raw loopback", "share"), rate / loopback_rate
+            yield Metric(f"{name} CPU", CPU, base_cpu.name), cpu_s / gigabytes
             if outstanding == 1 and not way.on_device:
-                p50_us = statistics.median(taken_s) * 1e6
-                report.add(case, f"{name} p50", p50_us, "us", shapes=shapes)
+                yield Metric(f"{name} p50", "us"), statistics.median(taken_s) * 1e6
 
 
 def _named(backend: str) -> str:

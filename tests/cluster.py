@@ -47,11 +47,20 @@ class Cluster:
         return self.post("/generate", body)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The state of each worker, as /get_server_info tells it."""
-        reply = self.http.get("/get_server_info")
-        assert reply.status_code == 200, reply.text
-        workers: list[dict[str, Any]] = reply.json()["workers"]
-        return workers
+        """The state of each worker, as /get_server_info tells it, once all of them answer.
+
+        One that was just killed is listed without a state until its lease is over.
+        """
+        found: list[dict[str, Any]] = []
+
+        def all_answer() -> bool:
+            reply = self.http.get("/get_server_info")
+            assert reply.status_code == 200, reply.text
+            found[:] = reply.json()["workers"]
+            return all("role" in worker for worker in found)
+
+        wait_until(all_answer)
+        return found
 
     def worker(self, role: str) -> dict[str, Any]:
         return next(worker for worker in self.workers() if worker["role"] == role)

@@ -84,3 +84,40 @@ def test_an_unknown_workload_is_refused():
     report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
     with pytest.raises(ValueError, match="small, a, b, c"):
         run(report, ["huge"], 0.01)
+
+
+def test_rows_of_several_rounds_are_medians_beside_those_of_their_baseline(monkeypatch):
+    took = iter([30e-6, 50e-6, 10e-6, 20e-6, 40e-6, 20e-6])  # shm and tcp, three rounds
+    raw = iter([60.0, 80.0, 70.0])
+    monkeypatch.setattr("bench.transfer.tcp_round_trip_us", lambda *_: next(raw))
+    monkeypatch.setattr("bench.transfer.transfer", lambda *_: ([next(took)], 1.0, 1.0))
+    report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
+    measure(report, SMALL, 1, budget_s=0.02, rounds=3)
+    told = {row.metric: (row.value, row.baseline) for row in report.rows}
+    assert told == {
+        "raw loopback p50": (70.0, None),
+        "shm p50": (pytest.approx(30.0), 70.0),
+        "tcp p50": (pytest.approx(20.0), 70.0),
+    }
+    assert all(row.shapes["rounds"] == 3 for row in report.rows)
+
+
+def test_every_way_stands_beside_the_baseline_that_it_is_measured_by(monkeypatch):
+    monkeypatch.setattr("bench.transfer.transfer", lambda *_: ([0.5], 1.0, 0.1))
+    monkeypatch.setattr("bench.transfer.tcp_limits", lambda *_: (2.0, 0.4))
+    monkeypatch.setattr("bench.transfer.memcpy_gb_s", lambda *_: 4.0)
+    report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
+    work = WORKLOADS["a"]
+    measure(report, work, 8, budget_s=0.01)
+    rows = {row.metric: row for row in report.rows}
+    rate = work.request_bytes / 1e9
+    assert rows["shm, gathered"].ratio == pytest.approx(rate / 4.0)
+    assert rows["tcp, gathered"].ratio == pytest.approx(rate / 2.0)
+    assert rows["tcp, gathered of memcpy"].value == pytest.approx(rate / 4.0)
+    assert rows["tcp, gathered of raw loopback"].value == pytest.approx(rate / 2.0)
+    assert rows["tcp CPU"].baseline == 0.4
+
+
+def test_no_round_is_no_measurement():
+    with pytest.raises(ValueError, match="rounds"):
+        run(Report("transfer", Surroundings("c", "d", {})), ["small"], 0.01, rounds=0)
