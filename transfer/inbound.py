@@ -51,7 +51,7 @@ class Feeder(Protocol):
     """One connection, as the source of a room's frames."""
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
-        """Queue a small frame for the sender (any thread)."""
+        """Send a small frame to the sender, now or soon (any thread, which does not wait)."""
         ...
 
 

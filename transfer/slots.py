@@ -50,7 +50,7 @@ class SlotLane(TcpLane):
         slots, connection = self.slots, self._connection
         if slots is None or job.payload is None:
             return super().try_send(job)
-        if connection is None or not self.writes_at_once or not slots.num_free:
+        if connection is None or not self.writes_at_once or not slots.fits(job.num_bytes):
             return False
         slot, data = self._in_slot(slots, job, job.payload)
         is_sent = connection.try_send(data)

@@ -32,6 +32,8 @@ _SEALS = (
     | getattr(fcntl, "F_SEAL_SEAL", 0)
 )
 _ENOUGH_BYTES = 128 << 20
+# Of memory that was lent, so that its slots hear of their end even after their connection's.
+_VIEWS: dict[int, "weakref.ref[np.ndarray]"] = {}
 _LEAST_FREED = 4  # slots that are told free together: one message for several frames
 
 
@@ -91,8 +93,6 @@ class LentSlots:
         self._memory = memory
         self._on_freed: Callable[[], None] | None = on_freed
         self._held = bytearray(shape.num_slots)  # 1: the receiver's
-        self._views: list[object] = [None] * shape.num_slots
-        self._ends = [partial(self._free, slot) for slot in range(shape.num_slots)]
         self._freed: deque[int] = deque()
         self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
 
@@ -109,7 +109,8 @@ class LentSlots:
         # A view through the buffer protocol stays the base of every view made of it, so its
         # own end is the end of them all.
         lent = np.frombuffer(self._memory, np.uint8, num_bytes, slot * self.shape.slot_bytes)
-        self._views[slot] = weakref.ref(lent, self._ends[slot])
+        view = weakref.ref(lent, partial(self._free, slot))
+        _VIEWS[id(view)] = view
         return lent
 
     def close(self) -> None:
@@ -117,8 +118,9 @@ class LentSlots:
         del self._memory
         self._on_freed = None
 
-    def _free(self, slot: int, _: object) -> None:
+    def _free(self, slot: int, view: object) -> None:
         """The last view of a slot is gone (any thread)."""
+        del _VIEWS[id(view)]
         self._freed.append(slot)
         told = self._on_freed
         if told is not None and len(self._freed) >= self._least_freed:
@@ -168,6 +170,10 @@ class FillableSlots(ABC):
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so much can be written now."""
+        return bool(self._free) and num_bytes <= self._shape.slot_bytes
 
     @abstractmethod
     def write(self, pages: np.ndarray) -> tuple[int, memoryview]:

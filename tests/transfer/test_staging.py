@@ -1,6 +1,8 @@
 """Memory that two processes share: sealed, of the size announced, each slot with one owner."""
 
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -52,6 +54,30 @@ def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
     assert credit is not None
     borrowed.take_back(credit)
     assert (told, borrowed.num_free) == ([1], 4)
+
+
+def test_slots_live_as_long_as_what_was_lent_of_them() -> None:
+    """What NIXL registered goes back to the kernel with the last view, whoever else let go."""
+    lent = SharedSlots(SHAPE, lambda: None)
+    BorrowedSlots(lent.fd, SHAPE)
+    view = lent.take(2, 10)
+    lent.close()
+    alive = weakref.ref(lent)
+    del lent
+    gc.collect()
+    assert alive() is not None
+    del view
+    assert alive() is None
+
+
+def test_what_fits_no_free_slot_is_known_before() -> None:
+    borrowed = BorrowedSlots(SharedSlots(SHAPE, lambda: None).fd, SHAPE)
+    assert borrowed.fits(4096)
+    assert not borrowed.fits(4097)
+    slots = [borrowed.write(np.zeros(1, np.uint8))[0] for _ in range(4)]
+    assert not borrowed.fits(1)
+    borrowed.keep(slots[0])
+    assert borrowed.fits(1)
 
 
 def test_a_frame_longer_than_a_slot_is_refused_before_it_is_written() -> None:
