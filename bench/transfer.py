@@ -4,6 +4,7 @@ A request copies scattered pages of this process's pool into scattered pages of 
 done when this process holds the acknowledgement. Digests of the pages are compared afterwards.
 """
 
+import itertools
 import json
 import os
 import queue
@@ -138,7 +139,7 @@ class Sender:
         self.taken_s: list[float] = []
         self.ids: np.ndarray  # pages of the last request
         self.failures: list[str] = []
-        self._room = 0
+        self._rooms = itertools.count(1)
         self._chained_until_s = 0.0
         common: dict[str, Any] = {
             "security": Security(TOKEN),
@@ -158,9 +159,10 @@ class Sender:
 
     def send_one(self) -> int:
         """Start one request, once fewer than the allowed number are outstanding."""
-        idx = self._take()
-        self._room += 1
-        room = self._room
+        return self._start(self._take())
+
+    def _start(self, idx: int) -> int:
+        room = next(self._rooms)
         number = idx if self._gathered else room % AHEAD
         self.ids = self._ids[number]
         runs, packed_ids = self._cut[number]
@@ -185,14 +187,15 @@ class Sender:
     def send_for(self, budget_s: float) -> None:
         """Send requests for so long.
 
-        One page at a time follows from the answer to the one before it, in the thread that hears
-        the answer: to wake another would take longer than the page.
+        Gathered ones follow from the answers to those before them, in the thread that hears these:
+        two threads that take turns with one interpreter would be measured too.
         """
         end_s = time.perf_counter() + budget_s
-        if self._outstanding == self._work.num_pages == 1:
+        if self._gathered:
             self._chained_until_s = end_s
-            self.send_one()
-            time.sleep(budget_s)
+            for _ in range(self._outstanding):
+                self.send_one()
+            time.sleep(max(0.0, end_s - time.perf_counter()))
             return
         self.send_one()
         while time.perf_counter() < end_s:
@@ -228,9 +231,10 @@ class Sender:
             self.taken_s.append(now_s - sent_s)
         else:
             self.failures.append(f"refused: {event.message}")
-        self._free.put(idx)
         if now_s < self._chained_until_s and not self.failures:
-            self.send_one()
+            self._start(idx)
+        else:
+            self._free.put(idx)
 
 
 def run(
