@@ -52,8 +52,13 @@ class Live:
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return await self.http.post(path, json=body, headers=headers)
 
-    async def events(self, path: str, body: Any) -> list[Any]:
-        """The events of a streamed answer; the last one is [DONE], or an error."""
+    async def events(
+        self, path: str, body: Any, on_first: Callable[[], object] = lambda: None
+    ) -> list[Any]:
+        """The events of a streamed answer; the last one is [DONE], or an error.
+
+        on_first: called when the first one is here.
+        """
         found: list[Any] = []
         async with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, (await response.aread()).decode()
@@ -62,6 +67,8 @@ class Live:
                     assert line.startswith("data: "), line
                     data = line.removeprefix("data: ")
                     found.append(data if data == "[DONE]" else json.loads(data))
+                    if len(found) == 1:
+                        on_first()
         return found
 
     @property

@@ -254,10 +254,13 @@ async def test_a_failure_before_the_first_token_is_a_status(stream: bool) -> Non
 
 async def test_a_failure_after_the_first_byte_is_the_last_event() -> None:
     async with live_server(auto_step=False) as live:
-        asking = asyncio.create_task(live.events("/v1/completions", {**ASK, "stream": True}))
+        shown = asyncio.Event()
+        body = {**ASK, "stream": True}
+        asking = asyncio.create_task(live.events("/v1/completions", body, shown.set))
         (room,) = await live.cluster.submitted(1)
         live.cluster.step()
         live.cluster.step()
+        await until(shown.is_set)  # before the first byte the failure would be a status
         live.cluster.decode[0].fail(room, Code.INTERNAL, "it broke")
         events = await asking
         # Both tokens may come before the first is written, and then share an event.
