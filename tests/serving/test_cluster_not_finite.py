@@ -27,12 +27,15 @@ def damaged(folder: Path) -> Path:
 
 
 def streamed(cluster: Cluster, name: str) -> list[dict]:
+    """Events, the last of them an error; where that came before the first was written, it alone."""
     body = {
         "input_ids": PROMPTS[name]["ids"],
         "sampling_params": {"temperature": 0, "max_new_tokens": 12},
         "stream": True,
     }
     with cluster.http.stream("POST", "/generate", json=body) as reply:
+        if reply.status_code == 500:
+            return [json.loads(reply.read())]
         assert reply.status_code == 200
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     return [json.loads(line) for line in lines if line != "[DONE]"]
@@ -62,7 +65,8 @@ def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
         assert "prefill" in refused.json()["error"]["message"]
 
         *told, last = at_decode.result()
-        assert told[-1]["output_ids"] == PROMPTS["p1"]["greedy_ids"][:3]
+        if told:  # a busy host may hear of the failure first
+            assert told[-1]["output_ids"] == PROMPTS["p1"]["greedy_ids"][:3]
         assert SAID in last["error"]["message"]
         assert "decode" in last["error"]["message"]
 
