@@ -16,26 +16,23 @@ SAID = "is not finite: no token can be drawn"
 
 
 def damaged(folder: Path) -> Path:
-    """The golden model; embeddings of p33's last token and p1's third generated one are NaN."""
+    """The golden model; embeddings of p33's last token and p1's last recorded one are NaN."""
     model = folder / "model"
     shutil.copytree(GOLDEN / "model", model)
     tensors = load_file(model / "model.safetensors")
     table = np.array(tensors["model.embed_tokens.weight"])
-    table[[PROMPTS["p33"]["ids"][-1], PROMPTS["p1"]["greedy_ids"][2]]] = np.nan
+    table[[PROMPTS["p33"]["ids"][-1], PROMPTS["p1"]["greedy_ids"][-1]]] = np.nan
     save_file(tensors | {"model.embed_tokens.weight": table}, model / "model.safetensors")
     return model
 
 
 def streamed(cluster: Cluster, name: str) -> list[dict]:
-    """Events, the last of them an error; where that came before the first was written, it alone."""
     body = {
         "input_ids": PROMPTS[name]["ids"],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 12},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 48},
         "stream": True,
     }
     with cluster.http.stream("POST", "/generate", json=body) as reply:
-        if reply.status_code == 500:
-            return [json.loads(reply.read())]
         assert reply.status_code == 200
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     return [json.loads(line) for line in lines if line != "[DONE]"]
@@ -65,8 +62,7 @@ def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
         assert "prefill" in refused.json()["error"]["message"]
 
         *told, last = at_decode.result()
-        if told:  # a busy host may hear of the failure first
-            assert told[-1]["output_ids"] == PROMPTS["p1"]["greedy_ids"][:3]
+        assert told[-1]["output_ids"] == PROMPTS["p1"]["greedy_ids"]
         assert SAID in last["error"]["message"]
         assert "decode" in last["error"]["message"]
 
