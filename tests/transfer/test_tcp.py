@@ -269,12 +269,18 @@ def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
     assert ends.diary.events == []
 
 
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    """A receiver by hand: its socket and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener, f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
 def test_a_receiver_that_answers_nothing_loses_the_room(
     open_ends: Callable[..., TcpEnds],
 ) -> None:
     ends = open_ends(stall_timeout_s=STALL_S)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    with listening() as (_, address):
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
         ends.until(lambda: bool(ends.diary.events))
     assert ends.diary.kinds() == [("lost", 1)]
@@ -285,8 +291,7 @@ def test_a_receiver_that_falls_silent_between_two_rooms_loses_the_second(
 ) -> None:
     """Its frames leave by the thread that brings them, while the connection's own one sleeps."""
     ends = open_ends(stall_timeout_s=STALL_S)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    with listening() as (listener, address):
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
         peer = Connection(listener.accept()[0], PATIENCE_S)
         greet(peer, SECURITY)
