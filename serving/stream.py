@@ -258,16 +258,25 @@ class StreamedChoice:
 
     def _finish(self, finish_reason: FinishReason) -> bytes:
         """The last events of the choice."""
-        if self._held_ids:
-            self._text += self._choice.take(Tokens(self._held_ids))
+        text = self._unshown()
         rest = self._choice.finish(finish_reason)
         piece = self._choice.drain()
-        piece.text = self._text + rest
+        piece.text = text + rest
         opening = b"" if self._opened else self._opening()
         return opening + self._answer.events.finish(self._choice, piece)
 
     def on_error(self, error: RequestError) -> None:
+        if self._begun and self._waiting:  # it waited for a full interval, which will not be
+            self._show(self._unshown())
         self._stream.fail(from_request_error(error))
+
+    def _unshown(self) -> str:
+        """Text of the tokens that wait."""
+        text, self._text = self._text, ""
+        if self._held_ids:
+            text += self._choice.take(Tokens(self._held_ids))
+            self._held_ids = []
+        return text
 
     def _opening(self) -> bytes:
         self._opened = True

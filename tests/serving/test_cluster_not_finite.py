@@ -33,7 +33,7 @@ def streamed(cluster: Cluster, name: str) -> list[dict]:
         "stream": True,
     }
     with cluster.http.stream("POST", "/generate", json=body) as reply:
-        assert reply.status_code == 200
+        assert reply.status_code == 200, reply.read()
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
@@ -41,7 +41,10 @@ def streamed(cluster: Cluster, name: str) -> list[dict]:
 def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
     tmp_path: Path,
 ) -> None:
-    with up(f"--model-path={damaged(tmp_path)}", "--decode-max-running-requests=8") as cluster:
+    # Decode computes p1 itself: all its tokens come from there, and in order, so that those before
+    # the failure are told before it. Its first from prefill may be later than all of decode's.
+    flags = ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
+    with up(f"--model-path={damaged(tmp_path)}", *flags) as cluster:
         with ThreadPoolExecutor(8) as pool:
             healthy = [
                 pool.submit(

@@ -357,6 +357,19 @@ async def test_an_error_after_the_first_byte_is_the_last_event() -> None:
     assert "error" in run.events[-1]
 
 
+@pytest.mark.parametrize("ask", [{}, {"num_logprobs": 0}], ids=["text", "logprobs"])
+async def test_what_waited_for_a_full_interval_is_shown_before_an_error(ask: dict) -> None:
+    run = Streaming([asked(**ask)], interval=8)
+    for letter in LETTERS[:3]:
+        run.answer.sinks[0].on_tokens(Tokens([letter], [-1.0]))
+    assert run.texts() == ["a"]
+    run.answer.sinks[0].on_error(RequestError(Code.PEER_LOST, "both workers are gone"))
+    await run.bench.stream.closed
+    *pieces, last = run.events
+    assert last["error"]["message"] == "both workers are gone"
+    assert [piece["choices"][0]["delta"]["content"] for piece in pieces[-2:]] == ["a", "bc"]
+
+
 async def test_an_error_before_the_first_byte_is_a_status() -> None:
     run = Streaming([asked()])
     run.answer.sinks[0].on_error(RequestError(Code.DEADLINE, "too late"))
