@@ -9,6 +9,15 @@ import tokenizers
 
 from model.config import ModelConfig
 
+# Their flags decide what stands around a text, whatever tokenizer.json has, which with DeepSeek's
+# checkpoints is nothing. Source: huggingface/transformers 4:
+# src/transformers/models/llama/tokenization_llama_fast.py. Other classes ignore the same flags.
+_OBEYS_FLAGS = (
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "CodeLlamaTokenizer",
+    "CodeLlamaTokenizerFast",
+)
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -40,6 +49,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
     _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    if config.get("tokenizer_class") in _OBEYS_FLAGS:
+        _put_around(backend, config)
     # Files may carry settings from training, which would cut or fill prompts silently.
     backend.no_truncation()
     backend.no_padding()
@@ -103,6 +114,37 @@ def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
                 f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
                 f"tokenizer.json as {got}"
             )
+
+
+def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """What add_bos_token (by default true) and add_eos_token (false) say. Raises TokenizerError."""
+    bos = _marker(backend, config, "bos", by_default=True)
+    eos = _marker(backend, config, "eos", by_default=False)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[*(each["id"] for each in bos), "$A", *(each["id"] for each in eos)],
+        special_tokens=bos + eos,
+    )
+
+
+def _marker(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str, by_default: bool
+) -> list[dict[str, Any]]:
+    """The token, if it is to stand there and there is one. Raises TokenizerError."""
+    flag = f"add_{name}_token"
+    said = config.get(flag)
+    if said not in (None, True, False):
+        raise TokenizerError(f"tokenizer_config.json: {flag} is {said!r}; accepted: true or false")
+    named = config.get(f"{name}_token")
+    text = token_text(named) if named else None
+    token_id = None if text is None else backend.token_to_id(text)
+    if token_id is None:
+        if said:
+            what = f"{name}_token is {text!r}, which is no token of tokenizer.json"
+            raise TokenizerError(f"tokenizer_config.json: {flag} is true, but {what}")
+        return []
+    if not (by_default if said is None else said):
+        return []
+    return [{"id": name, "ids": [token_id], "tokens": [text]}]
 
 
 def _added_token(token: Any) -> tokenizers.AddedToken:

@@ -1,6 +1,7 @@
 """serving/tokenizer against the recorded encodings and conversations, and broken files."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,75 @@ def test_texts_encode_to_the_recorded_ids(tokenizer):
         assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
         without = tokenizer.encode(case["text"], add_special_tokens=False)
         assert without == case["ids_no_special"], case["text"]
+
+
+BOS, EOS = 1017, 1019
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "b", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"b": {"id": "b", "ids": [BOS], "tokens": ["<|endoftext|>"]}},
+}
+
+
+def of_class(folder, name, flags, adds_bos=False):
+    """A tokenizer of that class, whose tokenizer.json puts something before a text or not."""
+    if adds_bos:
+        file = folder / "tokenizer.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": TEMPLATE}))
+    unsaid = {"add_bos_token": None, "add_eos_token": None}
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return Tokenizer.from_dir(set_config(folder, tokenizer_class=name, **unsaid | named | flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        ({}, [BOS], []),
+        ({"add_bos_token": False}, [], []),
+        ({"add_bos_token": True, "add_eos_token": True}, [BOS], [EOS]),
+        ({"bos_token": None}, [], []),
+        ({"bos_token": "<of another file>"}, [], []),
+    ],
+)
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["as DeepSeek's", "as Llama 2's"])
+def test_a_llama_tokenizers_flags_say_what_stands_around_a_text(
+    folder, flags, before, after, adds_bos
+):
+    tokenizer = of_class(folder, "LlamaTokenizerFast", flags, adds_bos)
+    for case in ENCODINGS:
+        assert tokenizer.encode(case["text"]) == [*before, *case["ids_no_special"], *after]
+        without = tokenizer.encode(case["text"], add_special_tokens=False)
+        assert without == case["ids_no_special"]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_another_class_has_around_a_text_what_its_file_says(folder, adds_bos):
+    flags = {"add_bos_token": not adds_bos, "add_eos_token": True}
+    tokenizer = of_class(folder, "Qwen2Tokenizer", flags, adds_bos)
+    assert tokenizer.encode("a") == [*[BOS] * adds_bos, *tokenizer.encode("a", False)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"add_bos_token": "yes"}, "add_bos_token is 'yes'; accepted: true or false"),
+        (
+            {"add_eos_token": True, "eos_token": "<end>"},
+            "add_eos_token is true, but eos_token is '<end>', which is no token of tokenizer.json",
+        ),
+        (
+            {"add_bos_token": True, "bos_token": None},
+            "add_bos_token is true, but bos_token is None",
+        ),
+    ],
+)
+def test_flags_that_cannot_be_obeyed_are_refused(folder, flags, said):
+    with pytest.raises(TokenizerError, match=re.escape(said)):
+        of_class(folder, "LlamaTokenizer", flags)
 
 
 def test_a_long_text_has_no_fewer_tokens_than_its_parts_tell(tokenizer):
