@@ -11,6 +11,7 @@ half-working one would be worse than none.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -398,10 +399,14 @@ class Worker(ABC):
         try:
             busy = False
             while not self._stopping.is_set():
-                for event in self.inbox.drain(0.0 if busy else 0.05):
-                    self._dispatch(event)
+                self._take_events(0.0 if busy else 0.05)
                 busy = self.turn()
                 self.progress += 1
+                if not busy:
+                    # jaxlib lets go of arrays that devices have taken at its next call, or at a
+                    # collection. While nothing is computed there is neither, and the memory of
+                    # pages that came stays taken, for want of which their sender may be waiting.
+                    gc.collect(0)
                 if self.handing_on and not self.num_held():
                     self.handing_on = False
                     left = self.state()
@@ -412,6 +417,11 @@ class Worker(ABC):
             self._engine_error = error
         finally:
             self.on_loop(stop.set)
+
+    def _take_events(self, timeout_s: float) -> None:
+        """And keep none of them: their pages are memory that is wanted elsewhere."""
+        for event in self.inbox.drain(timeout_s):
+            self._dispatch(event)
 
     def _dispatch(self, event: Any) -> None:
         if not isinstance(event, Ask):

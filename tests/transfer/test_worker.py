@@ -1,21 +1,26 @@
 """The shell around both roles: what is refused, whom a step reaches, and how an engine ends."""
 
 import asyncio
+import mmap
 import signal
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 
 import transfer.bootstrap
 import transfer.leaving
 import transfer.replies
 from tests.transfer.samples import a_worker
+from tests.transfer.shm_ends import wait_until
 from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import Unavailable
 from transfer.rpc import RpcClient, RpcServer, Security
+from transfer.staging import LentSlots, SlotShape
 from transfer.worker import ApiGone, Drain, Inbox, Submitted, Worker
 
 
@@ -247,6 +252,39 @@ async def test_events_are_handled_and_questions_answered_on_the_engine_thread() 
     thread.join()
     assert worker.progress > 0
     assert worker._engine_error is None
+
+
+class PlacingWorker(PlainWorker):
+    """Writes arrays that come into a pool, on the device behind what that is doing already."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        pool = jax.ShapeDtypeStruct((count, size), np.float32)
+        at = jax.ShapeDtypeStruct((), np.int32)
+        place = jax.jit(lambda pool, row, i: pool.at[i].set(row), donate_argnums=0)
+        self.place = place.lower(pool, jax.ShapeDtypeStruct((size,), np.float32), at).compile()
+        slow = jax.jit(lambda pool, n: jax.lax.fori_loop(0, n, lambda _, x: x + 1, pool))
+        self.slow = slow.lower(pool, at).compile()
+        self.pool = self.slow(np.zeros(pool.shape, np.float32), np.int32(0))
+
+    def handle(self, event: Any) -> None:
+        self.pool = self.slow(self.pool, np.int32(500))
+        while event:
+            i = np.int32(len(event) - 1)
+            self.pool = self.place(self.pool, jax.device_put(event.pop()), i)
+
+
+async def test_an_idle_engine_gives_back_memory_whose_pages_are_placed() -> None:
+    count, size = 8, 1 << 18
+    worker = PlacingWorker(count, size)
+    memory = mmap.mmap(-1, count * 4 * size)
+    slots = LentSlots(SlotShape(4 * size, count), memory, lambda: None)
+    thread, stop = await run_engine(worker)
+    worker.inbox.post([slots.take(slot, 4 * size).view(np.float32) for slot in range(count)])
+    await asyncio.to_thread(wait_until, lambda: len(slots._freed) == count)
+    worker._stopping.set()
+    await asyncio.wait_for(stop.wait(), 10.0)
+    thread.join()
 
 
 async def test_a_failing_engine_stops_the_process_with_its_error(
