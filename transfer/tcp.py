@@ -401,7 +401,6 @@ class TcpFeeder:
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
         if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
-            self._heard_s = SYSTEM_CLOCK.monotonic_s()
             return True
         if busy and SYSTEM_CLOCK.monotonic_s() - self._heard_s > stall_s:
             raise PeerLost(f"no sign of life for {stall_s:g} s")
@@ -409,6 +408,7 @@ class TcpFeeder:
 
     def _read(self, connection: Connection) -> None:
         incoming = connection.receive()
+        self._heard_s = SYSTEM_CLOCK.monotonic_s()
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
             if connection.receive_elsewhere(incoming, NO_PAYLOAD):

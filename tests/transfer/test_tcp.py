@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -267,6 +268,28 @@ def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
     ends.until(lambda: ends.receiver.counters["pings"] >= 12)
     assert ends.diary.lost == []
     assert ends.diary.events == []
+
+
+def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first_pause(
+    open_ends: Callable[..., TcpEnds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a decode that is slower than what comes, so that there is always more to read."""
+    ends = open_ends(stall_timeout_s=STALL_S)
+    ends.receiver.expect(1, 1, 100)
+    waits = threading.Event()
+
+    def slowly(*pages: Any) -> None:
+        waits.wait(STALL_S / 20)
+        ends.diary.on_pages(*pages)
+
+    monkeypatch.setattr(ends.receiver, "_on_pages", slowly)
+    with raw_peer(ends.address) as (sock, connection):
+        sock.sendall(b"".join(pages_frame(num_pages=1, page_start=page) for page in range(40)))
+        ends.until(lambda: len(ends.diary.pages) == 40)
+        waits.wait(STALL_S / 2)
+        connection.send(Frame(Kind.PING))
+        assert connection.receive_small()[0].kind is Kind.PONG
+    assert ends.diary.lost == []
 
 
 @contextlib.contextmanager
