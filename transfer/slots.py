@@ -47,10 +47,13 @@ class SlotLane(TcpLane):
         connection.send_whole(data)
 
     def try_send(self, job: Job) -> bool:
-        slots, connection = self.slots, self._connection
+        connection = self._connection
+        if connection is None:
+            return False
+        slots = self.slots  # looked at second: they are there before the connection is
         if slots is None or job.payload is None:
             return super().try_send(job)
-        if connection is None or not self.writes_at_once or not slots.fits(job.num_bytes):
+        if not self.writes_at_once or not slots.fits(job.num_bytes):
             return False
         slot, data = self._in_slot(slots, job, job.payload)
         is_sent = connection.try_send(data)

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import transfer.shm
 from tests.contract.transfer_ends import ShmEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages, sharded
 from tests.transfer.shm_ends import OpenEnds, deliver, mapped
@@ -22,7 +23,7 @@ from transfer.layout import plan_heads
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender, host_identity
 from transfer.slots import FRAME_BYTES
-from transfer.staging import InSlot, SlotShape
+from transfer.staging import FillableSlots, InSlot, SlotShape
 
 
 @pytest.fixture
@@ -39,6 +40,28 @@ def test_two_ends_of_one_host_share_memory_and_say_so(ends: ShmEnds) -> None:
     assert ends.sender.counters == {"connections_shm": 1}
     assert ends.receiver.counters["connections_shm"] == 1
     assert ends.receiver.counters["connections_tcp"] == 0
+
+
+def test_a_page_that_comes_while_its_connection_is_made_waits_for_a_slot(
+    ends: ShmEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(transfer.shm._ShmLane):
+        """Whoever finds no slots goes on only when there are some."""
+
+        @property
+        def slots(self) -> FillableSlots | None:
+            found = self.__dict__.get("slots")
+            if threading.current_thread() is not self.thread and found is None:
+                ends.until(lambda: self._connection is not None)
+            return found
+
+        @slots.setter
+        def slots(self, slots: FillableSlots | None) -> None:
+            self.__dict__["slots"] = slots
+
+    monkeypatch.setattr(transfer.shm, "_ShmLane", Interrupted)
+    deliver(ends)
+    assert ends.diary.lost == []
 
 
 @pytest.mark.parametrize("hosts", [("here", "there"), ("", "there"), ("here", "")])
