@@ -67,7 +67,7 @@ class Choice:
         self.last_id = -1
         self.pending = Piece()
         self.prompt_entries: list[Entry] = []  # from shown.prompt_logprobs_start on
-        self._detokenizer = tokenizer.stream(shown.skip_special_tokens)
+        self._detokenizer = tokenizer.stream(shown.skip_special_tokens, ask.prompt.ids)
         self._texts = self._detokenizer.whole_texts  # while no character is cut
         self._stops = StopStrings(shown.stops, shown.include_stop) if shown.stops else None
         # Stop ids whose text must not show. Special ones show nothing anyway, mostly.

@@ -16,6 +16,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # A character has at most four bytes; after twice as many held tokens the bytes are not UTF-8.
 WINDOW_HELD_TOKENS = 8
+_WINDOW_BEFORE_TOKENS = 8  # of the prompt: any that has text would do, and some have none
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,15 @@ class WindowDecoder:
 
 
 class IncrementalDetokenizer:
-    """The text of one stream. Pieces and the flush join into the decoding of all ids.
+    """The text of one stream. Pieces and the flush join into what its ids add to the text before.
 
     Make one with `Tokenizer.stream`.
     """
 
     __slots__ = ("_json", "_pending", "_raw", "_size", "_texts", "_window")
 
-    def __init__(self, source: TokenTable | WindowDecoder) -> None:
+    def __init__(self, source: TokenTable | WindowDecoder, before: Sequence[int] = ()) -> None:
+        """before: the prompt's ids."""
         self._pending = b""  # start of a character
         self._window: _Window | None = None
         self._texts: list[str | None] = []
@@ -70,7 +72,7 @@ class IncrementalDetokenizer:
         if isinstance(source, TokenTable):
             self._texts, self._raw, self._json = source.texts, source.raw, source.json
         else:
-            self._window = _Window(source)
+            self._window = _Window(source, before)
         self._size = len(self._texts)
 
     @property
@@ -138,17 +140,20 @@ class IncrementalDetokenizer:
 class _Window:
     """Decodes the ids shown last, then again with the new ones: the difference is new text.
 
-    The ids shown last stay in front because a decoder may treat a first token differently
-    (sentencepiece drops its space).
+    The ids shown last, at first the prompt's, stay in front because a decoder may treat a first
+    token differently (sentencepiece drops its space).
     """
 
     __slots__ = ("_decoder", "_ids", "_num_shown", "_shown")
 
-    def __init__(self, decoder: WindowDecoder) -> None:
+    def __init__(self, decoder: WindowDecoder, before: Sequence[int]) -> None:
         self._decoder = decoder
-        self._ids: list[int] = []
-        self._num_shown = 0  # ids[:num_shown] are shown, ids[num_shown:] held
-        self._shown = ""  # the decoding of ids[:num_shown]
+        self._ids = [i for i in before[-_WINDOW_BEFORE_TOKENS:] if decoder.adds_text(i)]
+        self._shown = decoder.decode(self._ids)  # the decoding of ids[:num_shown]
+        while self._shown.endswith(REPLACEMENT):  # half a character: what follows cannot end it
+            self._ids.pop()
+            self._shown = decoder.decode(self._ids)
+        self._num_shown = len(self._ids)  # ids[:num_shown] are shown, ids[num_shown:] held
 
     def push(self, token_id: int) -> str:
         if not self._decoder.adds_text(token_id):

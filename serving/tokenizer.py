@@ -137,9 +137,12 @@ class Tokenizer:
         known = [token_id for token_id in ids if token_id < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new stream of text."""
-        return IncrementalDetokenizer(self._skipping if skip_special_tokens else self._keeping)
+    def stream(
+        self, skip_special_tokens: bool = True, before: Sequence[int] = ()
+    ) -> IncrementalDetokenizer:
+        """A new stream of text. before: ids of the prompt, whose text it goes on from."""
+        source = self._skipping if skip_special_tokens else self._keeping
+        return IncrementalDetokenizer(source, before)
 
     def token_id(self, token: str) -> int | None:
         """Id of one vocabulary entry as its file spells it."""

@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.generation import Tokens
+from serving.protocol import Prompt
+from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE
 from tests.serving.streaming import LETTERS, TOKENIZER, Streaming, asked
+from tests.serving.test_tokenizer import sentencepiece_like
 
 
 async def test_a_stop_string_ends_the_choice_and_aborts_its_generation() -> None:
@@ -129,3 +132,17 @@ def test_streams_of_any_cut_join_into_the_whole_text(
         stop = max((s for s in stops if whole[:end].endswith(s)), key=len)
         whole = whole[: end - len(stop)]
     assert asyncio.run(play()) == whole
+
+
+async def test_a_first_word_keeps_the_space_before_it_where_tokens_have_no_bytes() -> None:
+    """Of a SentencePiece vocabulary, whose decoder takes a text's first space away."""
+    backend = sentencepiece_like()
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"}, {}, False)
+    prompt = Prompt(backend.encode("a cat,").ids, "a cat,")
+    for stops, shown in (((), " the"), ((" the",), "")):
+        run = Streaming([asked(prompt=prompt, stops=stops)], tokenizer=tokenizer, is_chat=False)
+        sink = run.answer.sinks[0]
+        sink.on_tokens(Tokens([tokenizer.token_id("▁the") or 0]))
+        sink.on_end("length")
+        await run.bench.stream.closed
+        assert "".join(run.texts()) == shown

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from serving.detokenizer import REPLACEMENT, IncrementalDetokenizer, WindowDecoder
@@ -68,13 +68,14 @@ def test_no_replacement_is_shown_for_a_character_on_its_way(text):
 LLAMA = sentencepiece_like()
 
 
-def window_stream():
+def window_stream(before=()):
     specials = {0, 1, 2}
     return IncrementalDetokenizer(
         WindowDecoder(
             decode=lambda ids: LLAMA.decode(ids, skip_special_tokens=True),
             adds_text=lambda token_id: token_id not in specials,
-        )
+        ),
+        before,
     )
 
 
@@ -88,6 +89,29 @@ def test_a_window_shows_the_whole_text_with_special_tokens_anywhere(text, place)
     # A special token between the bytes of a character leaves it whole, as decoding does.
     assert "".join(pieces) + stream.flush() == LLAMA.decode(ids, skip_special_tokens=True)
     assert REPLACEMENT not in "".join(pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(alphabet=" abthe.é世😀", max_size=30),
+    cut=st.integers(0, 30),
+    place=st.integers(0, 9),
+)
+def test_a_window_goes_on_from_the_prompt_and_drops_no_space(text, cut, place):
+    ids = LLAMA.encode(text).ids
+    before, after = ids[:cut], ids[cut:]
+    prompt = LLAMA.decode(before)
+    assume(not prompt.endswith(REPLACEMENT))
+    stream = window_stream([*before[:place], 1, *before[place:]])
+    shown = stream.push(after) + stream.flush()
+    assert prompt + shown == LLAMA.decode(ids)
+
+
+def test_half_a_character_at_the_end_of_a_prompt_is_not_waited_for():
+    stream = window_stream([*LLAMA.encode("the").ids, 3 + 0xE4])
+    assert stream.push([*LLAMA.encode("a the").ids]) == " a the"
+    stream = window_stream([3 + 0xE4, 3 + 0xB8])
+    assert stream.push([3 + 0x96]) + stream.flush() == REPLACEMENT
 
 
 def test_a_window_gives_up_on_bytes_that_never_become_a_character():
