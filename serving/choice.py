@@ -1,14 +1,18 @@
 """One choice of an answer: takes its generation's tokens, holds what the answer shows of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.detokenizer import IncrementalDetokenizer
+from serving.errors import ApiError
 from serving.generation import FinishReason, Tokens, Top
 from serving.protocol import ChoiceAsk
 from serving.tokenizer import StopStrings, Tokenizer
 from transfer import wire
 from transfer.errors import BadMessage
 
+# Of all prompts of a request, alternatives counted: they are spelled in one piece.
+MAX_PROMPT_LOGPROBS = 1 << 20
 # JSON has no infinity; a logprob this low says "never" as well.
 LOWEST_LOGPROB = -9999.0
 
@@ -179,6 +183,25 @@ class Choice:
             self.stop_reason = self.matched
             self.finish_reason = "stop"
         return text
+
+
+def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
+    """Raises ApiError 400 for more than an answer may hold."""
+    count = 0
+    for ask in choices:
+        positions = len(ask.prompt.ids) - ask.shown.prompt_logprobs_start
+        count += positions * (1 + ask.shown.num_prompt_logprobs)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise ApiError(
+            400,
+            f"expected at most {MAX_PROMPT_LOGPROBS} logprobs of prompts, alternatives and all "
+            f"choices counted, got {count}: ask fewer prompts, choices or alternatives at once",
+        )
+
+
+def num_entries(choices: Sequence["Choice"]) -> int:
+    """Positions whose logprobs an answer that is not streamed shows."""
+    return sum(len(choice.pending.entries) + len(choice.prompt_entries) for choice in choices)
 
 
 def _told(logprobs: wire.PromptLogprobs) -> dict[int, tuple[float, Top]]:

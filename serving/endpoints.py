@@ -1,5 +1,6 @@
 """The three routes that generate: chat, completions and SGLang's /generate."""
 
+import asyncio
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving import openai_api, sglang_api
 from serving.answer import WholeAnswer
-from serving.choice import Choice
+from serving.choice import Choice, check_prompt_logprobs, num_entries
 from serving.connection import body_writer_of
 from serving.errors import ApiError
 from serving.event_stream import EventStream
@@ -18,6 +19,7 @@ from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
 from serving.stream import Events, StreamedAnswer
 
+_INLINE_ENTRIES = 1 << 10  # of logprobs: more are spelled in a thread, beside the streams of others
 # Where a scope has the server's own `send`, and the request's id once it is known.
 RAW_SEND = "kvferry.send"
 REQUEST_ID = "kvferry.request_id"
@@ -105,6 +107,7 @@ class Generate:
         front.require_was_ready()
         request = await reader.finish(_header(scope, b"x-request-id"))
         scope[REQUEST_ID] = request.request_id
+        check_prompt_logprobs(request.choices)
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)
         timeline = front.dispatcher.timelines.open(request, arrival_s)
@@ -123,7 +126,11 @@ class Generate:
             return
         answer = WholeAnswer(choices, front.dispatcher)
         if await front.runner.run(request, answer, arrival_s, receive, timeline=timeline):
-            response = Response(spelling.whole(choices), media_type="application/json")
+            if num_entries(choices) > _INLINE_ENTRIES:
+                spelled = await asyncio.to_thread(spelling.whole, choices)
+            else:
+                spelled = spelling.whole(choices)
+            response = Response(spelled, media_type="application/json")
             response.raw_headers += _id_header(request.request_id)
             await response(scope, receive, send)
 

@@ -11,9 +11,12 @@ from transfer.runs import gathered
 # A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
 MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
+MAX_EVENT_BYTES = 1 << 29
 # Of the rows of one message, so that a loop handles it in one go: 131,072 rows without logprobs, 64
 # of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
 _ROW_BYTES_PER_MESSAGE = 1 << 20
+# Of prompts' logprobs in one message, unless one prompt has more: gRPC takes 256 MiB.
+_EVENT_BYTES_PER_MESSAGE = 16 << 20
 _ROW_BYTES_IN_RUNS = 8  # 4 a token and 17 a run: fewer where runs have five tokens or more
 
 
@@ -29,6 +32,7 @@ class Replies:
         self._waiting: list[wire.StepBatch] = []
         self._num_rows = 0
         self._num_events = 0
+        self._event_bytes = 0
         self._ended = False
         self._finishing = False
         self._changed = asyncio.Event()
@@ -37,11 +41,13 @@ class Replies:
         """Add a step; False when too much waits already."""
         num_rows = self._num_rows + batch.num_rows
         num_events = self._num_events + _num_events(batch)
-        if num_rows > MAX_ROWS or num_events > MAX_EVENTS:
+        event_bytes = self._event_bytes + _event_bytes(batch)
+        if num_rows > MAX_ROWS or num_events > MAX_EVENTS or event_bytes > MAX_EVENT_BYTES:
             return False
-        self._waiting.append(batch)
+        self._waiting += _parts(batch)
         self._num_rows = num_rows
         self._num_events = num_events
+        self._event_bytes = event_bytes
         self._changed.set()
         return True
 
@@ -63,16 +69,19 @@ class Replies:
         if self._ended or not self._waiting:
             return None
         taken: list[wire.StepBatch] = []
-        num_bytes = 0
+        row_bytes = event_bytes = 0
         for batch in self._waiting:
-            num_bytes += _row_bytes(batch)
-            if taken and num_bytes > _ROW_BYTES_PER_MESSAGE:
+            row_bytes += _row_bytes(batch)
+            event_bytes += _event_bytes(batch)
+            too_much = row_bytes > _ROW_BYTES_PER_MESSAGE or event_bytes > _EVENT_BYTES_PER_MESSAGE
+            if taken and too_much:
                 break
             taken.append(batch)
         del self._waiting[: len(taken)]
         merged = merge(taken)
         self._num_rows -= merged.num_rows
         self._num_events -= _num_events(merged)
+        self._event_bytes -= _event_bytes(merged)
         return merged
 
 
@@ -143,6 +152,31 @@ def _row_bytes(batch: wire.StepBatch) -> int:
     always = len(batch.rooms) + len(batch.token_ids) + len(batch.token_idx) + len(batch.finish)
     top = len(batch.top_rows) + len(batch.top_ids) + len(batch.top_logprobs)
     return always + len(batch.logprobs) + top
+
+
+def _parts(batch: wire.StepBatch) -> list[wire.StepBatch]:
+    """A step, before it in messages of their own its longest events where those are too much.
+
+    Only "prefilled" is long, and it applies before the rows in any case.
+    """
+    if _event_bytes(batch) <= _EVENT_BYTES_PER_MESSAGE:
+        return [batch]
+    nothing = wire.StepBatch(batch.worker_id, batch.epoch, batch.step, batch.emitted_s)
+    long = [event for event in batch.events if event.prompt_logprobs is not None]
+    rest = tuple(event for event in batch.events if event.prompt_logprobs is None)
+    ahead = [msgspec.structs.replace(nothing, events=(event,)) for event in long]
+    return [*ahead, msgspec.structs.replace(batch, events=rest)]
+
+
+def _event_bytes(batch: wire.StepBatch) -> int:
+    """Of prompts' logprobs; other events have next to none."""
+    return sum([_logprob_bytes(event.prompt_logprobs) for event in batch.events])
+
+
+def _logprob_bytes(told: wire.PromptLogprobs | None) -> int:
+    if told is None:
+        return 0
+    return len(told.token_ids) + len(told.logprobs) + len(told.top_ids) + len(told.top_logprobs)
 
 
 def _num_events(batch: wire.StepBatch) -> int:

@@ -7,6 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+import serving.choice
+import serving.endpoints
+from serving.openai_answers import CompletionShape
 from serving.tokenizer import Tokenizer
 from tests.recording import until
 from tests.serving.live import live_server
@@ -225,3 +228,49 @@ async def test_much_is_translated_beside_the_loop_and_apart_from_prompts_to_be_s
         assert {name.rpartition("_")[0] for name in threads} == {"admin-tokens"}
         assert (await live.post("/v1/completions", {"prompt": "a" * 5000})).status_code == 200
         assert not threads[-1].startswith(("admin-tokens", "MainThread"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [[7] * 100], "prompt_logprobs": 4}),
+        ("/v1/completions", {"prompt": [[7] * 100], "echo": True, "logprobs": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 60}]}),
+        ("/generate", {"input_ids": [7] * 100, "top_logprobs_num": 4}),
+    ],
+)
+async def test_more_logprobs_of_prompts_than_one_answer_may_hold_are_refused(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept and spelled for each choice: a small request could ask gigabytes."""
+    ask = {"max_tokens": 1, "n": 3} | body
+    if path == "/generate":
+        sampling = {"max_new_tokens": 1, "n": 3}
+        ask = body | {"sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    elif "messages" in body:
+        ask |= {"prompt_logprobs": 4}
+    async with live_server() as live:
+        monkeypatch.setattr(serving.choice, "MAX_PROMPT_LOGPROBS", 1000)
+        response = await live.post(path, ask)
+        assert response.status_code == 400
+        assert "at most 1000" in response.json()["error"]["message"]
+        monkeypatch.setattr(serving.choice, "MAX_PROMPT_LOGPROBS", 3000)
+        assert (await live.post(path, ask)).status_code == 200
+
+
+async def test_many_logprobs_are_spelled_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.endpoints, "_INLINE_ENTRIES", 3)
+    spell = CompletionShape.whole
+    threads: list[threading.Thread] = []
+
+    def noted(self: CompletionShape, *args: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return spell(self, *args)
+
+    monkeypatch.setattr(CompletionShape, "whole", noted)
+    async with live_server() as live:
+        for count in (3, 4):
+            ask = {"prompt": [7], "max_tokens": count, "logprobs": 0, "ignore_eos": True}
+            answer = (await live.post("/v1/completions", ask)).json()
+            assert len(answer["choices"][0]["logprobs"]["tokens"]) == count
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -121,6 +121,44 @@ async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: p
         await replies.take(0.0)
 
 
+def prefilled(room: int, num_bytes: int) -> wire.RoomEvent:
+    told = wire.PromptLogprobs(0, b"", b"", bytes(num_bytes // 2), bytes(num_bytes // 2))
+    return wire.RoomEvent(room, "prefilled", prompt_logprobs=told)
+
+
+async def test_logprobs_of_prompts_leave_in_messages_that_grpc_takes(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Those of one step, and of steps that waited: a message too long would end the stream."""
+    monkeypatch.setattr(transfer.replies, "_EVENT_BYTES_PER_MESSAGE", 100)
+    replies = Replies()
+    for room in (1, 2):
+        EMITTER.event("api", prefilled(room, 60))
+    EMITTER.event("api", wire.RoomEvent(3, "preempted"))
+    assert replies.offer(step(0, [1, 2]))
+    for room in (4, 5, 6):
+        EMITTER.event("api", prefilled(room, 50))
+        assert replies.offer(step(0, [room]))
+    messages = [await replies.take(1.0) for _ in range(4)]
+    events = [[event.room for event in message.events] for message in messages if message]
+    assert events == [[1], [2, 3], [4, 5], [6]]
+    assert [message.num_rows for message in messages if message] == [0, 2, 2, 1]
+    with pytest.raises(TimeoutError):
+        await replies.take(0.0)
+
+
+async def test_only_so_many_bytes_of_prompts_logprobs_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer.replies, "MAX_EVENT_BYTES", 100)
+    replies = Replies()
+    EMITTER.event("api", prefilled(1, 80))
+    assert replies.offer(EMITTER.take(0.0)["api"])
+    EMITTER.event("api", prefilled(2, 80))
+    late = EMITTER.take(0.0)["api"]
+    assert not replies.offer(late)
+    await replies.take(1.0)
+    assert replies.offer(late)
+
+
 async def test_more_than_may_wait_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(transfer.replies, "MAX_ROWS", 4)
     replies = Replies()
