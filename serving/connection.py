@@ -171,15 +171,24 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter.
 
-    It reads requests as uvicorn's does, but for three things: a head has a bound and a deadline,
+    It reads requests as uvicorn's does, but for four things: a head has a bound and a deadline,
     what is no request is answered as any other error is, and a request that offers another
     protocol beside is a request like any other. uvicorn drops the body of those; some clients,
-    such as Java's own, offer HTTP/2 with every request.
+    such as Java's own, offer HTTP/2 with every request. And of a client that sent several requests
+    at once and left, the one that is being answered hears; uvicorn tells the last.
     """
 
     # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
     # have keys of its own, and 1.2 KB more.
-    __slots__ = ("_awaits_head", "_got_on", "_head_due", "_linger_s", "_num_unread", "_writer")
+    __slots__ = (
+        "_awaits_head",
+        "_got_on",
+        "_head_due",
+        "_linger_s",
+        "_num_unread",
+        "_running",
+        "_writer",
+    )
 
     @classmethod
     def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
@@ -201,6 +210,7 @@ class Connection(HttpToolsProtocol):
         self._head_due: asyncio.TimerHandle | None = None
         self._got_on = False  # by the latest read: a request began or ended, or body came
         self._num_unread = 0  # bytes of the reads since one that got on
+        self._running: RequestResponseCycle | None = None  # the latest may wait for it yet
         super().__init__(config, server_state, dict(app_state), _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -250,6 +260,10 @@ class Connection(HttpToolsProtocol):
         self._got_on = True
         if not self._is_offered_another():
             super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: memoryview) -> None:
         """Raises HttpParserError."""
@@ -326,6 +340,10 @@ class Connection(HttpToolsProtocol):
         if self._writer is not None:
             self._writer.close()
         super().connection_lost(exc)
+        running, self._running = self._running, None
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
 
 def _dropped(data: bytes) -> None:

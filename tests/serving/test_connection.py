@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import httpx
 import pytest
 import uvloop
 from uvicorn import Config
@@ -400,3 +402,24 @@ def test_a_client_that_leaves_costs_nothing_more_and_nothing_is_left_of_it(
     finally:
         gc.enable()
     assert not caplog.records
+
+
+async def test_a_client_that_leaves_with_two_requests_sent_frees_what_the_first_held() -> None:
+    async with live_server(auto_step=False) as live:
+        body = json.dumps(
+            {"prompt": "Hi!", "max_tokens": 400, "stream": True, "ignore_eos": True}
+        ).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(live.url).port)
+        writer.write(2 * (head % len(body) + body))
+        await live.cluster.submitted(1)
+        live.cluster.step()
+        live.cluster.step()
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        steps = 0
+        while live.rooms:
+            live.cluster.step()
+            steps += 1
+            await asyncio.sleep(0.01)
+        assert steps < 100
