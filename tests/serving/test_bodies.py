@@ -1,10 +1,13 @@
 """Bodies that are too large or do not come, over a real socket."""
 
 import asyncio
+import json
 import socket
+from typing import Any
 
 import pytest
 
+from serving.front import MAX_BRACKETS
 from tests.serving.live import live_server
 
 
@@ -56,3 +59,20 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
             assert b'"code":"request_timeout"' in answer
             writer.close()
             await writer.wait_closed()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", "/tokenize"])
+async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(path: str) -> None:
+    """Ten million had taken three seconds in which no other stream got a token."""
+    message = {"role": "user", "content": "Hi!"}
+    asked: dict[str, Any] = {"messages": [message], "max_tokens": 1}
+    if path == "/generate":
+        asked = {"text": "Hi!", "sampling_params": {"max_new_tokens": 1}}
+    async with live_server() as live:
+        for count, status in ((MAX_BRACKETS - 100, 200), (MAX_BRACKETS, 400)):
+            many = b'{"somebodys": [%b],' % b",".join([b"[]"] * count)
+            body = many + json.dumps(asked).encode()[1:]
+            response = await live.http.post(path, content=body)
+            assert response.status_code == status, response.text
+            told = f"the body has more than {MAX_BRACKETS} opening brackets"
+            assert (told in response.text) == (status == 400)

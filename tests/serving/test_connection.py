@@ -410,7 +410,8 @@ async def test_a_client_that_leaves_with_two_requests_sent_frees_what_the_first_
             {"prompt": "Hi!", "max_tokens": 400, "stream": True, "ignore_eos": True}
         ).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(live.url).port)
+        port = httpx.URL(live.url).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(2 * (head % len(body) + body))
         await live.cluster.submitted(1)
         live.cluster.step()
