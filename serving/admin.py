@@ -16,6 +16,7 @@ from serving.answer import WholeAnswer
 from serving.conversation import messages_of, render
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
+from serving.json_fields import read_json
 from serving.metrics import CONTENT_TYPE
 from serving.protocol import (
     ChoiceAsk,
@@ -24,7 +25,6 @@ from serving.protocol import (
     Shown,
     check_model,
     check_token_ids,
-    read_json,
 )
 from serving.siblings import Siblings
 from transfer import wire

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving import openai_api, sglang_api
+from serving import openai_api, openai_fields, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice, check_prompt_logprobs, num_entries
 from serving.connection import body_writer_of
@@ -59,7 +59,7 @@ class ChatEndpoint:
     """POST /v1/chat/completions."""
 
     def read(self, body: bytes, model: ServedModel) -> Reader:
-        return openai_api.ChatReader(openai_api.read_chat(body), model)
+        return openai_api.ChatReader(openai_fields.read_chat(body), model)
 
     def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
         assert isinstance(reader, openai_api.ChatReader), "this endpoint made it"
@@ -71,7 +71,7 @@ class CompletionEndpoint:
     """POST /v1/completions."""
 
     def read(self, body: bytes, model: ServedModel) -> Reader:
-        return openai_api.CompletionReader(openai_api.read_completion(body), model)
+        return openai_api.CompletionReader(openai_fields.read_completion(body), model)
 
     def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
         return completion_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))

@@ -1,8 +1,4 @@
-"""Reads OpenAI's requests, chat and completions, with what vLLM and SGLang add to them.
-
-Field names and meanings: OpenAI's API reference; vLLM's and SGLang's extra parameters of the
-OpenAI-compatible server.
-"""
+"""Turns the fields of OpenAI's requests, chat and completions, into what is to be generated."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,21 +9,19 @@ import msgspec
 
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
 from serving.conversation import messages_of, render, text_of, tool_names
-from serving.errors import ApiError, bad_field, not_served
-from serving.grammar import (
-    Form,
-    ResponseFormat,
-    StructuredOutputs,
-    check_end,
-    form_of,
-    grammar_text,
+from serving.errors import bad_field, not_served
+from serving.grammar import Form, check_end, form_of, grammar_text
+from serving.openai_fields import (
+    ChatFields,
+    CompletionFields,
+    OpenAIFields,
+    StreamOptions,
 )
 from serving.parsing import Parsing
 from serving.protocol import (
     ChoiceAsk,
     Prompt,
     Request,
-    SamplingFields,
     ServedModel,
     Shown,
     check_logprobs,
@@ -39,8 +33,6 @@ from serving.protocol import (
     interval_of,
     num_choices,
     ranks_of,
-    read_json,
-    refuse,
     request_id_of,
     sampling_of,
     seed_of,
@@ -51,136 +43,6 @@ from serving.router import Ranks
 from transfer import wire
 
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class OpenAIFields(SamplingFields, kw_only=True):
-    """What chat and completions share."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
-    echo: bool | None = None
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    rid: str | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    routed_dp_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
-    best_of: int | None = None
-    response_format: ResponseFormat | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # Not served.
-    use_beam_search: bool | None = None
-    logits_processors: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: int | None = None
-    prompt_embeds: Any = None
-    lora_path: Any = None
-    custom_logit_processor: Any = None
-    return_hidden_states: bool | None = None
-
-
-REFUSED = (
-    "use_beam_search",
-    "logits_processors",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "prompt_embeds",
-    "lora_path",
-    "custom_logit_processor",
-    "return_hidden_states",
-)
-
-
-class CompletionFields(OpenAIFields, kw_only=True):
-    """POST /v1/completions."""
-
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    suffix: str | None = None
-
-
-class ChatFields(OpenAIFields, kw_only=True):
-    """POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
-    stream_reasoning: bool | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    # Not served.
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: list[str] | None = None
-    prediction: Any = None
-    web_search_options: Any = None
-    chat_template: str | None = None
-
-
-CHAT_REFUSED = ("functions", "audio", "prediction", "web_search_options", "chat_template")
-
-_completions = msgspec.json.Decoder(CompletionFields)
-_chats = msgspec.json.Decoder(ChatFields)
-
-
-def read_completion(body: bytes) -> CompletionFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
-    fields = read_json(_completions, body)
-    _check_shared(fields)
-    refuse(fields, ("suffix",))
-    return fields
-
-
-def read_chat(body: bytes) -> ChatFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
-    fields = read_json(_chats, body)
-    _check_shared(fields)
-    refuse(fields, CHAT_REFUSED)
-    if fields.modalities not in (None, [], ["text"]):
-        raise not_served("modalities")
-    if fields.function_call not in (None, "none", "auto"):
-        raise not_served("function_call")
-    if fields.messages is None:
-        raise ApiError(400, "messages: this field is required", "messages", "missing_field")
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise bad_field("top_logprobs", "needs logprobs to be true")
-    return fields
-
-
-def _check_shared(fields: OpenAIFields) -> None:
-    refuse(fields, REFUSED)
-    if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise not_served("best_of")
-    if fields.stream_options is not None and not fields.stream:
-        raise bad_field("stream_options", "is allowed only with stream")
 
 
 # --- completions ------------------------------------------------------------------------------

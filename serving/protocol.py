@@ -17,8 +17,9 @@ import msgspec
 from model.config import ModelConfig
 from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
-from serving.errors import ApiError, bad_field, from_decode_error, not_served, quoted
+from serving.errors import ApiError, bad_field, quoted
 from serving.grammar_trial import GrammarTrial
+from serving.json_fields import refuse
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
@@ -258,25 +259,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 REFUSED_BY_BOTH = ("structural_tag", "stop_regex", "custom_params")
-
-
-def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The struct in a body. Raises ApiError naming the field at fault."""
-    try:
-        return decoder.decode(body)
-    except msgspec.DecodeError as error:
-        raise from_decode_error(error) from error
-    except UnicodeDecodeError as error:
-        raise ApiError(400, "the body is not UTF-8", code="invalid_json") from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
-
-
-def refuse(fields: msgspec.Struct, names: Sequence[str]) -> None:
-    """Raises ApiError for the first of the fields that holds anything."""
-    for name in names:
-        if getattr(fields, name) not in (None, False, "", [], {}):
-            raise not_served(name)
 
 
 def sampling_of(

@@ -13,6 +13,7 @@ from serving.choice import Choice, Entry, Piece
 from serving.errors import bad_field, not_served
 from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
+from serving.json_fields import read_json, refuse
 from serving.openai_answers import DONE, event
 from serving.protocol import (
     ChoiceAsk,
@@ -30,8 +31,6 @@ from serving.protocol import (
     interval_of,
     num_choices,
     ranks_of,
-    read_json,
-    refuse,
     request_id_of,
     sampling_of,
     seed_of,

@@ -11,7 +11,8 @@ from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.conversation import messages_of, render
 from serving.errors import ApiError
-from serving.openai_api import ChatReader, read_chat
+from serving.openai_api import ChatReader
+from serving.openai_fields import read_chat
 from serving.protocol import ServedModel
 from serving.tokenizer import CallForm, Tokenizer
 from tests.serving.live import MODEL_PATH

@@ -14,9 +14,10 @@ from serving.call_grammar import calls_form, thought_prefix
 from serving.errors import ApiError
 from serving.grammar import Form, check_end, form_of, grammar_text
 from serving.grammar_trial import GrammarTrial
-from serving.openai_api import ChatFields, CompletionFields
+from serving.json_fields import read_json
+from serving.openai_fields import ChatFields, CompletionFields
 from serving.parsing import Parsing
-from serving.protocol import SamplingFields, read_json
+from serving.protocol import SamplingFields
 from serving.sglang_api import GenerateSampling
 from serving.tagged_text import CALL_FORMATS
 from serving.tokenizer import Tokenizer

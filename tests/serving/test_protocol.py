@@ -10,7 +10,8 @@ import pytest
 from model.config import ModelConfig
 from serving.config import ServeConfig
 from serving.errors import ApiError
-from serving.openai_api import ChatReader, CompletionReader, read_chat, read_completion
+from serving.openai_api import ChatReader, CompletionReader
+from serving.openai_fields import read_chat, read_completion
 from serving.protocol import INLINE_CHARACTERS, Request, ServedModel, fit_tokens
 from serving.sglang_api import GenerateReader, read_generate
 from serving.tokenizer import Tokenizer
