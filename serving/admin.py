@@ -16,7 +16,7 @@ from serving.answer import WholeAnswer
 from serving.conversation import messages_of, render
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
-from serving.json_fields import read_json
+from serving.json_fields import read_json, refuse
 from serving.metrics import CONTENT_TYPE
 from serving.protocol import (
     ChoiceAsk,
@@ -49,6 +49,7 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Any = None  # not served
 
 
 class DetokenizeFields(msgspec.Struct):
@@ -167,6 +168,7 @@ class Admin:
     async def tokenize(self, request: HttpRequest) -> Response:
         """Ids of a prompt as the completions route makes them, or of a conversation as chat."""
         fields = read_json(_tokenizes, await self._body(request))
+        refuse(fields, ("chat_template",))
         check_model(fields.model, self._model)
         if (fields.prompt is None) == (fields.messages is None):
             raise bad_field("prompt", "expected exactly one of prompt and messages")

@@ -56,6 +56,7 @@ _TYPES = {
 # Where msgspec says the fault is: "... - at `$.messages[0].role`", or "`key` in `$.logit_bias`".
 _PLACE = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"contains unknown field `([^`]+)`")
 
 
 class ApiError(Exception):
@@ -111,9 +112,13 @@ def quoted(value: Any) -> str:
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)
 
 
-def not_served(param: str) -> ApiError:
-    """A feature that would change the answer and that we do not have."""
-    return bad_field(param, "this server does not support it", "unsupported_parameter")
+def not_served(name: str) -> ApiError:
+    """A feature that would change the answer and that we do not have.
+
+    name: of a field, or of one inside it, whose own name clients know.
+    """
+    message = f"{name}: this server does not support it"
+    return ApiError(400, message, name.partition(".")[0], "unsupported_parameter")
 
 
 def from_request_error(error: RequestError) -> ApiError:
@@ -138,6 +143,12 @@ def from_decode_error(error: msgspec.DecodeError) -> ApiError:
         return ApiError(400, f"the body must be a JSON object: {text}", code="invalid_type")
     # The top-level field is what clients know by name; the message has the whole path.
     field = re.split(r"[.\[]", param, maxsplit=1)[0]
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        name = unknown.group(1)
+        message = f"{quoted(name)} is no field of {param}"
+        known = name if len(name) <= _MAX_QUOTED else field
+        return ApiError(400, message, known, "unsupported_parameter")
     reason = text[: place.start()] if place else text
     return ApiError(400, f"{param}: {reason}", field, "invalid_type")
 

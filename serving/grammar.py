@@ -14,7 +14,7 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from serving.errors import ApiError, quoted
+from serving.errors import ApiError, not_served, quoted
 from serving.grammar_trial import GrammarTrial
 from transfer.wire import MAX_GRAMMAR_BYTES
 
@@ -22,6 +22,12 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_CHOICES = 1024
 _MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
+_REFUSED_OPTIONS = (
+    "structural_tag",
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,11 @@ class StructuredOutputs(msgspec.Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    # Not served.
     structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 class FormFields(Protocol):
@@ -189,8 +199,9 @@ def _response_format(name: str, asked: ResponseFormat) -> Form | None:
 
 
 def _structured_outputs(name: str, asked: StructuredOutputs) -> Form | None:
-    if asked.structural_tag is not None:
-        raise wrong(f"{name}.structural_tag", "this server does not support it")
+    for option in _REFUSED_OPTIONS:
+        if getattr(asked, option) not in (None, False):
+            raise not_served(f"{name}.{option}")
     forms = []
     if asked.json is not None:
         forms.append(_schema(f"{name}.json", asked.json))

@@ -1,6 +1,7 @@
 """The fields of a JSON body: read into a struct, and refused where nobody serves them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,4 +24,11 @@ def refuse(fields: msgspec.Struct, names: Sequence[str]) -> None:
     """Raises ApiError for the first of the fields that holds anything."""
     for name in names:
         if getattr(fields, name) not in (None, False, "", [], {}):
+            raise not_served(name)
+
+
+def refuse_unless(fields: msgspec.Struct, neutral: Mapping[str, Any]) -> None:
+    """Raises ApiError for the first of the fields that holds neither null nor its neutral value."""
+    for name, value in neutral.items():
+        if getattr(fields, name) not in (None, value):
             raise not_served(name)

@@ -68,7 +68,7 @@ class CompletionReader:
         self._n = num_choices(fields.n)
         check_room("prompt", len(self._prompts), self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
-        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
+        self._ranks = ranks_of(fields, model)
 
     async def finish(self, request_id: str | None) -> Request:
         """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
@@ -172,7 +172,7 @@ class ChatReader:
         self._n = num_choices(fields.n)
         check_room("messages", 1, self._n, model.config)
         self._interval = interval_of(fields.stream_interval)
-        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
+        self._ranks = ranks_of(fields, model)
         self._messages = messages_of(fields, model)
 
     def _form_of(self, fields: ChatFields) -> Form | None:

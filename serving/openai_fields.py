@@ -10,13 +10,14 @@ import msgspec
 
 from serving.errors import ApiError, bad_field, not_served
 from serving.grammar import ResponseFormat, StructuredOutputs
-from serving.json_fields import read_json, refuse
+from serving.json_fields import read_json, refuse, refuse_unless
 from serving.protocol import SamplingFields
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # not served
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
@@ -38,6 +39,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
     best_of: int | None = None
     response_format: ResponseFormat | None = None
@@ -56,6 +58,19 @@ class OpenAIFields(SamplingFields, kw_only=True):
     lora_path: Any = None
     custom_logit_processor: Any = None
     return_hidden_states: bool | None = None
+    return_prompt_text: Any = None
+    return_prompt_token_ids: Any = None
+    return_routed_experts: Any = None
+    return_cached_tokens_details: Any = None
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
+    repetition_detection: Any = None
+    guided_whitespace_pattern: Any = None
+    session_params: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
 
 
 REFUSED = (
@@ -68,7 +83,21 @@ REFUSED = (
     "lora_path",
     "custom_logit_processor",
     "return_hidden_states",
+    "return_prompt_text",
+    "return_prompt_token_ids",
+    "return_routed_experts",
+    "return_cached_tokens_details",
+    "logprob_token_ids",
+    "watermarking",
+    "repetition_detection",
+    "guided_whitespace_pattern",
+    "session_params",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
 )
+# By the value that changes nothing. -1 is no bound, where 0 would be no thought.
+REFUSED_UNLESS = {"thinking_token_budget": -1}
 
 
 class CompletionFields(OpenAIFields, kw_only=True):
@@ -104,9 +133,28 @@ class ChatFields(OpenAIFields, kw_only=True):
     prediction: Any = None
     web_search_options: Any = None
     chat_template: str | None = None
+    moderation: Any = None
+    verbosity: Any = None
+    include_reasoning: Any = None
+    reasoning: Any = None
+    task: Any = None
+    input_ids: Any = None
+    return_meta_info: Any = None
 
 
-CHAT_REFUSED = ("functions", "audio", "prediction", "web_search_options", "chat_template")
+CHAT_REFUSED = (
+    "functions",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "chat_template",
+    "moderation",
+    "reasoning",
+    "task",
+    "input_ids",
+    "return_meta_info",
+)
+CHAT_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 
 _completions = msgspec.json.Decoder(CompletionFields)
 _chats = msgspec.json.Decoder(ChatFields)
@@ -125,6 +173,7 @@ def read_chat(body: bytes) -> ChatFields:
     fields = read_json(_chats, body)
     _check_shared(fields)
     refuse(fields, CHAT_REFUSED)
+    refuse_unless(fields, CHAT_REFUSED_UNLESS)
     if fields.modalities not in (None, [], ["text"]):
         raise not_served("modalities")
     if fields.function_call not in (None, "none", "auto"):
@@ -138,7 +187,10 @@ def read_chat(body: bytes) -> ChatFields:
 
 def _check_shared(fields: OpenAIFields) -> None:
     refuse(fields, REFUSED)
+    refuse_unless(fields, REFUSED_UNLESS)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise not_served("best_of")
     if fields.stream_options is not None and not fields.stream:
         raise bad_field("stream_options", "is allowed only with stream")
+    if fields.stream_options is not None and fields.stream_options.include_obfuscation:
+        raise not_served("stream_options.include_obfuscation")

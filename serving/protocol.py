@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,7 +19,7 @@ from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, quoted
 from serving.grammar_trial import GrammarTrial
-from serving.json_fields import refuse
+from serving.json_fields import refuse, refuse_unless
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
@@ -256,6 +256,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     stop_regex: Any = None
     custom_params: Any = None
+    spaces_between_special_tokens: Any = None
 
 
 REFUSED_BY_BOTH = ("structural_tag", "stop_regex", "custom_params")
@@ -277,6 +278,7 @@ def sampling_of(
     names: what this API calls a field that has another name here. Raises ApiError.
     """
     refuse(fields, REFUSED_BY_BOTH)
+    refuse_unless(fields, {"spaces_between_special_tokens": True})
     top_k = _or(fields.top_k, defaults.top_k)
     min_tokens = _or(min_tokens, 0)
     sampling = wire.SamplingParams(
@@ -389,11 +391,20 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         raise bad_field(name, f"token id {wrong} is not in the vocabulary, 0 to {vocab_size - 1}")
 
 
-def ranks_of(prefill: int | None, decode: int | None, model: ServedModel) -> Ranks:
-    """Of disagg_prefill_dp_rank and routed_dp_rank. Raises ApiError when no worker has them."""
+class RankFields(Protocol):
+    """Who dictates ranks; data_parallel_rank is the older name of routed_dp_rank."""
+
+    disagg_prefill_dp_rank: int | None
+    routed_dp_rank: int | None
+    data_parallel_rank: int | None
+
+
+def ranks_of(fields: RankFields, model: ServedModel) -> Ranks:
+    """Those that were dictated. Raises ApiError when no worker has them."""
+    name = "data_parallel_rank" if fields.routed_dp_rank is None else "routed_dp_rank"
     return Ranks(
-        model.rank_of("disagg_prefill_dp_rank", prefill, "prefill"),
-        model.rank_of("routed_dp_rank", decode, "decode"),
+        model.rank_of("disagg_prefill_dp_rank", fields.disagg_prefill_dp_rank, "prefill"),
+        model.rank_of(name, getattr(fields, name), "decode"),
     )
 
 

@@ -13,7 +13,7 @@ from serving.choice import Choice, Entry, Piece
 from serving.errors import bad_field, not_served
 from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
-from serving.json_fields import read_json, refuse
+from serving.json_fields import read_json, refuse, refuse_unless
 from serving.openai_answers import DONE, event
 from serving.protocol import (
     ChoiceAsk,
@@ -45,13 +45,13 @@ DEFAULT_NEW_TOKENS = 128
 NAMES = {"min_tokens": "min_new_tokens"}
 
 
-class GenerateSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of one prompt."""
+class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of one prompt. SGLang takes no unknown name here either."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     sampling_seed: int | None = None
-    spaces_between_special_tokens: bool | None = None
+    beam_width: Any = None  # not served
 
 
 class GenerateFields(msgspec.Struct, kw_only=True):
@@ -68,6 +68,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     rid: str | list[str] | None = None
     cache_salt: str | None = None
     routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
     # Not served.
     input_embeds: Any = None
@@ -79,6 +80,17 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     custom_logit_processor: Any = None
     return_hidden_states: Any = None
     session_params: Any = None
+    lora_id: Any = None
+    positional_embed_overrides: Any = None
+    multi_item_delimiter_indices: Any = None
+    max_thinking_tokens: Any = None
+    require_reasoning: Any = None
+    return_sampling_mask: Any = None
+    return_flat_raw_top_logprobs: Any = None
+    return_routed_experts: Any = None
+    return_indexer_topk: Any = None
+    return_entropy: Any = None
+    return_prompt_token_ids: Any = None
 
 
 REFUSED = (
@@ -91,6 +103,16 @@ REFUSED = (
     "custom_logit_processor",
     "return_hidden_states",
     "session_params",
+    "lora_id",
+    "positional_embed_overrides",
+    "multi_item_delimiter_indices",
+    "require_reasoning",
+    "return_sampling_mask",
+    "return_flat_raw_top_logprobs",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "return_prompt_token_ids",
 )
 
 _generates = msgspec.json.Decoder(GenerateFields)
@@ -100,6 +122,8 @@ def read_generate(body: bytes) -> GenerateFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_generates, body)
     refuse(fields, REFUSED)
+    if fields.max_thinking_tokens is not None:  # 0 would be no thought
+        raise not_served("max_thinking_tokens")
     if (fields.text is None) == (fields.input_ids is None):
         raise bad_field("text", "expected exactly one of text and input_ids")
     return fields
@@ -130,7 +154,7 @@ class GenerateReader:
             _shown(params or GenerateSampling(), bool(wanted), start, top, fields)
             for params, wanted, start, top in zip(self._params, returns, starts, tops, strict=True)
         ]
-        self._ranks = ranks_of(fields.disagg_prefill_dp_rank, fields.routed_dp_rank, model)
+        self._ranks = ranks_of(fields, model)
         self._sampling = [
             self._sampling_of(params or GenerateSampling(), shown)
             for params, shown in zip(self._params, self._shown, strict=True)
@@ -146,8 +170,7 @@ class GenerateReader:
         max_new = params.max_new_tokens
         if max_new is not None and max_new < 0:
             raise bad_field("max_new_tokens", f"must be at least 0, got {told(max_new)}")
-        if params.spaces_between_special_tokens is False:
-            raise not_served("spaces_between_special_tokens")
+        refuse_unless(params, {"beam_width": 1})
         return sampling_of(
             params,
             self._model,

@@ -111,7 +111,8 @@ async def text_of(form: Form, prefix: str = "", trial: GrammarTrial = TRIAL) -> 
 
 
 def fields_of(kind: Any, **given: Any) -> Any:
-    body = {"prompt": "x", "messages": [], "model": None} | given
+    needed = {"prompt": "x"} if kind is CompletionFields else {}
+    body = needed | given
     return read_json(msgspec.json.Decoder(kind), json.dumps(body).encode())
 
 

@@ -463,10 +463,12 @@ async def test_dictated_ranks_are_read_and_kept_within_what_the_workers_have(rea
     model = served(dp_sizes=sizes)
     assert (await read(model)).ranks == (-1, -1)
     assert (await read(model, routed_dp_rank=1, disagg_prefill_dp_rank=3)).ranks == (3, 1)
+    assert (await read(model, data_parallel_rank=1)).ranks == (-1, 1)
     for name, rank, message in (
         ("routed_dp_rank", 2, "decode has data-parallel ranks 0 to 1, got 2"),
         ("disagg_prefill_dp_rank", 4, "prefill has data-parallel ranks 0 to 3, got 4"),
         ("routed_dp_rank", -1, "must be at least 0, got -1"),
+        ("data_parallel_rank", 2, "decode has data-parallel ranks 0 to 1, got 2"),
     ):
         with pytest.raises(ApiError) as caught:
             await read(model, **{name: rank})
