@@ -110,6 +110,8 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
         content = parts if model.takes_parts else text_of(parts)
     elif content is None and calls:
         content = model.tokenizer.call_form.content
+    elif content is None and role == "assistant" and not message.get("function_call"):
+        content = ""  # so an answer without text comes back, as a turn that went before
     elif not isinstance(content, str):
         kind = type(content).__name__ if content is not None else "null"
         raise _wrong_type(f"{where}.content", f"text, got {kind}")

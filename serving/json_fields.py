@@ -1,17 +1,29 @@
-"""The fields of a JSON body: read into a struct, and refused where nobody serves them."""
+"""The fields of a JSON body: read into a struct, and refused where nobody serves them.
 
+Some languages write every number as a float. A field that takes integers takes 5.0 as well, as in
+vLLM and SGLang, and no 5.5.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import msgspec
+from msgspec import inspect
 
 from serving.errors import ApiError, from_decode_error, not_served
+
+# From here on a float may stand for several integers.
+_MAX_EXACT: Final = 1 << 53
+_MAX_ITEMS: Final = 16_384  # of all lists of a body that are looked at for them, one by one
+_FLOAT_FOR_INT = re.compile(r"^Expected `int\b.*, got `float`")
 
 
 def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """The struct in a body. Raises ApiError naming the field at fault."""
     try:
-        return decoder.decode(body)
+        return _decoded(decoder, body)
     except msgspec.DecodeError as error:
         raise from_decode_error(error) from error
     except UnicodeDecodeError as error:
@@ -32,3 +44,54 @@ def refuse_unless(fields: msgspec.Struct, neutral: Mapping[str, Any]) -> None:
     for name, value in neutral.items():
         if getattr(fields, name) not in (None, value):
             raise not_served(name)
+
+
+# --- integers that are written as floats ----------------------------------------------------------
+
+
+def _decoded[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises DecodeError."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if not _FLOAT_FOR_INT.match(str(error)):
+            raise
+    # Few bodies have one: only these are read twice.
+    value = _Integers().of(msgspec.json.decode(body), _type_info(decoder.type))
+    return msgspec.convert(value, decoder.type, str_keys=True)
+
+
+@cache
+def _type_info(struct: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(struct)
+
+
+class _Integers:
+    """Puts integers in place of whole floats, in one body, where its type takes integers alone.
+
+    What a field takes as it is, such as arguments of a template, stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._left = _MAX_ITEMS
+
+    def of(self, value: Any, kind: inspect.Type) -> Any:
+        """The value, in which objects and lists are changed."""
+        kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        if isinstance(value, float):
+            takes_floats = any(
+                isinstance(one, inspect.FloatType | inspect.AnyType) for one in kinds
+            )
+            takes_integers = any(isinstance(one, inspect.IntType) for one in kinds)
+            is_one = value.is_integer() and abs(value) <= _MAX_EXACT
+            return int(value) if is_one and takes_integers and not takes_floats else value
+        for one in kinds:
+            if isinstance(one, inspect.StructType) and isinstance(value, dict):
+                for field in one.fields:
+                    if field.encode_name in value:
+                        value[field.encode_name] = self.of(value[field.encode_name], field.type)
+            elif isinstance(one, inspect.ListType) and isinstance(value, list):
+                self._left -= len(value)
+                if self._left >= 0:
+                    value[:] = [self.of(item, one.item_type) for item in value]
+        return value

@@ -180,7 +180,7 @@ def read_chat(body: bytes) -> ChatFields:
         raise not_served("function_call")
     if fields.messages is None:
         raise ApiError(400, "messages: this field is required", "messages", "missing_field")
-    if fields.top_logprobs is not None and not fields.logprobs:
+    if fields.top_logprobs and not fields.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     return fields
 

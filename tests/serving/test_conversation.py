@@ -90,3 +90,27 @@ def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:
     model = _served(tmp_path, _template("false", JOINS))
     assert model.tokenizer.call_form == CallForm("", False)
     assert _prompt(model, '{"x": 1}') == "[user]a[assistant][tool]b"
+
+
+@pytest.mark.parametrize("turn", [{"content": None}, {}, {"content": None, "tool_calls": None}])
+def test_an_answer_without_text_is_an_empty_turn(turn: dict[str, Any], tmp_path: Path) -> None:
+    for asks in (ASKS_FOR_CALLS, ASKS_FOR_NULL):
+        model = _served(tmp_path, _template(f"m.tool_calls and {asks}", PRINTS_JSON))
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}]
+        fields = read_chat(json.dumps({"messages": messages}).encode())
+        assert render(model, messages_of(fields, model), fields) == "[user]a[assistant]"
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "content": None},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+    ],
+)
+def test_null_is_the_text_of_no_other_turn(turn: dict[str, Any], tmp_path: Path) -> None:
+    model = _served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    fields = read_chat(json.dumps({"messages": [turn]}).encode())
+    with pytest.raises(ApiError, match=r"messages\[0\].content: expected text, got null"):
+        messages_of(fields, model)

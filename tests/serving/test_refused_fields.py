@@ -140,3 +140,14 @@ async def test_clients_read_which_field_it_was() -> None:
             assert response.status_code == 400
             error = response.json()["error"]
             assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
+async def test_top_logprobs_of_none_ask_for_nothing() -> None:
+    for logprobs in (None, False):
+        asked = await chat(logprobs=logprobs, top_logprobs=0)
+        assert asked.choices[0].shown.num_logprobs == -1
+    assert (await chat(logprobs=True, top_logprobs=0)).choices[0].shown.num_logprobs == 0
+    for count in (1, -1):
+        with pytest.raises(ApiError) as caught:
+            await chat(top_logprobs=count)
+        assert (caught.value.status, caught.value.param) == (400, "top_logprobs")
