@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from model.config import ModelConfig
 from serving import api_parent
@@ -68,6 +69,8 @@ HELP = {
     "and /health fails; longer than a chunk or a step takes",
     "stream_interval": "tokens per streamed chunk after the first; auto: 1 unless it falls behind",
     "batch_notify_size": "streams served before the loop may turn to others; 0: a whole step",
+    "timeout_keep_alive_s": "seconds a connection may be idle between requests until it is closed: "
+    "more than clients keep theirs, or a request meets one that closes",
     "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",
     "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
@@ -137,18 +140,7 @@ async def serve(
         sender = OtlpSender(config.otlp_traces_endpoint, "kvferry")
         exporter = TraceExporter(sender, metrics.traces_dropped)
         dispatcher.timelines.on_over = trace_later(exporter, front)
-    server = _Server(
-        uvicorn.Config(
-            app_of(front, siblings),
-            http=Connection.lingering(config.slow_client_timeout_s),
-            loop="uvloop",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=2,
-            backlog=BACKLOG,
-        )
-    )
+    server = _Server(http_config(app_of(front, siblings), config))
     await siblings.start()
     await dispatcher.start()
     calm_collector()
@@ -177,6 +169,21 @@ async def serve(
             takes.cancel()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
+
+
+def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
+    """How connections are served."""
+    return uvicorn.Config(
+        app,
+        http=Connection.lingering(config.slow_client_timeout_s),
+        loop="uvloop",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # parts as well
+        timeout_graceful_shutdown=2,
+        backlog=BACKLOG,
+    )
 
 
 def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:

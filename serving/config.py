@@ -38,6 +38,10 @@ class ServeConfig:
     progress_timeout_s: float = 10.0  # a worker whose loop stands still for so long is, too
     stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
+    # uvicorn's own 5 s are what httpx keeps idle connections for, and a request that meets a
+    # closing connection is lost. This is longer than Google's load balancers (600 s), Go (90 s),
+    # nginx, AWS's load balancers and .NET (60 s) keep them: they close first.
+    timeout_keep_alive_s: float = 620.0
     slow_client_timeout_s: float = 30.0
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts
     sampling_defaults: Literal["model", "openai"] = "model"
@@ -74,6 +78,7 @@ class ServeConfig:
             "queue_timeout_s",
             "request_timeout_s",
             "progress_timeout_s",
+            "timeout_keep_alive_s",
             "slow_client_timeout_s",
         ):
             if not getattr(self, name) > 0:

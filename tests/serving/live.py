@@ -13,8 +13,8 @@ import httpx
 import uvicorn
 
 from model.config import ModelConfig
+from serving.api import http_config
 from serving.app import create_app
-from serving.connection import Connection
 from serving.dispatch import Dispatcher
 from serving.tokenizer import Tokenizer
 from tests.fakes import FakeCluster
@@ -103,10 +103,7 @@ async def live_server(
         with socket.create_server(("127.0.0.1", 0)) as sock:
             if send_buffer_bytes:  # accepted connections inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-            connection = Connection.lingering(cluster.config(**settings).slow_client_timeout_s)
-            server = _Server(
-                uvicorn.Config(app, http=connection, lifespan="off", log_level="error")
-            )
+            server = _Server(http_config(app, cluster.config(**settings)))
             serving = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             try:

@@ -2,12 +2,18 @@
 
 import asyncio
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
+from serving.api import http_config
+from serving.config import ServeConfig
 from serving.connection import MAX_HEAD_BYTES
 from tests.serving.live import Live, letters, live_server
+from transfer.errors import ConfigError
 
 ASK = b'{"prompt": "Hi!", "max_tokens": 3}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -117,6 +123,28 @@ async def test_a_head_that_does_not_come_is_given_up() -> None:
                 assert (status, body["error"]["code"]) == (408, "request_timeout")
                 assert await reader.read() == b""
             writer.close()
+
+
+async def test_an_idle_connection_is_closed_after_its_time_and_not_before() -> None:
+    async with live_server(timeout_keep_alive_s=0.2) as live:
+        reader, writer = await opened(live)
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                writer.write(request(b""))
+                status, _ = await answer_of(reader)
+                assert status == 200
+            began_s = time.monotonic()
+            assert await reader.read() == b""
+        assert time.monotonic() - began_s > 0.1
+        writer.close()
+
+
+def test_connections_are_kept_for_longer_than_clients_and_proxies_keep_theirs() -> None:
+    settings: dict[str, Any] = {"model_path": Path("m"), "registry_address": "127.0.0.1:1"}
+    assert http_config(Starlette(), ServeConfig(**settings)).timeout_keep_alive > 600
+    for wrong in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="--timeout-keep-alive must be above 0, got"):
+            ServeConfig(**settings, timeout_keep_alive_s=wrong)
 
 
 async def test_an_answer_may_take_longer_than_a_head() -> None:
