@@ -54,6 +54,8 @@ HELP = {
     "api_workers": "HTTP processes that share the address and the two limits below",
     "served_model_name": "model name in the API; '' takes the folder's",
     "api_key": "key that clients must send as a bearer token; '' asks for none",
+    "allowed_origins": "web pages whose scripts may use the API, by their origins in a JSON list: "
+    """'["https://example.com"]', '["*"]' for all; none unless asked""",
     "context_length": "most tokens of one request; 0: what the workers say",
     "max_inflight_requests": "generations in the workers' hands, each choice counts; each of "
     "--api-workers has its part of them, and of those that wait",
@@ -180,7 +182,7 @@ def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
         lifespan="off",
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # parts as well
+        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a timer's
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,
     )

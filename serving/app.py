@@ -1,6 +1,8 @@
 """The HTTP routes: what answers where, who may ask, and what is too large."""
 
 import hmac
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from model.config import ModelConfig
 from serving.admin import Admin
 from serving.config import ServeConfig
+from serving.cors import Cors
 from serving.dispatch import Dispatcher
 from serving.endpoints import (
     RAW_SEND,
@@ -91,6 +94,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     if config.enable_metrics:
         routes.append(Route("/metrics", admin.metrics))
     return _App(
+        config.allowed_origins,
         routes=routes,
         middleware=[Middleware(_ApiKey, api_key=config.api_key)] if config.api_key else [],
         exception_handlers={
@@ -103,6 +107,16 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
 
 class _App(Starlette):
     """Keeps the server's own `send`: tokens go past the wrappers that only watch the start."""
+
+    def __init__(self, allowed_origins: Sequence[str], **options: Any) -> None:
+        """options: Starlette's."""
+        super().__init__(**options)
+        self._allowed_origins = allowed_origins
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Starlette's puts what it is given inside of what answers faults with a 500."""
+        stack = super().build_middleware_stack()
+        return Cors(stack, self._allowed_origins) if self._allowed_origins else stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[RAW_SEND] = send

@@ -1,5 +1,6 @@
 """The API process's limits and addresses: one frozen value, validated once, printed at start."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,8 @@ from serving.parsing import ReasoningParser, ToolCallParser
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
+# In small letters, and nothing behind the port. null: of a file, and of what is sandboxed.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^A-Z/?#@\s]+")
 RolePolicy = Literal[
     "same", "least_load", "round_robin", "random", "power_of_two", "cache_aware"
 ]  # same: as --policy
@@ -25,6 +28,7 @@ class ServeConfig:
     api_workers: int = 1  # HTTP processes behind the one address
     served_model_name: str = ""  # default: the folder's name
     api_key: str = ""  # "" = no key asked
+    allowed_origins: tuple[str, ...] = ()  # of pages whose scripts may read answers (CORS)
     context_length: int = 0  # 0 = what the workers say
     max_inflight_requests: int = 256  # generations in the workers' hands, each choice counts
     max_queued_requests: int = 1024  # waiting for one of those
@@ -91,6 +95,12 @@ class ServeConfig:
             )
         if self.otlp_traces_endpoint and not self.timeline_requests:
             raise ConfigError("--otlp-traces-endpoint needs --timeline-requests above 0, got 0")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):  # it would be equal to none that a browser sends
+                raise ConfigError(
+                    "--allowed-origins: expected * or origins as browsers send them, such as "
+                    f"https://example.com or http://localhost:3000, got {origin!r}"
+                )
         if not self.host:
             raise ConfigError("--host must not be empty; 0.0.0.0 stands for every address")
         if not 0 <= self.port <= 65535:

@@ -115,7 +115,7 @@ def add_flags(
             options["required"] = True
         else:
             options["default"] = field.default
-            if field.default != "":
+            if field.default not in ("", ()):
                 options["help"] += " (default: %(default)s)"
         options.update(_value_options(hints[field.name]))
         parser.add_argument(name, **options)
@@ -129,6 +129,8 @@ def _value_options(hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(hint) is Union:
         return _number_or_word(hint)
+    if get_origin(hint) is tuple:
+        return {"type": _texts, "metavar": "JSON"}
     if isinstance(hint, UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     read = {float: _finite, Path: path}.get(hint, hint)
@@ -148,6 +150,18 @@ def _number_or_word(hint: Any) -> dict[str, Any]:
             raise argparse.ArgumentTypeError(message) from None
 
     return {"type": read, "metavar": "{" + ",".join([*words, number.__name__.upper()]) + "}"}
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """A list of texts, which is JSON as in vLLM: any text can be in it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        message = f"""expected a JSON list of texts, such as '["a"]', got {text!r}"""
+        raise argparse.ArgumentTypeError(message)
+    return tuple(value)
 
 
 def path(text: str) -> Path:
@@ -192,6 +206,8 @@ def argv_of(config: Any) -> list[str]:
         name = flag_name(field.name)
         if isinstance(value, bool):
             argv.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            argv.append(f"{name}={json.dumps(value)}")
         else:
             argv.append(f"{name}={value}")
     return argv

@@ -50,6 +50,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "page_size": {"page_size": 32},
     "mem_fraction_static": {"mem_fraction_static": 0.25},
     "stream_interval": {"stream_interval": 7},
+    "allowed_origins": {"allowed_origins": ("https://a.example", "http://[::1]:3000")},
     "nnodes": NODES,
     "node_rank": NODES,
     "dist_init_addr": NODES,

@@ -1,0 +1,41 @@
+"""Which web pages may read what this server answers (CORS, by Starlette's middleware)."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from serving.endpoints import error_headers
+from serving.errors import ApiError
+
+_EXPOSED: Final = ("X-Request-Id", "Retry-After")  # beside those that every page may read
+
+
+class Cors(CORSMiddleware):
+    """Around all that answers, so that a page can read errors too, and outside of the API key.
+
+    Browsers ask by OPTIONS, without a key, before they send a request with one. Of a stream only
+    the start passes here: its events go by the server's own `send`.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        """origins: as browsers send them; * is every one."""
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to OPTIONS; a refusal has the shape of every other error."""
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        error = ApiError(400, bytes(response.body).decode(), code="cors_refused")
+        error.headers["Vary"] = response.headers["Vary"]
+        return error.response(error_headers({"headers": request_headers.raw}))
