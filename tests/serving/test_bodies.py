@@ -3,11 +3,12 @@
 import asyncio
 import json
 import socket
+from itertools import product
 from typing import Any
 
 import pytest
 
-from serving.front import MAX_BRACKETS
+from serving.front import MAX_PARTS
 from tests.serving.live import live_server
 
 
@@ -68,11 +69,14 @@ async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(pat
     asked: dict[str, Any] = {"messages": [message], "max_tokens": 1}
     if path == "/generate":
         asked = {"text": "Hi!", "sampling_params": {"max_new_tokens": 1}}
+    for_each = ((b"[", b"[]", b"]"), (b"{", b'"":0', b"}"))
     async with live_server() as live:
-        for count, status in ((MAX_BRACKETS - 100, 200), (MAX_BRACKETS, 400)):
-            many = b'{"somebodys": [%b],' % b",".join([b"[]"] * count)
+        for (begin, one, end), (count, status) in product(
+            for_each, ((MAX_PARTS - 100, 200), (MAX_PARTS, 400))
+        ):
+            many = b'{"somebodys": ' + begin + b",".join([one] * count) + end + b","
             body = many + json.dumps(asked).encode()[1:]
             response = await live.http.post(path, content=body)
             assert response.status_code == status, response.text
-            told = f"the body has more than {MAX_BRACKETS} opening brackets"
+            told = f"the body has more than {MAX_PARTS} opening brackets, or colons"
             assert (told in response.text) == (status == 400)
