@@ -14,8 +14,9 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
-from serving.errors import ApiError, not_served, quoted
+from serving.errors import ApiError, from_request_error, not_served, quoted
 from serving.grammar_trial import GrammarTrial
+from transfer.errors import Code, RequestError
 from transfer.wire import MAX_GRAMMAR_BYTES
 
 # Between two tokens of JSON: a model that may write any space writes nothing else, sometimes.
@@ -114,14 +115,20 @@ def check_end(
 async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str:
     """The grammar of an answer that begins as `prefix` has it, which may name @answer.
 
-    Raises ApiError for one that cannot be followed, naming the form's field.
+    Raises ApiError: for one that cannot be followed, naming the form's field; 429 where too many
+    wait to be tried.
     """
     rules = [form.rules]
     if prefix:
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
     text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
     _bound(form.name, text)
-    fault = await trial.fault(text)
+    try:
+        fault = await trial.fault(text)
+    except RequestError as error:
+        if error.code is not Code.BAD_REQUEST:
+            raise from_request_error(error) from error
+        fault = error.message
     if fault:
         raise wrong(form.name, fault)
     return text

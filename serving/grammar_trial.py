@@ -1,163 +1,157 @@
-"""Grammars are tried by a process that may die of one, before any worker is given it.
+"""Grammars are tried before any worker is given one: what passes costs a worker no more.
 
-Nothing in llguidance bounds the time and the memory in which a grammar is compiled, and a thread
-cannot be stopped: `{"multipleOf": 999999}` takes 11 s and 500 MB, and 99999999 goes on. So each new
-grammar is compiled here first, by a process with a limit on either; what passes costs a worker no
-more.
+A grammar that was not tried yet goes through two lanes. In the first all have a twentieth of a
+second, which nearly all honest ones end within; so one that goes on holds up the next by no more.
+The second has all the time that a grammar may take, for those that did not end in the first. In a
+lane grammars take turns, and so many may wait.
 """
 
 import asyncio
-import contextlib
-import json
-import resource
-import select
-import signal
-import subprocess
-import sys
-import weakref
+import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import llguidance
-import psutil
+from serving.limits import Limiter
+from serving.timers import Timers
+from serving.trial_process import OVER_TIME, TrialProcess, Word
 
-from model.config import ModelConfig
-from model.tokenizer_files import eos_ids, read_tokenizer
-from transfer.grammar_limits import LIMITS
 
-CPU_S: Final = 2.0  # to compile, and for the first mask
-MEMORY_BYTES: Final = 128 << 20  # that a grammar may add
-_WAIT_S: Final = 20.0  # for a word of it on a host that is busy, its start included
-_MAX_KNOWN: Final = 256
-_READY: Final = "ready"
+@dataclass(frozen=True)
+class LaneLimits:
+    """cpu_s: of the processor, to compile and for the first mask; max_waiting: grammars."""
+
+    cpu_s: float
+    max_waiting: int
+
+
+# 200 properties, three deep: 0.03 s. 1,500 that are URIs, as many as fit: 0.45 s.
+LANES: Final = (LaneLimits(0.05, max_waiting=128), LaneLimits(1.0, max_waiting=16))
 TOO_MUCH: Final = "it takes too much time or memory to compile"
+_MAX_GOOD: Final = 1024
+_MAX_BAD: Final = 256
 
 
 class GrammarTrial:
-    """The process and its verdicts; it is started by the first grammar."""
+    """The verdicts on grammars, and the lanes that come to them. Used by one event loop."""
 
-    def __init__(self, model_path: Path) -> None:
-        self._model_path = model_path
-        self._known: OrderedDict[str, str] = OrderedDict()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[..., GrammarTrial] | None = None
-        self._thread = ThreadPoolExecutor(1, "grammar trial")
+    def __init__(
+        self,
+        model_path: Path,
+        queue_timeout_s: float = 30.0,
+        timers: Timers | None = None,
+        lanes: Sequence[LaneLimits] = LANES,
+    ) -> None:
+        """queue_timeout_s: longest wait for a turn, in either lane."""
+        self._lanes = [_Lane(model_path, each, queue_timeout_s, timers) for each in lanes]
+        self._verdicts = _Verdicts()
+        self._shared: dict[bytes, _Shared] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that wait for their turn."""
+        return sum(lane.num_waiting for lane in self._lanes)
 
     async def fault(self, grammar: str) -> str:
-        """Why it cannot be followed, in a line; "" it can."""
-        known = self._known.get(grammar)
-        if known is None:
-            loop = asyncio.get_running_loop()
-            known = await loop.run_in_executor(self._thread, self._judged, grammar)
-        return known
+        """Why it cannot be followed, in a line; "" it can.
 
-    def close(self) -> None:
-        """The process is gone, and nothing is tried any more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._stop()
-
-    def _judged(self, grammar: str) -> str:
-        known = self._known.get(grammar)  # the one before may have asked for the same
+        Who asks while the same grammar is tried shares that trial, which is dropped once nobody
+        waits for it. Raises RequestError: QUEUE_FULL when too many wait or one waited too long,
+        and what TrialProcess.word raises.
+        """
+        key = hashlib.sha256(grammar.encode()).digest()
+        known = self._verdicts.get(key)
         if known is not None:
             return known
-        is_fresh = self._process is None
-        word = self._try(grammar)
-        if word is None and not is_fresh:
-            word = self._try(grammar)  # what came before may have left too little memory
-        if word is not None and self._process is None:
-            return word  # it did not start, which is no fault of the grammar
-        known = self._known[grammar] = TOO_MUCH if word is None else word
-        while len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
-        return known
+        shared = self._shared.get(key)
+        if shared is None:
+            task = asyncio.ensure_future(self._judge(key, grammar))
+            shared = self._shared[key] = _Shared(task)
+        shared.num_clients += 1
+        try:
+            await asyncio.wait((shared.task,))
+            return shared.task.result()
+        finally:
+            shared.num_clients -= 1
+            if not shared.num_clients:
+                shared.task.cancel()
+                del self._shared[key]
 
-    def _stop(self) -> None:
-        self._process = None
-        if self._end is not None:
-            self._end()
+    def close(self) -> None:
+        """The processes are gone; from now on what is new is refused (SHUTTING_DOWN)."""
+        for lane in self._lanes:
+            lane.close()
 
-    def _try(self, grammar: str) -> str | None:
-        """Its verdict; None when it died of it."""
-        if self._process is None:
-            self._process = self._start()
-            first = self._word(self._process)
-            if first != _READY:
-                self._stop()
-                return first or "this model's tokenizer cannot be read"
-        process = self._process
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has no word, then
-            process.stdin.write(grammar.encode() + b"\n")
-            process.stdin.flush()
-        word = self._word(process)
-        if word is None:
-            self._stop()
-        return word
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "serving.grammar_trial", str(self._model_path)]
-        # Of no terminal's group: Ctrl-C is for who started it.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._end = weakref.finalize(self, _end, process)
-        return process
-
-    def _word(self, process: subprocess.Popen[bytes]) -> str | None:
-        """The next line that it says; None when it died, or says nothing."""
-        assert process.stdout is not None
-        poll = select.poll()  # not select, which knows 1,024 descriptors
-        poll.register(process.stdout, select.POLLIN)
-        line = process.stdout.readline() if poll.poll(_WAIT_S * 1000) else b""
-        return str(json.loads(line)) if line else None
+    async def _judge(self, key: bytes, grammar: str) -> str:
+        word: Word = OVER_TIME
+        for lane in self._lanes:
+            if word == OVER_TIME:
+                word = await lane.word(grammar)
+        fault = word if isinstance(word, str) else TOO_MUCH
+        self._verdicts.add(key, fault)
+        return fault
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # what it did not read
-            assert pipe is not None
-            pipe.close()
+@dataclass(eq=False, slots=True)
+class _Shared:
+    """A trial, and how many clients wait for it."""
+
+    task: asyncio.Task[str]
+    num_clients: int = 0
 
 
-def main(model_path: Path) -> None:
-    """A verdict for each line, until there are no more."""
-    try:
-        config, files = ModelConfig.from_dir(model_path), read_tokenizer(model_path)
-        ends = [*eos_ids(config, files.eos_id)]
-        tokenizer = llguidance.LLTokenizer(files.backend.to_str(), config.vocab_size, ends)
-    except ValueError as error:
-        _say(f"this model's tokenizer cannot follow a grammar: {error}")
-        return
-    _verdict(tokenizer, '{"grammars": [{"json_schema": {}}]}')  # what the first one begins
-    most = psutil.Process().memory_info().vms + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    _say(_READY)
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        word = _verdict(tokenizer, line)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(word)
+class _Lane:
+    """A process, a thread that asks it, and who waits for it."""
+
+    def __init__(
+        self, model_path: Path, limits: LaneLimits, queue_timeout_s: float, timers: Timers | None
+    ) -> None:
+        self._process = TrialProcess(model_path, limits.cpu_s)
+        self._thread = ThreadPoolExecutor(1, "grammar trial")
+        self._turns = Limiter(1, limits.max_waiting, queue_timeout_s, timers)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._turns.queued
+
+    async def word(self, grammar: str) -> Word:
+        """A trial that has begun is ended though it is cancelled, and has its turn so long."""
+        ticket = await self._turns.admit()
+        loop = asyncio.get_running_loop()
+        trying = loop.run_in_executor(self._thread, self._process.word, grammar)
+
+        def over(trying: asyncio.Future[Word]) -> None:
+            ticket.release()
+            if not trying.cancelled():
+                trying.exception()  # which nobody else may be there to look at
+
+        trying.add_done_callback(over)
+        await asyncio.wait((trying,))
+        return trying.result()
+
+    def close(self) -> None:
+        self._process.close()  # those that wait hear it, one after the other
 
 
-def _verdict(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return " ".join(matcher.get_error().split())
+class _Verdicts:
+    """The latest, by digest: bad ones are kept apart, or many would drive out the good ones."""
 
+    def __init__(self) -> None:
+        self._good: OrderedDict[bytes, str] = OrderedDict()
+        self._bad: OrderedDict[bytes, str] = OrderedDict()
 
-def _say(word: str) -> None:
-    sys.stdout.write(json.dumps(word) + "\n")
-    sys.stdout.flush()
+    def get(self, key: bytes) -> str | None:
+        for kept in (self._good, self._bad):
+            if key in kept:
+                kept.move_to_end(key)
+                return kept[key]
+        return None
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    def add(self, key: bytes, fault: str) -> None:
+        kept, most = (self._bad, _MAX_BAD) if fault else (self._good, _MAX_GOOD)
+        kept[key] = fault
+        while len(kept) > most:
+            kept.popitem(last=False)

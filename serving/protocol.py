@@ -122,7 +122,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.config = config
         self.name = config.model_name
-        self.trial = GrammarTrial(config.model_path)
+        self.trial = GrammarTrial(config.model_path, config.queue_timeout_s)
         self.vocab_size = model_config.vocab_size
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:

@@ -1,0 +1,196 @@
+"""A process that compiles grammars, each in a child of its own which may die of it.
+
+Nothing in llguidance bounds the time and the memory that a grammar takes, and a thread cannot be
+stopped: `{"multipleOf": 999999}` takes seconds and 500 MB, and 99999999 goes on. A limit on a
+process can. A child of one that has read the tokenizer is there in 10 ms, while a process that
+starts anew takes a second where the vocabulary is large: so it is children that die.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import BinaryIO, Final, NoReturn
+
+import llguidance
+import psutil
+
+from model.config import ModelConfig
+from model.tokenizer_files import eos_ids, read_tokenizer
+from transfer.errors import Code, RequestError
+from transfer.grammar_limits import LIMITS
+
+MEMORY_BYTES: Final = 128 << 20  # that a grammar may add
+OVER_TIME: Final = int(signal.SIGPROF)
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)  # no limit of ours ends a child so
+_WAIT_S: Final = 20.0  # for a word of it on a host that is busy, its start included
+_MAX_FAULT: Final = 1000  # characters
+_READY: Final = "ready"
+
+Word = str | int  # of a child: why the grammar cannot be followed, "" it can; or what ended it
+
+
+class TrialProcess:
+    """Started by its first grammar, and again when it was lost. One thread at a time asks it."""
+
+    def __init__(self, model_path: Path, cpu_s: float) -> None:
+        """cpu_s: of the processor, for one grammar and its first mask."""
+        module = "serving.trial_process"
+        self._command = [sys.executable, "-P", "-m", module, str(model_path), str(cpu_s)]
+        self._talk: _Talk | None = None
+        self._closed = False
+
+    def word(self, grammar: str) -> Word:
+        """What trying it came to; the number of a signal, or 0, where the child died of it.
+
+        Raises RequestError: BAD_REQUEST where this model's tokenizer follows no grammar, INTERNAL
+        when process or child was killed from outside and the next one too, SHUTTING_DOWN.
+        """
+        for _ in range(2):
+            if self._talk is None:
+                self._talk = self._started()
+            word = self._talk.ask(grammar)
+            if word is None:
+                self._stop()
+            elif word not in _FROM_OUTSIDE:
+                return word
+        raise RequestError(Code.INTERNAL, "the process that tries grammars was killed twice")
+
+    def close(self) -> None:
+        """It is gone, and is not started again. From any thread."""
+        self._closed = True
+        if self._talk is not None:
+            self._talk.end()  # whoever asks hears it
+
+    def _started(self) -> "_Talk":
+        if self._closed:
+            raise _shutting_down()
+        talk = _Talk(self._command)
+        first = talk.hear()
+        if first == _READY and not self._closed:
+            return talk
+        talk.end()
+        if self._closed:
+            raise _shutting_down()
+        message = str(first or "this model's tokenizer cannot be read")
+        raise RequestError(Code.BAD_REQUEST, message)
+
+    def _stop(self) -> None:
+        if self._talk is not None:
+            self._talk.end()
+        self._talk = None
+
+
+class _Talk:
+    """One such process, and the socket over which it is asked: a line each way."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_WAIT_S)
+        self._lines = self._socket.makefile("rb")
+        with theirs:
+            process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for who started it; its children end with it
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
+            )
+        self.end = weakref.finalize(self, _end, process, self._socket, self._lines)
+
+    def ask(self, grammar: str) -> Word | None:
+        """None when it died, or says nothing."""
+        try:
+            self._socket.sendall(grammar.encode() + b"\n")
+        except OSError:
+            return None
+        return self.hear()
+
+    def hear(self) -> Word | None:
+        """The next thing that it says."""
+        line = b""
+        with contextlib.suppress(OSError, ValueError):  # the latter where `end` has closed it
+            line = self._lines.readline()
+        word: Word | None = json.loads(line) if line.endswith(b"\n") else None
+        return word
+
+
+def _shutting_down() -> RequestError:
+    return RequestError(Code.SHUTTING_DOWN, "the server is shutting down")
+
+
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, lines: BinaryIO) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
+    process.wait()
+    lines.close()  # another thread that reads hears the end of it, and lets go
+    ours.close()
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def main(model_path: Path, cpu_s: float) -> None:
+    """A word for each line, until there are no more."""
+    try:
+        config, files = ModelConfig.from_dir(model_path), read_tokenizer(model_path)
+        ends = [*eos_ids(config, files.eos_id)]
+        tokenizer = llguidance.LLTokenizer(files.backend.to_str(), config.vocab_size, ends)
+    except ValueError as error:
+        _say(f"this model's tokenizer cannot follow a grammar: {error}")
+        return
+    _fault(tokenizer, '{"grammars": [{"json_schema": {}}]}')  # what the first one begins
+    most = psutil.Process().memory_info().vms + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _say(_READY)
+    for line in sys.stdin:
+        _say(_tried(tokenizer, line, cpu_s))
+
+
+def _tried(tokenizer: llguidance.LLTokenizer, grammar: str, cpu_s: float) -> Word:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        _be_child(tokenizer, grammar, cpu_s, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return said.decode() if code == 0 else max(0, -code)
+
+
+def _be_child(
+    tokenizer: llguidance.LLTokenizer, grammar: str, cpu_s: float, writing: int
+) -> NoReturn:
+    try:
+        for number in (0, 1):
+            os.close(number)  # or who asks would not hear that the parent was killed
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        os.write(writing, _fault(tokenizer, grammar)[:_MAX_FAULT].encode())
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _fault(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return " ".join(matcher.get_error().split())
+
+
+def _say(word: Word) -> None:
+    sys.stdout.write(json.dumps(word) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))
