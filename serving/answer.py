@@ -157,9 +157,9 @@ class Runner:
         except RequestError as error:
             if timeline is not None:
                 timeline.refused(error.code.value, error.message)
-            raise self._counted(from_request_error(error)) from error
+            raise self.counted(from_request_error(error)) from error
         except ApiError as error:
-            self._counted(error)
+            self.counted(error)
             raise
         finally:
             # Generations that ended are left as they are; the others have nobody to tell.
@@ -174,7 +174,8 @@ class Runner:
                 self._dispatcher.timelines.close(timeline)
             answer.close()
 
-    def _counted(self, answered: ApiError) -> ApiError:
+    def counted(self, answered: ApiError) -> ApiError:
+        """The same, counted among the 429s if it is one."""
         # Here, and not where a place is refused: workers that stay full refuse generations too.
         if answered.status == 429:
             self._dispatcher.metrics.rejected()

@@ -64,6 +64,9 @@ def create_front(
     model = ServedModel(
         tokenizer, config, model_config, dispatcher.context_length, dispatcher.dp_size
     )
+    dispatcher.metrics.gauge(
+        "num_queue_grammars", "Grammars waiting to be tried", lambda: model.trial.num_waiting
+    )
     return Front(dispatcher, model, config, clock, timers or LoopTimers())
 
 

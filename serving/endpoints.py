@@ -1,6 +1,7 @@
 """The three routes that generate: chat, completions and SGLang's /generate."""
 
 import asyncio
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from serving.choice import Choice, check_prompt_logprobs, num_entries
 from serving.connection import body_writer_of
 from serving.errors import ApiError
 from serving.event_stream import EventStream
-from serving.front import Front, read_body
+from serving.front import Front, read_body, while_client_waits
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
@@ -40,8 +41,8 @@ class Spelling(Events, Protocol):
 class Reader(Protocol):
     """A request whose fields were checked."""
 
-    async def finish(self, request_id: str | None) -> Request:
-        """Tokenizes. Raises ApiError."""
+    def finish(self, request_id: str | None) -> Coroutine[Any, Any, Request]:
+        """Tokenizes, and has the answer's form tried. Raises ApiError."""
         ...
 
 
@@ -105,7 +106,9 @@ class Generate:
             return
         reader = self._endpoint.read(body, front.model)
         front.require_was_ready()
-        request = await reader.finish(_header(scope, b"x-request-id"))
+        request = await self._finished(reader, scope, receive, arrival_s)
+        if request is None:
+            return
         scope[REQUEST_ID] = request.request_id
         check_prompt_logprobs(request.choices)
         spelling = self._endpoint.spell(reader, request, front, arrival_s)
@@ -133,6 +136,19 @@ class Generate:
             response = Response(spelled, media_type="application/json")
             response.raw_headers += _id_header(request.request_id)
             await response(scope, receive, send)
+
+    async def _finished(
+        self, reader: Reader, scope: Scope, receive: Receive, arrival_s: float
+    ) -> Request | None:
+        """None when the client left before."""
+        front = self._front
+        finish = reader.finish(_header(scope, b"x-request-id"))
+        left_s = arrival_s + front.config.request_timeout_s - front.clock.now_s()
+        try:
+            return await while_client_waits(finish, receive, left_s)
+        except ApiError as error:
+            front.runner.counted(error)
+            raise
 
     def _event_stream(self, request_id: str, scope: Scope, send: Send) -> EventStream:
         headers = [

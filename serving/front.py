@@ -11,11 +11,12 @@ from serving.answer import Runner
 from serving.choice import Choice
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
-from serving.errors import RETRY_AFTER_S, ApiError
-from serving.event_stream import Outbox, resumed
+from serving.errors import RETRY_AFTER_S, ApiError, from_request_error
+from serving.event_stream import Outbox, resumed, until_disconnected
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
 from transfer.clock import Clock
+from transfer.errors import Code, RequestError
 
 _DISCARDED = 4  # times what a body may have: so much of one that is larger is read, and dropped
 MAX_PARTS = 1 << 19  # opening brackets, or colons; a million tokens of JSON as a prompt have fewer
@@ -129,6 +130,37 @@ async def _in_time(receive: Receive, timeout_s: float) -> Message:
         message = f"nothing of the body came for {timeout_s:g} s"
         headers = {"Connection": "close"}
         raise ApiError(408, message, code="request_timeout", headers=headers) from None
+
+
+async def while_client_waits[T](
+    work: Coroutine[Any, Any, T], receive: Receive, timeout_s: float
+) -> T | None:
+    """What the work returns; None when the client left before, which cancels it.
+
+    receive: after the body. Raises ApiError (504) when it takes longer than timeout_s.
+    """
+    try:
+        awaited = work.send(None)
+    except StopIteration as end:  # mostly: a short prompt, in an answer of no new form
+        return cast(T, end.value)
+    working = asyncio.create_task(_rest(work, awaited))
+    gone = asyncio.create_task(until_disconnected(receive))
+    try:
+        ended = asyncio.FIRST_COMPLETED
+        await asyncio.wait((working, gone), timeout=timeout_s, return_when=ended)
+        if working.done():
+            return working.result()
+        if gone.done():
+            return None
+        message = f"not done within {timeout_s:.3g} s, still being read"
+        raise from_request_error(RequestError(Code.DEADLINE, message))
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+async def _rest[T](coroutine: Coroutine[Any, Any, T], awaited: Any) -> T:
+    return await resumed(coroutine, awaited)
 
 
 def _too_large(most_bytes: int) -> ApiError:

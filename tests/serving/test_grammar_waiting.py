@@ -3,7 +3,9 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -13,6 +15,7 @@ from serving.grammar_trial import LANES, TOO_MUCH, GrammarTrial, LaneLimits
 from serving.trial_process import TrialProcess, Word
 from tests.fakes import ManualTimers
 from tests.recording import until
+from tests.serving.live import Live, live_server
 from tests.serving.trials import endless, held, processes, schema, slow
 from transfer.clock import ManualClock
 from transfer.errors import Code, RequestError
@@ -183,3 +186,68 @@ async def _in_second_lane(but: psutil.Process | None = None) -> list[psutil.Proc
 
     await until(is_there)
     return found
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+
+
+def chat(value: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"schema": value}}
+    messages = [{"role": "user", "content": "Hi"}]
+    return {"messages": messages, "max_tokens": 4, "response_format": form}
+
+
+async def asked(live: Live, value: Any) -> httpx.Response:
+    return await live.post("/v1/chat/completions", chat(value))
+
+
+def counted(live: Live, line: str) -> bool:
+    return f"kvferry_{line}\n" in live.dispatcher.metrics.render().decode()
+
+
+async def test_too_many_new_forms_are_a_429_as_of_a_full_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = (LaneLimits(LANES[0].cpu_s, max_waiting=1), LANES[1])
+    monkeypatch.setattr(GrammarTrial.__init__, "__defaults__", (30.0, None, lanes))
+    async with live_server() as live:
+        assert (await asked(live, {"const": "known"})).status_code == 200
+        (process,) = processes()
+        with held(process):
+            taken = [asyncio.create_task(asked(live, {"const": n})) for n in range(2)]
+            await until(lambda: counted(live, "num_queue_grammars 1.0"))
+            refused = await asked(live, {"const": 2})
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert counted(live, "requests_rejected_total 1.0")
+            assert (await asked(live, {"const": "known"})).status_code == 200
+        assert [response.status_code for response in await asyncio.gather(*taken)] == [200, 200]
+
+
+async def test_a_form_whose_client_left_is_not_tried(tried: list[str]) -> None:
+    async with live_server() as live:
+        assert (await asked(live, {"const": "known"})).status_code == 200
+        (process,) = processes()
+        with held(process):
+            first = asyncio.create_task(asked(live, {"const": 0}))
+            await until(lambda: len(tried) == 2)
+            left = asyncio.create_task(asked(live, {"const": 1}))
+            await until(lambda: counted(live, "num_queue_grammars 1.0"))
+            left.cancel()
+            await until(lambda: counted(live, "num_queue_grammars 0.0"))
+        assert (await first).status_code == 200
+        assert (await asked(live, {"const": 2})).status_code == 200
+        assert len(tried) == 3
+
+
+async def test_a_request_waits_for_its_trial_until_its_deadline() -> None:
+    async with live_server(request_timeout_s=3.0) as live:
+        assert (await asked(live, {"const": "known"})).status_code == 200
+        (process,) = processes()
+        with held(process):
+            late = await asked(live, {"const": 0})
+            assert processes() == [process]  # which is given up later than that
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "deadline"
