@@ -103,24 +103,32 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _wrong_type(f"{where}.role", f"a role's name, got {quoted(role)}")
+    # Templates ask whether a message has a field, and do not expect null in it; clients send an
+    # answer back as they hold it, all fields and null in most.
+    message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
-    calls = message.get("tool_calls") or []
+    calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
         parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        content = parts if model.takes_parts else text_of(parts)
-    elif content is None and calls:
+        content = parts if model.takes_parts and role == "user" else text_of(parts)
+    elif content in (None, "") and calls:
         content = model.tokenizer.call_form.content
     elif content is None and role == "assistant" and not message.get("function_call"):
         content = ""  # so an answer without text comes back, as a turn that went before
     elif not isinstance(content, str):
         kind = type(content).__name__ if content is not None else "null"
         raise _wrong_type(f"{where}.content", f"text, got {kind}")
-    message = {**message, "content": content}
+    message["content"] = content
+    if role == "developer":
+        message["role"] = model.tokenizer.developer_role
     if calls:
         if not isinstance(calls, list):
             raise _wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
         as_text = model.tokenizer.call_form.arguments_as_text
         message["tool_calls"] = [_tool_call(x, f"{where}.tool_calls", as_text) for x in calls]
+        if model.config.reasoning_parser == "gpt-oss" and not content:
+            # Its template prints what was thought before a call, by this name.
+            message.setdefault("thinking", message.get("reasoning_content") or "")
     return message
 
 

@@ -61,8 +61,9 @@ class HarmonyText(MarkedText):
 
     def _over(self) -> None:
         header = "".join(self._header or ())
-        if not _CHANNEL.search(header):
-            self._content.append(header)  # another format
+        # With a marker it was cut; without it is another format.
+        if not any(marker in header for marker in MARKERS):
+            self._content.append(header)
         self._close()
 
     def _open(self, header: str) -> None:

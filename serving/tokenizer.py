@@ -197,6 +197,15 @@ class Tokenizer:
         forms = [CallForm(content, as_text) for as_text in (False, True) for content in ("", None)]
         return next(filter(self._prints_call, forms), forms[0])
 
+    @cached_property
+    def developer_role(self) -> str:
+        """Whose word a developer's is: the system's where the chat template leaves it out."""
+        probe = [{"role": "developer", "content": "probe"}, {"role": "user", "content": "x"}]
+        try:
+            return "developer" if "probe" in self.apply_chat_template(probe) else "system"
+        except ChatTemplateError:
+            return "system"
+
     def _prints_call(self, form: CallForm) -> bool:
         """Tried with one call. A template that prints an object as Python does wants text."""
         arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}

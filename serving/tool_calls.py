@@ -71,6 +71,8 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value, dict):
         raise ValueError("no object")
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if arguments is None:  # a tool that takes none
+        arguments = {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no name, or arguments that are no object")
     # Of 1e999, which is JSON, Python makes an infinity: a ValueError, too.

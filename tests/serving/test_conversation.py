@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,63 @@ def test_null_is_the_text_of_no_other_turn(turn: dict[str, Any], tmp_path: Path)
     fields = read_chat(json.dumps({"messages": [turn]}).encode())
     with pytest.raises(ApiError, match=r"messages\[0\].content: expected text, got null"):
         messages_of(fields, model)
+
+
+def _text(model: ServedModel, *messages: dict[str, Any]) -> str:
+    fields = read_chat(json.dumps({"messages": messages}).encode())
+    return render(model, messages_of(fields, model), fields)
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_an_answer_comes_back_as_a_client_holds_it_with_null_in_what_it_has_not(
+    calls: list[Any] | None, tmp_path: Path
+) -> None:
+    """Templates count the calls of a message that has the field."""
+    test = "m.tool_calls is defined or 'audio' in m"
+    model = _served(tmp_path, _template(test, "(m.tool_calls | length | string)"))
+    answer = {"role": "assistant", "content": "b", "tool_calls": calls, "audio": None}
+    assert _text(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant]b"
+
+
+def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
+    """So it comes back from a client that joins the pieces of a stream."""
+    model = _served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert _text(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant>f{}]"
+
+
+def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path: Path) -> None:
+    first = "(m.content if m.content is string else m.content[0].text)"
+    shown = f"{{{{ '[' + m.role + ']' + {first} }}}}"
+    model = _served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    assert model.takes_parts
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    for role in ("system", "assistant", "tool"):
+        assert _text(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
+
+
+@pytest.mark.parametrize(
+    ("test", "role"),
+    [
+        ("m.role in ('system', 'user')", "system"),
+        ("m.role != 'developer' or raise_exception('who?')", "system"),
+        ("true", "developer"),
+    ],
+)
+def test_what_a_developer_says_is_in_the_prompt(test: str, role: str, tmp_path: Path) -> None:
+    shown = "{{ '[' + m.role + ']' + m.content }}"
+    model = _served(tmp_path, f"{{% for m in messages if {test} %}}{shown}{{% endfor %}}")
+    said = {"role": "developer", "content": "RULES"}
+    assert _text(model, said, {"role": "user", "content": "a"}) == f"[{role}]RULES[user]a"
+
+
+def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path: Path) -> None:
+    shown = "{{ '[' + m.role + ']' + (m.thinking or '') + m.content }}"
+    model = _served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    assert _text(model, turn) == "[assistant]"
+    model.config = replace(model.config, reasoning_parser="gpt-oss", tool_call_parser="gpt-oss")
+    assert _text(model, turn) == "[assistant]Hm."
+    assert _text(model, {**turn, "content": "b"}) == "[assistant]b"
