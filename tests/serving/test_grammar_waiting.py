@@ -243,7 +243,7 @@ async def test_a_form_whose_client_left_is_not_tried(tried: list[str]) -> None:
 
 
 async def test_a_request_waits_for_its_trial_until_its_deadline() -> None:
-    async with live_server(request_timeout_s=3.0) as live:
+    async with live_server(request_timeout_s=8.0) as live:
         assert (await asked(live, {"const": "known"})).status_code == 200
         (process,) = processes()
         with held(process):
