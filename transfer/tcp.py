@@ -378,7 +378,8 @@ class TcpFeeder:
         receiver = self.receiver
         sock = self._sock
         try:
-            if receiver.context is not None:
+            # Within the host a sender speaks no TLS: nobody listens on the way.
+            if receiver.context is not None and sock.family != socket.AF_UNIX:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock = receiver.context.wrap_socket(sock, server_side=True)
         except OSError:

@@ -42,6 +42,18 @@ def test_two_ends_of_one_host_share_memory_and_say_so(ends: ShmEnds) -> None:
     assert ends.receiver.counters["connections_tcp"] == 0
 
 
+@pytest.mark.parametrize("hosts", [(None, None), ("here", "there")])
+def test_with_tls_pages_go_the_way_that_they_go_without(
+    open_shm_ends: OpenEnds, tls_security: Security, hosts: tuple[str | None, str | None]
+) -> None:
+    ends = open_shm_ends(sender_security=tls_security, receiver_security=tls_security, hosts=hosts)
+    deliver(ends)
+    deliver(ends, room=2)
+    way = "tcp" if any(hosts) else "shm"
+    assert ends.sender.counters == {f"connections_{way}": 1}
+    assert ends.diary.lost == []
+
+
 def test_a_page_that_comes_while_its_connection_is_made_waits_for_a_slot(
     ends: ShmEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,23 @@
+"""A certificate made on the spot, for tests that speak TLS."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from transfer.rpc import Security
+
+
+def made_security(token: str, folder: Path) -> Security:
+    """With a self-signed certificate for localhost and 127.0.0.1; without openssl, a skip."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl on the PATH to make a certificate with")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return Security(token, cert, cert, key)
