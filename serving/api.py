@@ -53,7 +53,8 @@ HELP = {
     "uds": "path of a Unix socket to listen on instead of host and port, for a proxy on this host",
     "api_workers": "HTTP processes that share the address and the two limits below",
     "served_model_name": "model name in the API; '' takes the folder's",
-    "api_key": "key that clients must send as a bearer token; '' asks for none",
+    "api_key": "key that clients must send as a bearer token; '' asks for none; default: "
+    "$KVFERRY_API_KEY, which no list of processes shows",
     "allowed_origins": "web pages whose scripts may use the API, by their origins in a JSON list: "
     """'["https://example.com"]', '["*"]' for all; none unless asked""",
     "context_length": "most tokens of one request; 0: what the workers say",

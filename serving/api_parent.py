@@ -65,4 +65,8 @@ def _specs(
         Seat(process, config.api_workers, folder, fds[0] if fds else -1)
         for process in range(config.api_workers)
     ]
-    return [ChildSpec(f"api-{seat.process}", argv, seat.environment(), fds) for seat in seats]
+    secrets = flags.secrets_of(config)
+    return [
+        ChildSpec(f"api-{seat.process}", argv, (*seat.environment(), *secrets), fds)
+        for seat in seats
+    ]

@@ -220,7 +220,7 @@ def _free_port() -> int:
 
 def _front(registry: str, args: argparse.Namespace) -> ChildSpec:
     value = flags.config_from(ServeConfig, args, registry_address=registry)
-    return ChildSpec("serve", ("serving", *flags.argv_of(value)))
+    return ChildSpec("serve", ("serving", *flags.argv_of(value)), flags.secrets_of(value))
 
 
 async def _all_see_workers(address: Address, num_processes: int, api_key: str) -> None:
@@ -280,5 +280,5 @@ def _say_ready(address: Address, model: str, api_key: str) -> None:
     terminal.say(
         f"\nkvferry is ready: {address}  (model {model})\n\nStream a completion:\n\n"
         f"  curl -N {by}{address.url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"\\\n    -d '{body}'\n\nCtrl-C stops every process.\n"
+        f"\\\n    -d {shlex.quote(body)}\n\nCtrl-C stops every process.\n"
     )

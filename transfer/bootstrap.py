@@ -183,7 +183,7 @@ class RegistryServer:
         with self._pushing():
             if self.leases.deregister(message.worker_id, message.epoch):
                 self.routes.drop(message.worker_id)
-        log.info("%s left", message.worker_id)
+                log.info("%s left", message.worker_id)
         return wire.Empty()
 
     async def _find_routes(self, _: wire.Empty) -> wire.RoutesAddress:

@@ -30,6 +30,7 @@ from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthentic
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
+_SECRETS = {"api_key": "KVFERRY_API_KEY"}  # by field; a command line is for all to read
 NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
@@ -114,7 +115,8 @@ def add_flags(
         elif required:
             options["required"] = True
         else:
-            options["default"] = field.default
+            variable = _SECRETS.get(field.name, "")
+            options["default"] = os.environ.get(variable, field.default)
             if field.default not in ("", ()):
                 options["help"] += " (default: %(default)s)"
         options.update(_value_options(hints[field.name]))
@@ -197,11 +199,11 @@ def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", 
 
 
 def argv_of(config: Any) -> list[str]:
-    """A config as the flags that make it again; defaults are left out."""
+    """A config as the flags that make it again; defaults are left out, and `secrets_of` it."""
     argv: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value == field.default:
+        if value == field.default or field.name in _SECRETS:
             continue
         name = flag_name(field.name)
         if isinstance(value, bool):
@@ -211,6 +213,12 @@ def argv_of(config: Any) -> list[str]:
         else:
             argv.append(f"{name}={value}")
     return argv
+
+
+def secrets_of(config: Any) -> tuple[tuple[str, str], ...]:
+    """The environment that goes with `argv_of`."""
+    names = _SECRETS.keys() & {field.name for field in dataclasses.fields(config)}
+    return tuple((_SECRETS[name], getattr(config, name)) for name in names)
 
 
 # --- security ---------------------------------------------------------------------------------
@@ -380,7 +388,7 @@ def _escaped(line: str) -> str:
 def log_config(config: Any) -> None:
     """One line with every value in force; keys are not shown."""
     values = {
-        field.name: "***" if field.name == "api_key" and value else value
+        field.name: "***" if field.name in _SECRETS and value else value
         for field in dataclasses.fields(config)
         for value in (getattr(config, field.name),)
     }

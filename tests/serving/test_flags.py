@@ -98,8 +98,12 @@ def test_every_field_is_a_flag_with_a_help_text(config: type[Any], name: str) ->
 
 
 @pytest.mark.parametrize(("config", "name"), FIELDS)
-def test_up_hands_every_field_on_as_it_was_given(config: type[Any], name: str) -> None:
+def test_up_hands_every_field_on_as_it_was_given(
+    config: type[Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     value = config(**(needed(config) | another(config, name)))
+    for variable, secret in flags.secrets_of(value):
+        monkeypatch.setenv(variable, secret)
     assert parse(config, flags.argv_of(value)) == value
 
 
