@@ -1,5 +1,6 @@
 """Picks workers and ranks for a request, from their reported loads and our own recent choices."""
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,7 @@ MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
 ACKNOWLEDGED_AFTER_S = 1.0
+_MANY = 1024
 
 
 def key_of(member: wire.Member) -> Key:
@@ -102,6 +104,10 @@ class Pair:
         self.decode_key = key_of(self.decode)
 
     @property
+    def is_charged(self) -> bool:
+        return self.prefill_charged or self.decode_charged
+
+    @property
     def is_local(self) -> bool:
         """Whether decode computes the prompt itself: there is but one worker and one leg."""
         return self.prefill_key == self.decode_key
@@ -110,6 +116,10 @@ class Pair:
     def cache(self) -> Cache:
         """Where pages of the prompt are found. Prefill chooses its rank late, so it has but one."""
         return (self.decode_key, self.decode_rank) if self.is_local else (self.prefill_key, -1)
+
+    def needs(self, key: Key, decoding: bool) -> bool:
+        """Whether it is at this worker still: of prefill nothing is wanted once decode decodes."""
+        return key == self.decode_key or (key == self.prefill_key and not decoding)
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -144,6 +154,7 @@ class Router:
         self.breakers = Breakers[Key](breaker_failures)
         self._charges: dict[Key, dict[int, _Charge]] = {}  # by rank; -1 as in Place
         self._unacknowledged: deque[Pair] = deque()
+        self._reported_s = math.inf  # when loads were told last
         self._picks = 0
         self._random = random.Random(seed)
         choosers: dict[str, Callable[[Sequence[Place]], Place]] = {
@@ -245,6 +256,9 @@ class Router:
             charge.last_pick = self._picks
             self.breakers.picked(key_of(place.member), pair, now_s)
         self._unacknowledged.append(pair)
+        if len(self._unacknowledged) > _MANY and not len(self._unacknowledged) % _MANY:
+            # While nothing is reported those that ended pile up behind one that goes on.
+            self._unacknowledged = deque(each for each in self._unacknowledged if each.is_charged)
 
     def _places(
         self,
@@ -350,15 +364,21 @@ class Router:
             for rank in {-1, *self._charges.get(key, ())}:
                 self._index.forget((key, rank))
 
+    def reported(self, now_s: float) -> None:
+        """The registry has told loads just now."""
+        self._reported_s = now_s
+
     def charged_requests(self, key: Key) -> int:
         """Choices of ours that the worker's report does not show yet."""
         return sum(charge.requests for charge in self._charges.get(key, {}).values())
 
     def _acknowledge(self, now_s: float) -> None:
+        # While no registry tells loads, what was picked since shows in none: else all that comes
+        # would go to whoever had least to do when it was last heard of.
+        now_s = min(now_s, self._reported_s)
         while self._unacknowledged:
             pair = self._unacknowledged[0]
-            charged = pair.prefill_charged or pair.decode_charged
-            if charged and now_s - pair.picked_s < ACKNOWLEDGED_AFTER_S:
+            if pair.is_charged and now_s - pair.picked_s < ACKNOWLEDGED_AFTER_S:
                 return
             self._unacknowledged.popleft()
             self._discharge_both(pair)

@@ -180,6 +180,25 @@ def test_charges_end_with_the_request_or_when_reports_must_show_them():
     assert (router.charged_requests(key_of(P)), router.charged_requests(key_of(D))) == (1, 1)
 
 
+def test_while_no_loads_are_told_what_was_picked_since_goes_on_to_count():
+    router = Router("least_load")
+    decodes = [member("a", running_requests=1), member("b", running_requests=3)]
+    router.reported(10.0)
+    pairs = [pick(router, [P], decodes, 7, 10.0 + at) for at in range(40)]
+    counts = Counter(pair.decode.info.worker_id for pair in pairs)
+    assert counts == {"a": 21, "b": 19}
+    for pair in pairs:
+        router.ended(pair)
+    for at in range(5000):  # one goes on, the others end
+        pair = pick(router, [P], decodes, 7, 50.0 + at)
+        if at:
+            router.ended(pair)
+    assert len(router._unacknowledged) < 2000
+    router.reported(6000.0)
+    router.pick([P], [D], 7, 6000.0)
+    assert router.charged_requests(key_of(P)) == 1
+
+
 def test_a_forgotten_worker_is_not_discharged_again():
     router = Router("least_load")
     pair = pick(router, [P], [D], 7, 0.0)
