@@ -311,6 +311,7 @@ class Dispatcher:
             self._placement.move(generation, code, refusal.message, None, link.worker_id)
 
     def _view_changed(self) -> None:
+        self._router.reported(self._clock.monotonic_s())
         self._router.breakers.keep(self._membership.keys())
         self.metrics.set_members(self._membership.members)
         self._pair_may_be_there()
@@ -334,6 +335,8 @@ class Dispatcher:
             return
         avoid = link.worker_id
         pair = generation.pair
+        if pair is not None and not pair.needs(link.key, generation.decoding) and code.retryable:
+            return  # decode has all that it sent, and has not told it yet
         if code in (Code.PEER_LOST, Code.GONE) and pair is not None:
             # Its peer is at fault, not the one that tells.
             peer = pair.prefill if pair.decode_key == link.key else pair.decode

@@ -144,7 +144,8 @@ class Placement:
         if pair is not None:
             self._router.prefilled(pair)
             self._router.breakers.succeeded(pair.prefill_key, pair.picked_s)
-            if generation.decoding:
+            # Of a request that its first token ends decode tells nothing: it had granted the pages.
+            if generation.decoding or generation.finish:
                 self._router.breakers.succeeded(pair.decode_key, pair.picked_s)
         generation.refusals = 0
         generation.refused_since_s = None
@@ -188,6 +189,8 @@ class Placement:
         """
         if code in _WORKERS_FAULT:
             self._count_failure(generation.pair, avoid)
+        if code is not Code.QUEUE_FULL:  # it was taken: refusals that follow are others
+            generation.refusals, generation.refused_since_s = 0, None
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, code.value, message)
         if code is Code.ABORTED:
@@ -224,7 +227,7 @@ class Placement:
             if pair is None:  # moved or ended meanwhile
                 continue
             done = generation.computed if drained else generation.decoding
-            if pair.decode_key == key or (pair.prefill_key == key and not done):
+            if pair.needs(key, done):
                 self.move(generation, code, message, key, key[0])
         self._router.forget(key)
 
