@@ -19,7 +19,7 @@ from transfer.clock import Clock
 from transfer.errors import Code, RequestError
 
 _DISCARDED = 4  # times what a body may have: so much of one that is larger is read, and dropped
-MAX_PARTS = 1 << 19  # opening brackets, or colons; a million tokens of JSON as a prompt have fewer
+MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
 
 
 class Front:
@@ -98,11 +98,11 @@ async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> byte
 
 def _check_parts(body: bytes) -> None:
     """Objects, arrays and fields take some 0.3 us each to make, in one piece, and to throw away."""
-    if len(body) <= MAX_PARTS:
+    if len(body) <= MAX_JSON_PARTS:
         return
     brackets, colons = body.count(b"[") + body.count(b"{"), body.count(b":")
-    if max(brackets, colons) > MAX_PARTS:
-        message = f"the body has more than {MAX_PARTS} opening brackets, or colons"
+    if max(brackets, colons) > MAX_JSON_PARTS:
+        message = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons"
         raise ApiError(400, message, code="invalid_json")
 
 

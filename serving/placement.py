@@ -189,7 +189,8 @@ class Placement:
         """
         if code in _WORKERS_FAULT:
             self._count_failure(generation.pair, avoid)
-        if code is not Code.QUEUE_FULL:  # it was taken: refusals that follow are others
+        if over_at is not None and code is not Code.QUEUE_FULL:
+            # Workers had taken it: refusals that follow are others.
             generation.refusals, generation.refused_since_s = 0, None
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, code.value, message)

@@ -22,7 +22,7 @@ MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
 ACKNOWLEDGED_AFTER_S = 1.0
-_MANY = 1024
+_MANY = 1024  # pairs that nobody's report shows yet, until those that ended are looked for
 
 
 def key_of(member: wire.Member) -> Key:
@@ -117,9 +117,9 @@ class Pair:
         """Where pages of the prompt are found. Prefill chooses its rank late, so it has but one."""
         return (self.decode_key, self.decode_rank) if self.is_local else (self.prefill_key, -1)
 
-    def needs(self, key: Key, decoding: bool) -> bool:
-        """Whether it is at this worker still: of prefill nothing is wanted once decode decodes."""
-        return key == self.decode_key or (key == self.prefill_key and not decoding)
+    def needs(self, key: Key, prefill_done: bool) -> bool:
+        """Whether this worker has something to do for it yet."""
+        return key == self.decode_key or (key == self.prefill_key and not prefill_done)
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -50,7 +50,8 @@ class TrialProcess:
         """What trying it came to; the number of a signal, or 0, where the child died of it.
 
         Raises RequestError: BAD_REQUEST where this model's tokenizer follows no grammar, INTERNAL
-        when process or child was killed from outside and the next one too, SHUTTING_DOWN.
+        when it does not start, or process or child was killed from outside and the next one too;
+        SHUTTING_DOWN.
         """
         for _ in range(2):
             if self._talk is None:
@@ -78,8 +79,9 @@ class TrialProcess:
         talk.end()
         if self._closed:
             raise _shutting_down()
-        message = str(first or "this model's tokenizer cannot be read")
-        raise RequestError(Code.BAD_REQUEST, message)
+        if first is None:  # it died, or the host is too busy
+            raise RequestError(Code.INTERNAL, "the process that tries grammars did not start")
+        raise RequestError(Code.BAD_REQUEST, str(first))
 
     def _stop(self) -> None:
         if self._talk is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.front import MAX_PARTS
+from serving.front import MAX_JSON_PARTS
 from tests.serving.live import live_server
 
 
@@ -72,11 +72,11 @@ async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(pat
     for_each = ((b"[", b"[]", b"]"), (b"{", b'"":0', b"}"))
     async with live_server() as live:
         for (begin, one, end), (count, status) in product(
-            for_each, ((MAX_PARTS - 100, 200), (MAX_PARTS, 400))
+            for_each, ((MAX_JSON_PARTS - 100, 200), (MAX_JSON_PARTS, 400))
         ):
             many = b'{"somebodys": ' + begin + b",".join([one] * count) + end + b","
             body = many + json.dumps(asked).encode()[1:]
             response = await live.http.post(path, content=body)
             assert response.status_code == status, response.text
-            told = f"the body has more than {MAX_PARTS} opening brackets, or colons"
+            told = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons"
             assert (told in response.text) == (status == 400)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -173,6 +174,16 @@ async def test_who_is_killed_each_time_is_told_so_and_may_come_again(trial: Gram
         await asking
     assert failed.value.code is Code.INTERNAL
     assert await trial.fault(grammar) == ""
+
+
+async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    trial = GrammarTrial(demo_model_path())
+    with pytest.raises(RequestError, match="did not start") as failed:
+        await trial.fault(KNOWN)
+    assert failed.value.code is Code.INTERNAL
 
 
 async def _in_second_lane(but: psutil.Process | None = None) -> list[psutil.Process]:
