@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from tests.contract.transfer_ends import TcpEnds
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
+from transfer import tcp
 from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
+from transfer.clock import ManualClock
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
 from transfer.framing import Connection
 from transfer.handshake import Welcome, greet, introduce, parse_address
@@ -274,22 +276,34 @@ def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first
     open_ends: Callable[..., TcpEnds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a decode that is slower than what comes, so that there is always more to read."""
+    clock = ManualClock()
+    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
     ends = open_ends(stall_timeout_s=STALL_S)
     ends.receiver.expect(1, 1, 100)
-    waits = threading.Event()
+    asked_busy = threading.Semaphore(0)
+    is_busy = ends.receiver.busy
+
+    def busy(connection: Any) -> bool:
+        asked_busy.release()
+        return is_busy(connection)
 
     def slowly(*pages: Any) -> None:
-        waits.wait(STALL_S / 20)
+        clock.advance(STALL_S / 20)
         ends.diary.on_pages(*pages)
 
+    monkeypatch.setattr(ends.receiver, "busy", busy)
     monkeypatch.setattr(ends.receiver, "_on_pages", slowly)
     with raw_peer(ends.address) as (sock, connection):
         sock.sendall(b"".join(pages_frame(num_pages=1, page_start=page) for page in range(40)))
         ends.until(lambda: len(ends.diary.pages) == 40)
-        waits.wait(STALL_S / 2)
+        while asked_busy.acquire(blocking=False):
+            pass
+        # The wait that is on and one more are over when a third begins.
+        assert asked_busy.acquire(timeout=PATIENCE_S)
+        assert asked_busy.acquire(timeout=PATIENCE_S)
         connection.send(Frame(Kind.PING))
         assert connection.receive_small()[0].kind is Kind.PONG
-    assert ends.diary.lost == []
+        assert ends.diary.lost == []
 
 
 @contextlib.contextmanager
