@@ -5,11 +5,11 @@ jax is imported only by the benchmarks that need it, so that the load client sta
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from bench.report import BadRows, Report, compare, format_changes, read_rows
+from bench.report import BadRows, Report, compare, differences, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from serving.demo import demo_model_path
@@ -34,7 +34,8 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     plotting = commands.add_parser("plot", help="draw rows as a picture")
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
-        command.add_argument("--seed", type=int, default=0)
+    for command in (kernels, serve, routing):  # nothing is drawn in the others
+        command.add_argument("--seed", type=_at_least(0), default=0)
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
@@ -49,10 +50,24 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     plotting.add_argument("--out", type=Path, required=True, metavar="FILE.svg")
 
 
+def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    parse.__name__ = kind.__name__  # what argparse calls text that is no number
+    return parse
+
+
+_BUDGET_S = _at_least(0.001, float)
+
+
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="demo", choices=sorted(SHAPES))
     parser.add_argument("--only", action="append", choices=KERNEL_PARTS, help="may be repeated")
-    parser.add_argument("--budget-s", type=float, default=0.5, help="for each measurement")
+    parser.add_argument("--budget-s", type=_BUDGET_S, default=0.5, help="for each measurement")
 
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +75,10 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", action="append", choices=(*TRANSFER_BACKENDS, "nixl"), help="repeatable"
     )
-    parser.add_argument("--budget-s", type=float, default=1.0, help="for each measurement")
-    parser.add_argument("--rounds", type=int, default=1, help="in turns; rows are their medians")
+    parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="for each measurement")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=1, help="in turns; rows are their medians"
+    )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +100,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-ttft-ms", type=float)
     parser.add_argument("--slo-tpot-ms", type=float)
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each request")
-    parser.add_argument("--warm-up", type=int, default=2, help="requests sent before measuring")
+    parser.add_argument(
+        "--warm-up", type=_at_least(0), default=2, help="requests of other tokens sent before"
+    )
 
 
 def _add_frontend(parser: argparse.ArgumentParser) -> None:
@@ -100,16 +119,24 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, default=50.0, help="from step to step when paced")
     parser.add_argument("--overload-step-ms", type=float, default=12.0, help="and in overload")
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
-    parser.add_argument("--rounds", type=int, help="of a cell; default: 3 when saturated, else 1")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), help="of a cell; default: 3 when saturated, else 1"
+    )
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a round not paced, about")
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     parts = (*ROUTING_PARTS, "registry", "processes")
     parser.add_argument("--only", action="append", choices=parts, help="repeatable")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a load of the registry")
-    parser.add_argument("--num-requests", type=int, default=2000, help="of a run")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each, from --seed on")
+    parser.add_argument(
+        "--seconds", type=_at_least(1, float), default=10.0, help="of a load of the registry"
+    )
+    parser.add_argument(
+        "--num-requests", type=_at_least(1), default=2000, help="of a simulated run"
+    )
+    parser.add_argument(
+        "--seeds", type=_at_least(1), default=5, help="runs of each, from --seed on"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
             draw(read_rows(args.rows), args.out)
             return 0
         needs_jax = args.bench_command == "kernels"
-        report = Report(args.bench_command, describe(needs_jax), args.seed, args.json)
+        report = Report(
+            args.bench_command, describe(needs_jax), getattr(args, "seed", 0), args.json
+        )
         if args.bench_command == "kernels":
             from bench import kernels
 
@@ -171,8 +200,11 @@ def _routing(args: argparse.Namespace, report: Report) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    changes = compare(read_rows(args.before), read_rows(args.after), args.tolerance)
+    before, after = read_rows(args.before), read_rows(args.after)
+    changes = compare(before, after, args.tolerance)
     print(format_changes(changes))
+    for said in differences(before, after):
+        print(f"not alike: {said}", file=sys.stderr)
     worse = any(change.verdict == "worse" for change in changes)
     return 1 if worse and args.fail_on_worse else 0
 

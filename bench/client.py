@@ -18,7 +18,8 @@ class Trace:
     """What one request saw, in seconds of the client's monotonic clock.
 
     event_s: arrival of each event that brought text. output_tokens: as the server's usage says,
-    else the number of events. error: empty when the stream ended with [DONE].
+    else the number of events. cached_tokens: of the prompt, as usage says. error: empty when the
+    stream ended with [DONE].
     """
 
     sent_s: float = 0.0
@@ -26,6 +27,7 @@ class Trace:
     done_s: float = 0.0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: str = ""
     request_id: str = ""
     status: int = 0
@@ -150,6 +152,8 @@ def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
     if usage:
         trace.output_tokens = int(usage["completion_tokens"])
         trace.prompt_tokens = int(usage["prompt_tokens"])
+        details = usage.get("prompt_tokens_details") or {}
+        trace.cached_tokens = int(details.get("cached_tokens") or 0)
     for choice in event.get("choices", ()):
         # An incomplete character yields an event with empty text: a token came all the same.
         if choice.get("text") or not choice.get("finish_reason"):

@@ -96,6 +96,19 @@ def kv_bytes_per_token(shape: Shape) -> int:
     return shape.cfg.num_layers * _kv_bytes(shape)
 
 
+def step_key_bytes(shape: Shape, slots: int, context: int) -> float:
+    """Keys and values that a decode step reads, all layers."""
+    windowed = sum(shape.cfg.window_layers)
+    keys = (shape.cfg.num_layers - windowed) * context
+    keys += windowed * min(context, shape.cfg.sliding_window)
+    return slots * keys * _kv_bytes(shape)
+
+
+def chunk_key_bytes(shape: Shape, tokens: int, prompts: int = 1) -> float:
+    """Keys and values that a chunk of prompts writes and reads, all layers."""
+    return 2 * prompts * tokens * kv_bytes_per_token(shape)
+
+
 def moe_cost(shape: Shape, tokens: int) -> Cost:
     """One layer of routed experts with its router."""
     cfg, size = shape.cfg, shape.dtype_bytes
@@ -107,28 +120,43 @@ def moe_cost(shape: Shape, tokens: int) -> Cost:
 
 
 def decode_attention_cost(shape: Shape, slots: int, context: int, windowed: bool = False) -> Cost:
-    """One layer's attention proper (no projections) of a decode step. windowed: in that layer."""
+    """One layer's attention proper (no projections) of a decode step. windowed: in that layer.
+
+    A latent query is multiplied with all of a latent key and weighs the key's part that is a value.
+    """
     keys = min(context, shape.cfg.sliding_window) if windowed else context
-    return _attention_cost(shape, slots, keys, slots * keys)
+    latent = shape.cfg.latent
+    value_dim = latent.kv_rank if latent else shape.cfg.head_dim
+    width = shape.cfg.head_dim + value_dim
+    return _attention_cost(shape, slots, keys, slots * keys, width)
 
 
 def prefill_attention_cost(shape: Shape, tokens: int, windowed: bool = False) -> Cost:
-    """One layer's attention proper of one prompt in one chunk."""
+    """One layer's attention proper of one prompt in one chunk.
+
+    Latent keys and values may be made each head's own, once for each token, by the products that
+    lead into the latent space and out of it otherwise: then they are narrower than latent ones.
+    """
     window = min(tokens, shape.cfg.sliding_window) if windowed else tokens
     # The first tokens see one key more each, until the window is full.
     keys = ((window + 1) / 2 * window + (tokens - window) * window) / tokens
-    return _attention_cost(shape, tokens, keys, tokens)
+    latent, head_dim = shape.cfg.latent, shape.cfg.head_dim
+    width = 2 * head_dim
+    if latent:
+        own = latent.nope_dim + latent.rope_dim + latent.value_dim
+        width = min(head_dim + latent.kv_rank, own)
+    return _attention_cost(shape, tokens, keys, tokens, width)
 
 
-def _attention_cost(shape: Shape, queries: int, keys_per_query: float, keys_read: float) -> Cost:
+def _attention_cost(
+    shape: Shape, queries: int, keys_per_query: float, keys_read: float, head_width: int
+) -> Cost:
     """keys_per_query: mean over the queries. keys_read: keys fetched, over all sequences.
 
-    A latent query is multiplied with all of a latent key and weighs the key's part that is a value;
-    both products are in the latent space for a chunk of prefill, too.
+    head_width: of a head's query and of what it finds.
     """
-    cfg, size = shape.cfg, shape.dtype_bytes
-    value_dim = cfg.latent.kv_rank if cfg.latent else cfg.head_dim
-    width = cfg.num_heads * (cfg.head_dim + value_dim)  # of queries and of what they find
+    size = shape.dtype_bytes
+    width = shape.cfg.num_heads * head_width
     return Cost(
         keys_read * _kv_bytes(shape) + queries * width * size,
         2.0 * queries * keys_per_query * width,

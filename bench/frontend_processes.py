@@ -19,7 +19,7 @@ import psutil
 from bench.client import Server
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
-from bench.serve import NoServer, parse_url, wait_ready
+from bench.serve import NoServer, lifeline, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
 _TOKEN = "token of a cluster for one benchmark"
@@ -285,20 +285,19 @@ class _Starting:
         with self._stack:
             self._log = self._stack.enter_context(tempfile.TemporaryFile())
             notify_read, notify_write = os.pipe()
-            lifeline_read, lifeline_write = os.pipe()
-            self._stack.callback(os.close, lifeline_write)
+            lifeline_fd = self._stack.enter_context(lifeline())
             self._notified = self._stack.enter_context(os.fdopen(notify_read))
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(notify_write, lifeline_read),
+                pass_fds=(notify_write, lifeline_fd),
                 env=os.environ
                 | {
                     TOKEN_ENV: _TOKEN,
                     NOTIFY_ENV: str(notify_write),
-                    LIFELINE_ENV: str(lifeline_read),
+                    LIFELINE_ENV: str(lifeline_fd),
                     "KVFERRY_LOG_LEVEL": "WARNING",
                 },
             )
@@ -306,7 +305,6 @@ class _Starting:
             self._stack.callback(self._process.wait)
             self._stack.callback(self._process.kill)
             os.close(notify_write)
-            os.close(lifeline_read)
             self._stack = self._stack.pop_all()
         return self
 

@@ -12,7 +12,6 @@ import numpy as np
 from bench.frontend_cases import PEER_NAMES, Case, Design
 from bench.frontend_plan import Cell
 from bench.report import Report
-from bench.timing import percentile
 
 UNITS = {
     "output": "tok/s",
@@ -66,8 +65,8 @@ class Measured:
             "chunks": self.pieces / self.taken_s,
             "cpu per token": self.server_cpu_s / self.tokens * 1e6,
             "load's cpu per token": self.load_cpu_s / self.tokens * 1e6,
-            "ttft p50": percentile(self.ttft_s, 0.5) * 1e3,
-            "ttft p99": percentile(self.ttft_s, 0.99) * 1e3,
+            "ttft p50": float(np.percentile(self.ttft_s, 50)) * 1e3,
+            "ttft p99": float(np.percentile(self.ttft_s, 99)) * 1e3,
             "lag p50": p50_s * 1e3,
             "lag p99": p99_s * 1e3,
             "peak rss": self.peak_rss_mb,

@@ -49,7 +49,9 @@ def check_goldens(report: Report, names: Sequence[str] = ()) -> bool:
         outcome = check_golden(FOLDER / name)
         good = good and outcome.error < LOGIT_TOLERANCE and outcome.same == outcome.prompts
         shapes = {"golden": name, "dtype": "float32"}
-        report.add(name, "largest logit error", outcome.error, "error", LOGIT_TOLERANCE, shapes)
+        report.add(
+            name, "largest logit error", outcome.error, "error", LOGIT_TOLERANCE, shapes=shapes
+        )
         different = outcome.prompts - outcome.same
         report.add(name, "greedy texts that differ", different, "failed", shapes=shapes)
     return good

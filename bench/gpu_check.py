@@ -7,21 +7,23 @@ Each part runs in a process of its own with a time limit, so that it has the dev
 itself and cannot take the others along. The last two are all that other parts do, for a shape each,
 in the time that those have left. Rows are appended as they are measured, by default to
 bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo shapes stand in for
-the large ones.
+the large ones. Batches whose pages do not fit beside the weights are left out.
 """
 
 import argparse
+import contextlib
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from bench.report import Report
 from bench.shapes import SHAPES, Shape
 from bench.surroundings import ROOT, describe
+from model.errors import ModelError
 
 # Seconds each part may take, and all together. Most take less than they may: what is left is for
 # those that come last, which measure what matters most first.
@@ -90,20 +92,26 @@ def _run_apart(part: str, args: argparse.Namespace, left_s: float) -> bool:
 
 
 def run_limited(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
-    """Exit status of a command, or None when it had to be stopped, with all that it started."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    """Exit status of a command, or None when it had to be stopped, with all that it started.
+
+    The next one finds the device's memory free: a server's workers have sessions of their own, and
+    are waited for.
+    """
+    process = psutil.Popen(command, env=environment, start_new_session=True)
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
+        code: int = process.wait(limit_s)
+        return code
+    except psutil.TimeoutExpired:
         return None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            everyone = [*process.children(recursive=True), process]
+            process.terminate()
+            _, deaf = psutil.wait_procs(everyone, STOP_TIMEOUT_S)
+            for one in deaf:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            psutil.wait_procs(deaf, STOP_TIMEOUT_S)
 
 
 def _run_inside(part: str, args: argparse.Namespace) -> int:
@@ -118,7 +126,11 @@ def _run_inside(part: str, args: argparse.Namespace) -> int:
         jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
     shape = shape_of(part, args.shape, on_cpu)
     report = Report("gpu_check", describe(with_jax=True), 0, path)
-    good = PARTS[part](report, shape, args.budget_s)
+    try:
+        good = PARTS[part](report, shape, args.budget_s)
+    except ModelError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
     return 0 if good else 1
 
 
@@ -127,6 +139,22 @@ def shape_of(part: str, asked: str | None, on_cpu: bool) -> Shape:
     if part in OTHER_SHAPES:
         return SHAPES[OTHER_SHAPES[part] if on_cpu else part]
     return SHAPES[asked or ("demo" if on_cpu else "qwen3-30b-a3b")]
+
+
+def _fitted(report: Report, shape: Shape) -> Shape:
+    """The shape with what fits on the device. Raises ModelError when nothing does."""
+    import jax
+
+    from bench.kernels import fitting
+
+    stats = jax.devices()[0].memory_stats()
+    if not stats:  # a CPU's memory is the host's
+        return shape
+    fitted = fitting(shape, int(stats["bytes_limit"]))
+    if fitted.slots != shape.slots:
+        left_out = ", ".join(str(slots) for slots in shape.slots if slots not in fitted.slots)
+        print(f"{shape.name}: batches of {left_out} do not fit on the device", file=report.out)
+    return fitted
 
 
 def _ceilings(report: Report, shape: Shape, budget_s: float) -> bool:
@@ -148,15 +176,15 @@ def _backends(report: Report, shape: Shape, budget_s: float) -> bool:
     from bench.floors import Ceilings
     from bench.kernels import KernelBench
 
-    compare_backends(report, KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s))
-    return True
+    shape = _fitted(report, shape)
+    return compare_backends(report, KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s))
 
 
 def _kernels(*parts: str) -> Callable[[Report, Shape, float], bool]:
     def run(report: Report, shape: Shape, budget_s: float) -> bool:
         from bench import kernels
 
-        kernels.run(report, shape, parts, budget_s)
+        kernels.run(report, _fitted(report, shape), parts, budget_s)
         return True
 
     return run
@@ -168,11 +196,11 @@ def _other_shape(report: Report, shape: Shape, budget_s: float) -> bool:
     from bench.ceilings import measure_ceilings
     from bench.kernels import KernelBench
 
+    shape = _fitted(report, shape)
     bench = KernelBench(report, shape, measure_ceilings(report, shape.dtype, budget_s), budget_s)
     for measure in (bench.decode, bench.prefill, bench.attention, bench.experts):
         measure()
-    compare_backends(report, bench)
-    return True
+    return compare_backends(report, bench)
 
 
 def _serving(report: Report, shape: Shape, budget_s: float) -> bool:

@@ -208,7 +208,7 @@ class CompileBench:
         sizes: dict[str, int],
     ) -> None:
         shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
-        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes)
+        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes=shapes)
 
 
 def _turns(turns: Mapping[str, float], scope: str) -> float:

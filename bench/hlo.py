@@ -153,7 +153,9 @@ def _work(computations: Computations, name: str, turns: Turns) -> Work:
             known = _TRIPS.search(op.rest)
             times = int(known.group(1)) if known else turns(op.scope)
             total.add(_work(computations, op.called("body"), turns), times)
-            total.waits += 0 if known else times + 1
+            if not known:  # then the host asks before each turn, and once more
+                total.add(_work(computations, op.called("condition"), turns), times + 1)
+                total.waits += times + 1
         elif op.kind == "conditional":
             ways = [_work(computations, way, turns) for way in _ways(op)]
             total.add(max(ways, key=lambda way: way.num_bytes))

@@ -2,11 +2,15 @@
 
 One device. Whole steps first (decode step, prefill chunk), then what they are made of (attention,
 experts, sampling), then pages in and out. Floors come from bench/floors with ceilings measured in
-the same run.
+the same run. What one layer does takes another layer's pages and weights in each call, as a step
+does: those of one would stay in an accelerator's cache.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -29,9 +33,10 @@ from bench.report import Report
 from bench.shapes import Shape
 from bench.timing import seconds_per_call
 from model.attention import ChunkBatch, window_of
+from model.errors import ModelError
 from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
-from model.programs import Program, compile_all
+from model.programs import Program, compile_all, mib
 from model.sampling import empty_rows, sample
 from model.sharding import make_mesh, replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
@@ -64,6 +69,45 @@ def _context_pages(shape: Shape) -> int:
     return -(-(shape.context + 1) // shape.page_size)
 
 
+def _pool_pages(shape: Shape) -> int:
+    return max(
+        max(shape.slots) * _context_pages(shape),
+        max(shape.chunks) // shape.page_size,
+        2 * TRAVEL_PAGES,
+    )
+
+
+def model_of(shape: Shape) -> Model:
+    """On the first device."""
+    return Model.create(shape.cfg, make_mesh(1, 1, jax.devices()[:1]), shape.dtype, shape.page_size)
+
+
+def fitting(shape: Shape, memory_bytes: int) -> Shape:
+    """The shape without the batches for which pages do not fit. Raises ModelError if none is left.
+
+    A sixteenth is left for scratch.
+    """
+    model = model_of(shape)
+    weights = sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(model.param_leaves())
+    )
+    page_bytes = model.kv_spec().page_bytes
+    left = memory_bytes - memory_bytes // 16 - weights
+    batches = [
+        slots
+        for slots in shape.slots
+        if _pool_pages(replace(shape, slots=(slots,))) * page_bytes <= left
+    ]
+    if not batches:
+        raise ModelError(
+            f"{shape.name} does not fit: weights of {mib(weights)} and pages of a batch of "
+            f"{min(shape.slots)} in {mib(memory_bytes)}, less a sixteenth for scratch; choose a "
+            "smaller --shape"
+        )
+    return replace(shape, slots=tuple(batches))
+
+
 class KernelBench:
     """One network on one device: owner of its parameters and of the pool that calls donate."""
 
@@ -75,16 +119,10 @@ class KernelBench:
         self.ceilings = ceilings
         self.budget_s = budget_s
         self.rng = np.random.default_rng(seed)
-        self.model = Model.create(
-            shape.cfg, make_mesh(1, 1, jax.devices()[:1]), shape.dtype, shape.page_size
-        )
+        self.model = model_of(shape)
         self.params = random_params(self.model, seed)
         self.pages_per_slot = _context_pages(shape)
-        self.num_pages = max(
-            max(shape.slots) * self.pages_per_slot,
-            max(shape.chunks) // shape.page_size,
-            2 * TRAVEL_PAGES,
-        )
+        self.num_pages = _pool_pages(shape)
         self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
 
     # --- whole steps --------------------------------------------------------------------------
@@ -109,23 +147,24 @@ class KernelBench:
 
     def attention(self) -> None:
         """Attention over pages, without projections, of one layer of each kind."""
-        for name, layer in self.attention_layers().items():
-            self._decode_attention(f"decode {name}", layer)
-            self._prefill_attention(f"prefill {name}", layer)
+        for name, layers in self.attention_layers().items():
+            self._decode_attention(f"decode {name}", layers)
+            self._prefill_attention(f"prefill {name}", layers)
 
-    def _decode_attention(self, name: str, layer: int) -> None:
+    def _decode_attention(self, name: str, layers: Sequence[int]) -> None:
+        windowed = self._windowed(layers[0])
         for slots in self.shape.slots:
-            args = self.decode_attention_inputs(slots, layer)
+            args = _of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
             taken_s = self._time("decode_attention", self.model.kernels.decode_attention, args)
-            windowed = self._windowed(layer)
             cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
             self._rows(f"{name} x{slots}", taken_s, cost, {"slots": slots})
 
-    def _prefill_attention(self, name: str, layer: int) -> None:
+    def _prefill_attention(self, name: str, layers: Sequence[int]) -> None:
+        windowed = self._windowed(layers[0])
         for tokens in self.shape.chunks:
-            args = self.prefill_attention_inputs(tokens, layer)
+            args = _of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             taken_s = self._time("prefill_attention", self.model.kernels.prefill_attention, args)
-            cost = prefill_attention_cost(self.shape, tokens, self._windowed(layer))
+            cost = prefill_attention_cost(self.shape, tokens, windowed)
             self._rows(f"{name} {tokens}", taken_s, cost, {"tokens": tokens})
 
     def experts(self) -> None:
@@ -133,7 +172,7 @@ class KernelBench:
         if not self.shape.cfg.num_experts:
             return
         for tokens in (*self.shape.slots, *self.shape.chunks):
-            args = self.experts_inputs(tokens)
+            args = self._of_expert_layers(self.experts_inputs(tokens))
             taken_s = self._time("experts", self.model.kernels.experts, args)
             cost = moe_cost(self.shape, tokens)
             self._rows(f"experts {tokens} tokens", taken_s, cost, {"tokens": tokens})
@@ -154,7 +193,7 @@ class KernelBench:
                 return sample(scores, rows, lambda: (none, length, length), token_idx)
 
             for name, rows in (("greedy", empty_rows(slots)), ("top-p", warm)):
-                taken_s = self._time("sample", draw, (scores, rows, token_idx))
+                taken_s = self._time("sample", draw, [(scores, rows, token_idx)])
                 cost = Cost(slots * vocab * 4.0, 0.0)
                 self._rows(f"sampling {name} x{slots}", taken_s, cost, {"slots": slots})
 
@@ -210,11 +249,13 @@ class KernelBench:
         fill = jax.jit(lambda pool: lax.fori_loop(0, pool.shape[0], layer, pool), donate_argnums=0)
         self.pool = fill(self.pool)
 
-    def attention_layers(self) -> dict[str, int]:
-        """What each kind of attention is called in rows, and the first layer that has it."""
-        kinds = [self._windowed(layer) for layer in range(self.shape.cfg.num_layers)]
-        names = {"attention": False, "windowed attention": True}
-        return {name: kinds.index(kind) for name, kind in names.items() if kind in kinds}
+    def attention_layers(self) -> dict[str, list[int]]:
+        """What each kind of attention is called in rows, and the layers that have it."""
+        found: dict[str, list[int]] = {}
+        for layer in range(self.shape.cfg.num_layers):
+            name = "windowed attention" if self._windowed(layer) else "attention"
+            found.setdefault(name, []).append(layer)
+        return found
 
     def decode_attention_inputs(self, slots: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a decode attention kernel, every slot `context` tokens long."""
@@ -228,18 +269,33 @@ class KernelBench:
     def experts_inputs(self, tokens: int) -> tuple[Any, ...]:
         """Arguments of an experts kernel, every expert as likely as the others."""
         cfg = self.shape.cfg
-        stacks = next(s for s in self.params["layers"] if "experts_down" in s)
         order = self.rng.random((tokens, cfg.num_experts)).argsort(axis=1)
         ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
         weights = jnp.full(ids.shape, 1.0 / cfg.num_experts_per_tok, jnp.float32)
         x = self._random((tokens, cfg.hidden_size))
-        args = (x, ids, weights, stacks["experts_gate_up"], stacks["experts_down"], jnp.int32(0))
-        if not cfg.experts_bias:
-            return args
-        # Of the devices that share an expert, of which there is one, each has a down bias.
-        return (*args, stacks["experts_gate_up_bias"], stacks["experts_down_bias"][:, :, 0])
+        return (x, ids, weights, *self._experts()[0])
 
     # --- helpers ------------------------------------------------------------------------------
+
+    def _experts(self) -> list[tuple[Any, ...]]:
+        """Arguments of an experts kernel behind rows and choices, of each layer that has some."""
+        found = []
+        for stacks in self.params["layers"]:
+            for layer in range(len(stacks.get("experts_down", ()))):
+                args: tuple[Any, ...] = (
+                    stacks["experts_gate_up"],
+                    stacks["experts_down"],
+                    jnp.int32(layer),
+                )
+                if self.shape.cfg.experts_bias:
+                    # Of the devices that share an expert, here one, each has a down bias.
+                    down_bias = stacks["experts_down_bias"][:, :, 0]
+                    args = (*args, stacks["experts_gate_up_bias"], down_bias)
+                found.append(args)
+        return found
+
+    def _of_expert_layers(self, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return [(*args[:3], *own) for own in self._experts()]
 
     def _windowed(self, layer: int) -> bool:
         windows = self.shape.cfg.window_layers
@@ -299,10 +355,14 @@ class KernelBench:
     def _measure(self, call: Callable[[], Any]) -> float:
         return seconds_per_call(call, jax.block_until_ready, self.budget_s)
 
-    def _time(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-        placed = jax.device_put(args)
-        program = Program(name, function, placed).compile()
-        return self._measure(lambda: program(*placed))
+    def _time(
+        self, name: str, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
+    ) -> float:
+        """cases: arguments alike in shapes, which take turns."""
+        placed = jax.device_put(list(cases))
+        program = Program(name, function, placed[0]).compile()
+        turns = cycle(placed)
+        return self._measure(lambda: program(*next(turns)))
 
     def _time_with_pool(
         self, name: str, function: Callable[..., Any], cases: Mapping[int, tuple[Any, ...]]
@@ -343,7 +403,13 @@ class KernelBench:
     ) -> None:
         shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
         shapes["context"] = self.shape.context
-        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes)
+        self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes=shapes)
+
+
+def _of_layers(args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Arguments of an attention kernel, of each of these layers."""
+    queries, pool, _, *rest = args
+    return [(queries, pool, jnp.int32(layer), *rest) for layer in layers]
 
 
 def run(report: Report, shape: Shape, parts: Sequence[str], budget_s: float) -> None:

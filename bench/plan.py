@@ -18,10 +18,12 @@ import numpy as np
 from bench.floors import (
     Ceilings,
     Cost,
+    chunk_key_bytes,
     decode_step_cost,
     kv_bytes_per_token,
     moe_cost,
     prefill_chunk_cost,
+    step_key_bytes,
 )
 from bench.shapes import Shape
 from model.buckets import check_page_size, pages_for
@@ -132,22 +134,26 @@ class Group:
 
     def step_s(self, slots: int, context: int, ceilings: Ceilings) -> float:
         """A step of every rank with so many slots in each."""
-        return self._floor_s(decode_step_cost(self.shape, slots, context), slots, ceilings)
+        cost = decode_step_cost(self.shape, slots, context)
+        return self._floor_s(cost, slots, step_key_bytes(self.shape, slots, context), ceilings)
 
     def chunk_s(self, tokens: int, prompts: int, ceilings: Ceilings) -> float:
         """A chunk of every rank with so many prompts of so many tokens in each."""
         cost = prefill_chunk_cost(self.shape, tokens, prompts)
-        return self._floor_s(cost, tokens * prompts, ceilings)
+        key_bytes = chunk_key_bytes(self.shape, tokens, prompts)
+        return self._floor_s(cost, tokens * prompts, key_bytes, ceilings)
 
-    def _floor_s(self, whole: Cost, rows: int, ceilings: Ceilings) -> float:
-        """whole: what a rank with experts of its own does, over its devices.
+    def _floor_s(self, whole: Cost, rows: int, key_bytes: float, ceilings: Ceilings) -> float:
+        """whole: what a rank with experts of its own does, over its devices; key_bytes: of it.
 
-        Ranks that share the experts do theirs together, for the rows of all, on all devices.
+        Devices that have a copy each of a key read it each. Ranks that share the experts do theirs
+        together, for the rows of all, on all devices.
         """
         layers, tp = sum(self.shape.cfg.moe_layers), self.config.tp_size
         own = moe_cost(self.shape, rows).times(layers) if layers else Cost(0.0, 0.0)
-        rest = Cost(whole.num_bytes - own.num_bytes, whole.flops - own.flops)
-        total = _over(rest, tp)
+        copies = self.dims.kv_heads / self.shape.cfg.num_kv_heads
+        num_bytes = whole.num_bytes + (copies - 1) * key_bytes
+        total = _over(Cost(num_bytes - own.num_bytes, whole.flops - own.flops), tp)
         if layers:
             ranks = self.config.dp_size if self.dims.ranks_share_experts else 1
             total += _over(moe_cost(self.shape, ranks * rows).times(layers), ranks * tp)

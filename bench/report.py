@@ -90,6 +90,11 @@ class Report:
     out: TextIO = field(default_factory=lambda: sys.stdout)
     rows: list[Row] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Raises OSError when the file cannot be written: before anything is measured."""
+        if self.json_path is not None:
+            self.json_path.open("a", encoding="utf-8").close()
+
     def add(
         self,
         case: str,
@@ -97,7 +102,8 @@ class Report:
         value: float,
         unit: str,
         baseline: float | None = None,
-        shapes: dict[str, Any] | None = None,
+        *,
+        shapes: dict[str, Any],
     ) -> Row:
         """Record, store and print one row. A run that is killed keeps what it has measured."""
         row = Row(
@@ -109,7 +115,7 @@ class Report:
             commit=self.surroundings.commit,
             device=self.surroundings.device,
             versions=self.surroundings.versions,
-            shapes=shapes or {},
+            shapes=shapes,
             seed=self.seed,
             baseline=None if baseline is None else float(baseline),
             ratio=float(value) / float(baseline) if baseline else None,
@@ -124,6 +130,8 @@ class Report:
         return row
 
 
+# Of what is said of a row, what nobody asked for.
+_FOUND = frozenset({"rounds_s", "load_average_1m"})
 HEADER = (
     f"{'bench':10} {'case':34} {'metric':22} {'value':>12} {'unit':9} {'baseline':>11} {'ratio':>7}"
 )
@@ -195,6 +203,28 @@ def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
     for row in rows:
         values.setdefault(row.key, []).append(row.value)
     return {key: statistics.median(found) for key, found in values.items()}
+
+
+def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+    """What two runs' rows of the same measurements were not alike in, besides what they found."""
+    told = [
+        f"{side}: rows of {len(commits)} commits, {', '.join(commits)}: medians over all of them"
+        for side, rows in (("before", before), ("after", after))
+        if len(commits := sorted({row.commit for row in rows})) > 1
+    ]
+    old, new = ({row.key: _conditions(row) for row in rows} for rows in (before, after))
+    pairs: dict[str, list[str]] = {}
+    for key in old.keys() & new.keys():
+        for name in sorted(old[key].keys() | new[key].keys()):
+            one, other = old[key].get(name), new[key].get(name)
+            if one != other:
+                pairs.setdefault(f"{name}: {one} before, {other} after", []).append(key[1])
+    return told + [f"{said} ({len(cases)} rows)" for said, cases in sorted(pairs.items())]
+
+
+def _conditions(row: Row) -> dict[str, Any]:
+    asked = {name: value for name, value in row.shapes.items() if name not in _FOUND}
+    return {"device": row.device, "seed": row.seed, **asked}
 
 
 def _verdict(

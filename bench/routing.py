@@ -110,7 +110,8 @@ def _report(
         value, beside = (
             statistics.mean(getattr(one, name) for one in runs) for runs in (times, baseline)
         )
-        report.add(case, f"ttft {name}", value, "ms", None if times is baseline else beside, shapes)
+        base = None if times is baseline else beside
+        report.add(case, f"ttft {name}", value, "ms", base, shapes=shapes)
     if times is not baseline:
         worst = max(one.mean / other.mean for one, other in zip(times, baseline, strict=True))
         report.add(case, "worst seed's mean", 100 * worst, "% TTFT", shapes=shapes)

@@ -108,7 +108,8 @@ def _report(
         value, beside = (
             statistics.mean(float(of(run)) for run in runs) for runs in (times, baseline)
         )
-        report.add(case, f"ttft {name}", value, "ms", None if times is baseline else beside, shapes)
+        base = None if times is baseline else beside
+        report.add(case, f"ttft {name}", value, "ms", base, shapes=shapes)
 
 
 def _p99(values: np.ndarray) -> float:

@@ -51,7 +51,7 @@ def run(report: Report, seconds: float) -> None:
             value, floor = (
                 1e3 * float(np.percentile(all_s, percent)) for all_s in (seen_s, floor_s)
             )
-            report.add(case, f"put to got p{percent}", value, "ms", floor, shapes)
+            report.add(case, f"put to got p{percent}", value, "ms", floor, shapes=shapes)
         report.add(case, "messages", num_messages, "count", shapes=shapes)
 
 

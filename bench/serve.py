@@ -1,12 +1,14 @@
 """Load over HTTP against a server that runs, or one started for the occasion: TTFT, TPOT, ITL.
 
 All times are stamped at the client: TTFT is from the request's first byte out to the first text
-in. goodput is the rate of requests that met every SLO.
+in. goodput is the rate of requests that met every SLO. Percentiles are interpolated, as numpy does
+by default. ITL is from event to event, whatever number of tokens an event has.
 """
 
 import argparse
 import asyncio
 import contextlib
+import os
 import socket
 import statistics
 import subprocess
@@ -14,15 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
 from bench.timelines import read_timelines, report_timelines
-from bench.timing import percentile
-from bench.workload import PlannedRequest, WorkloadConfig, plan_requests
+from bench.workload import PlannedRequest, WorkloadConfig, plan_requests, plan_warm_up
+from transfer.flags import LIFELINE_ENV
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
@@ -58,7 +62,8 @@ async def run_workload(
 ) -> tuple[list[Trace], float]:
     """Send all planned requests; returns their traces, in order, and the seconds it all took.
 
-    Paced by arrival times when the config has a rate; otherwise by `concurrency` in flight.
+    Paced by arrival times when the config has a rate; otherwise by `concurrency` in flight. An
+    answer of another length than was asked for has failed.
     """
     start_s = time.perf_counter()
     limit = asyncio.Semaphore(config.concurrency)
@@ -76,20 +81,28 @@ async def run_workload(
             payload["logit_bias"] = {str(config.repeat_token): 100}
         if config.rate_per_s is not None:
             await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
-            return await stream_completion(server, payload, timeout_s)
-        async with limit:
-            return await stream_completion(server, payload, timeout_s)
+            trace = await stream_completion(server, payload, timeout_s)
+        else:
+            async with limit:
+                trace = await stream_completion(server, payload, timeout_s)
+        if trace.ok and trace.output_tokens != request.output_tokens:
+            trace.error = f"{trace.output_tokens} tokens came, {request.output_tokens} were asked"
+        return trace
 
     traces = await asyncio.gather(*(one(request) for request in planned))
     return list(traces), time.perf_counter() - start_s
 
 
 def report_traces(
-    report: Report, case: str, traces: list[Trace], taken_s: float, slo: Slo, config: WorkloadConfig
+    report: Report,
+    case: str,
+    traces: list[Trace],
+    taken_s: float,
+    slo: Slo,
+    shapes: dict[str, Any],
 ) -> None:
     """Rows of one run. Latencies are of requests that ended well; the others are counted."""
     good = [trace for trace in traces if trace.ok]
-    shapes = asdict(config) | {"slo": asdict(slo)}
 
     def row(metric: str, value: float, unit: str) -> None:
         report.add(case, metric, value, unit, shapes=shapes)
@@ -104,13 +117,26 @@ def report_traces(
     for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
         if values:
             row(f"{name} p50", statistics.median(values), "ms")
-            row(f"{name} p99", percentile(values, 0.99), "ms")
+            row(f"{name} p99", float(np.percentile(values, 99)), "ms")
     row("output", sum(trace.output_tokens for trace in good) / taken_s, "tok/s")
     row("input", sum(trace.prompt_tokens for trace in good) / taken_s, "tok/s")
+    row("prompt tokens out of a cache", sum(trace.cached_tokens for trace in good), "count")
     row("requests", len(good) / taken_s, "req/s")
     row("goodput", sum(slo.met_by(trace) for trace in traces) / taken_s, "req/s")
     ends = max(trace.done_s for trace in good) - min(trace.sent_s for trace in good)
     row("first send to last end", ends, "s")
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[int]:
+    """A descriptor for a `kvferry` process, named by LIFELINE_ENV: it dies with this one, however
+    this one dies, or at the end of the block."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 @contextlib.contextmanager
@@ -124,8 +150,14 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "serving.launch", "up", *arguments]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    with tempfile.TemporaryFile() as log, lifeline() as fd:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(fd,),
+            env=os.environ | {LIFELINE_ENV: str(fd)},
+        )
         try:
             server = Server("127.0.0.1", port)
             if not wait_ready(server, process, START_TIMEOUT_S):
@@ -169,6 +201,16 @@ def served_model(server: Server) -> str:
         raise NoServer(f"/v1/models answered {status} without a model") from error
 
 
+def devices_of(server: Server) -> str:
+    """The accelerators that its workers say they have; "" where there is none, or nobody says."""
+    try:
+        _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
+        found = {str(worker["devices"]) for worker in body["workers"]}
+    except (OSError, TimeoutError, asyncio.IncompleteReadError, KeyError, TypeError):
+        return ""
+    return ", ".join(sorted(devices for devices in found if not devices.endswith(" x cpu")))
+
+
 def parse_url(url: str, api_key: str) -> Server:
     """A server from http://host:port. Raises ValueError for anything else."""
     parts = urlsplit(url)
@@ -185,16 +227,28 @@ def load(
     slo: Slo,
     timeout_s: float,
     warm_up: int,
+    server_said: str = "",
 ) -> list[Trace]:
-    """Warm up, then run the workload and report it."""
+    """Warm up, then run the workload and report it. server_said: what rows say of the server.
+
+    Raises ValueError for a negative warm_up, NoServer when there is none.
+    """
+    if warm_up < 0:
+        raise ValueError(f"warm_up must be at least 0, got {warm_up}")
     model = served_model(server)
-    planned = plan_requests(config)
+    devices = devices_of(server)
+    if devices:
+        report.surroundings = replace(report.surroundings, device=devices)
     if warm_up:
-        asyncio.run(run_workload(server, model, planned[:warm_up], config, timeout_s))
+        first = plan_warm_up(config, warm_up)
+        asyncio.run(run_workload(server, model, first, config, timeout_s))
+    planned = plan_requests(config)
     traces, taken_s = asyncio.run(run_workload(server, model, planned, config, timeout_s))
-    report_traces(report, case, traces, taken_s, slo, config)
+    said = {"slo": asdict(slo), "model": model, "server": server_said, "warm_up": warm_up}
+    shapes = asdict(config) | said | {"timeout_s": timeout_s}
+    report_traces(report, case, traces, taken_s, slo, shapes)
     found = asyncio.run(read_timelines(server, [trace.request_id for trace in traces if trace.ok]))
-    report_timelines(report, case, found, asdict(config))
+    report_timelines(report, case, found, shapes)
     for error in sorted({trace.error for trace in traces if trace.error})[:5]:
         print(f"failed: {error}", file=sys.stderr)
     return traces
@@ -229,5 +283,6 @@ def run(args: argparse.Namespace, report: Report) -> int:
             if args.model_path:
                 arguments += ["--model-path", args.model_path]
             server = stack.enter_context(started_server(arguments))
-        traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up)
+        said = args.url or f"up {' '.join(arguments)}".strip()
+        traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up, said)
     return 0 if all(trace.ok for trace in traces) else 1

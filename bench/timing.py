@@ -1,6 +1,5 @@
 """How long a call takes: warm-up, then batches long enough for the clock, then the median."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -36,11 +35,3 @@ def seconds_per_call(
         wait(last)
         found.append((time.perf_counter() - start) / calls)
     return statistics.median(found)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Nearest rank: the smallest value that `share` of all do not exceed. values: not empty."""
-    assert values, "no values"
-    ordered = sorted(values)
-    rank = math.ceil(share * len(ordered) - 1e-9) - 1
-    return ordered[max(rank, 0)]

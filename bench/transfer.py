@@ -290,7 +290,7 @@ def measure(
     medians = {metric.name: statistics.median(values) for metric, values in found.items()}
     for metric in found:
         base = medians.get(metric.baseline)
-        report.add(case, metric.name, medians[metric.name], metric.unit, base, shapes)
+        report.add(case, metric.name, medians[metric.name], metric.unit, base, shapes=shapes)
 
 
 def _round_of_one_page(

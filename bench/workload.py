@@ -1,8 +1,10 @@
 """The requests of a load test: lengths, contents and arrival times, all from one seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+_WARM_UP_SEEDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
             )
         )
     return planned
+
+
+def plan_warm_up(config: WorkloadConfig, count: int) -> list[PlannedRequest]:
+    """Requests like those of the load, of other tokens: a prefix cache learns none that count."""
+    return plan_requests(replace(config, num_requests=count, seed=config.seed + _WARM_UP_SEEDS))
 
 
 def _draw(rng: np.random.Generator, mean: int, spread: float) -> int:

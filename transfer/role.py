@@ -72,6 +72,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self.drain_timeout_s = config.drain_timeout_s
         self.counters: Counter[str] = Counter()
         self._experts_counted: Mapping[str, float] = {}
+        self._devices = ""
         self._held: dict[int, H] = {}
         self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
         self._load = wire.Load()
@@ -312,6 +313,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         kv = opened.kv
         self._grammars = Grammars(self.config.model_path, opened.model.cfg)
         self._experts_counted = opened.experts.counters
+        mesh = opened.model.mesh
+        self._devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
         known: dict[str, Any] = {
             "worker_id": self.worker_id(),
             "served_model_name": self.config.model_name,
@@ -352,6 +355,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             transfers=transfers,
             in_flight_bytes=in_flight_bytes,
             grants_waiting=grants_waiting,
+            devices=self._devices,
         )
 
 

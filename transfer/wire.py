@@ -383,6 +383,7 @@ class WorkerState(Message):
     transfers: tuple[TransferPair, ...] = ()  # prefill's
     in_flight_bytes: int = 0  # of pages that wait to be sent
     grants_waiting: int = 0  # rooms for which pages are not reserved yet
+    devices: str = ""  # of its mesh: how many, and of which kind
 
 
 class DrainReply(Message):

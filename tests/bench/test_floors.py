@@ -166,6 +166,11 @@ def test_latent_queries_meet_latent_keys_and_find_values_of_the_latent_rank():
     assert cost.num_bytes == 3 * 1000 * 576 * 2 + 3 * 16 * (576 + 512) * 2
 
 
+def test_a_prompt_of_its_own_may_attend_with_keys_and_values_of_each_head():
+    cost = prefill_attention_cost(DEEPSEEK_V2_LITE, 1000)
+    assert cost.flops == pytest.approx(1000 * 1001 * 16 * (128 + 64 + 128))
+
+
 def test_queries_of_low_rank_are_two_products():
     # q_a and q_b, kv_a, k_b and v_b, o.
     each = (256 * 96 + 96 * 8 * 48, 256 * 80, 8 * 64 * (32 + 32), 8 * 32 * 256)

@@ -1,9 +1,12 @@
 """gpu_check: parts in processes of their own, within minutes, one failure not ending the others."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from typing import Any
 
+import psutil
 import pytest
 
 from bench import gpu_check
@@ -63,11 +66,32 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
     assert "failed: goldens, steps" in capsys.readouterr().err
 
 
-def test_a_part_that_takes_too_long_is_stopped_with_all_it_started():
-    endless = [sys.executable, "-c", "import signal; signal.pause()"]
-    nested = f"import subprocess; subprocess.run({endless})"
-    command = [sys.executable, "-c", nested]
-    assert gpu_check.run_limited(command, dict(os.environ), limit_s=0.3) is None
+def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, tmp_path):
+    """Even what has a session of its own, and does not heed SIGTERM."""
+    monkeypatch.setattr(gpu_check, "STOP_TIMEOUT_S", 0.5)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    deaf += f"open({str(tmp_path / 'deaf')!r}, 'w').close(); signal.pause()"
+    endless = [sys.executable, "-c", deaf]
+    nested = f"import subprocess; subprocess.run({endless}, start_new_session=True)"
+    started: list[psutil.Process] = []
+
+    class Clockless(psutil.Popen):
+        """Time is up as soon as the child is there."""
+
+        def wait(self, timeout: float | None = None) -> Any:
+            if not started:
+                while not (tmp_path / "deaf").exists():
+                    pass
+                started.extend(self.children())
+                raise psutil.TimeoutExpired(0.0)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(psutil, "Popen", Clockless)
+    assert gpu_check.run_limited([sys.executable, "-c", nested], dict(os.environ), 60.0) is None
+    (child,) = started
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while child.status() != psutil.STATUS_ZOMBIE:  # as where init reaps nobody
+            pass
 
 
 def test_a_part_that_ends_gives_its_status():

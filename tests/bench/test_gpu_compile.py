@@ -38,7 +38,8 @@ TEXT = """HloModule jit_step, is_scheduled=true
 
 %goes_on (at.1: (s32[], bf16[8,4,16])) -> pred[] {
   %at.1 = (s32[], bf16[8,4,16]{2,1,0}) parameter(0)
-  ROOT %yes = pred[] constant(true)
+  %yes = pred[] constant(true)
+  ROOT %no = pred[] not(%yes)
 }
 
 %nothing (n: f32[4]) -> f32[4] {
@@ -75,7 +76,8 @@ def test_loops_count_as_often_as_they_turn_and_parts_as_what_they_are() -> None:
 
     work = count(TEXT, turns)
     assert asked == ["jit(step)/experts/while"]
-    assert work.launches == 8 + 3 + 1 + 1
+    # A loop whose length is data asks before each turn, and once more.
+    assert work.launches == 8 + (3 + 4) + 1 + 1
     assert work.waits == 3 + 1 + 1  # of the loop whose length is data, and of the condition
     taken = 2 * 4 * 16 * 2 + 4  # one layer read and written, and which
     assert work.bytes_by_scope["jit(step)/layers/take"] == (8 + 3) * taken

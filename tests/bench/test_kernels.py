@@ -4,16 +4,21 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from bench import ceilings, kernels
 from bench.backends import compare_backends
 from bench.floors import Ceilings
+from bench.kernels import fitting
 from bench.report import Report
 from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shape
 from bench.surroundings import Surroundings
 from model import kernels as backends
+from model.errors import ModelError
 from model.kernels import Backend
+from model.programs import tree_bytes
+from model.transformer import random_params
 
 
 def tiny(shape: Shape, moe_layers: tuple[bool, ...]) -> Shape:
@@ -73,9 +78,58 @@ def test_backends_are_compared_in_every_kind_of_layer_and_refusals_are_said(monk
     out = io.StringIO()
     report = Report("gpu_check", Surroundings("c", "d", {}), out=out)
     bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
-    compare_backends(report, bench)
+    assert compare_backends(report, bench)
     errors = {row.case: row.value for row in report.rows if row.metric == "same off reference"}
     cases = ("decode attention x2", "prefill attention 8", *WINDOWED)
     assert errors.keys() >= {f"tiny {case}" for case in cases}
     assert not any(errors.values())
     assert out.getvalue().count("other refuses: no such shape") == len(errors) == 6
+
+
+@pytest.mark.parametrize("name", ["DECODE_ATTENTION", "PREFILL_ATTENTION", "EXPERTS"])
+def test_a_backend_that_is_wrong_fails_the_comparison(name, monkeypatch):
+    *_, reference = getattr(backends, name)
+
+    def shifted(shape: object) -> Callable[..., object]:
+        kernel = reference.build(shape)
+        return lambda *args: kernel(*args) + 0.01
+
+    monkeypatch.setattr(backends, name, (Backend("wrong", shifted), reference))
+    report = Report("gpu_check", Surroundings("c", "d", {}), out=io.StringIO())
+    bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
+    assert not compare_backends(report, bench)
+
+
+def test_on_an_accelerator_the_form_of_the_reference_that_it_takes_is_compared(monkeypatch):
+    report = Report("gpu_check", Surroundings("c", "d", {}), out=io.StringIO())
+    bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
+    bench.model = replace(bench.model, platform="gpu")
+    assert compare_backends(report, bench)
+    errors = {row.case: row.value for row in report.rows if row.metric == "reference off reference"}
+    cases = ("decode attention x2", "prefill attention 8", *WINDOWED)
+    assert errors.keys() >= {f"tiny {case}" for case in cases}
+
+
+def test_batches_whose_pages_do_not_fit_are_left_out_and_a_shape_of_which_nothing_fits_refused():
+    shape = replace(TINY_GPT_OSS, slots=(1, 64, 1024))
+    assert fitting(shape, 1 << 30) == shape
+    model = kernels.model_of(shape)
+    needed = tree_bytes(random_params(model, 0)) + 64 * 2 * model.kv_spec().page_bytes
+    assert fitting(shape, -(-needed * 16 // 15)).slots == (1, 64)
+    assert fitting(shape, needed).slots == (1,)
+    with pytest.raises(ModelError, match=r"tiny does not fit: weights of 0\.\d MiB.* --shape"):
+        fitting(shape, 1 << 12)
+
+
+def test_layers_take_turns(monkeypatch):
+    report = Report("kernels", Surroundings("c", "d", {}), out=io.StringIO())
+    bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.001)
+    seen: list[int] = []
+
+    def measure(call: Callable[[], int]) -> float:
+        seen.extend(int(call()) for _ in range(6))
+        return 1.0
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    bench._time("name", lambda layer: layer + 0, [(jnp.int32(layer),) for layer in range(3)])
+    assert seen == [0, 1, 2, 0, 1, 2]

@@ -10,7 +10,7 @@ import pytest
 
 from bench.floors import Ceilings, decode_step_cost, prefill_chunk_cost
 from bench.plan import GroupConfig, PlanConfig, plan_group, report
-from bench.shapes import QWEN3_8B, QWEN3_30B_A3B
+from bench.shapes import DEEPSEEK_V2_LITE, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import make_mesh
@@ -77,6 +77,19 @@ def test_devices_share_a_step_and_ranks_that_share_experts_read_them_once() -> N
     assert apart == pytest.approx(one)
     # Of four times the rows, a quarter of nearly all experts; the rest as one alone.
     assert one / 4 < together < one / 2
+
+
+@pytest.mark.parametrize(("shape", "tp_size"), [(DEEPSEEK_V2_LITE, 8), (QWEN3_30B_A3B, 8)])
+def test_devices_with_a_copy_each_of_a_key_read_it_each(shape: Shape, tp_size: int) -> None:
+    config = GroupConfig(dtype="bfloat16", tp_size=tp_size)
+    group = plan_group(shape.cfg, config, 139.0)
+    token_bytes = group.page_bytes / config.page_size
+    context, slots = 16384, 64
+    shorter, longer = (group.step_s(slots, x, H200) for x in (context, 2 * context))
+    assert longer - shorter == pytest.approx(slots * context * token_bytes / 4300e9, rel=0.01)
+    few = Ceilings(1.0, 1e9)  # so that bytes decide
+    one, two = (group.chunk_s(x, 1, few) for x in (4096, 8192))
+    assert two - one > 2 * 4096 * token_bytes / 1e9
 
 
 def test_more_prompts_in_a_chunk_read_the_weights_once() -> None:

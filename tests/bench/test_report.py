@@ -3,11 +3,12 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from bench.cli import main
-from bench.report import BadRows, Report, Row, compare, format_changes, read_rows
+from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.surroundings import Surroundings, describe
 
 HERE = Surroundings("abc123", "2 x processor", {"jax": "0.11.2"})
@@ -35,8 +36,25 @@ def test_rows_are_on_disk_before_the_next_is_measured(tmp_path):
     path = tmp_path / "rows.jsonl"
     report = Report("kernels", HERE, 0, path, io.StringIO())
     for count in (1, 2):
-        report.add("a", "time", 1.0, "ms")
+        report.add("a", "time", 1.0, "ms", shapes={})
         assert len(path.read_text().splitlines()) == count
+
+
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        Report("kernels", HERE, 0, tmp_path / "nowhere" / "rows.jsonl", io.StringIO())
+
+
+def test_what_two_runs_were_not_alike_in_is_said():
+    before = [replace(row(), shapes={"slots": 1, "load_average_1m": 0.1})] * 2
+    after = [replace(row(), device="gpu", commit="b", seed=7, shapes={"slots": 2})]
+    assert differences(before, before) == []
+    assert differences(before, [*after, replace(after[0], commit="c")]) == [
+        "after: rows of 2 commits, b, c: medians over all of them",
+        "device: cpu before, gpu after (1 rows)",
+        "seed: 0 before, 7 after (1 rows)",
+        "slots: 1 before, 2 after (1 rows)",
+    ]
 
 
 def test_absent_fields_are_left_out_of_the_line():

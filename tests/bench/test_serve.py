@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import io
 import json
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
 
+import psutil
 import pytest
 
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
-from bench.serve import Slo, parse_url, report_traces, run_workload
+from bench.serve import Slo, devices_of, load, parse_url, report_traces, run_workload
 from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
-from bench.timing import percentile, seconds_per_call
+from bench.timing import seconds_per_call
 from bench.workload import WorkloadConfig, plan_requests
 
 
@@ -22,7 +26,14 @@ def event(text: str, finish: str | None = None) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
-USAGE = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}}
+USAGE = {
+    "choices": [],
+    "usage": {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    },
+}
 FRAMES = [
     event("a"),
     event("b"),
@@ -34,9 +45,15 @@ FRAMES = [
 
 @contextlib.asynccontextmanager
 async def server_of(
-    pieces: list[bytes], status: int = 200, bodies: list[bytes] | None = None
+    pieces: list[bytes],
+    status: int = 200,
+    bodies: list[bytes] | None = None,
+    paths: Mapping[str, object] | None = None,
 ) -> AsyncIterator[Server]:
-    """Answers every request with these pieces, each a chunk of its own. bodies: what came."""
+    """Answers every request with these pieces, each a chunk of its own.
+
+    bodies: what came. paths: answers to requests for these.
+    """
     seen: list[asyncio.Task[None] | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +65,9 @@ async def server_of(
                 if bodies is not None:
                     bodies.append(body)
         writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status)
-        for piece in pieces:
+        path = head.split(b" ")[1].decode()
+        found = (paths or {}).get(path)
+        for piece in pieces if found is None else [json.dumps(found).encode()]:
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             await writer.drain()
         writer.write(b"0\r\n\r\n")
@@ -68,7 +87,7 @@ async def test_a_stream_is_stamped_event_by_event():
         trace = await stream_completion(server, {"prompt": [1]}, timeout_s=10)
     assert trace.ok, trace.error
     assert len(trace.event_s) == 3
-    assert (trace.prompt_tokens, trace.output_tokens) == (4, 3)
+    assert (trace.prompt_tokens, trace.output_tokens, trace.cached_tokens) == (4, 3, 2)
     assert trace.finish_reason == "length"
     assert trace.sent_s <= trace.event_s[0] <= trace.done_s
 
@@ -112,13 +131,54 @@ async def test_a_workload_gets_a_trace_for_each_request_and_a_row_for_each_metri
     async with server_of(FRAMES) as server:
         traces, taken_s = await run_workload(server, "m", plan_requests(config), config, 10)
     report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
-    report_traces(report, "4/3 x2", traces, taken_s, Slo(ttft_ms=1e9), config)
+    report_traces(report, "4/3 x2", traces, taken_s, Slo(ttft_ms=1e9), {"m": 1})
     values = {row.metric: row.value for row in report.rows}
     assert values["requests ok"] == 6
     assert values["requests failed"] == 0
     assert values["output"] == pytest.approx(18 / taken_s)
+    assert values["prompt tokens out of a cache"] == 12
+    assert {row.shapes["m"] for row in report.rows} == {1}
     assert values["goodput"] == pytest.approx(values["requests"])
     assert {"ttft p50", "ttft p99", "tpot p50", "itl p99"} <= values.keys()
+
+
+async def test_an_answer_of_another_length_than_was_asked_for_has_failed():
+    config = WorkloadConfig(num_requests=1, input_tokens=4, output_tokens=4)
+    async with server_of(FRAMES) as server:
+        (trace,), _ = await run_workload(server, "m", plan_requests(config), config, 10)
+    assert not trace.ok
+    assert trace.error == "3 tokens came, 4 were asked"
+
+
+async def test_a_load_warms_up_with_prompts_that_it_does_not_measure():
+    config = WorkloadConfig(num_requests=3, input_tokens=4, output_tokens=3, concurrency=1)
+    report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
+    bodies: list[bytes] = []
+    paths = {
+        "/v1/models": {"data": [{"id": "m"}]},
+        "/get_server_info": {"workers": [{"devices": "1 x NVIDIA H200"}]},
+    }
+    async with server_of(FRAMES, bodies=bodies, paths=paths) as server:
+        await asyncio.to_thread(load, report, server, "case", config, Slo(), 10.0, 2, "up --x")
+    prompts = [tuple(json.loads(body)["prompt"]) for body in bodies]
+    assert len(set(prompts)) == len(prompts) == 5
+    assert prompts[2:] == [request.prompt_ids for request in plan_requests(config)]
+    said = report.rows[0].shapes
+    assert (said["model"], said["warm_up"], said["server"]) == ("m", 2, "up --x")
+    assert {row.device for row in report.rows} == {"1 x NVIDIA H200"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([{"devices": "2 x cpu"}, {"devices": "2 x cpu"}], ""),
+        ([{"devices": "8 x NVIDIA H200"}, {"devices": "8 x NVIDIA H200"}], "8 x NVIDIA H200"),
+        ([{"error": "gone"}], ""),
+    ],
+)
+async def test_the_server_says_which_accelerators_it_has(workers, expected):
+    async with server_of([json.dumps({"workers": workers}).encode()]) as server:
+        assert await asyncio.to_thread(devices_of, server) == expected
 
 
 @pytest.mark.parametrize(("token", "bias"), [(7, {"7": 100}), (None, None)])
@@ -146,18 +206,31 @@ def test_an_slo_counts_only_requests_that_met_all_of_it():
     assert not Slo().met_by(Trace(error="gone"))
 
 
-def test_percentile_is_the_nearest_rank():
-    values = [float(v) for v in range(1, 101)]
-    assert percentile(values, 0.99) == 99.0
-    assert percentile(values, 1.0) == 100.0
-    assert percentile([5.0], 0.5) == 5.0
-
-
 def test_timing_waits_for_what_was_started():
     waited: list[int] = []
     taken_s = seconds_per_call(lambda: 1, waited.append, budget_s=0.001)
     assert taken_s > 0
     assert len(waited) >= 5
+
+
+def test_a_server_dies_with_the_benchmark_that_started_it():
+    outer = """
+import os, subprocess, sys, time
+from bench.serve import LIFELINE_ENV, lifeline
+with lifeline() as fd:
+    command = [sys.executable, "-m", "serving.launch", "registry", "--port", "0"]
+    known = {LIFELINE_ENV: str(fd), "KVFERRY_CLUSTER_TOKEN": "of-the-tests"}
+    child = subprocess.Popen(command, pass_fds=(fd,), env=os.environ | known)
+    print(child.pid, flush=True)
+    child.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as bench:
+        assert bench.stdout is not None
+        server = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while server.status() != psutil.STATUS_ZOMBIE:  # as where init reaps nobody
+            time.sleep(0.01)
 
 
 def test_only_plain_http_addresses_are_taken():

@@ -281,6 +281,7 @@ def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first
     ends = open_ends(stall_timeout_s=STALL_S)
     ends.receiver.expect(1, 1, 100)
     asked_busy = threading.Semaphore(0)
+    assert isinstance(ends.receiver, TcpReceiver)
     is_busy = ends.receiver.busy
 
     def busy(connection: Any) -> bool:
