@@ -73,10 +73,16 @@ class DrainFields(msgspec.Struct):
     worker_id: str
 
 
+_PROBE_LOOKS_S = 0.02
 _tokenizes = msgspec.json.Decoder(TokenizeFields)
 _detokenizes = msgspec.json.Decoder(DetokenizeFields)
 _aborts = msgspec.json.Decoder(AbortFields)
 _drains = msgspec.json.Decoder(DrainFields)
+
+
+def _no_progress(message: str) -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(503, message, code="no_progress", headers=headers)
 
 
 class Admin:
@@ -99,14 +105,31 @@ class Admin:
         self._front.require_ready()
         stuck = self._dispatcher.roles_without_progress()
         if stuck:
-            message = f"no {' and no '.join(stuck)} worker makes progress"
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise ApiError(503, message, code="no_progress", headers=headers)
+            raise _no_progress(f"no {' and no '.join(stuck)} worker makes progress")
         return Response()
 
     async def health_generate(self, request: HttpRequest) -> Response:
-        """200 once one token went all the way, past the queue: a full server is a healthy one."""
+        """200 once tokens come, of any request: past the queue, and none waits for a full server.
+
+        503 when none has come for --progress-timeout.
+        """
         self._front.require_ready()
+        clock, seen = self._front.clock, self._dispatcher.rows_taken
+        end_s = clock.monotonic_s() + self._front.config.progress_timeout_s
+        probe = asyncio.ensure_future(self._generate_one(request))
+        try:
+            while not probe.done() and self._dispatcher.rows_taken == seen:
+                if clock.monotonic_s() > end_s:
+                    raise _no_progress("no token has come of any request")
+                await asyncio.wait((probe,), timeout=_PROBE_LOOKS_S)
+            if self._dispatcher.rows_taken == seen:
+                probe.result()
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+        return Response()
+
+    async def _generate_one(self, request: HttpRequest) -> None:
         ask = ChoiceAsk(
             0,
             0,
@@ -118,8 +141,7 @@ class Admin:
         asked = Request(ask.request_id, [ask])
         answer = WholeAnswer(self._front.choices(asked), self._dispatcher)
         arrival_s = self._front.clock.now_s()
-        await self._front.runner.run(asked, answer, arrival_s, request.receive, queues=False)
-        return Response()
+        await self._front.runner.run(asked, answer, arrival_s, request.receive, is_probe=True)
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Of every process of this server, and of the cluster once."""
@@ -266,6 +288,7 @@ class Admin:
     async def flush_cache(self, request: HttpRequest) -> Response:
         """200 when every worker dropped its cached prefixes, else 400 with what they said."""
         flushed, message = await self._dispatcher.flush_cache()
+        await self._siblings.flushed()
         return Response(message + "\n", 200 if flushed else 400, media_type="text/plain")
 
     async def abort_request(self, request: HttpRequest) -> Response:

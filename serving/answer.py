@@ -103,6 +103,7 @@ class Runner:
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
         self._queued: dict[asyncio.Task[Ticket], frozenset[str]] = {}  # ids that wait for a place
+        self._overtaken: set[asyncio.Task[Ticket]] = set()  # of them, aborted with a place
 
     async def run(
         self,
@@ -111,12 +112,12 @@ class Runner:
         arrival_s: float,
         receive: Receive,
         *,
-        queues: bool = True,
+        is_probe: bool = False,
         timeline: RequestTimeline | None = None,
     ) -> bool:
         """Until the answer is closed, or the client left: then False. arrival_s: unix seconds.
 
-        queues: False for a probe, which must tell a full server from one that is stuck.
+        is_probe: it waits in no queue, and no metric knows of it: a full server is not stuck.
         Raises ApiError when the answer failed before anything was sent, or was not admitted.
         """
         gone = asyncio.ensure_future(until_disconnected(receive))
@@ -124,7 +125,7 @@ class Runner:
         generations: list[Generation] = []
         now_s = self._dispatcher.timelines.now_s
         try:
-            if queues:
+            if not is_probe:
                 ticket = await self._admit(request, gone)
                 if ticket is None:
                     return False
@@ -139,6 +140,7 @@ class Runner:
                     arrival_s + self._request_timeout_s,
                     request.cache_salt,
                     request.ranks,
+                    is_probe,
                 )
                 told = None if timeline is None else timeline.choices[place]
                 sink.generation = self._dispatcher.submit(spec, sink, told)
@@ -187,7 +189,8 @@ class Runner:
             task for task, ids in self._queued.items() if request_id is None or request_id in ids
         ]
         for task in waiting:
-            task.cancel()
+            if not task.cancel():  # it has its place, of which its request has not heard yet
+                self._overtaken.add(task)
         if request_id is None:
             return len(waiting) + self._dispatcher.abort_all()
         return len(waiting) + self._dispatcher.abort_request(request_id)
@@ -207,7 +210,11 @@ class Runner:
             raise
         finally:
             del self._queued[admitting]
-        if admitting.cancelled():
+            is_overtaken = admitting in self._overtaken
+            self._overtaken.discard(admitting)
+        if is_overtaken:
+            _give_back(admitting)
+        if is_overtaken or admitting.cancelled():
             raise RequestError(Code.ABORTED, "the request was aborted while it waited")
         if admitting.done():
             return admitting.result()

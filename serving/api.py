@@ -181,7 +181,7 @@ def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
         http=Connection.lingering(config.slow_client_timeout_s),
         loop="uvloop",
         lifespan="off",
-        log_level="warning",
+        log_config=None,  # its lines look like all others
         access_log=False,
         timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a timer's
         timeout_graceful_shutdown=2,

@@ -14,7 +14,7 @@ from serving.limits import Limiter, Ticket
 from serving.membership import Membership, WatchViews
 from serving.metrics import Metrics
 from serving.placement import Placement
-from serving.router import Key, router_of
+from serving.router import router_of
 from serving.steps import Steps
 from serving.timeline import ChoiceTimeline, Timelines
 from serving.timers import LoopTimers, Timers
@@ -98,6 +98,11 @@ class Dispatcher:
         for generation in self._placement.all():
             self.fail(generation, _shutting_down())
         await self._membership.stop()
+
+    @property
+    def rows_taken(self) -> int:
+        """Runs of tokens that workers sent so far, of any request."""
+        return self._steps.rows_taken
 
     # --- requests ---
 
@@ -183,10 +188,6 @@ class Dispatcher:
         """The cluster as last told by the registry."""
         return self._membership.members
 
-    def open_workers(self) -> dict[Key, float]:
-        """(id, epoch) of the workers whose streams are open -> monotonic time of the last word."""
-        return {link.key: link.heard_s for link in self._membership.open_links()}
-
     async def server_info(self) -> dict[str, Any]:
         """What /get_server_info shows; asks every worker. One that does not answer says why."""
         answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
@@ -225,6 +226,11 @@ class Dispatcher:
                 self._router.flushed(link.key)
                 messages.append(f"{link.worker_id}: {answer.message}")
         return flushed, "; ".join(messages) or "no worker is there"
+
+    def forget_prefixes(self) -> None:
+        """Another process of this server had all caches flushed."""
+        for link in self._membership.open_links():
+            self._router.flushed(link.key)
 
     async def drain(self, worker_id: str) -> wire.DrainReply:
         """Tell a worker to leave once what it holds has ended.
@@ -404,7 +410,8 @@ class Dispatcher:
     ) -> None:
         """error: code and message, if it is one."""
         self.timelines.ended(generation.timeline, reason, len(generation.token_ids), error)
-        self.metrics.ended(reason, self._clock.now_s() - generation.spec.arrival_s)
+        if not generation.spec.is_probe:
+            self.metrics.ended(reason, self._clock.now_s() - generation.spec.arrival_s)
 
 
 def _cancel_timers(generation: Generation) -> None:

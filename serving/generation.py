@@ -75,6 +75,7 @@ class GenerationSpec:
     deadline_s: float
     cache_salt: str = ""
     ranks: Ranks = ANY_RANKS
+    is_probe: bool = False  # nobody's request: metrics of requests leave it out
 
 
 class Generation:

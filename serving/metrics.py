@@ -103,8 +103,10 @@ class _ClusterCollector(Collector):
         }
         for member in self.members:
             who = [member.info.worker_id, member.info.role]
-            values["total"].append((who, member.load.pages_total))
-            values["free"].append((who, member.load.pages_free))
+            answer = self.states.get(member.info.worker_id)
+            load = member.load if answer is None else answer.load  # the registry's may be older
+            values["total"].append((who, load.pages_total))
+            values["free"].append((who, load.pages_free))
         for state in self.states.values():
             who = [state.worker_id, state.role]
             values["held"].append((who, state.pages_held))

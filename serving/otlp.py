@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from serving.spans import Spans
 from transfer.errors import ConfigError
@@ -34,7 +35,8 @@ def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError when spans cannot be sent there; "" is nowhere."""
     if not endpoint:
         return
-    if not endpoint.startswith(("http://", "https://")):
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(
             f"--otlp-traces-endpoint must be a URL like http://HOST:4318/v1/traces, got {endpoint}"
         )

@@ -57,6 +57,7 @@ class Siblings:
         server.unary("Metrics", wire.Empty, self._metrics)
         server.unary("AbortRequest", wire.AbortRequest, self._abort)
         server.unary("FindTimeline", wire.FindTimeline, self._find_timeline)
+        server.unary("Flushed", wire.Empty, self._flushed)
         await server.start_at(seat.address_of(seat.process))
         self._server = server
         others = (number for number in range(seat.num_processes) if number != seat.process)
@@ -92,13 +93,16 @@ class Siblings:
         return num_own + sum(aborted.count for aborted in others)
 
     async def timeline(self, request_id: str) -> bytes | None:
-        """What any process tells of that request, as JSON; None when none knows it."""
+        """What is told of the latest request of that id, as JSON; None when no process knows it."""
         own = self._own_timeline(request_id)
-        if own:
-            return own
         ask = wire.FindTimeline(request_id)
         others = await self._ask_all("FindTimeline", ask, wire.FoundTimeline)
-        return next((found.body for found in others if found.body), None)
+        latest = max([own, *others], key=lambda found: found.arrival_unix_s)
+        return latest.body or None
+
+    async def flushed(self) -> None:
+        """Every worker's cache is empty: no process routes by what was in it."""
+        await self._ask_all("Flushed", wire.Empty(), wire.Empty)
 
     async def _ask_all[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M]
@@ -130,15 +134,21 @@ class Siblings:
     async def _state(self, _: wire.Empty) -> wire.ApiState:
         return self._own_state()
 
-    def _own_timeline(self, request_id: str) -> bytes:
+    def _own_timeline(self, request_id: str) -> wire.FoundTimeline:
         for generation in self._front.dispatcher.find(request_id):
             generation.reclaim()  # whoever borrows its stream counts the writes
         timelines = self._front.dispatcher.timelines
         request = timelines.find(request_id)
-        return b"" if request is None else spell(request, timelines.policies)
+        if request is None:
+            return wire.FoundTimeline(b"")
+        return wire.FoundTimeline(spell(request, timelines.policies), request.arrival_unix_s)
 
     async def _find_timeline(self, ask: wire.FindTimeline) -> wire.FoundTimeline:
-        return wire.FoundTimeline(self._own_timeline(ask.request_id))
+        return self._own_timeline(ask.request_id)
+
+    async def _flushed(self, _: wire.Empty) -> wire.Empty:
+        self._front.dispatcher.forget_prefixes()
+        return wire.Empty()
 
     async def _metrics(self, _: wire.Empty) -> wire.ApiMetrics:
         return wire.ApiMetrics(self.process, self._front.dispatcher.metrics.own_text())

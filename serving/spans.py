@@ -108,8 +108,9 @@ def _request(timeline: dict[str, Any]) -> dict[str, Any]:
         "stream": timeline["stream"],
         "writes": timeline["writes"],
         "first_write_ms": timeline["first_write_ms"],
-        "prompt_tokens": sum(choice["prompt_tokens"] for choice in choices),
+        "prompt_tokens": timeline["prompt_tokens"],
         "output_tokens": sum(choice["output_tokens"] or 0 for choice in choices),
-        "attempts": sum(choice["num_attempts"] for choice in choices),
+        "choices": len(choices),
+        "moves": sum(max(choice["num_attempts"] - 1, 0) for choice in choices),
         "errors": errors or None,
     }

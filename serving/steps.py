@@ -36,7 +36,8 @@ class StepsOwner(Protocol):
 class Steps:
     """Finds whose each row is, tells it, and keeps the pace.
 
-    interval: of streams that did not ask for one; lag_s: what the last step waited to be handled.
+    interval: of streams that did not ask for one; lag_s: what the last step waited to be handled;
+    rows_taken: runs of tokens that came so far.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Steps:
         asked = config.stream_interval
         self.interval = AutoInterval() if asked == "auto" else Interval(asked)
         self.lag_s = 0.0
+        self.rows_taken = 0
         self._group_size = config.batch_notify_size  # 0: a whole step
         self._placement = placement
         self._metrics = metrics
@@ -66,6 +68,7 @@ class Steps:
         """
         self._keep_pace(link, batch)
         runs = unpack_runs(batch)
+        self.rows_taken += len(runs)
         group = self._group_size or len(runs)
         for start in range(0, len(runs), group):
             if start:
@@ -126,7 +129,8 @@ class Steps:
             if generation.last_token_s:
                 gaps_s.append(now_s - generation.last_token_s)
             else:
-                self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+                if not generation.spec.is_probe:
+                    self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
                 if generation.timeline is not None:
                     generation.timeline.first_token_s = now_s
             num_together += count - 1
@@ -151,7 +155,8 @@ class Steps:
         generation.prefilled = True
         num_prompt = len(generation.spec.prompt_ids)
         cached = min(event.cached_tokens, num_prompt)
-        self._metrics.prefilled(num_prompt, cached)
+        if not generation.spec.is_probe:
+            self._metrics.prefilled(num_prompt, cached)
         try:
             generation.sink.on_prefilled(cached, event.prompt_logprobs)
         except Exception as error:  # one stream's fault must not reach the others

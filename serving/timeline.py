@@ -5,7 +5,7 @@ tell of themselves are offsets from their receipt of a submit (wire.LegRecord), 
 it were received when it was sent.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,6 +75,7 @@ class RequestTimeline:
     arrival_unix_s: float
     arrival_s: float
     streamed: bool
+    num_prompt_tokens: int = 0  # each prompt once, however many choices it has
     choices: list[ChoiceTimeline] = field(default_factory=list)
     admitted_s: float | None = None
     writes: Writes | None = None  # while they go on
@@ -82,7 +83,6 @@ class RequestTimeline:
     num_writes: int = 0
     ended_s: float | None = None
     error: tuple[str, str] | None = None  # it was not admitted: code, message
-    kept: bool = True
 
     def admitted(self, now_s: float) -> None:
         """Its generations have their places."""
@@ -110,7 +110,10 @@ class RequestTimeline:
 
 
 class Timelines:
-    """The latest requests of this process, each choice counting as one. Used on the event loop."""
+    """Requests under way in this process, and those that ended last. Used on the event loop.
+
+    Of the latter so many choices are kept; the former are bounded by who admits them.
+    """
 
     def __init__(self, most: int, policies: dict[wire.Role, str], clock: Clock) -> None:
         """policies: by which each role's worker is picked."""
@@ -118,10 +121,10 @@ class Timelines:
         self._most = most
         self._clock = clock
         self.on_over: Callable[[RequestTimeline], None] | None = None
-        self._requests: OrderedDict[RequestTimeline, None] = OrderedDict()  # by age
+        self._over: deque[RequestTimeline] = deque()  # the oldest first
         self._by_id: dict[str, RequestTimeline] = {}  # the latest of that id
         self._rooms: dict[int, Attempt] = {}  # of all requests kept
-        self._num_choices = 0
+        self._num_choices = 0  # of those that are over
 
     def open(self, asked: Request, arrival_s: float) -> RequestTimeline | None:
         """A request came in, arrival_s in unix seconds. None when nothing is to be recorded."""
@@ -131,16 +134,14 @@ class Timelines:
         request = RequestTimeline(
             asked.request_id, arrival_s, self._clock.monotonic_s() - passed_s, asked.stream
         )
+        prompts = {id(ask.prompt): len(ask.prompt.ids) for ask in asked.choices}
+        request.num_prompt_tokens = sum(prompts.values())
         request.choices = [
             ChoiceTimeline(request, ask.index, ask.request_id, len(ask.prompt.ids))
             for ask in asked.choices
         ]
-        self._requests[request] = None
-        self._num_choices += len(request.choices)
         for name in _names(request):
             self._by_id[name] = request
-        while self._num_choices > self._most and len(self._requests) > 1:
-            self._drop_oldest()
         return request
 
     def find(self, request_id: str) -> RequestTimeline | None:
@@ -150,6 +151,10 @@ class Timelines:
     def close(self, request: RequestTimeline) -> None:
         """Its answer is out, or nobody waits for it."""
         request.ended(self._clock.monotonic_s())
+        self._over.append(request)
+        self._num_choices += len(request.choices)
+        while self._num_choices > self._most and len(self._over) > 1:
+            self._drop(self._over.popleft())
         if self.on_over is not None:
             self.on_over(request)
 
@@ -160,7 +165,7 @@ class Timelines:
 
     def began(self, choice: ChoiceTimeline | None, room: int, pair: Pair) -> None:
         """It has a room."""
-        if choice is None or not choice.request.kept:
+        if choice is None:
             return
         legs: dict[wire.Role, Leg] = {"decode": Leg(pair.decode.info.worker_id)}
         if not pair.is_local:
@@ -221,9 +226,7 @@ class Timelines:
             choice.num_tokens = num_tokens
             choice.error = error
 
-    def _drop_oldest(self) -> None:
-        request, _ = self._requests.popitem(last=False)
-        request.kept = False
+    def _drop(self, request: RequestTimeline) -> None:
         self._num_choices -= len(request.choices)
         for name in _names(request):
             if self._by_id.get(name) is request:

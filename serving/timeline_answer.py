@@ -31,6 +31,7 @@ def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
         "arrival_unix_s": request.arrival_unix_s,
         "state": _state(request),
         "stream": request.streamed,
+        "prompt_tokens": request.num_prompt_tokens,
         "admitted_ms": since(request.admitted_s),  # the wait in the limiter's queue is before it
         "first_write_ms": since(request.first_write_s),
         "writes": request.all_writes,

@@ -124,6 +124,7 @@ class FakeWorker:
         self.gate.set()
         self.draining = False
         self.stuck = False  # its loop stands still, and yet it says that it lives
+        self.slots = 1 << 20  # rooms of a step
         self._turns = 0
         self.silent = False  # hung: connected, but says nothing any more
         self.load = wire.Load(pages_total=256, pages_free=256, slots_total=64, slots_free=64)
@@ -266,7 +267,7 @@ class FakeWorker:
         """One step: a token for each room that can have one. Returns how many."""
         if self.silent or self.stuck or not self.alive:
             return 0
-        ready = [room for room in self.rooms.values() if self._can_step(room)]
+        ready = [room for room in self.rooms.values() if self._can_step(room)][: self.slots]
         rows: dict[str, list[tuple[FakeRoom, int, int, int]]] = {}
         for room in ready:
             token_idx = room.next_idx

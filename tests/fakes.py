@@ -20,6 +20,7 @@ from typing import Any, Self
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.generation import GenerationSpec
+from serving.router import Key
 from tests.fake_network import expected_tokens, logprob_of, next_token, top_of
 from tests.fake_worker import PAGE_SIZE, FakeRegistry, FakeRoom, FakeWorker
 from tests.recording import ManualTimers, RecordingSink, until
@@ -40,12 +41,18 @@ __all__ = [
     "expected_tokens",
     "logprob_of",
     "next_token",
+    "open_workers",
     "top_of",
     "until",
 ]
 
 CONTEXT_LENGTH = 512
 SECURITY = Security(token="fake-cluster-token")
+
+
+def open_workers(dispatcher: Dispatcher) -> dict[Key, float]:
+    """(id, epoch) of the workers whose streams are open -> monotonic time of the last word."""
+    return {link.key: link.heard_s for link in dispatcher._membership.open_links()}
 
 
 @dataclass
@@ -139,14 +146,14 @@ class FakeCluster:
         return all(
             heard_s == now_s
             for dispatcher in self._dispatchers
-            for (worker_id, _), heard_s in dispatcher.open_workers().items()
+            for (worker_id, _), heard_s in open_workers(dispatcher).items()
             if worker_id not in silent
         )
 
     def sees_all(self, dispatcher: Dispatcher) -> bool:
         """Whether it takes every worker that is alive for work."""
         alive = {(worker.worker_id, worker.epoch) for worker in self.workers if worker.alive}
-        return set(dispatcher.open_workers()) == alive
+        return set(open_workers(dispatcher)) == alive
 
     def spec(
         self,

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import ssl
@@ -25,7 +24,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import ModelError
-from transfer import terminal
+from transfer import logs, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.rpc import Security
 
@@ -37,9 +36,6 @@ LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 EXIT_CONFIG = 2
 
 MIN_TOKEN_CHARS = 16
-
-# Of a terminal, and what else ends a line somewhere.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 _orphaned: list[Callable[[], None]] = []  # what when_orphaned was given
 
@@ -334,10 +330,11 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
     """
     terminal.open_missing()
-    set_up_logging(prog)
     _watch_lifeline()
     code = 0
     try:
+        # Under `kvferry up` the parent adds the name.
+        logs.set_up("" if NOTIFY_ENV in os.environ else prog)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # another, while modules loaded
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
@@ -356,33 +353,6 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         code = 1
     terminal.flush()
     os._exit(code)
-
-
-def set_up_logging(prog: str) -> None:
-    """Lines on stderr: time, level, message; under `kvferry up` the parent adds the name."""
-    level = os.environ.get("KVFERRY_LOG_LEVEL", "INFO").upper()
-    name = "" if NOTIFY_ENV in os.environ else f"[{prog}] "
-    handler = logging.StreamHandler()
-    form = f"%(asctime)s {name}%(levelname).1s %(message)s"
-    handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
-    known = level in logging.getLevelNamesMapping()
-    logging.basicConfig(level=level if known else "INFO", handlers=[handler])
-    for noisy in ("jax", "absl", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-class _Formatter(logging.Formatter):
-    """A message is one line, whatever it quotes: ids of requests are their clients' own words."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return _escaped(super().formatMessage(record))
-
-    def formatException(self, ei: Any) -> str:
-        return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
-
-
-def _escaped(line: str) -> str:
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), line)
 
 
 def log_config(config: Any) -> None:

@@ -438,6 +438,7 @@ class FindTimeline(Message):
 
 class FoundTimeline(Message):
     body: bytes  # JSON; empty: not here
+    arrival_unix_s: float = 0.0
 
 
 # --- arrays <-> bytes ---------------------------------------------------------------------------

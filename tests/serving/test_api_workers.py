@@ -149,6 +149,29 @@ async def test_a_request_that_waits_elsewhere_is_aborted_too(tmp_path: Path) -> 
         assert served.text == letters(8)
 
 
+async def test_no_process_routes_by_what_was_in_a_cache_that_another_had_flushed(
+    tmp_path: Path,
+) -> None:
+    async def uncached(http: httpx.AsyncClient, request_id: str) -> int:
+        ask = {"prompt": [5] * 60, "rid": request_id, "max_tokens": 1}
+        assert (await http.post("/v1/completions", json=ask)).status_code == 200
+        told = (await http.get(f"/requests/{request_id}/timeline")).json()
+        (attempt,) = told["choices"][0]["attempts"]
+        tokens: int = attempt["routing"]["uncached_tokens"]
+        return tokens
+
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO, "--policy=cache_aware") as server,
+        server.door(0) as flushes,
+        server.door(1) as http,
+    ):
+        assert await uncached(http, "first") == 60
+        assert await uncached(http, "second") < 60
+        assert (await flushes.post("/flush_cache")).status_code == 200
+        assert await uncached(http, "third") == 60
+
+
 async def test_a_process_that_hangs_is_left_out_and_counted(tmp_path: Path) -> None:
     async with (
         FakeCluster(network=alphabet) as cluster,

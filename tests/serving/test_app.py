@@ -164,32 +164,6 @@ async def test_more_than_the_queue_holds_is_a_429_with_a_time_to_come_back() -> 
         assert (await second).status_code == 200
 
 
-async def test_health_fails_while_every_worker_of_a_role_stands_still() -> None:
-    async with live_server(progress_timeout_s=0.2) as live:
-        assert (await live.http.get("/health")).status_code == 200
-        live.cluster.decode[0].stuck = True
-        await until(lambda: bool(live.dispatcher.roles_without_progress()))
-        response = await live.http.get("/health")
-        assert response.status_code == 503
-        assert error_of(response)["code"] == "no_progress"
-        assert error_of(response)["message"] == "no decode worker makes progress"
-        live.cluster.decode[0].stuck = False
-        await until(lambda: not live.dispatcher.roles_without_progress())
-        assert (await live.http.get("/health")).status_code == 200
-
-
-async def test_a_full_server_is_a_healthy_one() -> None:
-    async with live_server(auto_step=False, max_inflight_requests=1, max_queued_requests=0) as live:
-        running = asyncio.create_task(live.post("/v1/completions", ASK))
-        await until(lambda: live.rooms == 2)
-        assert (await live.post("/v1/completions", ASK)).status_code == 429
-        probe = asyncio.create_task(live.http.get("/health_generate"))
-        await until(lambda: live.rooms == 4)
-        await step_until_idle(live)
-        assert (await probe).status_code == 200
-        assert (await running).status_code == 200
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_everything_it_held(stream: bool) -> None:
     async with live_server(auto_step=False, max_inflight_requests=2) as live:

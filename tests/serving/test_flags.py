@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import logging
 import os
 import ssl
 import subprocess
@@ -18,7 +17,7 @@ from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
 from serving.tokenizer import Tokenizer
-from transfer import flags
+from transfer import flags, logs
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.rpc import Security
 
@@ -459,32 +458,11 @@ def test_the_exit_code_tells_what_the_operator_can_mend(
             raise error
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(flags, "set_up_logging", lambda prog: None)
+    monkeypatch.setattr(logs, "set_up", lambda name: None)
     with pytest.raises(Ended) as caught:
         flags.run_main("x", main)
     assert caught.value.args == (code,)
     assert capsys.readouterr().err.startswith(line)
-
-
-def test_what_a_message_quotes_cannot_write_lines_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logging.root, "handlers", [])
-    monkeypatch.setattr(logging.root, "level", logging.root.level)
-    monkeypatch.delenv(flags.NOTIFY_ENV, raising=False)
-    flags.set_up_logging("serve")
-    log = logging.getLogger("serving.quotes")
-    log.warning("%s moves: été", "a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028")
-    try:
-        raise ValueError("a\x1b[2K")
-    except ValueError:
-        log.exception("it failed")
-    first, second, *traceback = capsys.readouterr().err.removesuffix("\n").split("\n")
-    quoted = r"a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028 moves: été"
-    assert first.endswith(f"[serve] W {quoted}")
-    assert second.endswith("[serve] E it failed")
-    assert traceback[0].startswith("Traceback")
-    assert traceback[-1] == r"ValueError: a\x1b[2K"
 
 
 @pytest.mark.parametrize("name", launch.COMMANDS)

@@ -4,7 +4,14 @@ import asyncio
 
 import msgspec
 
-from tests.fakes import CONTEXT_LENGTH, FakeCluster, FakeWorker, RecordingSink, until
+from tests.fakes import (
+    CONTEXT_LENGTH,
+    FakeCluster,
+    FakeWorker,
+    RecordingSink,
+    open_workers,
+    until,
+)
 from tests.serving.test_placement import played, running
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
@@ -95,9 +102,9 @@ async def test_a_worker_that_hangs_is_given_up_after_three_silent_seconds():
         hung = next(worker for worker in cluster.decode if worker.rooms)
         hung.silent = True
         await cluster.pass_time(2.5)
-        assert (hung.worker_id, 1) in dispatcher.open_workers()
+        assert (hung.worker_id, 1) in open_workers(dispatcher)
         await cluster.pass_time(1.5)
-        await until(lambda: (hung.worker_id, 1) not in dispatcher.open_workers())
+        await until(lambda: (hung.worker_id, 1) not in open_workers(dispatcher))
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
 
@@ -121,8 +128,8 @@ async def test_a_new_incarnation_takes_the_place_of_the_old_at_once():
         await running(cluster, sink, 3)
         await cluster.decode[0].kill()
         await cluster.decode[0].start()
-        await until(lambda: ("decode-0", 2) in dispatcher.open_workers())
-        assert ("decode-0", 1) not in dispatcher.open_workers()
+        await until(lambda: ("decode-0", 2) in open_workers(dispatcher))
+        assert ("decode-0", 1) not in open_workers(dispatcher)
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
 
@@ -182,7 +189,7 @@ async def test_another_worker_at_a_known_address_is_not_taken_for_it():
         dispatcher.submit(spec, sink)
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
-        assert ("decode-1", 1) not in dispatcher.open_workers()
+        assert ("decode-1", 1) not in open_workers(dispatcher)
 
 
 async def test_the_real_registry_tells_of_workers_as_they_register():

@@ -1,12 +1,17 @@
 """What Prometheus reads: the names users expect, and a histogram that takes a step at once."""
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.metrics import BulkHistogram, Metrics
+from tests.serving.live import live_server
 from transfer import wire
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def samples(metrics: Metrics) -> dict[tuple, float]:
@@ -140,3 +145,34 @@ def test_what_workers_report_is_shown_as_it_came():
     assert read["kvferry_pages_cached", "prefill", "p0"] == 4
     assert read["kvferry_compiles_after_ready_total", "p0"] == 1
     assert read["kvferry_worker_counter", "chunks", "p0"] == 9
+
+
+def test_pages_are_those_of_one_moment_while_the_registry_is_away():
+    metrics = Metrics()
+    kv = wire.KVSpecMessage(1, 1, 8, 16, "f")
+    members = [
+        wire.Member(
+            wire.WorkerInfo(name, "decode", "", "", "m", "d", kv, 1, 1, 64, 64, 1),
+            1,
+            wire.Load(pages_total=64, pages_free=64),
+        )
+        for name in ("answers", "silent")
+    ]
+    metrics.set_members(tuple(members))
+    load = wire.Load(pages_total=64, pages_free=40)
+    metrics.set_states([wire.WorkerState("answers", "decode", 1, load, 20, 4, 2, 1, {}, {})])
+    read = samples(metrics)
+    assert read["kvferry_pages_free", "decode", "answers"] == 40
+    assert read["kvferry_pages_held", "decode", "answers"] == 20
+    assert read["kvferry_pages_free", "decode", "silent"] == 64
+
+
+async def test_every_metric_is_in_the_operators_guide():
+    guide = (ROOT / "docs" / "operating.md").read_text()
+    for prefix, names in re.findall(r"`(kvferry_\w*){([\w,]+)}`", guide):
+        guide += "".join(f"`{prefix}{name}`" for name in names.split(","))
+    async with live_server() as live:
+        text = (await live.http.get("/metrics")).text
+    shown = re.findall(r"^# TYPE (\w+)(?<!_created) ", text, re.MULTILINE)
+    assert len(shown) > 20
+    assert set(shown) - set(re.findall(r"kvferry_\w+", guide)) == set()

@@ -76,8 +76,9 @@ def test_an_endpoint_is_refused_at_once_when_it_cannot_work(
 ) -> None:
     check_endpoint("")
     check_endpoint("http://collector:4318/v1/traces")
-    with pytest.raises(ConfigError, match=r"must be a URL like .* got collector:4318"):
-        check_endpoint("collector:4318")
+    for bad in ("collector:4318", "http://", "http:///v1/traces", "ftp://collector"):
+        with pytest.raises(ConfigError, match=f"must be a URL like .* got {bad}"):
+            check_endpoint(bad)
     monkeypatch.setattr(serving.otlp, "_PACKAGES", ("no_such_package.inside",))
     check_endpoint("")
     with pytest.raises(ConfigError, match="not installed: the extra otel"):
@@ -126,6 +127,7 @@ def a_timeline() -> dict[str, Any]:
         "request_id": "mine",
         "arrival_unix_s": 1000.0,
         "stream": True,
+        "prompt_tokens": 5,
         "admitted_ms": 0.5,
         "first_write_ms": 41.0,
         "writes": 4,
@@ -146,6 +148,8 @@ def test_spans_are_the_request_and_the_stages_that_were_told() -> None:
     root, *children = Spans("kvferry").of(a_timeline())
     assert (root.name, root.start_time, root.end_time) == ("request", 10**12, 10**12 + 10**8)
     assert root.attributes["kvferry.request_id"] == "mine"
+    counted = ("prompt_tokens", "output_tokens", "choices", "moves")
+    assert [root.attributes[f"kvferry.{name}"] for name in counted] == [5, 4, 1, 1]
     assert {child.context.trace_id for child in children} == {root.context.trace_id}
     assert {child.parent.span_id for child in children} == {root.context.span_id}
     transfer = children[2]

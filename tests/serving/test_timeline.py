@@ -242,9 +242,12 @@ async def test_any_process_tells_of_a_request_of_another(tmp_path: Path) -> None
         told = (await other.get("/requests/mine/timeline")).json()
         assert told["state"] == "running"
         await step_until(cluster, read.task)
-        for http in (asks, other):
+        read = stream(other, rid="mine", max_tokens=3)
+        await cluster.submitted(1)
+        await step_until(cluster, read.task)
+        for http in (asks, other):  # of two requests of one id, the later, whichever process had it
             told = (await http.get("/requests/mine/timeline")).json()
-            assert told["choices"][0]["output_tokens"] == 8
+            assert told["choices"][0]["output_tokens"] == 3
             assert (await http.get("/requests/nobody/timeline")).status_code == 404
 
 
@@ -270,7 +273,7 @@ def a_pair() -> Pair:
     return Pair(member("prefill"), member("decode"), 2, 0.0)
 
 
-def test_choices_attempts_and_rooms_are_bounded() -> None:
+def test_choices_attempts_and_rooms_are_bounded_once_requests_have_ended() -> None:
     timelines = Timelines(4, POLICIES, ManualClock())
     room = 0
     for number in range(20):
@@ -280,6 +283,7 @@ def test_choices_attempts_and_rooms_are_bounded() -> None:
             for _ in range(3 * MAX_ATTEMPTS):
                 room += 1
                 timelines.began(choice, room, a_pair())
+        timelines.close(request)
     kept = [request for n in range(20) if (request := timelines.find(f"r{n}")) is not None]
     choices = [choice for request in kept for choice in request.choices]
     assert 0 < len(choices) <= 4
@@ -290,17 +294,38 @@ def test_choices_attempts_and_rooms_are_bounded() -> None:
     assert len(timelines._rooms) == len(choices) * MAX_ATTEMPTS
 
 
-def test_a_request_that_outlives_its_place_leaves_nothing_behind() -> None:
+def test_a_request_under_way_is_told_of_however_many_came_and_went_since() -> None:
     timelines = Timelines(1, POLICIES, ManualClock())
     old = timelines.open(asked("old"), 0.0)
     assert old is not None
     timelines.began(old.choices[0], 1, a_pair())
-    timelines.open(asked("new"), 0.0)
-    timelines.began(old.choices[0], 2, a_pair())
-    timelines.over("prefill", [wire.LegRecord(1, {}), wire.LegRecord(2, {})])
+    for number in range(3):
+        later = timelines.open(asked(f"r{number}"), 0.0)
+        assert later is not None
+        timelines.close(later)
+    timelines.over("prefill", [wire.LegRecord(1, {})])
+    assert timelines.find("old") is old
+    assert old.choices[0].attempts[0].legs["prefill"].record is not None
     timelines.ended(old.choices[0], "length", 4, None)
-    assert timelines.find("old") is None
+    timelines.close(old)
+    for number in range(2):
+        assert timelines.find("old") is (None if number else old)
+        later = timelines.open(asked("new"), 0.0)
+        assert later is not None
+        timelines.close(later)
     assert not timelines._rooms
+
+
+def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
+    timelines = Timelines(2, POLICIES, ManualClock())
+    prompts = [Prompt([1, 2]), Prompt([1, 2, 3])]
+    choices = [
+        ChoiceAsk(i, i // 2, "r", prompts[i // 2], wire.SamplingParams(4), Shown())
+        for i in range(4)
+    ]
+    request = timelines.open(Request("r", choices), 0.0)
+    assert request is not None
+    assert request.num_prompt_tokens == 5
 
 
 def test_the_latest_of_two_requests_of_one_id_is_found() -> None:

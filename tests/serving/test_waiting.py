@@ -1,11 +1,38 @@
 """How long a generation waits for a worker when there is none."""
 
+import asyncio
 import dataclasses
 
+import pytest
+
+from serving.answer import Runner
+from serving.protocol import ChoiceAsk, Prompt, Request, Shown
 from tests.fakes import FakeCluster, RecordingSink, until
 from tests.serving.test_placement import played, running
+from transfer import wire
 from transfer.clock import ManualClock
-from transfer.errors import Code
+from transfer.errors import Code, RequestError
+
+
+async def test_a_request_aborted_as_it_gets_its_place_gives_it_back():
+    async with FakeCluster() as cluster:
+        dispatcher = await cluster.dispatcher(max_inflight_requests=1, max_queued_requests=1)
+        runner = Runner(dispatcher, 60.0)
+        held = await dispatcher.admit()
+        ask = ChoiceAsk(0, 0, "waits", Prompt([1]), wire.SamplingParams(4), Shown())
+        stays = asyncio.create_task(asyncio.sleep(3600))
+        admission = asyncio.create_task(runner._admit(Request("waits", [ask]), stays))
+        await until(lambda: dispatcher.num_queued() == 1)
+        held.release()
+        (waiting,) = runner._queued
+        while not waiting.done():  # noqa: ASYNC110  (the turn before its request hears of it)
+            await asyncio.sleep(0)
+        assert runner.abort("waits") == 1
+        with pytest.raises(RequestError) as refused:
+            await admission
+        assert refused.value.code is Code.ABORTED
+        assert dispatcher.admit_now() is not None
+        stays.cancel()
 
 
 async def test_nobody_waits_longer_for_a_worker_than_in_a_queue_but_who_has_seen_tokens():

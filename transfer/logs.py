@@ -1,0 +1,42 @@
+"""What a process writes on stderr: a line for each message, with its time and level."""
+
+import logging
+import os
+import re
+from typing import Any
+
+from transfer.errors import ConfigError
+
+LEVEL_ENV = "KVFERRY_LOG_LEVEL"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+# Of a terminal, and what else ends a line somewhere.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
+
+
+def set_up(name: str) -> None:
+    """name: of the process, in each line; "" leaves it out. Raises ConfigError for a bad level."""
+    asked = os.environ.get(LEVEL_ENV) or "INFO"
+    level = asked.upper()
+    if level not in LEVELS:
+        raise ConfigError(f"{LEVEL_ENV} is {asked!r}, expected one of {', '.join(LEVELS)}")
+    handler = logging.StreamHandler()
+    form = f"%(asctime)s {f'[{name}] ' if name else ''}%(levelname).1s %(message)s"
+    handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler])
+    for noisy in ("jax", "absl", "httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Formatter(logging.Formatter):
+    """A message is one line, whatever it quotes: ids of requests are their clients' own words."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(_escaped, super().formatException(ei).split("\n")))
+
+
+def _escaped(line: str) -> str:
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), line)
