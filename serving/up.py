@@ -50,8 +50,10 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     _settle_prefill(args, roles)
     model_path = args.model_path = Path(args.model_path or demo_model_path())
     # Each process checks its own flags again; here they fail before anything starts.
-    for role, config in _started(args, roles).items():
-        _worker_config(config, args, role, "")
+    started = _started(args, roles)
+    _refuse_one_file_for_several(
+        args, {role: _worker_config(config, args, role, "") for role, config in started.items()}
+    )
     front = flags.config_from(ServeConfig, args, registry_address="")
     if not model_path.is_dir():
         raise ConfigError(f"--model-path {model_path} is not a folder")
@@ -136,6 +138,23 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
                 raise ConfigError(
                     f"{flags.flag_name(name)} is for prefill, of which {asked} starts no group"
                 )
+
+
+def _refuse_one_file_for_several(
+    args: argparse.Namespace, configs: dict[str, WorkerConfig]
+) -> None:
+    """Each group counts rows of its own. Raises ConfigError where several would write one file."""
+    writers: dict[str, list[str]] = {}
+    for role, config in configs.items():
+        if config.expert_distribution_file:
+            groups = [f"{role}-{number}" for number in range(getattr(args, role))]
+            writers.setdefault(config.expert_distribution_file, []).extend(groups)
+    for file, groups in writers.items():
+        if len(groups) > 1:
+            raise ConfigError(
+                f"--expert-distribution-file {file} would be written by {', '.join(groups)}: "
+                "name it for one role that has one group, as --decode-expert-distribution-file"
+            )
 
 
 def _started(args: argparse.Namespace, roles: Roles) -> Roles:

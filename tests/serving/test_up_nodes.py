@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import pytest
+
 from decode.config import DecodeConfig
 from prefill.config import PrefillConfig
 from serving import up
-from tests.serving.test_flags import parse, up_args
+from tests.serving.test_flags import ROLES, parse, up_args
+from transfer.errors import ConfigError
 
 
 def test_each_process_of_a_group_has_the_flags_of_all_and_a_rank() -> None:
@@ -23,3 +26,18 @@ def test_each_process_of_a_group_has_the_flags_of_all_and_a_rank() -> None:
         assert (first.nnodes, first.tp_size, first.node_rank) == (2, 2, 0)
         meeting.add(first.dist_init_addr)
     assert len(meeting) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "groups"),
+    [
+        (["--expert-distribution-file=a.json"], "prefill-0, decode-0"),
+        (["--decode-expert-distribution-file=a.json", "--decode=2"], "decode-0, decode-1"),
+    ],
+)
+def test_what_experts_were_chosen_is_written_by_one_group_only(
+    argv: list[str], groups: str
+) -> None:
+    moving = ["--tp-size=2", "--ep-size=2", "--enable-eplb"]
+    with pytest.raises(ConfigError, match=f"a.json would be written by {groups}: name it for one"):
+        up.main([*moving, *argv], "kvferry up", ROLES)
