@@ -259,8 +259,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                 if said.room in self._held:
                     self.end(said.room)
             case "nacked":
-                self.counters["transfers_refused"] += 1
                 code = Code.GONE if said.code == Code.GONE else Code.STALE
+                if code is not Code.GONE:  # why it is over there is decode's to say
+                    self.counters["transfers_refused"] += 1
                 self.fail(said.room, code, f"decode refused pages: {said.message}")
             case "lost":
                 self.counters["transfers_lost"] += 1

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -186,7 +187,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
-    """Ids of a body may be any text; headers may not."""
+    """Ids of a body may be any text; headers may not, so what is no printable ASCII is escaped."""
     if not (request_id.isascii() and request_id.isprintable()):
-        return []
+        request_id = quote(request_id, safe="", errors="replace")
     return [(b"x-request-id", request_id.encode())]

@@ -4,6 +4,7 @@ Some languages write every number as a float. A field that takes integers takes 
 vLLM and SGLang, and no 5.5.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from serving.errors import ApiError, from_decode_error, not_served
 # From here on a float may stand for several integers.
 _MAX_EXACT: Final = 1 << 53
 _MAX_ITEMS: Final = 16_384  # of all lists of a body that are looked at for them, one by one
+_untyped = msgspec.json.Decoder(float_hook=float)  # 1e999 is one too where nobody reads it
 _FLOAT_FOR_INT = re.compile(r"^Expected `int\b.*, got `float`")
 
 
@@ -57,7 +59,7 @@ def _decoded[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -
         if not _FLOAT_FOR_INT.match(str(error)):
             raise
     # Few bodies have one: only these are read twice.
-    value = _Integers().of(msgspec.json.decode(body), _type_info(decoder.type))
+    value = _Integers().of(_untyped.decode(body), _type_info(decoder.type))
     return msgspec.convert(value, decoder.type, str_keys=True)
 
 
@@ -75,23 +77,29 @@ class _Integers:
     def __init__(self) -> None:
         self._left = _MAX_ITEMS
 
-    def of(self, value: Any, kind: inspect.Type) -> Any:
-        """The value, in which objects and lists are changed."""
+    def of(self, value: Any, kind: inspect.Type, path: str = "$") -> Any:
+        """The value, in which objects and lists are changed.
+
+        Raises ValidationError for a number that no float holds.
+        """
         kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
         if isinstance(value, float):
             takes_floats = any(
                 isinstance(one, inspect.FloatType | inspect.AnyType) for one in kinds
             )
             takes_integers = any(isinstance(one, inspect.IntType) for one in kinds)
+            if math.isinf(value) and (takes_floats or takes_integers):
+                raise msgspec.ValidationError(f"Number out of range - at `{path}`")
             is_one = value.is_integer() and abs(value) <= _MAX_EXACT
             return int(value) if is_one and takes_integers and not takes_floats else value
         for one in kinds:
             if isinstance(one, inspect.StructType) and isinstance(value, dict):
                 for field in one.fields:
-                    if field.encode_name in value:
-                        value[field.encode_name] = self.of(value[field.encode_name], field.type)
+                    name = field.encode_name
+                    if name in value:
+                        value[name] = self.of(value[name], field.type, f"{path}.{name}")
             elif isinstance(one, inspect.ListType) and isinstance(value, list):
                 self._left -= len(value)
                 if self._left >= 0:
-                    value[:] = [self.of(item, one.item_type) for item in value]
+                    value[:] = [self.of(item, one.item_type, f"{path}[...]") for item in value]
         return value

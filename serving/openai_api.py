@@ -319,7 +319,7 @@ def _request(
         choices,
         stream=bool(fields.stream),
         stream_interval=interval,
-        include_usage=bool(options.include_usage or options.continuous_usage_stats),
+        include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         cache_salt=fields.cache_salt or "",
         ranks=ranks,

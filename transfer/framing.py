@@ -30,9 +30,11 @@ _CHUNK_BYTES = 512 << 10
 _READ_AHEAD_BYTES = 4096
 _IOV_MAX = 64
 # A wait that was shorter than this is followed by one that begins with so much of looking again
-# and again: waking up takes longer, and a peer that answers at once does so next time, too.
-_LOOK_S = 20e-6
-_SHORT_WAIT_S = 100e-6
+# and again: waking up takes longer, and a peer that answers at once does so next time, too. Both
+# are longer than a peer takes that sleeps itself: else one pause would leave both ends sleeping,
+# each answer late because the other end had slept (docs/adr/0046).
+_LOOK_S = 50e-6
+_SHORT_WAIT_S = 150e-6
 # While no room is open nobody asks for signs of life: the kernel gives up a host that is gone.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

@@ -352,6 +352,8 @@ class Receiver(ABC):
     def _refuse(self, feeder: Feeder, frame: Frame, error: FrameRefused | BadMessage) -> None:
         """Count it and tell the sender, whose room is over; ours ends by its own rules."""
         reason = "malformed" if isinstance(error, BadMessage) else str(error).partition(":")[0]
+        if frame.kind is Kind.CANCEL and reason in ("unknown_room", "order"):
+            return  # the room is over already, as it is to be
         with self._lock:
             self.counters[f"refused_{reason}"] += 1
             self._inbound.spoil(frame, feeder)

@@ -335,12 +335,15 @@ def test_nothing_of_a_cancelled_room_is_sent_any_more(ends: Ends) -> None:
 
 
 def test_cancelling_a_finished_room_does_not_take_it_back(ends: Ends) -> None:
+    """Nor is that a refusal: it came too late to mean anything."""
     ends.receiver.expect(1, 1, 2)
     ends.send_room(1, logical_pages(2))
     ends.until(lambda: bool(ends.diary.finished))
     ends.sender.cancel(1)
     ends.settle()
     assert ends.diary.lost == []
+    refused = sum(n for name, n in ends.receiver.counters.items() if name.startswith("refused"))
+    assert refused == isinstance(ends, TcpEnds)  # whose way to settle has one
 
 
 def test_a_dead_receiver_loses_every_open_room_once(ends: Ends) -> None:

@@ -92,6 +92,16 @@ def test_a_second_fault_is_told_as_ever() -> None:
         assert (caught.value.param, caught.value.code) == (param, code)
 
 
+def test_a_number_that_nothing_holds_is_refused_where_one_is_read_and_only_there() -> None:
+    fields = read_completion(b'{"prompt": "a", "max_tokens": 5.0, "unknown": 1e999}')
+    assert fields.max_tokens == 5
+    for name in ("temperature", "max_tokens"):
+        body = b'{"prompt": "a", "min_tokens": 1.0, "%s": 1e999}' % name.encode()
+        with pytest.raises(ApiError, match="Number out of range") as caught:
+            read_completion(body)
+        assert (caught.value.param, caught.value.code) == (name, "invalid_type")
+
+
 def test_of_a_list_without_end_nobody_looks_at_each_number() -> None:
     for prompt in ([1.0] * 16_385, [[1.0] * 200] * 200):
         with pytest.raises(ApiError) as caught:

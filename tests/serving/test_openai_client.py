@@ -94,6 +94,25 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces(api: Api) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("continuous", [None, True])
+@pytest.mark.parametrize("last", [None, False, True])
+async def test_usage_is_where_it_was_asked_for(
+    api: Api, last: bool | None, continuous: bool | None
+) -> None:
+    asked = {"include_usage": last, "continuous_usage_stats": continuous}
+    stream = await api.client.completions.create(
+        model=api.model,
+        prompt="Hi!",
+        max_tokens=3,
+        stream=True,
+        extra_body={"stream_options": asked},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert [bool(chunk.choices) for chunk in chunks].count(False) == bool(last)
+    within = [chunk.usage is not None for chunk in chunks if chunk.choices]
+    assert within == [bool(continuous)] * len(within)
+
+
 async def test_chat_logprobs_have_a_token_its_bytes_and_the_best_others(api: Api) -> None:
     answer = await api.client.chat.completions.create(
         model=api.model,
