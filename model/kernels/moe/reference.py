@@ -4,6 +4,8 @@ Each block has rows of one expert, whose weights are taken by a dynamic index; t
 blocks is data. Only experts that were chosen are read, which is what decoding pays for.
 """
 
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,17 @@ from jaxtyping import Float, Int32
 
 from model.layers import gated, product
 
+_MANY: Final = 16  # rows of an expert, so that products are bound by operations
+
 
 def block_rows(rows: int, chosen: int, experts: int) -> int:
-    """Rows of a block: about twice what an expert gets, a power of two, at most 128."""
+    """Rows of a block: what an expert gets or, of few, twice that; a power of two, at most 128.
+
+    A larger block multiplies more rows of nobody, a smaller one reads its expert once more.
+    """
     even = -(-rows * chosen // experts)
-    return int(min(128, 2 ** (2 * even - 1).bit_length(), 2 ** (rows - 1).bit_length()))
+    wanted = even if even >= _MANY else 2 * even
+    return int(min(128, 2 ** (wanted - 1).bit_length(), 2 ** (rows - 1).bit_length()))
 
 
 def experts(

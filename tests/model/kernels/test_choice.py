@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,19 @@ import pytest
 from model import kernels
 
 SHAPE = kernels.AttentionShape("cpu", "float32", 16, 2, 3, 8)
+
+
+def _chosen(shape: kernels.AttentionShape) -> str:
+    """The decode kernel of a shape, by the name of its function for a block."""
+    kernel = kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape)
+    assert isinstance(kernel, partial)
+    return str(kernel.keywords["add"].__module__) if "add" in kernel.keywords else "reference"
+
+
+def test_keys_of_several_heads_are_used_where_they_lie_on_a_processor_and_no_others() -> None:
+    assert _chosen(SHAPE).endswith("unpacked")
+    assert _chosen(replace(SHAPE, platform="gpu")) == "reference"
+    assert _chosen(replace(SHAPE, planes=1, kv_heads=1)) == "reference"
 
 
 def _refuse(shape: Any) -> Callable[..., Any]:

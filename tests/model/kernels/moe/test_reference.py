@@ -113,5 +113,6 @@ def test_biases_are_added_and_activations_clamped_where_the_rows_are(
 def test_blocks_grow_with_the_rows_an_expert_gets() -> None:
     assert block_rows(1, 8, 128) == 1
     assert block_rows(16, 8, 128) == 2
-    assert block_rows(512, 8, 128) == 64
+    assert block_rows(64, 8, 128) == 8
+    assert block_rows(512, 8, 128) == 32
     assert block_rows(4096, 8, 8) == 128
