@@ -24,9 +24,10 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     from model.devices import prepare_devices
     from transfer.member import Member
 
-    prepare_devices(config.own_devices)
+    prepare_devices(config.own_devices, config.meeting_host)
     if config.node_rank:
-        member = Member(config, security, lambda: build_engine(config)[0].calls)
+        role = DecodeWorker.role
+        member = Member(config, role, security, lambda: build_engine(config)[0].calls)
         asyncio.run(member.run(flags.announce))
         return
     worker = DecodeWorker(config, security)

@@ -45,7 +45,6 @@ from transfer.chunk_times import next_chunk, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
-from transfer.group import join
 from transfer.pages import PagePool
 from transfer.prefix_cache import reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
@@ -90,7 +89,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        join(config)
+        self.meet()
         engine, opened, rank_slots, local = build_engine(config)
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)

@@ -5,16 +5,23 @@ from pathlib import Path
 
 import jax
 
+_SPARED = "no_grpc_proxy"  # a variable of gRPC's, which takes no capitals
 
-def prepare_devices(num_devices: int) -> None:
+
+def prepare_devices(num_devices: int, meeting_host: str = "") -> None:
     """Give CPU as many virtual devices as the mesh wants, and keep compiled programs on disk.
 
-    Call once, before the first array. On an accelerator the devices are those of the machine.
+    Call once, before the first array and other threads, which may be reading the environment. On an
+    accelerator the devices are those of the machine.
+    meeting_host: of node 0, where the mesh has several processes. JAX's client there would take the
+    proxies of the environment, which is for what is far away.
     The cache folder is JAX_COMPILATION_CACHE_DIR, or kvferry/jax under the user's cache folder; a
     user without a home has none.
     """
     jax.config.update("jax_enable_x64", False)  # JAX_ENABLE_X64 would widen what programs index by
     jax.config.update("jax_num_cpu_devices", num_devices)
+    if meeting_host:
+        os.environ[_SPARED] = ",".join(filter(None, (os.environ.get(_SPARED, ""), meeting_host)))
     folder = _cache_folder()
     if folder is not None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "kvferry" / "jax"))

@@ -1,10 +1,20 @@
-"""The one error a model raises: a checkpoint, a configuration or a mesh that cannot be served."""
+"""The errors a model raises: what cannot be served, and nodes of a mesh that are not there."""
 
 
 class ModelError(ValueError):
     """A file, a field or a size does not allow this model. The message is one line.
 
     It names the file or the field, the value got and the values accepted.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class NodeLost(RuntimeError):
+    """Another process of the mesh is gone, or did not come: nothing to mend here.
+
+    The message is one line.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,12 +1,12 @@
-"""Several processes with one mesh: how they find each other and agree before the first program.
+"""Several processes with one mesh: how JAX brings them together, and what they tell each other.
 
 JAX runs every program on all devices of a mesh, so each process of it, a *member*, dispatches the
-same programs in the same order. Member 0 leads: transfer/group.py tells the others what to call.
+same programs in the same order. Member 0 leads: transfer/group.py tells the others what to call,
+and transfer/meeting.py has seen all of them before they come here.
 """
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -14,47 +14,55 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from model.errors import ModelError
+from model.errors import ModelError, NodeLost
 
-_JOIN_S: Final = 300  # for all members to come up
+_JOIN_S: Final = 60  # for members that are all there by now
 _HEARTBEAT_S: Final = 20  # of JAX's own service, which is slower than the leader's calls
 
 
-def join(address: str, num_members: int, member: int) -> None:
-    """Wait for all members. Call once, after prepare_devices and before the first array.
+def join(coordinator: str, num_members: int, member: int) -> None:
+    """Make one system of all members' devices. Call once, before the first array.
 
-    address: host:port, where member 0 listens. Raises ModelError when they do not come together.
+    coordinator: host:port, where member 0 will have JAX listen, and nowhere else. All call it at
+    about the same time. Raises NodeLost when another does not, ModelError when members have other
+    numbers of devices.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    jax.config.update("jax_check_proxy_envs", False)  # none is used: prepare_devices
     came: SimpleQueue[Exception | None] = SimpleQueue()
     # JAX, whose patience is at an end, ends the process without a word: ours ends sooner.
-    meeting = threading.Thread(target=_meet, args=(address, num_members, member, came), daemon=True)
+    meeting = threading.Thread(
+        target=_meet, args=(coordinator, num_members, member, came), daemon=True
+    )
     meeting.start()
     try:
         error = came.get(timeout=_JOIN_S)
     except Empty:
         error = TimeoutError(f"not all were there within {_JOIN_S} s")
     if error is not None:
-        raise ModelError(
-            f"--dist-init-addr {address}: {num_members} nodes did not come together: {error}"
-        ) from error
-    here = jax.local_device_count()
-    counts = texts_of_all(str(here))
+        raise NodeLost(f"{num_members} nodes did not come together: {error}") from error
+    try:
+        owners = [device.process_index for device in jax.devices()]
+    except (RuntimeError, AssertionError) as error:  # as well when there are none here
+        raise NodeLost(f"devices of {num_members} nodes are not found: {error}") from error
+    counts = [owners.count(node) for node in range(num_members)]
     if len(set(counts)) > 1:
-        raise ModelError(f"devices of the nodes: {', '.join(counts)}; all must have as many")
+        told = ", ".join(map(str, counts))
+        raise ModelError(f"devices of the nodes: {told}; all must have as many")
 
 
 def _meet(
-    address: str, num_members: int, member: int, came: "SimpleQueue[Exception | None]"
+    coordinator: str, num_members: int, member: int, came: "SimpleQueue[Exception | None]"
 ) -> None:
     try:
         jax.distributed.initialize(
-            address,
+            coordinator,
             num_members,
             member,
             cluster_detection_method="deactivate",
             initialization_timeout=2 * _JOIN_S,
             heartbeat_timeout_seconds=_HEARTBEAT_S,
+            coordinator_bind_address=coordinator,  # by itself it would listen on all addresses
         )
     except (RuntimeError, ValueError) as error:
         came.put(error)
@@ -70,7 +78,7 @@ def is_leader() -> bool:
 def texts_of_all(text: str) -> list[str]:
     """What each member gave, the leader's first. All must call it, and wait for each other.
 
-    Raises RuntimeError when one is gone.
+    Raises NodeLost when one is gone.
     """
     if jax.process_count() == 1:
         return [text]
@@ -82,7 +90,7 @@ def texts_of_all(text: str) -> list[str]:
         padded[: len(data)] = data
         rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     except (RuntimeError, ValueError) as error:
-        raise RuntimeError(f"another node is gone, see what it said: {error}") from error
+        raise NodeLost(f"another node is gone, see what it said: {error}") from error
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -94,17 +102,6 @@ def least_of_all(number: int) -> int:
 def any_of_all(is_so: bool) -> bool:
     """Whether it is so in any member."""
     return "1" in texts_of_all(str(int(is_so)))
-
-
-def check_alike(settings: Mapping[str, str]) -> None:
-    """Raises ModelError, in all members, when one has another value: names it and both values."""
-    all_settings = [json.loads(text) for text in texts_of_all(json.dumps(dict(settings)))]
-    for name, led in all_settings[0].items():
-        for member, theirs in enumerate(all_settings[1:], start=1):
-            if theirs.get(name) != led:
-                raise ModelError(
-                    f"{name} differs: node 0 has {led}, node {member} has {theirs.get(name)}"
-                )
 
 
 def first_devices(num_devices: int) -> Sequence[jax.Device]:

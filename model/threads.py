@@ -6,10 +6,15 @@ from concurrent.futures import Future
 
 
 def in_daemon_thread[T](function: Callable[[], T], name: str) -> "Future[T]":
-    """A concurrent future of function(), on a thread of this name."""
+    """A concurrent future of function(), on a thread of this name.
+
+    Cancelled, asyncio's future of it passes over what comes of it, also when its loop has closed.
+    """
     future: Future[T] = Future()
 
     def main() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(function())
         except BaseException as error:

@@ -22,9 +22,10 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     from prefill.worker import PrefillWorker
     from transfer.member import Member
 
-    prepare_devices(config.own_devices)
+    prepare_devices(config.own_devices, config.meeting_host)
     if config.node_rank:
-        member = Member(config, security, lambda: build_engine(config)[0].calls)
+        role = PrefillWorker.role
+        member = Member(config, role, security, lambda: build_engine(config)[0].calls)
         asyncio.run(member.run(flags.announce))
         return
     worker = PrefillWorker(config, security)

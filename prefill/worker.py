@@ -31,7 +31,6 @@ from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_tim
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
-from transfer.group import join
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
@@ -119,7 +118,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def build(self) -> wire.WorkerInfo:
         config = self.config
-        join(config)
+        self.meet()
         engine, opened, buckets = build_engine(config)
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()

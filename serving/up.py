@@ -227,9 +227,9 @@ def _group(
 
 
 def _free_port() -> int:
-    """One that nobody has now: JAX takes no 0, and says nobody which it got.
+    """One that nobody has now: the others are told it before node 0 listens.
 
-    Below those that systems give to connections, of which there are many before JAX takes it.
+    Below those that systems give to connections, of which there are many before node 0 takes it.
     """
     while True:
         port = secrets.choice(_MEETING_PORTS)

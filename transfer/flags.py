@@ -23,7 +23,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
-from model.errors import ModelError
+from model.errors import ModelError, NodeLost
 from transfer import logs, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.rpc import Security
@@ -341,7 +341,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = EXIT_CONFIG
-    except KvferryError as error:
+    except (KvferryError, NodeLost) as error:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = 1
     except KeyboardInterrupt:

@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from importlib import metadata
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from model import members
-from model.weights import model_digest
-from transfer import flags, wire
+from transfer import wire
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.errors import BadMessage, ConfigError
+from transfer.errors import BadMessage, Unavailable
+from transfer.meeting import settings_of
 from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -31,22 +30,8 @@ SILENCE_S = (
     3.0  # and who gives none for so long is lost: killed peers break the stream, hung do not
 )
 _FAREWELL_S = 1.0  # for members to have left before their leader
-# What each process of a group may have its own of.
-_OWN: Final = frozenset(
-    (
-        "registry_address",
-        "host",
-        "port",
-        "data_host",
-        "data_port",
-        "worker_id",
-        "node_rank",
-        "dist_init_addr",
-        "model_path",
-        "served_model_name",
-        "expert_distribution_file",
-    )
-)
+
+AllCame = Callable[[Mapping[str, str]], Coroutine[Any, Any, str]]
 
 
 class Follow(wire.Message, frozen=True):
@@ -93,29 +78,17 @@ def arrays_of(call: DeviceCall) -> list[np.ndarray]:
         raise BadMessage(f"arrays of {call.name}: {error}") from error
 
 
-def join(config: WorkerConfig) -> None:
-    """Find the other members of this process's group, if it has any. Before the first array.
+def join(
+    config: WorkerConfig, role: wire.Role, all_came: AllCame, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Make one mesh of this process's group. Once, before the first array (build thread).
 
-    Raises ModelError when they do not come together or were started with different flags,
-    ConfigError when node 0 cannot listen where they are to meet.
+    all_came(settings): of this process's end of transfer/meeting.py, for the loop. Raises what it
+    raises, ModelError when nodes cannot have one mesh, NodeLost when another does not come into it.
     """
-    if config.nnodes == 1:
-        return
-    if config.node_rank == 0:  # JAX, where it cannot listen, ends the process without a word
-        host, _, port = config.dist_init_addr.rpartition(":")
-        flags.bind(host.strip("[]"), int(port), "--dist-init-addr").close()
     log.info("node %d of %d joins %s", config.node_rank, config.nnodes, config.dist_init_addr)
-    members.join(config.dist_init_addr, config.nnodes, config.node_rank)
-    settings = {
-        f"--{name.removesuffix('_s').replace('_', '-')}": str(value)
-        for name, value in vars(config).items()
-        if name not in _OWN
-    }
-    # Programs of other versions may talk in another order: nobody would notice, but by the answers.
-    versions = {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
-    versions["version of messages"] = str(wire.WIRE_VERSION)
-    digest = {"model digest": model_digest(config.model_path)}
-    members.check_alike(versions | settings | digest)
+    met = asyncio.run_coroutine_threadsafe(all_came(settings_of(config, role)), loop)
+    members.join(met.result(), config.nnodes, config.node_rank)
 
 
 class Leader:
@@ -135,11 +108,11 @@ class Leader:
         self._none_follows = asyncio.Event()
 
     def wait_for_all(self) -> None:
-        """Until every member follows (build thread). Raises ConfigError when one does not."""
+        """Until every member follows (build thread). Raises Unavailable when one does not."""
         log.info("all is compiled; %d other nodes have to follow", self._num_members - 1)
         if not self._all_follow.wait(FOLLOW_TIMEOUT_S):
             missing = sorted(set(range(1, self._num_members)) - set(self._feeds))
-            raise ConfigError(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")
+            raise Unavailable(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")
 
     def tell(self, name: str, key: int, arrays: Sequence[np.ndarray]) -> None:
         """Have every member make this call (engine thread)."""

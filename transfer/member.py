@@ -26,6 +26,7 @@ from transfer.group import (
     arrays_of,
     join,
 )
+from transfer.meeting import Visit
 from transfer.rpc import RpcClient, Security
 from transfer.signals import on_signals
 from transfer.worker_config import WorkerConfig
@@ -45,16 +46,23 @@ class Member:
     """One such process."""
 
     def __init__(
-        self, config: WorkerConfig, security: Security, build: Callable[[], Calls]
+        self,
+        config: WorkerConfig,
+        role: wire.Role,
+        security: Security,
+        build: Callable[[], Calls],
     ) -> None:
         """build(): loads and compiles as the leader does, on a thread of its own."""
-        self._config, self._security, self._build_engine = config, security, build
+        self._config, self._role, self._security = config, role, security
+        self._build_engine = build
         self._compiles = CompileCounter()
         self._queue: queue.SimpleQueue[DeviceCall] = queue.SimpleQueue()
         self._is_ready = False
         self._warned = False
         self._over: asyncio.Event
         self._failed: asyncio.Future[None]
+        self._loop: asyncio.AbstractEventLoop
+        self._visit: Visit
 
     async def run(self, on_ready: Callable[[str], None]) -> None:
         """Follow until the leader leaves. Raises what the build, a call or the leader's end raises.
@@ -63,29 +71,50 @@ class Member:
         a moment to say so. Either again, or before there are calls to make, ends at once; where
         the leader is followed already that is an error, since it takes the leader along.
         """
+        config = self._config
         self._over = asyncio.Event()
-        self._failed = asyncio.get_running_loop().create_future()
-        with on_signals({signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}):
-            stopped = asyncio.create_task(self._over.wait())
-            built = asyncio.wrap_future(in_daemon_thread(self._build, "build"))
-            waiting: set[asyncio.Future[Any]] = {built, stopped}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if stopped.done():
-                return
-            parts = built.result()
-            self._is_ready = True
-            following = asyncio.create_task(self._follow(parts, on_ready))
-            waiting = {following, stopped, self._failed}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                following.cancel()
-                await asyncio.wait({following})
-                if not self._failed.done():
-                    raise Unavailable(f"node {self._config.node_rank} leaves before node 0 does")
-            elif not self._failed.done():
-                following.result()
-            if self._failed.done():
-                self._failed.result()
+        self._loop = asyncio.get_running_loop()
+        self._failed = self._loop.create_future()
+        self._visit = Visit(config.dist_init_addr, config.node_rank, self._security)
+        try:
+            with on_signals({signal.SIGINT: self._interrupted, signal.SIGTERM: self._terminated}):
+                stopped = asyncio.create_task(self._over.wait())
+                parts = await self._parts(stopped)
+                if parts is not None:
+                    self._is_ready = True
+                    await self._serve(parts, stopped, on_ready)
+        finally:
+            await self._visit.close()
+
+    async def _parts(self, stopped: "asyncio.Task[Any]") -> _Built | None:
+        """What was built; None when this process is to leave. Raises Unavailable without node 0."""
+        built = asyncio.wrap_future(in_daemon_thread(self._build, "build"))
+        alone = asyncio.create_task(self._visit.over.wait())
+        waiting: set[asyncio.Future[Any]] = {built, stopped, alone}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        alone.cancel()
+        if built.done() and not stopped.done():
+            return built.result()
+        built.cancel()
+        if stopped.done():
+            return None
+        raise Unavailable("node 0 is gone while this node was built, see what it said")
+
+    async def _serve(
+        self, parts: _Built, stopped: "asyncio.Task[Any]", on_ready: Callable[[str], None]
+    ) -> None:
+        following = asyncio.create_task(self._follow(parts, on_ready))
+        waiting: set[asyncio.Future[Any]] = {following, stopped, self._failed}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not following.done():
+            following.cancel()
+            await asyncio.wait({following})
+            if not self._failed.done():
+                raise Unavailable(f"node {self._config.node_rank} leaves before node 0 does")
+        elif not self._failed.done():
+            following.result()
+        if self._failed.done():
+            self._failed.result()
 
     def _interrupted(self) -> None:
         asyncio.get_running_loop().call_later(_INTERRUPTED_S, self._over.set)
@@ -99,7 +128,7 @@ class Member:
         log.info("node %d leaves when node 0 does", self._config.node_rank)
 
     def _build(self) -> _Built:
-        join(self._config)
+        join(self._config, self._role, self._visit.all_came, self._loop)
         calls = self._build_engine()
         leader = members.texts_of_all("")[0]
         self._compiles.arm()

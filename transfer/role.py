@@ -18,7 +18,8 @@ from transfer.clock import Clock
 from transfer.emit import StepEmitter
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Constraint, Grammars, Outcome
-from transfer.group import Follow, Leader
+from transfer.group import Follow, Leader, join
+from transfer.meeting import Meeting
 from transfer.prefix_cache import PrefixCache
 from transfer.room import Room, RoomTable, Side, State
 from transfer.route_feeds import RoutePublisher, TurnRoutes
@@ -82,6 +83,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._leader: Leader | None = None
         if config.nnodes > 1:
             self._leader = Leader(config.nnodes, self._member_lost, clock)
+            self._meeting = Meeting(
+                config.dist_init_addr, config.nnodes, security, self._member_lost
+            )
         self._grammars: Grammars | None = None
         self._emitter: StepEmitter
         self._facts: PoolFacts
@@ -115,6 +119,15 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     # --- members --------------------------------------------------------------------------------
 
+    def meet(self) -> None:
+        """Wait for the other members of this group, if it has any. Before the first array.
+
+        Raises as transfer.group.join does (build thread).
+        """
+        if self._leader is not None:
+            assert self._loop is not None
+            join(self.config, self.role, self._meeting.all_came, self._loop)
+
     def register_methods(self, server: RpcServer) -> None:
         if self._leader is not None:
             server.stream("Follow", Follow, self._leader.feed)
@@ -132,7 +145,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     async def dismiss(self, is_well: bool) -> None:
         if self._leader is not None:
+            self._meeting.let_go()
             await self._leader.dismiss(is_well)
+            await self._meeting.close()
 
     # --- events ---------------------------------------------------------------------------------
 

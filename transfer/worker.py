@@ -225,6 +225,7 @@ class Worker(ABC):
             waiting: set[asyncio.Future[Any]] = {built, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
+                built.cancel()
                 return
             info = built.result()
             engine = threading.Thread(

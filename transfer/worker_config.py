@@ -137,6 +137,11 @@ class WorkerConfig:
         return self.dp_size * self.tp_size // self.nnodes
 
     @property
+    def meeting_host(self) -> str:
+        """Of node 0, without brackets; "" of a process alone."""
+        return self.dist_init_addr.rpartition(":")[0].strip("[]")
+
+    @property
     def placing(self) -> ExpertPolicy:
         """Where experts are, and when they move."""
         return ExpertPolicy(**{name: getattr(self, name) for name in PLACING})

@@ -1,5 +1,6 @@
 """What a worker sets of JAX, whatever its surroundings say."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,18 @@ def test_programs_are_kept_where_the_user_keeps_such_things(
     assert prepared(monkeypatch)["jax_compilation_cache_dir"] == "/else/kvferry/jax"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/own")
     assert "jax_compilation_cache_dir" not in prepared(monkeypatch)
+
+
+@pytest.mark.parametrize(("spared", "then"), [("", "10.0.0.3"), ("a.b", "a.b,10.0.0.3")])
+def test_proxies_are_not_for_the_host_where_a_mesh_meets(
+    monkeypatch: pytest.MonkeyPatch, spared: str, then: str
+) -> None:
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv(devices._SPARED, spared)
+    devices.prepare_devices(3)
+    assert os.environ[devices._SPARED] == spared
+    devices.prepare_devices(3, "10.0.0.3")
+    assert os.environ[devices._SPARED] == then
 
 
 def test_a_user_without_a_home_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""Processes that share a mesh meet, or say why they did not."""
+"""Processes that share a mesh come together, or say why they did not."""
 
+import contextlib
 import threading
 
 import jax
@@ -7,14 +8,16 @@ import pytest
 from jax.experimental import multihost_utils
 
 from model import members
-from model.errors import ModelError
+from model.errors import NodeLost
+from tests.ports import free_port
+from tests.transfer.children import child, said
 
 
 def test_whoever_waits_too_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: over.wait(20))
     monkeypatch.setattr(members, "_JOIN_S", 0.05)
-    with pytest.raises(ModelError, match=r"--dist-init-addr a:1: 2 nodes did not come together: n"):
+    with pytest.raises(NodeLost, match=r"2 nodes did not come together: not all were there within"):
         members.join("a:1", 2, 0)
     over.set()
 
@@ -24,15 +27,31 @@ def test_what_jax_says_of_a_meeting_that_failed_is_told(monkeypatch: pytest.Monk
         raise RuntimeError("no such host")
 
     monkeypatch.setattr(jax.distributed, "initialize", fails)
-    with pytest.raises(ModelError, match="2 nodes did not come together: no such host"):
+    with pytest.raises(NodeLost, match="2 nodes did not come together: no such host"):
         members.join("a:1", 2, 1)
 
 
-def test_nodes_with_other_numbers_of_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
-    monkeypatch.setattr(members, "texts_of_all", lambda text: [text, "3"])
-    with pytest.raises(ModelError, match="devices of the nodes: 8, 3; all must have as many"):
-        members.join("a:1", 2, 1)
+_NODE = """
+import sys
+from model import errors, members
+from model.devices import prepare_devices
+member, address = int(sys.argv[1]), sys.argv[2]
+prepare_devices(2 + member)
+try:
+    members.join(address, 2, member)
+except errors.ModelError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nodes_with_other_numbers_of_devices_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS")
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as running:
+        nodes = [running.enter_context(child(_NODE, str(rank), address)) for rank in (0, 1)]
+        for node in nodes:
+            assert said(node) == "devices of the nodes: 2, 3; all must have as many"
 
 
 def test_a_process_alone_agrees_with_itself() -> None:
@@ -41,7 +60,6 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert members.any_of_all(True)
     assert not members.any_of_all(False)
     assert members.is_leader()
-    members.check_alike({"a": "b"})
     assert list(members.first_devices(3)) == jax.devices()[:3]
 
 
@@ -51,5 +69,5 @@ def test_a_node_that_is_gone_while_all_agree_is_told_of(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", fails)
-    with pytest.raises(RuntimeError, match=r"another node is gone, .*: Connection closed by peer"):
+    with pytest.raises(NodeLost, match=r"another node is gone, .*: Connection closed by peer"):
         members.texts_of_all("a")

@@ -63,7 +63,9 @@ def _other_node(cluster: Cluster) -> psutil.Process:
     return next(child for child in children if "--node-rank=1" in child.cmdline())
 
 
-def _start(commands: list[Command], folder: Path, port: int, rank: int, *more: str) -> Command:
+def _start(
+    commands: list[Command], folder: Path, port: int, rank: int, *more: str, **variables: str
+) -> Command:
     command = start(
         folder,
         "prefill",
@@ -74,24 +76,62 @@ def _start(commands: list[Command], folder: Path, port: int, rank: int, *more: s
         f"--dist-init-addr=127.0.0.1:{port}",
         *SMALL_PREFILL,
         *more,
+        **variables,
     )
     commands.append(command)
     return command
 
 
-def test_nodes_that_were_started_differently_say_in_what(
+def _said_at_its_end(command: Command, code: int) -> str:
+    """The one line with which it ended."""
+    assert command.ends() == code, command.text
+    assert "Traceback" not in command.text
+    return command.text.splitlines()[-1]
+
+
+def test_a_node_that_was_started_differently_says_in_what_and_may_come_again(
     tmp_path: Path, commands: list[Command]
 ) -> None:
     port = free_port()
-    nodes = [
-        _start(commands, tmp_path, port, rank, f"--max-total-tokens={512 + 512 * rank}")
-        for rank in (0, 1)
-    ]
-    for node in nodes:
-        assert node.ends() == 2, node.text
-        said = "kvferry prefill: --max-total-tokens differs: node 0 has 512, node 1 has 1024"
-        assert node.text.splitlines()[-1] == said, node.text
-        assert "Traceback" not in node.text
+    leader = _start(commands, tmp_path, port, 0, "--max-total-tokens=512")
+    differs = "--max-total-tokens differs: node 0 has 512, node 1 has 1024"
+    other = _start(commands, tmp_path, port, 1, "--max-total-tokens=1024")
+    assert _said_at_its_end(other, 2) == f"kvferry prefill: {differs}"
+    leader.says(f"a node that came is refused: {differs}")
+    _start(commands, tmp_path, port, 1, "--max-total-tokens=512")
+    leader.says("loading weights")  # together
+
+
+def test_a_group_that_serves_is_left_alone_by_whoever_comes_to_it(
+    tmp_path: Path, commands: list[Command]
+) -> None:
+    """Proxies of the environment, where nobody is, are not for its meeting either."""
+    port, proxies = free_port(), dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    nodes = [_start(commands, tmp_path, port, rank, **proxies) for rank in (0, 1)]
+    nodes[1].says("node 1 of 2, led by .*, is ready")
+    late = _start(commands, tmp_path, port, 1)
+    stranger = _start(commands, tmp_path, port, 1, KVFERRY_CLUSTER_TOKEN="of another cluster")
+    said = _said_at_its_end(late, 1)
+    assert said == "kvferry prefill: node 1 is too late: this group has met already"
+    assert _said_at_its_end(stranger, 2).endswith(": wrong or missing cluster token")
+    # A node too many, or another's end, had JAX end all within two seconds.
+    again = _start(commands, tmp_path, port, 1, "--max-total-tokens=512")
+    assert _said_at_its_end(again, 2).startswith("kvferry prefill: --max-total-tokens differs: ")
+    assert [node.process.poll() for node in nodes] == [None, None]
+    assert "proxy" not in "".join(node.text for node in nodes)  # JAX would warn of them
+    nodes[0].signal(signal.SIGTERM)
+    assert [node.ends() for node in nodes] == [0, 0]
+
+
+def test_a_node_that_dies_before_all_are_ready_ends_the_group_in_a_line(
+    tmp_path: Path, commands: list[Command]
+) -> None:
+    port = free_port()
+    leader, other = (_start(commands, tmp_path, port, rank) for rank in (0, 1))
+    leader.says("2 of 2 are here")
+    other.signal(signal.SIGKILL)
+    said = _said_at_its_end(leader, 1)
+    assert said == "kvferry prefill: node 1 of this prefill group is lost"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

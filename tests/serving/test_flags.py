@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from decode.config import DecodeConfig
-from model.errors import ModelError
+from model.errors import ModelError, NodeLost
 from prefill.config import PrefillConfig
 from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
@@ -434,6 +434,7 @@ def _make_certificate(folder: Path) -> None:
         (ModelError("a/config.json: no"), 2, "kvferry x: a/config.json: no\n"),
         (Incompatible("page size differs: 8 and 16"), 2, "kvferry x: page size differs: 8 and 16"),
         (Unauthenticated("wrong token"), 2, "kvferry x: wrong token\n"),
+        (NodeLost("another node\nis gone"), 1, "kvferry x: another node is gone\n"),
         (Unavailable("nobody there"), 1, "kvferry x: nobody there\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(2), 2, ""),

@@ -1,20 +1,18 @@
-"""A member's start and end: what nodes must have alike; leaders that fail, and leaving alone."""
+"""A member's start and end: leaders that fail, and leaving alone."""
 
 import asyncio
-import dataclasses
 import signal
+import threading
 from collections.abc import AsyncIterator
 
-import jax
 import pytest
 
 from model import members
 from model.calls import Calls
 from tests.recording import until
-from tests.serving.commands import MODEL
 from tests.transfer.samples import SECURITY
 from tests.transfer.test_group import CONFIG, Group
-from transfer import group, member
+from transfer import member
 from transfer.errors import Unavailable
 from transfer.member import Member
 
@@ -23,7 +21,7 @@ from transfer.member import Member
 async def led(monkeypatch: pytest.MonkeyPatch, own_signals: None) -> AsyncIterator[Group]:
     made = Group()
     await made.start()
-    monkeypatch.setattr(member, "join", lambda config: None)
+    monkeypatch.setattr(member, "join", lambda *_: None)
     monkeypatch.setattr(members, "texts_of_all", lambda text: [made.address, text])
     yield made
     await made.leader.dismiss()
@@ -31,7 +29,7 @@ async def led(monkeypatch: pytest.MonkeyPatch, own_signals: None) -> AsyncIterat
 
 
 async def _followed(led: Group) -> "asyncio.Task[None]":
-    running = asyncio.create_task(Member(CONFIG, SECURITY, Calls).run(lambda what: None))
+    running = asyncio.create_task(Member(CONFIG, "prefill", SECURITY, Calls).run(lambda what: None))
     await asyncio.to_thread(led.leader.wait_for_all)
     return running
 
@@ -59,14 +57,15 @@ async def test_a_member_that_leaves_before_its_leader_ends_with_an_error(
     await until(lambda: led.lost == [1])
 
 
-def test_nodes_compare_versions_flags_and_model_but_not_where_each_is(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_member_whose_leader_is_gone_before_it_follows_ends(
+    monkeypatch: pytest.MonkeyPatch, own_signals: None
 ) -> None:
-    compared: dict[str, str] = {}
-    monkeypatch.setattr(members, "join", lambda *_: None)
-    monkeypatch.setattr(members, "check_alike", compared.update)
-    group.join(dataclasses.replace(CONFIG, model_path=MODEL))
-    assert compared["version of jax"] == jax.__version__
-    assert compared["--tp-size"] == "3"
-    assert len(compared["model digest"]) == 16
-    assert not {"--host", "--port", "--node-rank", "--model-path"} & set(compared)
+    over = threading.Event()
+    monkeypatch.setattr(member, "join", lambda *_: over.wait(20))
+    ending = Member(CONFIG, "prefill", SECURITY, Calls)
+    running = asyncio.create_task(ending.run(lambda what: None))
+    await until(lambda: hasattr(ending, "_visit"))
+    ending._visit.over.set()
+    with pytest.raises(Unavailable, match="node 0 is gone while this node was built"):
+        await asyncio.wait_for(running, 5)
+    over.set()

@@ -1,0 +1,297 @@
+"""Where processes of one group meet before they have a mesh: node 0 hears who came, and compares.
+
+JAX's own coordinator asks for no token and compares nothing, and a node too many has it end a group
+that serves. So it listens where only nodes of this group are told, once all of them are there. This
+place is open until node 0 ends, so that a node that comes later hears that it is not awaited. Those
+that met keep their streams to it: JAX takes 20 s to see that one is gone, and ends the rest by a
+signal.
+"""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from model.eplb import TRIVIAL
+from model.weights import model_digest
+from transfer import flags, wire
+from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
+from transfer.rpc import RpcClient, RpcServer, Security, host_port
+from transfer.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 300.0  # for all nodes to come up
+_RETRY_S: Final = 0.5  # while node 0 is not there
+_FAREWELL_S: Final = 1.0  # for others to have left before node 0
+_LAST_WORDS_S: Final = 0.3  # for a node to say why it ends, before node 0 ends for that
+_DIGITS: Final = 16  # of a digest
+_PACKAGES: Final = ("model", "transfer", "prefill", "decode")  # of which nodes run
+# What each process of a group may have its own of.
+_OWN: Final = frozenset(
+    (
+        "registry_address",
+        "host",
+        "port",
+        "data_host",
+        "data_port",
+        "worker_id",
+        "node_rank",
+        "dist_init_addr",
+        "model_path",
+        "served_model_name",
+        "expert_distribution_file",
+        "init_expert_location",  # what is in it counts
+    )
+)
+
+
+class Meet(wire.Message, frozen=True):
+    """A node other than node 0 is there, waits for all, and stays."""
+
+    node_rank: int
+    visit: str  # drawn by each process: whose call broke may call again
+    settings: tuple[tuple[str, str], ...]  # what all must have alike
+
+
+class Met(wire.Message, frozen=True):
+    """All are there; or this node is not awaited. A second one: node 0 leaves."""
+
+    coordinator: str = ""  # host:port, where JAX will listen; "" = refused
+    refusal: str = ""
+    is_late: bool = False  # nothing is wrong with it but that
+
+
+class Meeting:
+    """Node 0's end. Used on the loop."""
+
+    def __init__(
+        self, address: str, num_nodes: int, security: Security, on_lost: Callable[[int], None]
+    ) -> None:
+        """address: host:port, --dist-init-addr. num_nodes: node 0 included.
+
+        on_lost(node_rank): a node is gone that all have met.
+        """
+        self._address, self._num_nodes, self._on_lost = address, num_nodes, on_lost
+        self._settings: Mapping[str, str] = {}
+        self._came: dict[int, Meet] = {}  # by rank, those whose streams are open
+        self._coordinator = ""
+        self._complete = asyncio.Event()
+        self._over = asyncio.Event()
+        self._none_left = asyncio.Event()
+        self._server = RpcServer(security)
+        self._server.stream("Meet", Meet, self._meet)
+
+    async def all_came(self, settings: Mapping[str, str], patience_s: float = PATIENCE_S) -> str:
+        """Open, and wait for all. Returns where JAX is to listen, host:port.
+
+        settings: node 0's own. Raises ConfigError when it cannot listen there, Unavailable when a
+        node does not come.
+        """
+        self._settings = settings
+        host, port = _host_and_port(self._address)
+        # Listened to by others, the address is told with the flag that has it.
+        flags.bind(host, port, "--dist-init-addr").close()
+        await self._server.start(host, port)
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = sorted(set(range(1, self._num_nodes)) - set(self._came))
+            raise Unavailable(
+                f"--dist-init-addr {self._address}: nodes {missing} did not come within "
+                f"{patience_s:g} s"
+            ) from None
+        return self._coordinator
+
+    def let_go(self) -> None:
+        """Tell all nodes that this one leaves. None is lost from here on."""
+        self._over.set()
+
+    async def close(self) -> None:
+        """Stop listening, if it does, when nodes have left that were met, or had their time.
+
+        Theirs is before this process ends: JAX's coordinator, gone first, has them end by a signal.
+        """
+        self.let_go()
+        if self._complete.is_set() and self._came:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_left.wait(), _FAREWELL_S)
+        await self._server.stop(0.0)
+
+    async def _meet(self, request: Meet) -> AsyncIterator[Met]:
+        """An answer once all are there, and another when this process leaves."""
+        refused = self._refused(request)
+        if refused is not None:
+            log.warning("a node that came is refused: %s", refused.refusal)
+            yield refused
+            return
+        rank = request.node_rank
+        self._came[rank] = request
+        self._none_left.clear()
+        log.info("node %d came, %d of %d are here", rank, len(self._came) + 1, self._num_nodes)
+        try:
+            if len(self._came) == self._num_nodes - 1 and not self._complete.is_set():
+                self._coordinator = _free_address(_host_and_port(self._address)[0])
+                self._complete.set()
+            await self._complete.wait()
+            yield Met(self._coordinator)
+            await self._over.wait()
+            yield Met()
+            await self._none_left.wait()  # this one among them: until its stream breaks
+        finally:
+            if self._came.get(rank) is request:  # not where the same process called again
+                self._left(rank)
+
+    def _left(self, rank: int) -> None:
+        del self._came[rank]
+        if not self._came:
+            self._none_left.set()
+        if self._complete.is_set():
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._lose, rank)
+        elif not self._over.is_set():
+            log.warning("node %d left before all were here", rank)
+
+    def _lose(self, rank: int) -> None:
+        if not self._over.is_set():
+            self._on_lost(rank)
+
+    def _refused(self, request: Meet) -> Met | None:
+        rank, theirs = request.node_rank, dict(request.settings)
+        for name in [*self._settings, *theirs]:
+            ours, other = self._settings.get(name), theirs.get(name)
+            if ours != other:
+                return Met(refusal=f"{name} differs: node 0 has {ours}, node {rank} has {other}")
+        if not 0 < rank < self._num_nodes:
+            return Met(refusal=f"--node-rank {rank}: nodes 1 to {self._num_nodes - 1} are awaited")
+        here = self._came.get(rank)
+        if here is not None and here.visit == request.visit:
+            return None
+        if self._complete.is_set():
+            return Met(refusal=f"node {rank} is too late: this group has met already", is_late=True)
+        if here is not None:
+            return Met(refusal=f"--node-rank {rank} is taken: another node came with it")
+        return None
+
+
+class Visit:
+    """Another node's end. Used on the loop."""
+
+    def __init__(self, address: str, node_rank: int, security: Security) -> None:
+        """address: host:port, --dist-init-addr."""
+        self._address, self._node_rank = address, node_rank
+        self._client = RpcClient(address, security)
+        self._staying: asyncio.Task[None] | None = None
+        self._stream: AsyncIterator[Met]  # open as long as this process is there
+        self.over = asyncio.Event()  # node 0 was met, and is gone or leaves
+
+    async def all_came(self, settings: Mapping[str, str], patience_s: float = PATIENCE_S) -> str:
+        """Wait at node 0, which may start later, for all. Returns where JAX will listen.
+
+        Raises ConfigError when node 0 refuses this node, Incompatible when they do not understand
+        each other, Unauthenticated without its token, Unavailable when the group has met without
+        this node, or not in time.
+        """
+        request = Meet(self._node_rank, secrets.token_hex(8), tuple(settings.items()))
+        heard = ""
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    self._stream = self._client.stream("Meet", request, Met)
+                    try:
+                        met = await anext(self._stream)
+                        break
+                    except Unavailable as error:
+                        if not heard:
+                            log.info("node 0 is waited for: %s", error)
+                        heard = f"; last heard: {error}"
+                    await asyncio.sleep(_RETRY_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"--dist-init-addr {self._address}: not all nodes came within {patience_s:g} s"
+                f"{heard}"
+            ) from None
+        except BadMessage as error:
+            raise Incompatible(f"node 0 has another version of kvferry: {error}") from error
+        if met.refusal:
+            raise (Unavailable if met.is_late else ConfigError)(met.refusal)
+        self._staying = asyncio.create_task(self._stay())
+        return met.coordinator
+
+    async def close(self) -> None:
+        """Leave."""
+        if self._staying is not None:
+            self._staying.cancel()
+        await self._client.close()
+
+    async def _stay(self) -> None:
+        """Until node 0 is gone, or says that it leaves."""
+        try:
+            await anext(self._stream, None)
+        except RpcError as error:
+            log.info("node 0 is gone: %s", error)
+        finally:
+            self.over.set()
+
+
+def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
+    """What all nodes of a group must have alike, by the name that the operator knows.
+
+    What explains other differences comes first. Raises ModelError for a checkpoint that cannot be
+    served, ConfigError for a file that cannot be read.
+    """
+    settings = {"role": role, "version of kvferry": code_digest()}
+    settings["version of messages"] = str(wire.WIRE_VERSION)
+    # Programs of other versions may talk in another order: nobody would notice, but by the answers.
+    settings |= {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
+    settings["--nnodes"] = str(config.nnodes)
+    flags_alike = {name: value for name, value in vars(config).items() if name not in _OWN}
+    settings |= {flags.flag_name(name): str(value) for name, value in flags_alike.items()}
+    settings["--init-expert-location"] = _location(config.init_expert_location)
+    settings["model digest"] = model_digest(config.model_path)
+    return settings
+
+
+@functools.cache
+def code_digest() -> str:
+    """16 hex digits over the code that nodes run alike.
+
+    What they call, and in what order, has no version of its own; other code may answer wrongly.
+    """
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(file for name in _PACKAGES for file in (root / name).rglob("*.py")):
+        code = file.read_bytes()
+        digest.update(f"{file.relative_to(root).as_posix()} {len(code)}\n".encode() + code)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _location(location: str) -> str:
+    """Of experts: nodes may have the file in places of their own."""
+    if location == TRIVIAL:
+        return location
+    try:
+        told = Path(location).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"--init-expert-location {location} cannot be read: {error.strerror}"
+        ) from error
+    return f"a file with digest {hashlib.sha256(told).hexdigest()[:_DIGITS]}"
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _free_address(host: str) -> str:
+    """host:port, on which nobody listens now: JAX takes no 0, and says nobody which it got."""
+    with flags.bind(host, 0, "--dist-init-addr") as sock:
+        return host_port(host, sock.getsockname()[1])
