@@ -143,12 +143,12 @@ class Member:
         client = RpcClient(built.leader, self._security)
         told = client.stream("Follow", Follow(rank), DeviceCalls)
         async with aclosing(cast(AsyncGenerator[DeviceCalls, None], told)) as batches:
-            await self._next(batches)
+            is_over = await self._next(batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
             living = asyncio.create_task(self._live(client))
             try:
-                while not await self._next(batches):
-                    pass
+                while not is_over:
+                    is_over = await self._next(batches)
             finally:
                 living.cancel()
         log.info("node %d leaves with its leader", rank)

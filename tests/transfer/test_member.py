@@ -57,6 +57,13 @@ async def test_a_member_that_leaves_before_its_leader_ends_with_an_error(
     await until(lambda: led.lost == [1])
 
 
+async def test_a_member_whose_first_word_is_the_last_leaves_well(led: Group) -> None:
+    running = asyncio.create_task(Member(CONFIG, "prefill", SECURITY, Calls).run(lambda what: None))
+    await until(lambda: bool(led.leader._feeds))
+    await led.leader.dismiss()
+    await asyncio.wait_for(running, 5)
+
+
 async def test_a_member_whose_leader_is_gone_before_it_follows_ends(
     monkeypatch: pytest.MonkeyPatch, own_signals: None
 ) -> None:
