@@ -226,13 +226,17 @@ class PlacedExperts:
     def _sent_map(self) -> ExpertMap:
         cfg, dims = self._model.cfg, self._model.dims
         both = eplb.copies_of(self._placed, cfg.num_experts, dims.most_copies)
-        return ExpertMap(*jax.device_put(both, replicated(self._model.mesh)))
+        return ExpertMap(*(_sent(array, replicated(self._model.mesh)) for array in both))
 
     def _no_loads(self) -> Array:
         cfg, mesh = self._model.cfg, self._model.mesh
         zeros = np.zeros((num_ranks(mesh), cfg.num_layers, cfg.num_experts), np.int32)
-        sent: Array = jax.device_put(zeros, NamedSharding(mesh, RANKS))
-        return sent
+        return _sent(zeros, NamedSharding(mesh, RANKS))
+
+
+def _sent(array: np.ndarray, sharding: NamedSharding) -> Array:
+    """To this process's devices. device_put would wait until all processes have compared theirs."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _layers(run: Segment) -> range:
