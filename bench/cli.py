@@ -119,9 +119,7 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, default=50.0, help="from step to step when paced")
     parser.add_argument("--overload-step-ms", type=float, default=12.0, help="and in overload")
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
-    parser.add_argument(
-        "--rounds", type=_at_least(1), help="of a cell; default: 3 when saturated, else 1"
-    )
+    parser.add_argument("--rounds", type=int, help="of a cell; default: 3 when saturated, else 1")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a round not paced, about")
 
 

@@ -182,6 +182,7 @@ def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
         loop="uvloop",
         lifespan="off",
         log_config=None,  # its lines look like all others
+        log_level=max(logging.WARNING, logging.getLogger().getEffectiveLevel()),
         access_log=False,
         timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a timer's
         timeout_graceful_shutdown=2,

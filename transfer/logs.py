@@ -24,8 +24,9 @@ def set_up(name: str) -> None:
     form = f"%(asctime)s {f'[{name}] ' if name else ''}%(levelname).1s %(message)s"
     handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler])
+    of_others = max(logging.WARNING, logging.getLevelNamesMapping()[level])
     for noisy in ("jax", "absl", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+        logging.getLogger(noisy).setLevel(of_others)
 
 
 class _Formatter(logging.Formatter):

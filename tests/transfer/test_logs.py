@@ -28,6 +28,27 @@ def test_what_a_message_quotes_cannot_write_lines_of_its_own(
     assert traceback[-1] == r"ValueError: a\x1b[2K"
 
 
+@pytest.mark.parametrize(("asked", "shown"), [("error", []), ("INFO", ["jax warns", "said"])])
+def test_the_level_is_for_what_libraries_say_too(
+    asked: str,
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(logs.LEVEL_ENV, asked)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    for name in ("", "jax"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    logs.set_up("")
+    logging.getLogger("jax").info("jax says")
+    logging.getLogger("jax").warning("jax warns")
+    logging.getLogger("serving").info("said")
+    for name in ("jax", "serving"):  # what is set back is not asked again
+        logging.getLogger(name)._cache.clear()  # type: ignore[attr-defined]
+    told = capsys.readouterr().err
+    assert [line.split(" ", 2)[2] for line in told.splitlines()] == shown
+
+
 def test_a_level_of_the_log_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(logs.LEVEL_ENV, "loud")
     with pytest.raises(ConfigError, match=r"KVFERRY_LOG_LEVEL is 'loud', expected .*, WARNING"):
