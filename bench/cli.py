@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
         if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
             raise  # the device's own errors want their traceback
         print(f"kvferry bench: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RuntimeError) else 2
 
 
 def _routing(args: argparse.Namespace, report: Report) -> int:

@@ -192,7 +192,7 @@ def _typed_events() -> Callable[[str, str, int], Events]:
         from bench.frontend_typed import TypedEvents
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"a design with typed events needs {error.name}; the development dependencies have it"
+            f"a design with typed events needs {error.name}; ./kvferry test --version brings it"
         ) from error
     return TypedEvents
 

@@ -77,7 +77,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"a plot needs {error.name}; the development dependencies have it"
+            f"a plot needs {error.name}; ./kvferry test --version brings it"
         ) from error
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(4.6 * len(panels), 4.2), layout="constrained")

@@ -146,7 +146,6 @@ CHAT_REFUSED = (
     "functions",
     "audio",
     "prediction",
-    "web_search_options",
     "chat_template",
     "moderation",
     "reasoning",
@@ -173,6 +172,8 @@ def read_chat(body: bytes) -> ChatFields:
     fields = read_json(_chats, body)
     _check_shared(fields)
     refuse(fields, CHAT_REFUSED)
+    if fields.web_search_options is not None:  # {} asks for a search as well
+        raise not_served("web_search_options")
     refuse_unless(fields, CHAT_REFUSED_UNLESS)
     if fields.modalities not in (None, [], ["text"]):
         raise not_served("modalities")

@@ -97,7 +97,7 @@ async def open_link(
     host: str, port: int, security: Security, peer_id: str, epoch: int, follows: bool
 ) -> RouteLink:
     """Connect to a registry. Raises Unavailable, Unauthenticated or BadMessage."""
-    with _as_unavailable():
+    with _as_unavailable(f"routes of the registry at {host}:{port}"):
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             # Read anew each time, so a file that is being replaced is no end of it.
             streams = await asyncio.open_connection(host, port, ssl=client_context(security))
@@ -140,14 +140,14 @@ def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _as_unavailable() -> Iterator[None]:
+def _as_unavailable(of: str = "routes") -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise Unavailable("routes: no answer in time") from error
+        raise Unavailable(f"{of}: no answer in time") from error
     except ConfigError as error:
-        raise Unavailable(f"routes: {error}") from error
+        raise Unavailable(f"{of}: {error}") from error
     except asyncio.IncompleteReadError as error:
-        raise Unavailable("routes: the connection was closed") from error
+        raise Unavailable(f"{of}: the connection was closed") from error
     except OSError as error:
-        raise Unavailable(f"routes: {error}") from error
+        raise Unavailable(f"{of}: {error}") from error

@@ -85,12 +85,12 @@ def test_the_same_rows_make_the_same_bytes_and_an_svg_that_says_what_it_shows(tm
 
 def test_what_cannot_be_drawn_is_refused_in_a_line(tmp_path, capsys):
     results = write(tmp_path / "rows.jsonl", rows_of_two_intervals()[:1])
-    assert plot(str(results), "--out", str(tmp_path / "a.svg")) == 1
+    assert plot(str(results), "--out", str(tmp_path / "a.svg")) == 2
     assert "kvferry bench: no rows to draw" in capsys.readouterr().err
     results = write(tmp_path / "rows.jsonl", rows_of_two_intervals())
-    assert plot(str(results), "--out", str(tmp_path / "a.png")) == 1
+    assert plot(str(results), "--out", str(tmp_path / "a.png")) == 2
     assert "--out must end in .svg, got" in capsys.readouterr().err
-    assert plot(str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "a.svg")) == 1
+    assert plot(str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "a.svg")) == 2
     assert "none.jsonl" in capsys.readouterr().err
 
 

@@ -106,7 +106,7 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 0
     assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
     assert "worse" in capsys.readouterr().out
-    assert main(["compare", str(before), str(tmp_path / "none")]) == 1
+    assert main(["compare", str(before), str(tmp_path / "none")]) == 2
 
 
 def test_surroundings_without_jax_name_processor_and_versions():

@@ -37,6 +37,7 @@ CHAT: list[tuple[str, Any, list[Any]]] = [
     ("moderation", {"model": "omni-moderation-latest"}, []),
     ("reasoning", {"effort": "high"}, [{}]),
     ("task", "title", []),
+    ("web_search_options", {}, []),
     ("input_ids", [1, 2], []),
     ("return_meta_info", True, [False]),
 ]
