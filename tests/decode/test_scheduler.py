@@ -183,3 +183,16 @@ def test_wanted_logprobs_are_told_by_slot() -> None:
     running = bench.scheduler.running(int(plan.slots[0]))
     assert running is not None
     assert running.api_id == "api-1"
+
+
+def test_a_slot_forgets_the_steps_in_flight_of_its_last_owner() -> None:
+    bench = Bench(num_slots=1)
+    seat = bench.start(1, num_tokens=3)
+    first = bench.plan()  # of a room that ends before it is read
+    second = bench.plan()
+    bench.end(1, seat.slot)
+    bench.start(2, num_tokens=3)
+    for plan in (first, second):
+        bench.read(plan)
+    entered = [int(bench.plan().new_pages[0]) >= 0 for _ in range(6)]
+    assert entered == [False, True, False, False, False, True]

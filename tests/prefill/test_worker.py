@@ -1,5 +1,6 @@
 """What prefill does with grants, ends and deadlines, event by event; tests/sim plays the rest."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -327,3 +328,28 @@ def test_a_prompt_of_very_many_chunks_is_told_in_a_bounded_number() -> None:
     assert sum(chunk.num_tokens for chunk in chunks) == 3 * MAX_CHUNKS * 8
     assert (chunks[-1].dispatched_s, chunks[-1].computed_s) == (MAX_CHUNKS - 1.0, 3.0 * MAX_CHUNKS)
     assert chunks[-1].page_end == 6 * MAX_CHUNKS
+
+
+def test_a_route_is_taken_back_when_its_room_is_over() -> None:
+    alone, worker = prefill(dp_size=2)
+    live: dict[int, int] = {}
+
+    def feed(bound: dict[int, int], ended: list[int]) -> None:
+        live.update(bound)
+        for room in ended:
+            live.pop(room, None)
+
+    as_any: Any = worker
+    as_any._publisher = SimpleNamespace(feed=feed)
+    as_any.on_loop = lambda function, *args: function(*args)
+    as_any.publish = lambda batches: worker.tell_routes()
+    for room in (1, 2):
+        alone.submit(room)
+    worker.handle(Granted(tuple(map(alone.grant, (1, 2)))))
+    while alone.turn():
+        pass
+    assert sorted(live) == [1, 2]
+    worker.handle(SenderSaid(SenderEvent("acked", 1, shipped=Shipped())))
+    worker.handle(Aborted((2,), ""))
+    alone.turn()
+    assert not live

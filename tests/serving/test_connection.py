@@ -147,7 +147,7 @@ async def test_the_head_of_a_stream_and_its_first_event_leave_in_one_write() -> 
         stream.write(b"last", last=True)
         await stream.closed
 
-    config = Config(app, lifespan="off")
+    config = Config(app, lifespan="off", log_config=None, log_level="warning")
     config.load()
     connection = Connection(config, ServerState(), {}, linger_s=0.0)
     connection.connection_made(cast(asyncio.Transport, transport))
@@ -234,7 +234,7 @@ async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
 @asynccontextmanager
 async def served(app: Any, linger_s: float = 600.0) -> AsyncIterator[tuple[ServerState, Any]]:
     """An application on connections of ours: the server's state, and where it listens."""
-    config = Config(app, lifespan="off")
+    config = Config(app, lifespan="off", log_config=None, log_level="warning")
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(

@@ -1,24 +1,48 @@
 """What speaks against a worker, or a request, and what does not."""
 
 from tests.fakes import FakeCluster, RecordingSink, until
-from tests.serving.test_placement import holder, played, running
+from tests.serving.test_placement import holder, played
+from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import Code
 
 
-async def test_of_prefill_nothing_is_missed_once_decode_decodes():
+async def test_what_prefill_says_of_a_room_that_decode_already_steps_moves_nothing():
     """Its connection to decode may end with the last acknowledgement on its way."""
-    async with FakeCluster(auto_step=False, decodes=2) as cluster:
+    async with FakeCluster(auto_step=False) as cluster:
         dispatcher = await cluster.dispatcher(max_retries=0)
         spec, sink = cluster.spec(max_new_tokens=10), RecordingSink()
-        generation = dispatcher.submit(spec, sink)
-        await until(lambda: bool(cluster.prefill[0].rooms))
-        rooms = dict(cluster.prefill[0].rooms)
-        await running(cluster, sink, 4)
-        cluster.prefill[0].rooms |= rooms
-        cluster.prefill[0].fail(generation.room, Code.PEER_LOST)
+        dispatcher.submit(spec, sink)
+        (room,) = await cluster.submitted(1)
+        leg = cluster.prefill[0].rooms[room]
+        cluster.step()
+        while len(sink.token_ids) < 3:
+            count = len(sink.token_ids)
+            cluster.step()
+            await sink.received(count + 1)
+        lost = wire.RoomEvent(room, "failed", code=Code.PEER_LOST.value, message="decode lost")
+        cluster.prefill[0]._event(leg, lost)
         await played(cluster, sink)
-        assert (sink.token_ids, sink.error) == (cluster.expected(spec), None)
+        assert sink.error is None
+        assert sink.token_ids == cluster.expected(spec)
+
+
+async def test_a_word_that_came_in_time_moves_nothing_when_its_time_is_over():
+    async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher(max_retries=0)
+        spec, sink = cluster.spec(max_new_tokens=12), RecordingSink()
+        generation = dispatcher.submit(spec, sink)
+        (room,) = await cluster.submitted(1)
+        cluster.prefill[0].fail(room, Code.GONE)
+        for _ in range(2):
+            await cluster.pass_time(0.1)
+        cluster.decode[0].preempt(room)
+        await until(lambda: generation.room not in (0, room))
+        await cluster.submitted(1)
+        await cluster.pass_time(1.5)
+        await played(cluster, sink)
+        assert sink.error is None
+        assert sink.token_ids == cluster.expected(spec)
         assert generation.retries == 0
 
 
@@ -58,3 +82,29 @@ async def test_a_request_that_a_worker_took_is_not_refused_for_what_came_before(
         await cluster.pass_time(2.0)
         await played(cluster, sink)
         assert sink.error is None
+
+
+async def test_a_trial_whose_client_leaves_makes_way_for_another():
+    async with FakeCluster(auto_step=False, decodes=2, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher(breaker_failures=1, policy="round_robin")
+        bad, _ = cluster.decode
+
+        async def ask() -> None:
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec(), sink)
+            await played(cluster, sink)
+            await cluster.pass_time(0.1)
+
+        bad.refusals.append(Code.INTERNAL)
+        for _ in range(2):
+            await ask()
+        assert len(bad.submit_calls) == 1
+        await cluster.pass_time(1.0)
+        trials = [dispatcher.submit(cluster.spec(), RecordingSink()) for _ in range(2)]
+        await cluster.submitted(2)
+        assert len(bad.submit_calls) == 2
+        for trial in trials:
+            dispatcher.abort(trial)
+        for _ in range(4):
+            await ask()
+        assert len(bad.submit_calls) >= 4

@@ -62,3 +62,49 @@ async def test_nobody_waits_longer_for_a_worker_than_in_a_queue_but_who_has_seen
         await cluster.decode[0].start()
         await played(cluster, seen)
         assert [len(sink.token_ids) for sink in sinks] == [10, 0, 0]
+
+
+async def test_a_request_that_waited_for_a_worker_is_not_given_up_once_it_has_one():
+    async with FakeCluster(auto_step=False, clock=ManualClock()) as cluster:
+        dispatcher = await cluster.dispatcher(queue_timeout_s=30)
+        await cluster.decode[0].kill()
+        await until(lambda: not dispatcher.cluster_ready())
+        spec, sink = cluster.spec(), RecordingSink()
+        dispatcher.submit(spec, sink)
+        await cluster.pass_time(20)
+        await cluster.decode[0].start()
+        await cluster.submitted(1)
+        await cluster.pass_time(20)
+        assert not sink.done.is_set()
+        await played(cluster, sink)
+        assert sink.token_ids == cluster.expected(spec)
+
+
+async def test_a_request_aborted_while_it_backs_off_is_never_placed_again():
+    async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher()
+        cluster.decode[0].refusals.append(Code.QUEUE_FULL)
+        generation = dispatcher.submit(cluster.spec(), RecordingSink())
+        await until(lambda: generation.retry_timer is not None)
+        dispatcher.abort(generation)
+        await cluster.pass_time(2.0)
+        assert dispatcher.num_running() == 0
+        assert not generation.room
+
+
+async def test_workers_whose_queues_fill_behind_the_door_refuse_a_request_in_the_end():
+    async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher(queue_timeout_s=2.0)
+        sink = RecordingSink()
+        generation = dispatcher.submit(cluster.spec(), sink)
+        for _ in range(50):
+            room = generation.room
+            if room:
+                await cluster.submitted(1)
+                cluster.decode[0].fail(room, Code.QUEUE_FULL)
+                await until(lambda: generation.room != room)  # noqa: B023
+            if sink.done.is_set():
+                break
+            await cluster.pass_time(0.5)
+        assert sink.error is not None
+        assert sink.error.code is Code.QUEUE_FULL

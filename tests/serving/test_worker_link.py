@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_placement import played
-from transfer.errors import Code
+from transfer import wire
+from transfer.errors import Code, Unavailable
 
 
 def holds(worker: FakeWorker, num_rooms: int) -> Callable[[], bool]:
@@ -90,3 +91,23 @@ async def test_a_broken_stream_is_opened_again_under_another_name():
         assert cluster.decode[0].rooms[generation.room].submit.api_id != before
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
+
+
+async def test_an_abort_that_did_not_get_there_is_sent_again(monkeypatch):
+    real = FakeWorker._abort
+    failed: list[FakeWorker] = []
+
+    async def abort(worker: FakeWorker, batch: wire.AbortBatch) -> wire.Empty:
+        if not failed:
+            failed.append(worker)
+            raise Unavailable("busy")
+        return await real(worker, batch)
+
+    monkeypatch.setattr(FakeWorker, "_abort", abort)
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher()
+        generation = dispatcher.submit(cluster.spec(), RecordingSink())
+        await cluster.submitted(1)
+        dispatcher.abort(generation)
+        await until(lambda: not any(worker.rooms for worker in cluster.workers))
+        assert failed

@@ -90,6 +90,7 @@ def test_saying_goodbye_ends_this_life_only() -> None:
     ("changes", "named"),
     [
         ({"model_digest": "d2"}, ("digest", "d1", "d2")),
+        ({"dtype": "float16"}, ("dtype", "float16")),
         ({"wire_version": 9}, ("version", str(wire.WIRE_VERSION), "9")),
         (
             {"kv_spec": msgspec.structs.replace(a_worker().kv_spec, page_size=16)},

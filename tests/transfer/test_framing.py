@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.transfer.samples import PATIENCE_S
+from transfer import framing
 from transfer.backend import Frame, Kind, without_payload
+from transfer.clock import ManualClock
 from transfer.errors import PeerLost
 from transfer.framing import Connection
 
@@ -69,10 +71,11 @@ def test_the_owner_is_woken_for_what_was_taken_in_part_and_flushes_it(pair: Pair
     num = fill(mine)
 
     def own() -> None:
-        if not mine.wait(PATIENCE_S):
+        # Longer than the other end reads for: it must be woken.
+        if not mine.wait(3 * PATIENCE_S):
             mine.flush()
 
-    owner = threading.Thread(target=own)
+    owner = threading.Thread(target=own, daemon=True)
     owner.start()
     assert rooms_of(theirs, num) == list(range(num))
     owner.join(PATIENCE_S)
@@ -132,3 +135,26 @@ def test_frames_that_follow_at_once_are_waited_for_as_others(pair: Pair) -> None
     assert not mine.wait(0.001)
     mine.wake()
     assert not mine.wait(PATIENCE_S)
+
+
+def test_nothing_overtakes_the_rest_of_a_frame(pair: Pair) -> None:
+    mine, theirs = pair
+    num = fill(mine)
+    assert mine._rest
+    assert rooms_of(theirs, num - 1) == list(range(num - 1))  # there is room again
+    assert not mine.try_send(a_frame(num))
+    mine.flush()
+    assert mine.try_send(a_frame(num))
+    assert rooms_of(theirs, 2) == [num - 1, num]
+
+
+def test_a_handshakes_deadline_ends_with_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(framing, "SYSTEM_CLOCK", clock)
+    mine, theirs = pair
+    with mine.all_within(5.0):
+        theirs.send_whole(a_frame(1))
+        assert rooms_of(mine, 1) == [1]
+    clock.advance(6.0)
+    theirs.send_whole(a_frame(2))
+    assert rooms_of(mine, 1) == [2]

@@ -1,0 +1,68 @@
+"""What the ends of TCP keep account of: rooms owed, connections open, and silence."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.contract.transfer_ends import TcpEnds
+from tests.transfer.samples import logical_pages
+from tests.transfer.test_tcp import raw_peer
+from transfer import tcp
+from transfer.clock import ManualClock
+from transfer.errors import PeerLost
+from transfer.tcp import TcpLane, TcpReceiver
+
+
+@pytest.fixture
+def ends() -> Iterator[TcpEnds]:
+    made = TcpEnds()
+    yield made
+    made.close()
+
+
+def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> None:
+    ends.receiver.expect(1, 1, 2)
+    ends.send_room(1, logical_pages(2))
+    ends.until(lambda: bool(ends.diary.finished))
+    receiver = ends.receiver
+    assert isinstance(receiver, TcpReceiver)
+    (feeder,) = receiver._connections
+    assert not receiver.busy(feeder)
+    ends.receiver.expect(2, 1, 4)
+    ends.send_room(2, logical_pages(4)[:, :, :2], finish=False)
+    ends.until(lambda: len(ends.diary.pages) == 2)
+    assert receiver.busy(feeder)
+    ends.receiver.forget(2)
+    assert not receiver.busy(feeder)
+
+
+def test_connections_that_ended_are_not_counted_against_the_most(ends: TcpEnds) -> None:
+    receiver = ends.receiver
+    assert isinstance(receiver, TcpReceiver)
+    with raw_peer(ends.address):
+        ends.until(lambda: len(receiver._connections) == 1)
+    ends.until(lambda: not receiver._connections)
+
+
+@pytest.mark.parametrize("sent_s", [0.0, 5.0])
+def test_a_silent_receiver_is_lost_within_its_time_and_the_time_it_took_bytes_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, sent_s: float
+) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
+    asked: list[Any] = []
+    connection: Any = SimpleNamespace(wait=lambda _: False, send=asked.append)
+    sender: Any = SimpleNamespace(stall_timeout_s=3.0)
+    lane = TcpLane(sender, "tcp://127.0.0.1:1")
+    lane.rooms[1] = 1
+    monkeypatch.setattr(lane, "_send_next", lambda _: sent_s or None)
+    for _ in range(3 if not sent_s else 20):
+        lane._turn(connection)
+        clock.advance(sent_s or 1.0)
+    assert asked
+    if sent_s:  # it takes what is sent, however slowly
+        return
+    with pytest.raises(PeerLost):
+        lane._turn(connection)
