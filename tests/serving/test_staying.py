@@ -1,5 +1,7 @@
 """What speaks against a worker, or a request, and what does not."""
 
+import pytest
+
 from tests.fakes import FakeCluster, RecordingSink, until
 from tests.serving.test_placement import holder, played
 from transfer import wire
@@ -108,3 +110,25 @@ async def test_a_trial_whose_client_leaves_makes_way_for_another():
         for _ in range(4):
             await ask()
         assert len(bad.submit_calls) >= 4
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 6])
+async def test_a_trial_that_goes_well_closes_the_breaker(max_new_tokens):
+    async with FakeCluster(auto_step=False, decodes=2, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher(breaker_failures=1, policy="round_robin")
+        bad = cluster.decode[0]
+
+        async def ask() -> None:
+            sink = RecordingSink()
+            dispatcher.submit(cluster.spec(max_new_tokens=max_new_tokens), sink)
+            await played(cluster, sink)
+            await cluster.pass_time(0.1)
+
+        bad.refusals.append(Code.INTERNAL)
+        for _ in range(2):
+            await ask()
+        await cluster.pass_time(1.0)
+        for _ in range(2):
+            await ask()
+        assert len(bad.submit_calls) == 2
+        assert dispatcher._placement.health()[bad.worker_id].breaker == "closed"
