@@ -81,6 +81,14 @@ class Cluster:
         return found
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or a zombie, as where init reaps nobody."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Ask until the answer is yes. The state asked for is another process's."""
     until = time.monotonic() + timeout_s

@@ -1,6 +1,5 @@
 """gpu_check: parts in processes of their own, within minutes, one failure not ending the others."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from bench import gpu_check
 from bench.cli import main
 from bench.goldens import FOLDER, check_golden
+from tests.cluster import has_ended, wait_until
 
 
 def test_parts_that_take_all_they_may_end_within_eight_minutes(monkeypatch, capsys):
@@ -80,8 +80,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, 
 
         def wait(self, timeout: float | None = None) -> Any:
             if not started:
-                while not (tmp_path / "deaf").exists():
-                    pass
+                wait_until((tmp_path / "deaf").exists)
                 started.extend(self.children())
                 raise psutil.TimeoutExpired(0.0)
             return super().wait(timeout)
@@ -89,9 +88,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, 
     monkeypatch.setattr(psutil, "Popen", Clockless)
     assert gpu_check.run_limited([sys.executable, "-c", nested], dict(os.environ), 60.0) is None
     (child,) = started
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while child.status() != psutil.STATUS_ZOMBIE:  # as where init reaps nobody
-            pass
+    wait_until(lambda: has_ended(child))
 
 
 def test_a_part_that_ends_gives_its_status():

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping
 
 import psutil
@@ -19,6 +18,7 @@ from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.timing import seconds_per_call
 from bench.workload import WorkloadConfig, plan_requests
+from tests.cluster import has_ended, wait_until
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -228,9 +228,7 @@ with lifeline() as fd:
         assert bench.stdout is not None
         server = psutil.Process(int(bench.stdout.readline()))
         bench.kill()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while server.status() != psutil.STATUS_ZOMBIE:  # as where init reaps nobody
-            time.sleep(0.01)
+    wait_until(lambda: has_ended(server))
 
 
 def test_only_plain_http_addresses_are_taken():

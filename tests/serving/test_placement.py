@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from serving.dispatch import Dispatcher
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_dispatch import counted
 from transfer.clock import ManualClock
@@ -378,6 +379,14 @@ async def test_what_a_worker_that_left_in_order_never_took_moves_without_a_retry
         assert generation.retries == 0
 
 
+async def answered(cluster: FakeCluster, dispatcher: Dispatcher, max_new_tokens: int = 6) -> None:
+    """One more request has its whole answer, and a moment has passed."""
+    sink = RecordingSink()
+    dispatcher.submit(cluster.spec(max_new_tokens=max_new_tokens), sink)
+    await played(cluster, sink)
+    await cluster.pass_time(0.1)
+
+
 # --- workers that fail or stand still -------------------------------------------------------------
 
 
@@ -388,19 +397,13 @@ async def test_a_worker_that_fails_in_a_row_is_passed_over_then_tried_by_one(cod
         dispatcher = await cluster.dispatcher(breaker_failures=2, policy="round_robin")
         bad, good = cluster.decode
 
-        async def ask() -> None:
-            sink = RecordingSink()
-            dispatcher.submit(cluster.spec(), sink)
-            await played(cluster, sink)
-            await cluster.pass_time(0.1)
-
         bad.refusals.extend([code] * 2)
         for _ in range(4):
-            await ask()
+            await answered(cluster, dispatcher)
         assert len(bad.submit_calls) == 2
         before = len(good.submit_calls)
         for _ in range(3):
-            await ask()
+            await answered(cluster, dispatcher)
         assert (len(bad.submit_calls), len(good.submit_calls)) == (2, before + 3)
         (shown,) = [
             worker["breaker"]
@@ -417,7 +420,7 @@ async def test_a_worker_that_fails_in_a_row_is_passed_over_then_tried_by_one(cod
         )
         await cluster.pass_time(1.0)
         for _ in range(4):
-            await ask()
+            await answered(cluster, dispatcher)
         assert len(bad.submit_calls) == 4  # the trial closed it: its turn as ever
 
 

@@ -39,6 +39,9 @@ async def test_a_room_that_is_gone_goes_on_as_the_one_who_gave_it_up_says():
             await cluster.pass_time(0.1)
         assert generation.room == room
         cluster.decode[0].preempt(room)
+        await until(lambda: generation.room not in (0, room))
+        await cluster.submitted(1)
+        await cluster.pass_time(1.5)  # what was heard is of the room before, not of this one
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
         assert counted(dispatcher, "preemptions_total") == 1

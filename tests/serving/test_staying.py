@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fakes import FakeCluster, RecordingSink, until
-from tests.serving.test_placement import holder, played
+from tests.serving.test_placement import answered, holder, played
 from transfer import wire
 from transfer.clock import ManualClock
 from transfer.errors import Code
@@ -27,25 +27,6 @@ async def test_what_prefill_says_of_a_room_that_decode_already_steps_moves_nothi
         await played(cluster, sink)
         assert sink.error is None
         assert sink.token_ids == cluster.expected(spec)
-
-
-async def test_a_word_that_came_in_time_moves_nothing_when_its_time_is_over():
-    async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
-        dispatcher = await cluster.dispatcher(max_retries=0)
-        spec, sink = cluster.spec(max_new_tokens=12), RecordingSink()
-        generation = dispatcher.submit(spec, sink)
-        (room,) = await cluster.submitted(1)
-        cluster.prefill[0].fail(room, Code.GONE)
-        for _ in range(2):
-            await cluster.pass_time(0.1)
-        cluster.decode[0].preempt(room)
-        await until(lambda: generation.room not in (0, room))
-        await cluster.submitted(1)
-        await cluster.pass_time(1.5)
-        await played(cluster, sink)
-        assert sink.error is None
-        assert sink.token_ids == cluster.expected(spec)
-        assert generation.retries == 0
 
 
 async def test_a_decode_worker_that_serves_single_tokens_is_tried_and_taken_again():
@@ -91,15 +72,9 @@ async def test_a_trial_whose_client_leaves_makes_way_for_another():
         dispatcher = await cluster.dispatcher(breaker_failures=1, policy="round_robin")
         bad, _ = cluster.decode
 
-        async def ask() -> None:
-            sink = RecordingSink()
-            dispatcher.submit(cluster.spec(), sink)
-            await played(cluster, sink)
-            await cluster.pass_time(0.1)
-
         bad.refusals.append(Code.INTERNAL)
         for _ in range(2):
-            await ask()
+            await answered(cluster, dispatcher)
         assert len(bad.submit_calls) == 1
         await cluster.pass_time(1.0)
         trials = [dispatcher.submit(cluster.spec(), RecordingSink()) for _ in range(2)]
@@ -108,7 +83,7 @@ async def test_a_trial_whose_client_leaves_makes_way_for_another():
         for trial in trials:
             dispatcher.abort(trial)
         for _ in range(4):
-            await ask()
+            await answered(cluster, dispatcher)
         assert len(bad.submit_calls) >= 4
 
 
@@ -118,17 +93,11 @@ async def test_a_trial_that_goes_well_closes_the_breaker(max_new_tokens):
         dispatcher = await cluster.dispatcher(breaker_failures=1, policy="round_robin")
         bad = cluster.decode[0]
 
-        async def ask() -> None:
-            sink = RecordingSink()
-            dispatcher.submit(cluster.spec(max_new_tokens=max_new_tokens), sink)
-            await played(cluster, sink)
-            await cluster.pass_time(0.1)
-
         bad.refusals.append(Code.INTERNAL)
         for _ in range(2):
-            await ask()
+            await answered(cluster, dispatcher, max_new_tokens)
         await cluster.pass_time(1.0)
         for _ in range(2):
-            await ask()
+            await answered(cluster, dispatcher, max_new_tokens)
         assert len(bad.submit_calls) == 2
         assert dispatcher._placement.health()[bad.worker_id].breaker == "closed"
