@@ -13,7 +13,7 @@ import numpy as np
 
 from decode.admission import Admission, Seat, Sharing
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
-from model.pieces import Piece, tokens_of
+from model.pieces import Piece, fill, tokens_of
 
 MAX_SEQS = 8  # prompts of one chunk and rank
 
@@ -118,13 +118,19 @@ class LocalQueue:
                 break
             piece = LocalPiece(prompt, prompt.num_planned, num_tokens)
             pieces.append(piece)
-            prompt.num_planned = piece.end
-            self._admission.computed(prompt.seat, piece.end)
+            self._planned(piece)
             tokens_left -= num_tokens
             pages_left -= num_pages
             if piece.is_last:
                 waiting.remove(prompt)
+        longer = fill(pieces, tokens_left, pages_left, self._page_size)
+        if longer is not None:
+            self._planned(longer)
         return pieces
+
+    def _planned(self, piece: LocalPiece) -> None:
+        piece.prompt.num_planned = piece.end
+        self._admission.computed(piece.prompt.seat, piece.end)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))

@@ -1,10 +1,12 @@
 """Runs of prompts' tokens that are packed into chunks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from model.buckets import pages_for
 
 
 @runtime_checkable
@@ -60,3 +62,22 @@ def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> i
 def part_of_shorter(chunk_tokens: int) -> int:
     """Tokens of a chunk that a prompt of several leaves to those that need one."""
     return chunk_tokens // 4
+
+
+def fill[P: Piece](
+    pieces: list[P], tokens_left: int, pages_left: int, page_size: int
+) -> P | None:
+    """Give what a chunk has left to the first piece whose prompt needs more; its new piece.
+
+    Shorter prompts may want less than was left to them: the chunk takes no more prompts, or a
+    cache has what they begin with.
+    """
+    if not tokens_left:
+        return None
+    for at, piece in enumerate(pieces):
+        if not piece.is_last:
+            end = (pages_for(piece.end, page_size) + pages_left) * page_size
+            more = min(tokens_left, end - piece.end, piece.prompt.num_tokens - piece.end)
+            pieces[at] = replace(piece, num_tokens=piece.num_tokens + more)
+            return pieces[at]
+    return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model import pieces
-from model.pieces import part_of_shorter, tokens_of
+from model.pieces import fill, part_of_shorter, tokens_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, reusable_tokens
 
@@ -142,6 +142,9 @@ class PrefillScheduler:
             tokens_left -= num_tokens
             pages_left -= num_pages
             self._planned(piece)
+        longer = fill(pieces, tokens_left, pages_left, self._page_size)
+        if longer is not None:
+            self._planned(longer)
         return tuple(pieces)
 
     @property

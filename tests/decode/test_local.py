@@ -87,6 +87,16 @@ def test_a_prompt_of_several_chunks_leaves_a_quarter_of_each_to_shorter_ones() -
     assert spans(desk.queue) == [[(1, 13, 20), (2, 0, 1)]]
 
 
+def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() -> None:
+    desk = Desk(chunk_tokens=64)
+    for room, num_tokens in ((1, 90), *((room, 1) for room in range(2, 20))):
+        desk.seat(room, num_tokens)  # sixteen tokens are left to eighteen, and seven fit
+    (chunk,) = spans(desk.queue)
+    assert chunk[0] == (1, 0, 64 - (MAX_SEQS - 1))
+    assert len(chunk) == MAX_SEQS
+    assert spans(desk.queue)[0][0] == (1, 57, 90)
+
+
 def test_a_chunk_has_at_most_so_many_prompts() -> None:
     desk = Desk(chunk_tokens=100)
     for room in range(1, MAX_SEQS + 2):

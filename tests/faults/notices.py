@@ -96,7 +96,9 @@ class Notices:
 
     def overdue(self, strike: Strike, lag_s: float) -> list[str]:
         """Who should have noticed and did not. lag_s: by how much this machine was late."""
-        wrong = []
+        wrong: list[str] = []
+        if strike.fault.role == "link" and self._may_have_dropped(strike, lag_s):
+            return wrong
         for name, life in strike.seen_by.items():
             witness = self._system.members[name]
             if witness.hurt(strike.at_s) or witness.life != life:
@@ -109,3 +111,11 @@ class Notices:
                     f"expected within {strike.bound_s:g} s"
                 )
         return wrong
+
+    def _may_have_dropped(self, strike: Strike, lag_s: float) -> bool:
+        """Whether the rooms of a connection may have ended with their API process.
+
+        Then it owes nothing, and nobody asks it for signs of life until it has a room again.
+        """
+        until_s = strike.at_s + strike.bound_s + lag_s
+        return any(api.hurt(strike.at_s, until_s) for api in self._system.named("api"))

@@ -132,11 +132,43 @@ def test_nothing_is_left_to_those_who_wait_for_pages() -> None:
     bench = Bench(num_pages=12, chunk_tokens=16)
     bench.add(1, 40)  # ten pages
     bench.add(2, 12)  # three, two are free
-    assert bench.plan() == [(1, 0, 12)]  # not known before it was tried
-    assert bench.plan() == [(1, 12, 28)]
-    assert bench.plan() == [(1, 28, 40)]
+    assert bench.plan() == [(1, 0, 16)]
+    assert bench.plan() == [(1, 16, 32)]
+    assert bench.plan() == [(1, 32, 40)]
     bench.scheduler.release(1)
     assert bench.plan() == [(2, 0, 12)]
+
+
+def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() -> None:
+    crowd = Bench(num_pages=64, chunk_tokens=16, chunk_seqs=3)
+    crowd.add(1, 100)
+    for room in range(2, 9):
+        crowd.add(room, 1)  # seven tokens want the quarter, and two of these fit beside the long one
+    assert crowd.plan() == [(1, 0, 14), (2, 0, 1), (3, 0, 1)]
+    alone = Bench(num_pages=64, chunk_tokens=16, chunk_seqs=1)
+    alone.add(1, 40)
+    alone.add(2, 3)
+    assert alone.plan() == [(1, 0, 16)]
+    cached = Bench(num_pages=64, chunk_tokens=16)
+    cached.add(1, list(range(12)))
+    cached.plan()
+    cached.add(2, 40)
+    cached.add(3, [*range(12), 99])  # thirteen tokens, and twelve are cached
+    assert cached.plan() == [(2, 0, 15), (3, 12, 13)]
+    assert cached.plan() == [(2, 15, 31)]
+
+
+@pytest.mark.parametrize(("chunk_pages", "end"), [(10, 28), (11, 31)])
+def test_a_piece_that_gets_the_rest_keeps_to_the_pages_of_a_chunk(
+    chunk_pages: int, end: int
+) -> None:
+    bench = Bench(num_pages=64, chunk_tokens=16, chunk_pages=chunk_pages)
+    bench.add(1, list(range(8)))
+    bench.plan()
+    bench.add(2, 40)
+    assert bench.plan() == [(2, 0, 16)]
+    bench.add(3, [*range(8), 99])  # three pages beside seven, and one token of the quarter
+    assert bench.plan() == [(2, 16, end), (3, 8, 9)]
 
 
 def test_order_is_by_arrival_whatever_the_order_of_grants() -> None:
