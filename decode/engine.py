@@ -98,6 +98,7 @@ class StepEngine(Protocol):
         tries: bool = False,
         num_pages: int | None = None,
     ) -> StepInFlight: ...
+    def can_draft(self, slots: np.ndarray) -> bool: ...
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
@@ -244,6 +245,11 @@ class DecodeEngine:
         kind = _StepKind(bucket, width > 1, bucket_for(reach, self._reaches(bucket, width)))
         out = self.calls("step", self._step_kinds.index(kind), plan)
         return StepInFlight(out, rows, width, drafting is not None)
+
+    def can_draft(self, slots: np.ndarray) -> bool:
+        """Whether a step of these slots, i32[n], has rows for drafts."""
+        _, most = _places(slots // np.int32(self._rank_slots), self._dp_size)
+        return self._buckets.drafting_of(bucket_for(most, self._buckets.slots)) is not None
 
     def run_local(
         self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]

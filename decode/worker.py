@@ -349,7 +349,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _plan(self) -> StepPlan | None:
         """Plan the next step; while a pool is dry, drop drafts, let ends come in, then preempt."""
-        tries = self._speculation.pays(self._scheduler.unfinished())
+        slots = self._scheduler.unfinished()
+        tries = self._engine.can_draft(slots) and self._speculation.pays(slots)
         while True:
             try:
                 return self._scheduler.plan(tries)

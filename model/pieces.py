@@ -64,9 +64,7 @@ def part_of_shorter(chunk_tokens: int) -> int:
     return chunk_tokens // 4
 
 
-def fill[P: Piece](
-    pieces: list[P], tokens_left: int, pages_left: int, page_size: int
-) -> P | None:
+def fill[P: Piece](pieces: list[P], tokens_left: int, pages_left: int, page_size: int) -> P | None:
     """Give what a chunk has left to the first piece whose prompt needs more; its new piece.
 
     Shorter prompts may want less than was left to them: the chunk takes no more prompts, or a

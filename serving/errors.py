@@ -5,9 +5,11 @@
     aborted                    400    invalid_request_error
     queue_full                 429    rate_limit_error, with Retry-After
     deadline                   504    timeout_error
-    peer_lost, shutting_down,
-    draining, stale                      503    service_unavailable_error, with Retry-After
+    peer_lost, shutting_down   503    service_unavailable_error, with Retry-After
     internal                   500    server_error
+
+Other codes are between workers and this process: a request that meets them goes on elsewhere, and
+ends as peer_lost where it cannot.
 
 Once the first byte of a stream is out no status can be sent, so the same body leaves as the
 stream's last event (`error_event`).

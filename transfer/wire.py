@@ -8,7 +8,7 @@ Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of
     prefill -> decode        frames on the data plane (transfer/backend.py), never here
     worker -> registry       Register, Heartbeat, Deregister
     API -> registry          Watch -> ClusterView (pushed on change)
-    prefill -> registry      Routes (rank of each room that it bound or ended; one a turn), and
+    prefill -> registry      Routes (rank of each room that it bound or ended), and
     registry -> decode       Routes (pushed as they come): frames of transfer/route_link.py
     prefill, decode -> registry  FindRoutes -> RoutesAddress (where these connections go)
     API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,

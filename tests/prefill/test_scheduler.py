@@ -143,7 +143,8 @@ def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() 
     crowd = Bench(num_pages=64, chunk_tokens=16, chunk_seqs=3)
     crowd.add(1, 100)
     for room in range(2, 9):
-        crowd.add(room, 1)  # seven tokens want the quarter, and two of these fit beside the long one
+        crowd.add(room, 1)
+    # Four tokens are left to seven, and two of them fit beside the long one.
     assert crowd.plan() == [(1, 0, 14), (2, 0, 1), (3, 0, 1)]
     alone = Bench(num_pages=64, chunk_tokens=16, chunk_seqs=1)
     alone.add(1, 40)

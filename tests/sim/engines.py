@@ -231,6 +231,10 @@ class StepEngine:
         chunk = ChunkInFlight(tuple(placed), states, _asked(told) if wants else None)
         return chunk, _sampled(ids, self) if asks else None
 
+    def can_draft(self, slots: np.ndarray) -> bool:
+        """A step of many slots leaves no rows for drafts."""
+        return self._drafts > 0 and len(slots) <= max(1, self._rank_slots // 2)
+
     def step(
         self,
         slots: np.ndarray,
@@ -241,10 +245,10 @@ class StepEngine:
     ) -> StepInFlight:
         self.dispatched += 1
         assert 0 < len(set(slots.tolist())) == len(slots) <= self._num_slots
-        # A step of many slots leaves no rows for drafts.
-        has_rows = len(slots) <= max(1, self._rank_slots // 2)
-        width = 1 + self._drafts if tries and has_rows else 1
-        made = int(self._drafts > 0 and has_rows)  # then a column says whether they were right
+        can_draft = self.can_draft(slots)
+        assert can_draft or not tries, "pages are reserved for drafts that no step makes"
+        width = 1 + self._drafts if tries else 1
+        made = int(can_draft)  # then a column says whether they were right
         ids = np.zeros((self._num_slots, width + made), np.int32)  # the compiled step pads
         # Not those of the plan: whoever forgets to look them up shall see other tokens.
         rows = slots[::-1].copy()
