@@ -32,6 +32,7 @@ class Strike:
     frames: dict[str, int] = field(default_factory=dict)  # request -> token frames until then
     noticed: dict[str, float] = field(default_factory=dict)  # who -> seconds after
     moved: dict[str, float] = field(default_factory=dict)  # request -> seconds after
+    excused: bool = False  # what it hit may have ended before anybody had to notice
 
     @property
     def bound_s(self) -> float:
@@ -97,7 +98,8 @@ class Notices:
     def overdue(self, strike: Strike, lag_s: float) -> list[str]:
         """Who should have noticed and did not. lag_s: by how much this machine was late."""
         wrong: list[str] = []
-        if strike.fault.role == "link" and self._may_have_dropped(strike, lag_s):
+        strike.excused = strike.fault.role == "link" and self._may_have_dropped(strike, lag_s)
+        if strike.excused:
             return wrong
         for name, life in strike.seen_by.items():
             witness = self._system.members[name]

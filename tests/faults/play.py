@@ -111,7 +111,7 @@ def _noticed(strikes: Sequence[Strike]) -> dict[str, str]:
     """Of each kind, seconds from fault to notice: how many, middle, 90 %, most."""
     by_kind: dict[str, list[float]] = {}
     for strike in strikes:
-        if strike.bound_s < math.inf and strike.hit != "missed":
+        if strike.bound_s < math.inf and strike.hit != "missed" and not strike.excused:
             of_kind = by_kind.setdefault(f"{strike.fault.kind} {_what(strike)}", [])
             # From the kill on, of one that was frozen before.
             begun_s = strike.fault.lasts_s if strike.fault.kind == "hang_kill" else 0.0
