@@ -4,6 +4,7 @@
     OPEN       passed over for a back-off time, which doubles up to a bound
     HALF_OPEN  that is over: one attempt may try; it closes, or opens for twice as long
 
+Who could not be reached with pages is not closed by what needs none, until that is long ago.
 A failure speaks only of attempts picked after the one before it: a hundred rooms that one accident
 ends are one failure. Whoever picks may ignore all of it when there is nobody else: a poor worker
 is better than none, and what succeeds there closes it.
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
+# Who could not be reached with pages does well again without any, once it is so long ago.
+FORGIVEN_S = 2 * LONGEST_S
 
 
 class State(enum.Enum):
@@ -33,6 +36,7 @@ class _Breaker:
     until_s: float = 0.0  # open until then
     counted_s: float = -math.inf  # when the last failure was counted
     trial: object = None  # the attempt that tries it, while half open
+    of_pages: bool = False  # one of these failures was that its peer could not reach it
 
 
 class Breakers[K: Hashable]:
@@ -70,16 +74,22 @@ class Breakers[K: Hashable]:
         if breaker is not None and breaker.trial is attempt:
             breaker.trial = None
 
-    def succeeded(self, worker: K, picked_s: float) -> None:
-        """It did what it was picked for."""
+    def succeeded(self, worker: K, picked_s: float, of_pages: bool = True) -> None:
+        """It did what it was picked for. of_pages: and its peer reached it."""
         breaker = self._breakers.get(worker)
+        if breaker is None:
+            return
+        # Else answers of one token would have those that need pages go there again and again.
+        if breaker.of_pages and not of_pages and picked_s - breaker.counted_s < FORGIVEN_S:
+            return
         # Opened since, what began before is no news.
-        if breaker is not None and (not breaker.opened or picked_s > breaker.counted_s):
+        if not breaker.opened or picked_s > breaker.counted_s:
             del self._breakers[worker]
 
-    def failed(self, worker: K, picked_s: float, now_s: float) -> None:
-        """It did not, and the fault is its own."""
+    def failed(self, worker: K, picked_s: float, now_s: float, of_pages: bool = False) -> None:
+        """It did not, and the fault is its own. of_pages: its peer could not reach it."""
         breaker = self._breakers.setdefault(worker, _Breaker())
+        breaker.of_pages |= of_pages
         state = self.state(worker, now_s)
         if state is State.OPEN or picked_s <= breaker.counted_s:
             return

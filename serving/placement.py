@@ -144,9 +144,12 @@ class Placement:
         if pair is not None:
             self._router.prefilled(pair)
             self._router.breakers.succeeded(pair.prefill_key, pair.picked_s)
-            # Of a request that its first token ends decode tells nothing: it had granted the pages.
+            # Of a request that its first token ends decode tells nothing: it had granted pages,
+            # which may not have reached it.
             if generation.decoding or generation.finish:
-                self._router.breakers.succeeded(pair.decode_key, pair.picked_s)
+                self._router.breakers.succeeded(
+                    pair.decode_key, pair.picked_s, of_pages=generation.decoding
+                )
         generation.refusals = 0
         generation.refused_since_s = None
         generation.avoid = frozenset()
@@ -188,7 +191,8 @@ class Placement:
         the failure speaks against.
         """
         if code in _WORKERS_FAULT:
-            self._count_failure(generation.pair, avoid)
+            told_by_peer = over_at is not None and over_at[0] != avoid
+            self._count_failure(generation.pair, avoid, of_pages=told_by_peer)
         if over_at is not None and code is not Code.QUEUE_FULL:
             # Workers had taken it: refusals that follow are others.
             generation.refusals, generation.refused_since_s = 0, None
@@ -207,13 +211,13 @@ class Placement:
         else:
             self._retry(generation, code, message, avoid)
 
-    def _count_failure(self, pair: Pair | None, worker_id: str) -> None:
+    def _count_failure(self, pair: Pair | None, worker_id: str, of_pages: bool) -> None:
         if pair is None:
             return
         for key in pair.keys:
             if key[0] == worker_id:
                 now_s = self._clock.monotonic_s()
-                self._router.breakers.failed(key, pair.picked_s, now_s)
+                self._router.breakers.failed(key, pair.picked_s, now_s, of_pages)
 
     def worker_lost(self, key: Key, message: str, drained: bool = False) -> None:
         """Move what that incarnation still had to do.

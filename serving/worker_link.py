@@ -14,6 +14,7 @@ from serving.router import Key, key_of
 from serving.timers import Timers, pause
 from transfer import wire
 from transfer.clock import Clock
+from transfer.complaint import Complaint
 from transfer.errors import Code, Incompatible, RpcError, Unavailable
 from transfer.rpc import RpcClient, Security
 
@@ -25,6 +26,8 @@ MAX_BATCH = 256  # submits in one call
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
+# One that was killed is gone from the registry's view before.
+_COMPLAIN_AFTER_S = 5.0
 
 
 class LinkOwner(Protocol):
@@ -172,18 +175,23 @@ class WorkerLink:
     # --- the reply stream ---
 
     async def _keep_reading(self) -> None:
-        delay_s = _REOPEN_FIRST_S
+        clock, delay_s = self._context.clock, _REOPEN_FIRST_S
+        complaint = Complaint(logger, f"worker {self.worker_id} cannot be opened, trying again")
+        closed_s = clock.monotonic_s()  # since then
         while True:
-            self.heard_s = self._context.clock.monotonic_s()
+            self.heard_s = clock.monotonic_s()
             self._attempt = asyncio.create_task(self._read())
             await asyncio.wait([self._attempt])
             message = self._end_of(self._attempt)
             self._attempt = None
             if self.open:
-                delay_s = _REOPEN_FIRST_S
+                delay_s, closed_s = _REOPEN_FIRST_S, clock.monotonic_s()
+                complaint.settle()
                 self._break(message)
             if self._retired:
                 return
+            if clock.monotonic_s() - closed_s > _COMPLAIN_AFTER_S:
+                complaint.tell(message)
             await pause(self._context.timers, delay_s)
             delay_s = min(2 * delay_s, _REOPEN_LONGEST_S)
 
@@ -233,7 +241,10 @@ class WorkerLink:
         self._submits.clear()
         self._aborts.clear()
         self._calls.reset()  # a worker that leaves waits for its streams to end
-        logger.warning("worker %s broke off: %s", self.worker_id, message)
+        if self.drained:
+            logger.info("worker %s has drained", self.worker_id)
+        else:
+            logger.warning("worker %s broke off: %s", self.worker_id, message)
         self._context.owner.on_broken(self, message)
 
     # --- submits and aborts ---

@@ -7,6 +7,7 @@ from hashlib import sha256
 
 from transfer import wire
 from transfer.backend import Frame, Kind
+from transfer.certificates import Certificate
 from transfer.errors import BadMessage, ConfigError, Unauthenticated
 from transfer.framing import Connection
 from transfer.rpc import Security
@@ -107,12 +108,4 @@ def server_context(security: Security) -> ssl.SSLContext | None:
     """TLS of the receiver; None when the cluster goes without. Raises ConfigError."""
     if security.cert_file is None or security.key_file is None:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(str(security.cert_file), str(security.key_file))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use {security.cert_file} with {security.key_file}: {error}"
-        ) from error
-    return context
+    return Certificate(security.cert_file, security.key_file).ssl_context()

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from typing import Any
+import warnings
+from typing import Any, TextIO
 
 from transfer.errors import ConfigError
 
@@ -27,6 +28,19 @@ def set_up(name: str) -> None:
     of_others = max(logging.WARNING, logging.getLevelNamesMapping()[level])
     for noisy in ("jax", "absl", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(of_others)
+    warnings.showwarning = _warned
+
+
+def _warned(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """What a library says by Python's own means, mostly of a cache that cannot be written."""
+    logging.getLogger("py.warnings").warning("%s: %s", category.__name__, message)
 
 
 class _Formatter(logging.Formatter):

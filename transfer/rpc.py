@@ -17,6 +17,7 @@ import grpc.aio
 import msgspec
 
 from transfer import wire
+from transfer.certificates import Certificate, read_pem
 from transfer.errors import (
     BadMessage,
     ConfigError,
@@ -73,19 +74,12 @@ class Security:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         if self.cert_file is None or self.key_file is None:
             return None
-        return grpc.ssl_server_credentials([(_read(self.key_file), _read(self.cert_file))])
+        return Certificate(self.cert_file, self.key_file).grpc_credentials()
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         if self.ca_file is None:
             return None
-        return grpc.ssl_channel_credentials(_read(self.ca_file))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(read_pem(self.ca_file))
 
 
 class _Call(wire.Message, frozen=True):

@@ -28,7 +28,7 @@ from transfer.backend import (
 )
 from transfer.buffers import BufferPool
 from transfer.clock import SYSTEM_CLOCK
-from transfer.complaint import Complaint
+from transfer.complaint import Complaint, Complaints
 from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
 from transfer.framing import Connection, Incoming, connection_over
 from transfer.handshake import (
@@ -70,6 +70,7 @@ class TcpSender(Sender):
         self.sender_id = sender_id
         self.stall_timeout_s = stall_timeout_s
         self.context = client_context(security)
+        self.unreached = Complaints(log, "no page connection")  # by address
 
     def _open_lane(self, address: str) -> Lane:
         lane = TcpLane(self, address)
@@ -104,16 +105,21 @@ class TcpLane(Lane):
 
     def _run(self) -> None:
         message = "closed"
+        unreached = self.sender.unreached.of(self.address)
         try:
             connection = self._connection = self.connect()
+            unreached.settle()
             while not self._closing:
                 self._turn(connection)
         except (KvferryError, OSError) as error:
             message = f"{self.address}: {error}"
             if not self._closing:
-                # Without rooms it is only a peer that left.
-                level = logging.WARNING if self.rooms else logging.INFO
-                log.log(level, "page connection closed with %d rooms: %s", len(self.rooms), message)
+                if self._connection is None:
+                    unreached.tell(error)
+                else:  # without rooms it is only a peer that left
+                    count = len(self.rooms)
+                    level = logging.WARNING if count else logging.INFO
+                    log.log(level, "page connection closed with %d rooms: %s", count, message)
         finally:
             try:
                 self.sender.lost(self, message)
@@ -244,6 +250,7 @@ class TcpReceiver(Receiver):
         self.context = server_context(security)
         self.buffers = BufferPool(_IDLE_BUFFER_BYTES)
         self.offer: Offer | None = None
+        self.refused = Complaints(log, "page connection refused")  # by host
         self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP
         self._host, self._port = host, port
         self._connections: set[TcpFeeder] = set()
@@ -312,7 +319,7 @@ class TcpReceiver(Receiver):
                     complaint.tell(error)
                 self._closing.wait(_ACCEPT_AGAIN_S)
                 continue
-            name = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "this host"
+            name = address[0] if isinstance(address, tuple) else "this host"
             feeder = kind(self, sock, name)
             if not self.joined(feeder):
                 self.count("connections_over_limit")
@@ -334,6 +341,7 @@ class TcpFeeder:
         self.receiver = receiver
         self._sock = sock
         self.name = name
+        self._complaint = receiver.refused.of(name)
         self.replies: deque[tuple[Frame, bytes]] = deque()
         self.connection: Connection | None = None
         self._closing = False
@@ -359,13 +367,14 @@ class TcpFeeder:
         try:
             connection = self.connection = self._greet()
             self.greeted(connection)
+            self._complaint.settle()
             while not self._closing:
                 self._turn(connection)
         except (KvferryError, OSError) as error:
             message = f"{self.name}: {error}"
             if not isinstance(error, PeerLost):
                 self.receiver.count("connections_refused")
-                log.warning("page connection refused: %s", message)
+                self._complaint.tell(error)
         finally:
             try:
                 self.receiver.left(self, message)

@@ -14,7 +14,7 @@ KILL_NOTICED_S = 1.0
 # A stream is silent for 3 s, looked at every 0.5 s, the last word up to 0.5 s before the fault;
 # a data connection is lost within its stall timeout of 3 s, counted from its next sign of life.
 SILENCE_NOTICED_S = 4.5
-_BROKE = re.compile(r"worker (\S+) broke off")
+_BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 _MOVES = re.compile(r"(\S+) moves: ")
 _PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
 

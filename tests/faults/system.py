@@ -32,7 +32,7 @@ SIZES = {
 }
 REQUEST_TIMEOUT_S = 120.0
 _OPEN = re.compile(r"worker (\S+) is open")
-_BROKE = re.compile(r"worker (\S+) broke off")
+_BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 
 
 class System:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.breaker import FIRST_S, LONGEST_S, Breakers, State
+from serving.breaker import FIRST_S, FORGIVEN_S, LONGEST_S, Breakers, State
 
 
 def opened(failures: int = 2) -> Breakers[str]:
@@ -50,6 +50,23 @@ def test_half_open_one_attempt_tries_and_closes_it():
     assert breakers.is_out("w", now_s)
     breakers.succeeded("w", now_s)
     assert breakers.state("w", now_s) is State.CLOSED
+
+
+def test_answers_without_pages_do_not_close_it_for_those_that_need_them():
+    breakers = Breakers[str](2)
+    for second in range(1, 3):
+        breakers.failed("w", second, second + 0.5, of_pages=True)
+        breakers.succeeded("w", second + 0.6, of_pages=False)
+    assert breakers.state("w", 2.6) is State.OPEN
+    later_s = 2.5 + FIRST_S
+    breakers.succeeded("w", later_s, of_pages=False)
+    assert breakers.state("w", later_s) is State.HALF_OPEN
+    breakers.succeeded("w", 2.5 + FORGIVEN_S, of_pages=False)
+    assert breakers.state("w", 2.5 + FORGIVEN_S) is State.CLOSED
+    breakers.failed("w", 200.0, 201.0, of_pages=True)
+    breakers.succeeded("w", 202.0)
+    breakers.failed("w", 203.0, 204.0)
+    assert breakers.state("w", 204.0) is State.CLOSED
 
 
 def test_a_trial_that_its_client_gives_up_leaves_the_place_to_another():

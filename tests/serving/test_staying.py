@@ -44,6 +44,23 @@ async def test_a_decode_worker_that_serves_single_tokens_is_tried_and_taken_agai
         assert dispatcher._placement.health_of(link).breaker == "closed"
 
 
+async def test_single_tokens_do_not_speak_for_a_decode_worker_that_pages_do_not_reach():
+    async with FakeCluster(auto_step=False) as cluster:
+        dispatcher = await cluster.dispatcher(breaker_failures=1, max_retries=9)
+        for failing in (True, False):
+            sink = RecordingSink()
+            generation = dispatcher.submit(cluster.spec(max_new_tokens=1), sink)
+            (room,) = await cluster.submitted(1)
+            if failing:
+                leg = cluster.prefill[0].rooms[room]
+                lost = wire.RoomEvent(room, "failed", code=Code.PEER_LOST.value, message="lost")
+                cluster.prefill[0]._event(leg, lost)
+                await until(lambda: generation.room != room)  # noqa: B023  (awaited here)
+            await played(cluster, sink)
+        (link,) = (each for each in dispatcher._membership.open_links() if each.role == "decode")
+        assert dispatcher._placement.health_of(link).breaker != "closed"
+
+
 async def test_a_request_that_a_worker_took_is_not_refused_for_what_came_before():
     clock = ManualClock(1000.0)
     async with FakeCluster(auto_step=False, decodes=2, clock=clock) as cluster:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from tests.fakes import FakeCluster, FakeWorker, RecordingSink, until
 from tests.serving.test_placement import played
 from transfer import wire
+from transfer.clock import ManualClock
 from transfer.errors import Code, Unavailable
 
 
@@ -111,3 +112,20 @@ async def test_an_abort_that_did_not_get_there_is_sent_again(monkeypatch):
         dispatcher.abort(generation)
         await until(lambda: not any(worker.rooms for worker in cluster.workers))
         assert failed
+
+
+async def test_a_registered_worker_that_cannot_be_opened_is_told_of_once(caplog):
+    clock = ManualClock(1000.0)
+    async with FakeCluster(auto_step=False, clock=clock) as cluster:
+        for worker in cluster.decode:
+            await worker.kill()  # listed still
+        dispatcher = await cluster.dispatcher(wait=False)
+        await until(lambda: len(dispatcher._membership.open_links()) == 1)
+        links = dispatcher._membership._links.values()
+        (shut,) = (link for link in links if link.role == "decode")
+        for _ in range(40):
+            await until(lambda: shut._attempt is None)  # between two
+            told = caplog.text.count("worker decode-0 cannot be opened, trying again: decode-0 is")
+            if not 1005.0 < clock.monotonic_s() < 1007.0:
+                assert told == (clock.monotonic_s() > 1006.0)
+            await cluster.pass_time(0.5)

@@ -1,6 +1,7 @@
 """What a process may write on stderr, and how much."""
 
 import logging
+import warnings
 
 import pytest
 
@@ -13,7 +14,12 @@ def test_what_a_message_quotes_cannot_write_lines_of_its_own(
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.root, "level", logging.root.level)
-    logs.set_up("serve")
+    with warnings.catch_warnings():
+        logs.set_up("serve")
+        warnings.simplefilter("always")
+        warnings.warn("no space\nleft", stacklevel=1)
+    (warned,) = capsys.readouterr().err.removesuffix("\n").split("\n")
+    assert warned.endswith(r"[serve] W UserWarning: no space\nleft")
     log = logging.getLogger("serving.quotes")
     log.warning("%s moves: été", "a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028")
     try:

@@ -11,7 +11,9 @@ from tests.transfer.samples import logical_pages
 from tests.transfer.test_tcp import raw_peer
 from transfer import tcp
 from transfer.clock import ManualClock
+from transfer.complaint import Complaints
 from transfer.errors import PeerLost
+from transfer.rpc import Security
 from transfer.tcp import TcpLane, TcpReceiver
 
 
@@ -20,6 +22,28 @@ def ends() -> Iterator[TcpEnds]:
     made = TcpEnds()
     yield made
     made.close()
+
+
+def test_what_keeps_a_peer_out_is_told_once_at_either_end_until_it_is_let_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stranger = TcpEnds(sender_security=Security("another-token-of-the-tests"))
+    try:
+        for room in (1, 2, 3):
+            stranger.receiver.expect(room, 1, 2)
+            stranger.send_room(room, logical_pages(2))
+            stranger.until(lambda: len(stranger.diary.events) == room)  # noqa: B023
+            counters = stranger.receiver.counters
+            stranger.until(lambda: counters["connections_refused"] == room)  # noqa: B023
+    finally:
+        stranger.close()
+    assert caplog.text.count("page connection refused: 127.0.0.1: ") == 1
+    assert caplog.text.count(f"no page connection: {stranger.address}: ") == 1
+    complaint = Complaints(tcp.log, "refused").of("10.0.0.3")
+    for _ in range(2):
+        complaint.tell("the token is wrong")
+        complaint.settle()
+    assert caplog.text.count("refused: 10.0.0.3: the token is wrong") == 2
 
 
 def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> None:

@@ -1,0 +1,117 @@
+"""A certificate that is renewed on disk is shown to who connects next, on both planes."""
+
+import asyncio
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+
+from tests.certificate import made_security
+from tests.contract.transfer_ends import TcpEnds
+from tests.transfer.samples import logical_pages
+from transfer import wire
+from transfer.certificates import Certificate
+from transfer.errors import ConfigError
+from transfer.handshake import parse_address
+from transfer.rpc import RpcClient, RpcServer, Security
+
+
+@pytest.fixture
+def old_and_new(tmp_path: Path) -> tuple[Security, Security]:
+    """Two certificates; the first trusts both."""
+    made = []
+    for name in ("old", "new"):
+        folder = tmp_path / name
+        folder.mkdir()
+        made.append(made_security("token-of-the-tests", folder))
+    old, new = made
+    assert old.cert_file is not None
+    assert new.cert_file is not None
+    both = tmp_path / "ca.pem"
+    both.write_bytes(old.cert_file.read_bytes() + new.cert_file.read_bytes())
+    return Security(old.token, both, old.cert_file, old.key_file), new
+
+
+def shown_at(address: tuple[str, int]) -> str:
+    return ssl.get_server_certificate(address, timeout=20.0)
+
+
+def replace(old: Security, new: Security) -> None:
+    """As a tool does that renews: another file takes the name."""
+    for here, there in ((new.key_file, old.key_file), (new.cert_file, old.cert_file)):
+        assert here is not None
+        assert there is not None
+        fresh = there.with_suffix(".fresh")
+        shutil.copy(here, fresh)
+        fresh.rename(there)
+
+
+def pem(path: Path | None) -> str:
+    assert path is not None
+    return path.read_text()
+
+
+def test_connections_for_pages_show_the_renewed_certificate(
+    old_and_new: tuple[Security, Security], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = old_and_new
+    before = pem(old.cert_file)
+    ends = TcpEnds(sender_security=old, receiver_security=old)
+    try:
+        address = parse_address(ends.address)
+        assert shown_at(address) == before
+        assert old.key_file is not None
+        kept = old.key_file.read_bytes()
+        old.key_file.write_text("no key")
+        for _ in range(2):
+            assert shown_at(address) == before
+        assert caplog.text.count("the certificate was not renewed: cannot use ") == 1
+        old.key_file.write_bytes(kept)
+        replace(old, new)
+        assert shown_at(address) == pem(new.cert_file)
+        ends.receiver.expect(1, 1, 2)
+        ends.send_room(1, logical_pages(2))
+        ends.until(lambda: bool(ends.diary.finished))
+    finally:
+        ends.close()
+
+
+async def test_control_servers_show_the_renewed_certificate(
+    old_and_new: tuple[Security, Security],
+) -> None:
+    old, new = old_and_new
+    before = pem(old.cert_file)
+    server = RpcServer(old)
+
+    async def state(_: wire.Empty) -> wire.Empty:
+        return wire.Empty()
+
+    server.unary("State", wire.Empty, state)
+    port = await server.start("127.0.0.1", 0)
+    client = RpcClient(f"127.0.0.1:{port}", old)
+    try:
+        assert await asyncio.to_thread(shown_at, ("127.0.0.1", port)) == before
+        await client.call("State", wire.Empty(), wire.Empty, 20.0)
+        replace(old, new)
+        assert await asyncio.to_thread(shown_at, ("127.0.0.1", port)) == pem(new.cert_file)
+        late = RpcClient(f"127.0.0.1:{port}", old)
+        for each in (client, late):  # the open connection goes on
+            await each.call("State", wire.Empty(), wire.Empty, 20.0)
+        assert old.key_file is not None
+        old.key_file.unlink()
+        assert await asyncio.to_thread(shown_at, ("127.0.0.1", port)) == pem(new.cert_file)
+        await late.close()
+    finally:
+        await client.close()
+        await server.stop()
+
+
+def test_a_pair_that_does_not_fit_is_refused_at_the_start(
+    old_and_new: tuple[Security, Security],
+) -> None:
+    old, new = old_and_new
+    assert old.cert_file is not None
+    assert new.key_file is not None
+    with pytest.raises(ConfigError, match=f"cannot use {old.cert_file} with {new.key_file}"):
+        Certificate(old.cert_file, new.key_file)

@@ -1,0 +1,112 @@
+"""The certificate that a process shows to its peers, read again once its files were renewed."""
+
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+
+from transfer.complaint import Complaint
+from transfer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Certificate:
+    """A certificate and its key, in PEM files.
+
+    Connections that begin after the files were replaced see the new one; those that are open keep
+    what they have. Files that cannot be used are told of, and what was read before stays.
+    """
+
+    def __init__(self, cert_file: Path, key_file: Path) -> None:
+        """Raises ConfigError when they cannot be used."""
+        self._cert_file = cert_file
+        self._key_file = key_file
+        self._complaint = Complaint(log, "the certificate was not renewed")
+        self._seen = self._stamps()
+        self._context = self._load()
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """TLS of a server that shows the newest."""
+        context = self._load()
+        context.sni_callback = self._choose
+        return context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """The same for a server of gRPC."""
+        return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair)
+
+    # --- for each handshake -----------------------------------------------------------------------
+
+    def _choose(
+        self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
+        if self._is_renewed():
+            try:
+                self._context = self._load()
+                self._told()
+            except ConfigError as error:
+                self._complaint.tell(error)
+        connection.context = self._context
+
+    def _renewed_pair(self) -> "grpc.ServerCertificateConfiguration | None":
+        """None: gRPC goes on with what it has, as it does with a pair that does not fit."""
+        if not self._is_renewed():
+            return None
+        try:
+            self._load()
+            pair = self._pair()
+        except ConfigError as error:
+            self._complaint.tell(error)
+            return None
+        self._told()
+        return pair
+
+    def _told(self) -> None:
+        self._complaint.settle()
+        log.info("the certificate in %s was renewed", self._cert_file)
+
+    def _is_renewed(self) -> bool:
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        return True
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        """Other ones when a file was written or replaced; None: there is none now."""
+        stamps: list[tuple[int, int] | None] = []
+        for path in (self._cert_file, self._key_file):
+            try:
+                found = path.stat()
+            except OSError:
+                stamps.append(None)
+            else:
+                stamps.append((found.st_mtime_ns, found.st_ino))
+        return stamps
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(str(self._cert_file), str(self._key_file))
+        except OSError as error:
+            names = f"{self._cert_file} with {self._key_file}"
+            raise ConfigError(f"cannot use {names}: {error}") from error
+        return context
+
+    def _pair(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(read_pem(self._key_file), read_pem(self._cert_file))]
+        )
+
+
+def read_pem(path: Path) -> bytes:
+    """Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
