@@ -43,8 +43,12 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     _add_routing(routing)
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
-    comparing.add_argument("--tolerance", type=float, default=0.05, help="share that is noise")
-    comparing.add_argument("--fail-on-worse", action="store_true")
+    comparing.add_argument(
+        "--tolerance", type=_at_least(0, float), default=0.05, help="share that is noise"
+    )
+    comparing.add_argument(
+        "--fail-on-worse", action="store_true", help="exit 1 where a row is worse, or is not there"
+    )
     plotting.add_argument("what", choices=("frontend",))
     plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl")
     plotting.add_argument("--out", type=Path, required=True, metavar="FILE.svg")
@@ -203,7 +207,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(format_changes(changes))
     for said in differences(before, after):
         print(f"not alike: {said}", file=sys.stderr)
-    worse = any(change.verdict == "worse" for change in changes)
+    worse = any(change.verdict in ("worse", "only before") for change in changes)
     return 1 if worse and args.fail_on_worse else 0
 
 

@@ -156,7 +156,8 @@ def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
         trace.cached_tokens = int(details.get("cached_tokens") or 0)
     for choice in event.get("choices", ()):
         # An incomplete character yields an event with empty text: a token came all the same.
-        if choice.get("text") or not choice.get("finish_reason"):
+        # And an answer that ends with its first token may bring the end alone.
+        if choice.get("text") or not choice.get("finish_reason") or not trace.event_s:
             trace.event_s.append(now_s)
         if choice.get("finish_reason"):
             trace.finish_reason = choice["finish_reason"]

@@ -15,6 +15,7 @@ from bench.frontend_cases import PEER_NAMES, Case, Design, cases_of
 from bench.frontend_peers import version_in
 from bench.frontend_plan import Cell, tokens_of
 from bench.frontend_processes import (
+    Failed,
     Target,
     cpu_s,
     forget_peak_rss,
@@ -116,8 +117,11 @@ class _Bench:
         load = (engine.pid, client.pid)
         server_s, load_s = cpu_s(target.pid), sum(map(cpu_s, load))
         engine.tell(go=True)
-        told = engine.hear()
-        client.hear()  # ended; what it read is looked at after the clocks
+        try:
+            client.hear()  # ended; what it read is looked at after the clocks
+            told = engine.hear()
+        except Failed as error:
+            raise Failed(f"{error}{target.who_ended()}") from error
         into.server_cpu_s += cpu_s(target.pid) - server_s
         into.load_cpu_s += sum(map(cpu_s, load)) - load_s
         into.add(cell, client.hear(), told, self._path)

@@ -1,6 +1,7 @@
 """What the front end benchmark compares: designs, their paces, and what a run asks for."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,9 +147,9 @@ def _check(args: argparse.Namespace) -> None:
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
     for name in ("step_ms", "overload_step_ms"):
-        if not getattr(args, name) > 0:
+        if not 0 < getattr(args, name) < math.inf:
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} must be above 0, got {getattr(args, name)}")
+            raise ValueError(f"{flag} must be above 0 and finite, got {getattr(args, name)}")
 
 
 def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple[Design, ...]:

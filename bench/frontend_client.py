@@ -42,6 +42,7 @@ _READ_BYTES = 1 << 16
 _SENDS_A_TURN = 8
 _AHEAD = 64  # connections that wait for their requests, where these are spaced
 _PATIENCE_S = 60.0
+_GOOD = b"HTTP/1.1 200 "
 
 
 class BadStream(ValueError):
@@ -90,7 +91,7 @@ class Heard:
         Raises BadStream unless every token came once, in order, and then the end.
         """
         raw = b"".join(reads.data)
-        if not raw.startswith(b"HTTP/1.1 200 "):
+        if not raw.startswith(_GOOD):
             raise BadStream(f"stream {stream} was answered {raw[:300]!r}")
         ends = list(accumulate(map(len, reads.data)))
         token_s: list[float] = []
@@ -151,7 +152,7 @@ class LoadClient:
         # Connections are taken in the order they came: one answer on the last, and all are.
         last = self._sockets[-1]
         last.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
-        if not (answer := last.recv(_READ_BYTES)).startswith(b"HTTP/1.1 200 "):
+        if not (answer := last.recv(_READ_BYTES)).startswith(_GOOD):
             raise BadStream(f"the server was asked for its health and said {answer!r}")
         for connection in self._sockets:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
@@ -220,6 +221,7 @@ class LoadClient:
         sent_s: list[float] = []
         start_s = heard_s = time.monotonic()
         not_started, not_ended = cell.num_streams, cell.num_streams
+        patience_s = _PATIENCE_S + cell.spacing_s + cell.step_s
         while not_ended:
             wait_s = self._send(cell, requests, sent_s, start_s)
             ready = self._epoll.poll(wait_s, 1024)
@@ -231,6 +233,8 @@ class LoadClient:
                 data = os.read(fd, _READ_BYTES)
                 heard_s = time.monotonic()
                 one = reads[stream_at[fd]]
+                if data and not one.data and not data.startswith(_GOOD):
+                    raise BadStream(f"stream {stream_at[fd]} was answered {data[:300]!r}")
                 before = one.events
                 self._total += one.add(heard_s, data)
                 if self._total >= self._threshold:
@@ -244,7 +248,7 @@ class LoadClient:
                 elif not data:
                     stream = stream_at[fd]
                     raise BadStream(f"stream {stream} was closed after {one.events} events")
-            if not ready and time.monotonic() - max(heard_s, *sent_s[-1:]) > _PATIENCE_S:
+            if not ready and time.monotonic() - max(heard_s, *sent_s[-1:]) > patience_s:
                 raise BadStream(f"{not_ended} streams have not ended; {self._total} events came")
         return sent_s
 

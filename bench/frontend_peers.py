@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ import psutil
 
 from bench.client import Server
 from bench.frontend_cases import Design
-from bench.serve import NoServer, wait_ready
+from bench.serve import NoServer, lifeline, wait_ready
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HOST = "127.0.0.1"
@@ -61,13 +62,15 @@ class PeerServer:
                 self.server = Server(_HOST, probe.getsockname()[1])
             read, write = os.pipe()
             self._told = stack.enter_context(os.fdopen(read))
-            words = ["serve", str(write), str(self._model_path), str(self.server.port)]
+            life = stack.enter_context(lifeline())
+            words = ["serve", str(write), str(life), str(self._model_path), str(self.server.port)]
             self._process = subprocess.Popen(
                 [self._python, "-m", self._design.module, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
-                pass_fds=(write,),
+                pass_fds=(write, life),
+                start_new_session=True,
                 env=environment() | {"TMPDIR": folder},
             )
             os.close(write)
@@ -84,8 +87,9 @@ class PeerServer:
         return self._process.pid
 
     def addresses(self) -> dict[str, Any]:
-        """Where it hears its engine and is heard. Raises NoServer when it ends before."""
-        line = self._told.readline()
+        """Where it hears its engine and is heard. Raises NoServer when it does not say, or ends."""
+        ready, _, _ = select.select([self._told], [], [], _START_TIMEOUT_S)
+        line = self._told.readline() if ready else ""
         if not line:
             raise self._failed()
         values: dict[str, Any] = json.loads(line)

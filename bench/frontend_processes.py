@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ class Child:
         self.tell(**values)
         return self.hear()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def end(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -105,11 +110,25 @@ class Target:
     load: Load
     floor: Child | None = None
 
+    def who_ended(self) -> str:
+        """What to add to a failure: processes of it that are gone."""
+        gone = [name for name in ("engine", "client") if getattr(self.load, name).has_ended]
+        if not psutil.pid_exists(self.pid) or _is_zombie(self.pid):
+            gone.append("server")
+        return f" (ended: {', '.join(gone)})" if gone else ""
+
+
+def _is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
 
 def cpu_s(pid: int) -> float:
-    """Seconds of user and system time so far of a process and those it started that live."""
-    times = [each.cpu_times() for each in _family(pid)]
-    return sum(each.user + each.system for each in times)
+    """Seconds of processor time so far of a process and those it started that live.
+
+    By the clock that Linux has for each process, to the nanosecond (clock_getcpuclockid(3)): what
+    psutil reads counts in hundredths of a second, and a cell may be over in a few.
+    """
+    return sum(time.clock_gettime((~each.pid << 3) | 2) for each in _family(pid))
 
 
 def _family(pid: int) -> list[psutil.Process]:

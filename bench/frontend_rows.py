@@ -87,7 +87,7 @@ def report_case(
             "rounds": case.rounds,
             "rounds_s": [round(one.taken_s, 3) for one in measured[design]],
             "piece_bytes": measured[design][0].piece_bytes,
-            "server_args": " ".join(design.server_args) or more_args * design.is_product,
+            "server_args": " ".join([*design.server_args, *more_args.split() * design.is_product]),
             "load_average_1m": round(os.getloadavg()[0], 2),
         }
         for metric, unit in UNITS.items():

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, tell_addresses
+from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, end_with, tell_addresses
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 
@@ -122,9 +122,10 @@ class SglangMessages:
 
 
 def main() -> None:
-    """`python -m bench.frontend_sglang serve NOTIFY_FD MODEL PORT | engine FD`."""
+    """`python -m bench.frontend_sglang serve NOTIFY_FD LIFELINE_FD MODEL PORT | engine FD`."""
     if sys.argv[1] == "serve":
-        serve(int(sys.argv[2]), *sys.argv[3:])
+        end_with(int(sys.argv[3]))
+        serve(int(sys.argv[2]), *sys.argv[4:])
         return
 
     def way_of(setup: dict[str, Any]) -> PeerSteps:

@@ -14,7 +14,7 @@ import uvloop
 
 from bench.frontend_plan import STEER, Cell, pieces_of, say, told
 
-_PATIENCE_S = 180.0  # for the steps of a round
+_PATIENCE_S = 180.0  # for the steps of a round, over what they take when paced
 
 
 class Round:
@@ -106,11 +106,13 @@ async def serve(steering: socket.socket, way_of: Callable[[dict[str, Any]], Way]
         current = way.begin(Cell(**ask["cell"]))
         say(ready=True)
         await asyncio.to_thread(told)  # every stream has its first token
+        cell = current.cell
+        patience_s = _PATIENCE_S + cell.output_tokens * cell.step_s
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 await pacer.steps(current)
         except TimeoutError:
-            say(error=f"{len(current.step_s)} steps left in {_PATIENCE_S:g} s, and no more")
+            say(error=f"{len(current.step_s)} steps left in {patience_s:g} s, and no more")
             return
         say(first_s=current.first_s, step_s=current.step_s)
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import HOST, PeerSteps, tell_addresses
+from bench.frontend_peer_steps import HOST, PeerSteps, end_with, tell_addresses
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 
@@ -100,9 +100,10 @@ class VllmMessages:
 
 
 def main() -> None:
-    """`python -m bench.frontend_vllm serve NOTIFY_FD MODEL PORT | engine FD`."""
+    """`python -m bench.frontend_vllm serve NOTIFY_FD LIFELINE_FD MODEL PORT | engine FD`."""
     if sys.argv[1] == "serve":
-        serve(int(sys.argv[2]), *sys.argv[3:])
+        end_with(int(sys.argv[3]))
+        serve(int(sys.argv[2]), *sys.argv[4:])
         return
 
     def way_of(setup: dict[str, Any]) -> PeerSteps:

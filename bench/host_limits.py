@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_HEADER = struct.Struct("<Q")
+HEADER = struct.Struct("<Q")
 _BUFFER_BYTES = 4 << 20
 
 
@@ -133,7 +133,7 @@ def _rounds(budget_s: float) -> Iterator[None]:
 
 def _request(connection: socket.socket, payload: bytes | memoryview) -> None:
     # Header and payload in one call: apart, the kernel waits for an acknowledgement in between.
-    sent = connection.sendmsg([_HEADER.pack(len(payload)), payload]) - _HEADER.size
+    sent = connection.sendmsg([HEADER.pack(len(payload)), payload]) - HEADER.size
     connection.sendall(memoryview(payload)[sent:])
     if not connection.recv(1):
         raise ConnectionError("the receiving process closed its connection")
@@ -185,10 +185,12 @@ def _receive(connection: socket.socket) -> None:
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while head := connection.recv(_HEADER.size, socket.MSG_WAITALL):
-            (left,) = _HEADER.unpack(head)
+        while head := connection.recv(HEADER.size, socket.MSG_WAITALL):
+            (left,) = HEADER.unpack(head)
             while left:
-                left -= connection.recv_into(buffer, min(left, _BUFFER_BYTES))
+                if not (count := connection.recv_into(buffer, min(left, _BUFFER_BYTES))):
+                    return  # the peer was killed in the middle
+                left -= count
             connection.sendall(b"k")
 
 

@@ -131,7 +131,7 @@ class Report:
 
 
 # Of what is said of a row, what nobody asked for.
-_FOUND = frozenset({"rounds_s", "load_average_1m"})
+_FOUND = frozenset({"rounds_s", "load_average_1m", "piece_bytes"})
 HEADER = (
     f"{'bench':10} {'case':34} {'metric':22} {'value':>12} {'unit':9} {'baseline':>11} {'ratio':>7}"
 )
@@ -165,7 +165,9 @@ def read_rows(path: Path) -> list[Row]:
             continue
         try:
             values = json.loads(line)
-            rows.append(Row(**{k: v for k, v in values.items() if k in names}))
+            row = Row(**{k: v for k, v in values.items() if k in names})
+            _ = row.shapes.keys() | row.versions.keys()  # a file may have anything there
+            rows.append(row)
         except (ValueError, TypeError, AttributeError) as error:
             raise BadRows(f"{path}:{number}: not a row: {error}") from error
     return rows

@@ -1,14 +1,25 @@
 """The front end benchmark: what it counts of a stream, and what it catches."""
 
+import gc
+import os
+import socket
 import struct
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from bench.frontend_client import BadStream, Heard, Reads
+from bench.client import Server
+from bench.frontend_client import BadStream, Heard, LoadClient, Reads
 from bench.frontend_floor import Spelling, native_round
 from bench.frontend_plan import Cell, pieces_of, text_of, tokens_of
+from bench.frontend_processes import Child, Load, Target, cpu_s
 from serving.demo import demo_model_path
 
 TEXTS = [" boat", " page", "other", "house", " tide"]
@@ -117,3 +128,49 @@ def test_events_are_counted_once_wherever_reads_cut_them():
             ended.append(reads.ended)
         assert reads.events == NUM_TOKENS + 3  # role, finish reason, [DONE]
         assert ended.index(True) == len(ended) - 1
+
+
+def test_an_answer_that_is_no_stream_ends_the_round_at_once():
+    """It has no last chunk to wait for."""
+    cell = Cell(2, 4, 1)
+    steering, _engine = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening, steering, _engine:
+
+        def serve() -> None:
+            ours = [listening.accept()[0] for _ in range(2)]
+            for connection, status in ((ours[1], b"200 OK"), (ours[0], b"429 Too Many Requests")):
+                assert connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 4\r\n\r\nfull")
+            assert ours[0].recv(1) == b""
+            for connection in ours:
+                connection.close()
+
+        server = threading.Thread(target=serve)
+        server.start()
+        client = LoadClient(steering, TEXTS)
+        client.connect("127.0.0.1", listening.getsockname()[1], cell)
+        try:
+            with pytest.raises(BadStream, match=r"stream 0 was answered b'HTTP/1\.1 429"):
+                client.play(cell, {}, ("rid", ""), "nowhere")
+        finally:
+            gc.enable()
+        for connection in client._sockets:
+            connection.close()
+        server.join()
+
+
+def test_processor_time_is_told_to_less_than_a_tick():
+    begun_s, steps = cpu_s(os.getpid()), set()
+    while cpu_s(os.getpid()) - begun_s < 0.05:
+        steps.add(cpu_s(os.getpid()))
+    assert len(steps) > 20
+    assert time.process_time() >= begun_s
+
+
+def test_a_failure_says_which_process_ended():
+    with subprocess.Popen([sys.executable, "-c", ""]) as server:
+        server.wait()
+        engine, client = (cast(Child, SimpleNamespace(has_ended=gone)) for gone in (True, False))
+        load = Load(engine, client)
+        target = Target(Server("127.0.0.1", 1), server.pid, load)
+        assert target.who_ended() == " (ended: engine, server)"

@@ -117,8 +117,9 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--streams", "0"], "--streams must be at least 1, got 0"),
         (["--interval", "0"], "--interval must be at least 1, got 0"),
-        (["--step-ms", "0"], "--step-ms must be above 0, got 0"),
-        (["--overload-step-ms", "nan"], "--overload-step-ms must be above 0, got nan"),
+        (["--step-ms", "0"], "--step-ms must be above 0 and finite, got 0"),
+        (["--step-ms", "inf"], "--step-ms must be above 0 and finite, got inf"),
+        (["--overload-step-ms", "nan"], "--overload-step-ms must be above 0 and finite, got nan"),
         (
             ["--design", "sglang"],
             "--design sglang needs --sglang-python PATH, a Python with sglang",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -77,3 +78,19 @@ def test_a_server_is_measured_with_the_processes_it_started():
         assert peak_rss_mb(os.getpid()) > alone_mb + 1
         assert cpu_s(os.getpid()) >= alone_s + cpu_s(child.pid) > alone_s
         child.communicate(b"end")
+
+
+def test_a_server_of_another_project_ends_with_the_bench_however_that_ends():
+    program = "import sys, time; from bench.frontend_peer_steps import end_with; "
+    program += "end_with(int(sys.argv[1])); print(1, flush=True); time.sleep(600)"
+    read, write = os.pipe()
+    command = [sys.executable, "-c", program, str(read)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, pass_fds=(read,), start_new_session=True
+    ) as server:
+        os.close(read)
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"1\n"
+        assert server.poll() is None
+        os.close(write)
+        assert server.wait(20.0) == -signal.SIGKILL

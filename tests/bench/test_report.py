@@ -106,6 +106,15 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 0
     assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
     assert "worse" in capsys.readouterr().out
+    after.write_text("")  # of a run that died
+    assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
+    assert main(["compare", str(before), str(before), "--fail-on-worse"]) == 0
+    with pytest.raises(SystemExit):
+        main(["compare", str(before), str(before), "--tolerance", "nan"])
+    after.write_text(row().to_json().replace('"shapes": {}', '"shapes": null') + "\n")
+    capsys.readouterr()
+    assert main(["compare", str(before), str(after)]) == 2
+    assert "not a row" in capsys.readouterr().err
     assert main(["compare", str(before), str(tmp_path / "none")]) == 2
 
 

@@ -92,6 +92,14 @@ async def test_a_stream_is_stamped_event_by_event():
     assert trace.sent_s <= trace.event_s[0] <= trace.done_s
 
 
+async def test_an_answer_that_ends_with_a_token_of_no_text_has_that_token():
+    end = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+    async with server_of([end, FRAMES[-1]]) as server:
+        trace = await stream_completion(server, {"max_tokens": 1}, timeout_s=10)
+    assert trace.ok, trace.error
+    assert (len(trace.event_s), trace.output_tokens) == (1, 1)
+
+
 async def test_frames_cut_anywhere_are_put_together():
     whole = b"".join(FRAMES)
     async with server_of([whole[i : i + 7] for i in range(0, len(whole), 7)]) as server:

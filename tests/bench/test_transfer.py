@@ -1,10 +1,15 @@
 """The transfer benchmark: sizes as published, limits that measure something, pages that arrive."""
 
 import io
+import socket
+import subprocess
+import sys
+from subprocess import PIPE
 
 import pytest
 
 from bench.host_limits import (
+    HEADER,
     memcpy_cpu_s_per_gb,
     memcpy_gb_s,
     page_copy_gb_s,
@@ -34,6 +39,17 @@ def test_limits_of_the_host_are_measured():
     assert page_copy_gb_s(SMALL, 0.01) > 0
     assert min(tcp_limits(2, 1 << 16, 0.02)) > 0
     assert tcp_round_trip_us(64, 0.02) > 0
+
+
+def test_the_end_of_a_limit_ends_with_a_sender_that_is_killed():
+    command = [sys.executable, "-m", "bench.host_limits", "1"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(other.stdout.readline()))) as sender:
+            sender.sendall(HEADER.pack(1 << 20) + bytes(1000))
+        other.stdin.close()
+        assert other.wait(20.0) == 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.said or "host")
