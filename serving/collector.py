@@ -10,6 +10,7 @@ def calm_collector() -> None:
 
     What the start made stays for good. What streams and routes are made of dies by reference
     counts; with thousands of them, each look at all in search of cycles would take milliseconds.
+    So nothing that each request leaves behind may be a cycle: it would stay for a million of them.
     """
     gc.collect()
     gc.freeze()

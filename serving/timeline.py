@@ -54,7 +54,6 @@ class Attempt:
 class ChoiceTimeline:
     """One generation."""
 
-    request: "RequestTimeline"
     index: int
     request_id: str
     num_prompt_tokens: int
@@ -137,8 +136,7 @@ class Timelines:
         prompts = {id(ask.prompt): len(ask.prompt.ids) for ask in asked.choices}
         request.num_prompt_tokens = sum(prompts.values())
         request.choices = [
-            ChoiceTimeline(request, ask.index, ask.request_id, len(ask.prompt.ids))
-            for ask in asked.choices
+            ChoiceTimeline(ask.index, ask.request_id, len(ask.prompt.ids)) for ask in asked.choices
         ]
         for name in _names(request):
             self._by_id[name] = request

@@ -1,6 +1,7 @@
 """What /requests/ID/timeline tells: while a request runs, after it ended, wherever it moved."""
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,25 @@ def test_choices_attempts_and_rooms_are_bounded_once_requests_have_ended() -> No
     first, *_, last = choices[-1].attempts
     assert (last.room, last.room - first.room) == (room, 3 * MAX_ATTEMPTS - 1)
     assert len(timelines._rooms) == len(choices) * MAX_ATTEMPTS
+
+
+def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
+    """The API process hardly searches (serving/collector.py)."""
+    timelines = Timelines(2, POLICIES, ManualClock())
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(20):
+            request = timelines.open(asked(f"r{number}", num_choices=2), 0.0)
+            assert request is not None
+            for index, choice in enumerate(request.choices):
+                timelines.began(choice, 10 * number + index, a_pair())
+                timelines.left(choice, "ended")
+                timelines.ended(choice, "stop", 3, None)
+            timelines.close(request)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_request_under_way_is_told_of_however_many_came_and_went_since() -> None:
