@@ -296,3 +296,24 @@ class SharedPagesBesideModel(AdmissionBesideModel):
 
 SharedPagesBesideModel.TestCase.settings = AdmissionBesideModel.TestCase.settings
 TestSharedPagesBesideModel = SharedPagesBesideModel.TestCase
+
+
+def test_those_behind_one_that_left_are_looked_at_again_at_once() -> None:
+    desk = admission(num_pages=4)
+    for room, num_tokens in ((1, 8), (2, 8), (3, 1)):
+        desk.add(room, num_tokens, float(room))
+    assert rooms(desk.admit()) == [1]
+    desk.release(2)
+    assert rooms(desk.admit()) == [3]
+
+
+def test_pages_that_sharing_frees_seat_who_waits() -> None:
+    desk = admission(num_pages=8, caching=True)
+    for room in (1, 2):
+        desk.add(room, 12, float(room), sharing=sharing(range(12)))
+    first, second = desk.admit()
+    desk.add(3, 4, 3.0)
+    assert desk.admit() == ()
+    desk.computed(first, 12)
+    desk.share(second)
+    assert rooms(desk.admit()) == [3]

@@ -136,3 +136,9 @@ def test_whatever_happens_it_is_tried_by_one_at_a_time_and_never_out_for_good(ev
     for attempt, _ in attempts:
         breakers.left("w", attempt)
     assert not breakers.is_out("w", now_s + LONGEST_S)
+
+
+def test_failures_while_it_is_open_do_not_keep_it_open():
+    breakers = opened()
+    breakers.failed("w", picked_s=1.2, now_s=1.3)
+    assert breakers.state("w", 1.0 + FIRST_S) is State.HALF_OPEN

@@ -478,3 +478,23 @@ async def _play(crowd: Crowd, ids: list[list[int]], plan: list[tuple[str, list[i
     crowd.flush()
     assert crowd.num_lent == 0
     return num_lent
+
+
+@pytest.mark.parametrize("finish", [wire.RUNNING, wire.STOP])
+async def test_a_fault_in_one_stream_does_not_reach_the_others(
+    finish: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = await begun()
+    broken = crowd.streams[0].choices[0].detokenizer
+    push = type(broken).push_json
+
+    def breaks(detokenizer: Any, token_ids: Sequence[int]) -> bytes:
+        return push(detokenizer, cast(Any, None) if detokenizer is broken else token_ids)
+
+    monkeypatch.setattr(type(broken), "push_json", breaks)
+    ids = [FIRST_BYTE, LETTER_A + 4, LETTER_A + 4]
+    rows = [(g.room, 4, token, finish) for g, token in zip(crowd.generations, ids, strict=True)]
+    await crowd.tell(DECODE, rows)
+    with pytest.raises(TypeError):
+        crowd.streams[0].answer.closed.result()
+    assert [stream.texts() for stream in crowd.streams[1:]] == [list("abcde")] * 2

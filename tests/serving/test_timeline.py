@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from serving.protocol import ChoiceAsk, Prompt, Request, Shown
 from serving.router import Pair
-from serving.timeline import MAX_ATTEMPTS, Timelines
+from serving.timeline import MAX_ATTEMPTS, RequestTimeline, Timelines
 from tests.fakes import FakeCluster, until
 from tests.serving.live import Live, alphabet, live_server
 from tests.serving.processes import serving, step_until, stream
@@ -302,14 +302,15 @@ def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
     gc.disable()
     try:
         for number in range(20):
-            request = timelines.open(asked(f"r{number}", num_choices=2), 0.0)
+            request = timelines.open(asked(f"leaves-{number}", num_choices=2), 0.0)
             assert request is not None
             for index, choice in enumerate(request.choices):
                 timelines.began(choice, 10 * number + index, a_pair())
                 timelines.left(choice, "ended")
                 timelines.ended(choice, "stop", 3, None)
             timelines.close(request)
-        assert gc.collect() == 0
+        there = [o for o in gc.get_objects() if isinstance(o, RequestTimeline)]
+        assert sum(o.request_id.startswith("leaves-") for o in there) == 1
     finally:
         gc.enable()
 

@@ -240,3 +240,13 @@ CacheBesideModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None
 )
 TestCacheBesideModel = CacheBesideModel.TestCase
+
+
+def test_pages_that_are_wanted_do_not_count_as_room() -> None:
+    pool, cache = filled(num_pages=4)
+    tokens = [1, 2, 3, 4]
+    cached_prompt(pool, cache, tokens)
+    chain = frozenset(cache.chain(ids(tokens), "", 4))
+    assert len(chain) == 2
+    assert cache.can_evict(2)
+    assert not cache.can_evict(1, chain)

@@ -177,3 +177,16 @@ async def test_the_end_wakes_a_reader_and_drops_what_waits():
     assert await waiting is None
     replies.offer(step(0, [1]))
     assert await replies.take(1.0) is None
+
+
+async def test_a_reader_that_has_taken_all_waits_for_more_or_for_the_end():
+    replies = Replies()
+    replies.offer(step(0, [1]))
+    assert await replies.take(1.0) is not None
+    with pytest.raises(TimeoutError):
+        await replies.take(0.01)
+    waiting = asyncio.create_task(replies.take(20.0))
+    await asyncio.sleep(0)
+    replies.finish()
+    async with asyncio.timeout(10.0):
+        assert await waiting is None

@@ -20,9 +20,10 @@ from transfer.errors import ConfigError, PeerLost
 from transfer.framing import Connection
 from transfer.handshake import Offer, greet, introduce
 from transfer.layout import plan_heads
+from transfer.outbound import Job
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender, host_identity
-from transfer.slots import FRAME_BYTES
+from transfer.slots import FRAME_BYTES, SlotLane
 from transfer.staging import FillableSlots, InSlot, SlotShape
 
 
@@ -396,3 +397,20 @@ def test_a_receiver_that_lends_nothing_usable_loses_the_room(ends: ShmEnds, with
         os.close(write_end)
     assert ends.diary.kinds() == [("lost", 1)]
     assert ("memory" if with_fd else "descriptor") in ends.diary.events[0].message
+
+
+def test_a_frame_that_cannot_leave_at_once_keeps_no_slot(
+    ends: ShmEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver(ends)
+    assert isinstance(ends.sender, ShmSender)
+    (lane,) = ends.sender._all_lanes()
+    assert isinstance(lane, SlotLane)
+    monkeypatch.setattr(Connection, "try_send", lambda self, data: False)
+    payload = logical_pages(1)
+    job = Job(Frame(Kind.PAGES, 2, 1, 0, 1, num_heads=4), b"", payload, payload.nbytes)
+    with lane.leaving:
+        assert lane.slots is not None
+        free = lane.slots.num_free
+        assert not lane.try_send(job)
+        assert lane.slots.num_free == free

@@ -9,7 +9,7 @@ import pytest
 
 from transfer import wire
 from transfer.errors import BadMessage
-from transfer.staging import BorrowedSlots, Credit, SharedSlots, SlotShape
+from transfer.staging import BorrowedSlots, Credit, SharedSlots, SlotShape, slot_shape
 
 SHAPE = SlotShape(slot_bytes=4096, num_slots=4)
 
@@ -85,3 +85,18 @@ def test_a_frame_longer_than_a_slot_is_refused_before_it_is_written() -> None:
     with pytest.raises(BadMessage, match=r"4097 .*4096"):
         borrowed.write(np.zeros(4097, np.uint8))
     assert borrowed.num_free == 4
+
+
+def test_memory_that_is_lent_cannot_be_cut_short() -> None:
+    lent = SharedSlots(SHAPE, lambda: None)
+    with pytest.raises(PermissionError):
+        os.ftruncate(lent.fd, 4096)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_there_is_no_credit_for_slots_that_nobody_used(num_slots: int) -> None:
+    assert SharedSlots(SlotShape(4096, num_slots), lambda: None).credit() is None
+
+
+def test_a_slot_holds_a_page_that_is_longer_than_a_frame() -> None:
+    assert slot_shape((4 << 20) + 1, 1, 4 << 20, 0).slot_bytes > 4 << 20
