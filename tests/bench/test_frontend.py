@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
@@ -160,11 +159,8 @@ def test_an_answer_that_is_no_stream_ends_the_round_at_once():
 
 
 def test_processor_time_is_told_to_less_than_a_tick():
-    begun_s, steps = cpu_s(os.getpid()), set()
-    while cpu_s(os.getpid()) - begun_s < 0.05:
-        steps.add(cpu_s(os.getpid()))
-    assert len(steps) > 20
-    assert time.process_time() >= begun_s
+    told_s = [cpu_s(os.getpid()) for _ in range(5)]
+    assert any(abs(value * 100 - round(value * 100)) > 1e-3 for value in told_s)
 
 
 def test_a_failure_says_which_process_ended():
