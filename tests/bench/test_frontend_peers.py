@@ -81,12 +81,15 @@ def test_a_server_is_measured_with_the_processes_it_started():
 
 
 def test_a_server_of_another_project_ends_with_the_bench_however_that_ends():
-    program = "import sys, time; from bench.frontend_peer_steps import end_with; "
-    program += "end_with(int(sys.argv[1])); print(1, flush=True); time.sleep(600)"
+    program = "import sys; from bench.frontend_peer_steps import end_with; "
+    program += "end_with(int(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
     read, write = os.pipe()
-    command = [sys.executable, "-c", program, str(read)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, pass_fds=(read,), start_new_session=True
+        [sys.executable, "-c", program, str(read)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(read,),
+        start_new_session=True,
     ) as server:
         os.close(read)
         assert server.stdout is not None
