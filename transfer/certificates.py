@@ -29,9 +29,8 @@ class Certificate:
 
     def ssl_context(self) -> ssl.SSLContext:
         """TLS of a server that shows the newest."""
-        context = self._load()
-        context.sni_callback = self._choose
-        return context
+        self._context.sni_callback = self._choose
+        return self._context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """The same for a server of gRPC."""
