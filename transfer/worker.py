@@ -91,7 +91,6 @@ class Ask:
 
     function: Callable[[], Any]
     answer: "asyncio.Future[Any]"
-    loop: asyncio.AbstractEventLoop
 
 
 class Worker(ABC):
@@ -203,12 +202,19 @@ class Worker(ABC):
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
         """Send each API process its batch: one wake-up of the loop (engine thread)."""
         if batches and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, batches)
+            self.on_loop(self._deliver, batches)
 
     def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something on the loop (any thread)."""
+        """Run something on the loop (any thread); nothing once that is closed.
+
+        The engine ends by itself, perhaps when the process has already left all the rest behind.
+        """
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *args)
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     # --- loop thread -------------------------------------------------------------------------
 
@@ -342,9 +348,8 @@ class Worker(ABC):
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         self.require_ready()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        self.inbox.post(Ask(function, answer, loop))
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.inbox.post(Ask(function, answer))
         try:
             return await asyncio.wait_for(answer, 5.0)
         except TimeoutError as error:
@@ -428,8 +433,7 @@ class Worker(ABC):
         if not isinstance(event, Ask):
             self.handle(event)
             return
-        result = event.function()
-        event.loop.call_soon_threadsafe(_answer, event.answer, result)
+        self.on_loop(_answer, event.answer, event.function())
 
 
 async def _logged(task: Coroutine[Any, Any, None]) -> None:

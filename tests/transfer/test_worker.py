@@ -299,6 +299,21 @@ async def test_a_failing_engine_stops_the_process_with_its_error(
     assert "the engine of this decode worker failed" in caplog.text
 
 
+def test_an_engine_that_ends_behind_its_loop_ends_in_peace() -> None:
+    worker = PlainWorker()
+    thread, _ = asyncio.run(run_engine(worker))
+    assert worker._loop is not None
+    assert worker._loop.is_closed()
+    worker.publish({"api": batch(1)})
+    worker._stopping.set()
+    with pytest.MonkeyPatch.context() as patch:
+        failed: list[Any] = []
+        patch.setattr(threading, "excepthook", failed.append)
+        thread.join()
+    assert failed == []
+    assert worker._engine_error is None
+
+
 # --- leaving -------------------------------------------------------------------------------------
 
 
