@@ -13,6 +13,7 @@ from bench.report import BadRows, Report, compare, differences, format_changes, 
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from serving.demo import demo_model_path
+from transfer import open_files
 
 TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
 ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
@@ -215,4 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`python -m bench ...`."""
     parser = argparse.ArgumentParser(prog="kvferry bench", description="Measure and compare.")
     add_subcommands(parser)
-    return run(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    open_files.raise_limit()
+    return run(args)

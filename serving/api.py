@@ -16,7 +16,7 @@ from serving import api_parent
 from serving.app import app_of, create_front
 from serving.collector import calm_collector
 from serving.config import ServeConfig
-from serving.connection import Connection
+from serving.connection import Bound, Connection
 from serving.dispatch import Dispatcher
 from serving.front import Front
 from serving.listening import (
@@ -25,6 +25,7 @@ from serving.listening import (
     beside,
     claimed,
     ensure_listening,
+    most_connections,
     refuse_two_addresses,
 )
 from serving.metrics import Metrics
@@ -34,7 +35,7 @@ from serving.siblings import Siblings
 from serving.timeline import RequestTimeline
 from serving.timeline_answer import timeline_of
 from serving.tokenizer import Tokenizer, TokenizerError
-from transfer import flags
+from transfer import flags, open_files
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
@@ -43,6 +44,7 @@ from transfer.signals import on_signals
 
 log = logging.getLogger(__name__)
 
+_SURPLUS_TOLD_EVERY_S = 60.0
 _TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
 
 HELP = {
@@ -143,7 +145,7 @@ async def serve(
         sender = OtlpSender(config.otlp_traces_endpoint, "kvferry")
         exporter = TraceExporter(sender, metrics.traces_dropped)
         dispatcher.timelines.on_over = trace_later(exporter, front)
-    server = _Server(http_config(app_of(front, siblings), config))
+    server = _Server(http_config(app_of(front, siblings), own, metrics))
     await siblings.start()
     await dispatcher.start()
     calm_collector()
@@ -174,11 +176,12 @@ async def serve(
                 await asyncio.to_thread(exporter.close)
 
 
-def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
-    """How connections are served."""
+def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
+    """How connections are served. metrics: count those that are too many."""
+    bound = Bound(most_connections(config), _tell_surplus(metrics))
     return uvicorn.Config(
         app,
-        http=Connection.lingering(config.slow_client_timeout_s),
+        http=Connection.lingering(config.slow_client_timeout_s, bound),
         loop="uvloop",
         lifespan="off",
         log_config=None,  # its lines look like all others
@@ -188,6 +191,24 @@ def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,
     )
+
+
+def _tell_surplus(metrics: Metrics) -> Callable[[], None]:
+    """Counts clients that are one too many, and tells of them once in a while."""
+    due_s = 0.0
+
+    def tell() -> None:
+        nonlocal due_s
+        metrics.connection_rejected()
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        if now_s >= due_s:
+            due_s = now_s + _SURPLUS_TOLD_EVERY_S
+            log.warning(
+                "more clients connect than this process may open files for (%d): some are told 503",
+                open_files.limit(),
+            )
+
+    return tell
 
 
 def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
-from serving.errors import ApiError
+from serving.errors import RETRY_AFTER_S, ApiError
 from serving.protocol import request_id_of
 
 # Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
@@ -111,6 +111,25 @@ class ServerTransport:
             self._transport.abort()
 
 
+class Bound:
+    """How many clients may be connected at once; one more is told so, and closed."""
+
+    def __init__(self, most: int, on_surplus: Callable[[], object]) -> None:
+        """on_surplus: called for each of them."""
+        self.most = most
+        self._on_surplus = on_surplus
+
+    def refusal(self) -> ApiError:
+        """What one too many is told."""
+        self._on_surplus()
+        return ApiError(
+            503,
+            f"this server has {self.most} connections, which is all it may have",
+            code="too_many_connections",
+            headers={"Retry-After": str(RETRY_AFTER_S)},
+        )
+
+
 class BodyWriter:
     """Puts chunks of a response's body on its connection, past the server's `send`.
 
@@ -171,17 +190,19 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter.
 
-    It reads requests as uvicorn's does, but for four things: a head has a bound and a deadline,
-    what is no request is answered as any other error is, and a request that offers another
-    protocol beside is a request like any other. uvicorn drops the body of those; some clients,
-    such as Java's own, offer HTTP/2 with every request. And of a client that sent several requests
-    at once and left, the one that is being answered hears; uvicorn tells the last.
+    It reads requests as uvicorn's does, but for five things: there is a bound to how many clients
+    may be connected, a head has a bound and a deadline, what is no request is answered as any
+    other error is, and a request that offers another protocol beside is a request like any other.
+    uvicorn drops the body of those; some clients, such as Java's own, offer HTTP/2 with every
+    request. And of a client that sent several requests at once and left, the one that is being
+    answered hears; uvicorn tells the last.
     """
 
     # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
     # have keys of its own, and 1.2 KB more.
     __slots__ = (
         "_awaits_head",
+        "_exceeds",
         "_got_on",
         "_head_due",
         "_linger_s",
@@ -191,9 +212,9 @@ class Connection(HttpToolsProtocol):
     )
 
     @classmethod
-    def lingering(cls, linger_s: float) -> type[asyncio.Protocol]:
+    def lingering(cls, linger_s: float, bound: Bound) -> type[asyncio.Protocol]:
         """For uvicorn. linger_s: how long a client may not read the rest, or not send a head."""
-        return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s))
+        return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s, bound=bound))
 
     def __init__(
         self,
@@ -203,8 +224,10 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         linger_s: float,
+        bound: Bound,
     ) -> None:
         self._linger_s = linger_s
+        self._exceeds: Bound | None = bound  # None: it does not
         self._writer: BodyWriter | None = None
         self._awaits_head = True  # of the first request, or of one that has begun
         self._head_due: asyncio.TimerHandle | None = None
@@ -217,10 +240,15 @@ class Connection(HttpToolsProtocol):
         """Its transport is there."""
         self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
+        if self._exceeds is not None and len(self.connections) <= self._exceeds.most:
+            self._exceeds = None
         self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
 
     def data_received(self, data: bytes) -> None:
         """Requests, or parts of them."""
+        if self._exceeds is not None:
+            self._refuse(self._exceeds.refusal())  # now: an answer to nothing is not understood
+            return
         self._unset_keepalive_if_required()
         self._got_on = False
         try:

@@ -1,5 +1,6 @@
 """Where the HTTP API listens: a port or a Unix socket, claimed before anything is started."""
 
+import logging
 import socket
 import stat
 from collections.abc import Iterator, Sequence
@@ -8,12 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.config import ServeConfig
-from transfer import flags
+from transfer import flags, open_files
 from transfer.errors import ConfigError
 from transfer.rpc import host_port
 
+log = logging.getLogger(__name__)
+
 BACKLOG = 4096
+_OWN_FILES = 64  # least that is kept for workers, other API processes, certificates and the like
 _PROBE_TIMEOUT_S = 1.0
+
+
+def most_connections(config: ServeConfig) -> int:
+    """How many clients may be connected to this process, by the files that it may open.
+
+    Told where that is less than requests are admitted.
+    """
+    files = open_files.limit()
+    most = max(1, files - max(_OWN_FILES, files // 8))
+    admitted = config.max_inflight_requests + config.max_queued_requests
+    if most < admitted:
+        log.warning(
+            "this process may open %d files, which is %d connections; %d requests are admitted "
+            "(--max-inflight-requests, --max-queued-requests): raise the limit (ulimit -n)",
+            files, most, admitted,
+        )  # fmt: skip
+    return most
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,9 @@ class Metrics:
         )
         self._ended: dict[str, Counter] = {}
         self._rejected = _counter(registry, "requests_rejected", "Requests answered with 429")
+        self._surplus = _counter(
+            registry, "connections_rejected", "HTTP connections beyond what open files allow"
+        )
         self._retries = _counter(registry, "retries", "Generations placed again", "reason")
         self._preemptions = _counter(registry, "preemptions", "Generations that gave their pages")
         self._stale = _counter(registry, "stale_rows", "Rows and batches dropped as not expected")
@@ -309,6 +312,9 @@ class Metrics:
 
     def rejected(self) -> None:
         self._rejected.inc()
+
+    def connection_rejected(self) -> None:
+        self._surplus.inc()
 
     def retried(self, reason: str) -> None:
         self._retries.labels(reason).inc()

@@ -24,7 +24,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
 
 from model.errors import ModelError, NodeLost
-from transfer import logs, terminal
+from transfer import logs, open_files, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
 from transfer.rpc import Security
 
@@ -330,6 +330,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
     """
     terminal.open_missing()
+    open_files.raise_limit()
     _watch_lifeline()
     code = 0
     try:

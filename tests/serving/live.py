@@ -103,7 +103,7 @@ async def live_server(
         with socket.create_server(("127.0.0.1", 0)) as sock:
             if send_buffer_bytes:  # accepted connections inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-            server = _Server(http_config(app, cluster.config(**settings)))
+            server = _Server(http_config(app, cluster.config(**settings), dispatcher.metrics))
             serving = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             try:

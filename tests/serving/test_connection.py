@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from serving.connection import (
     BodyWriter,
+    Bound,
     Connection,
     ServerTransport,
     body_writer_of,
@@ -30,6 +31,7 @@ from tests.serving.test_slow_client import ask, read_until, text_after, text_of,
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 NUM_TOKENS = 60
+UNBOUND = Bound(1 << 30, lambda: None)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -149,7 +151,7 @@ async def test_the_head_of_a_stream_and_its_first_event_leave_in_one_write() -> 
 
     config = Config(app, lifespan="off", log_config=None, log_level="warning")
     config.load()
-    connection = Connection(config, ServerState(), {}, linger_s=0.0)
+    connection = Connection(config, ServerState(), {}, linger_s=0.0, bound=UNBOUND)
     connection.connection_made(cast(asyncio.Transport, transport))
     connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await until(lambda: bool(streams) and streams[0].closed.done())
@@ -238,7 +240,7 @@ async def served(app: Any, linger_s: float = 600.0) -> AsyncIterator[tuple[Serve
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: Connection(config, state, {}, linger_s=linger_s), "127.0.0.1", 0
+        lambda: Connection(config, state, {}, linger_s=linger_s, bound=UNBOUND), "127.0.0.1", 0
     )
     try:
         yield state, server.sockets[0].getsockname()

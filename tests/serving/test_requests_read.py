@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from serving.api import http_config
 from serving.config import ServeConfig
 from serving.connection import MAX_HEAD_BYTES
+from serving.metrics import Metrics
 from tests.serving.live import Live, letters, live_server
 from transfer.errors import ConfigError
 
@@ -141,7 +142,8 @@ async def test_an_idle_connection_is_closed_after_its_time_and_not_before() -> N
 
 def test_connections_are_kept_for_longer_than_clients_and_proxies_keep_theirs() -> None:
     settings: dict[str, Any] = {"model_path": Path("m"), "registry_address": "127.0.0.1:1"}
-    assert http_config(Starlette(), ServeConfig(**settings)).timeout_keep_alive > 600
+    config = http_config(Starlette(), ServeConfig(**settings), Metrics())
+    assert config.timeout_keep_alive > 600
     for wrong in (0.0, -1.0):
         with pytest.raises(ConfigError, match="--timeout-keep-alive must be above 0, got"):
             ServeConfig(**settings, timeout_keep_alive_s=wrong)

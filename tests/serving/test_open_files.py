@@ -1,0 +1,89 @@
+"""Clients up to what open files allow: all that a process may have, and an answer to one more."""
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes import FakeCluster
+from tests.serving.live import live_server
+from tests.serving.processes import serving
+from transfer import open_files
+
+ASK = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
+FEW = 256  # files; more than this process has open already
+NUM_CLIENTS = 3
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """What this process starts may open few files, as it is; the most that it may have is told."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
+    yield open_files.WANTED if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_takes_as_many_files_as_it_may_have(tmp_path: Path, few_files: int) -> None:
+    async with FakeCluster() as cluster, serving(cluster, tmp_path) as server:
+        (pid,) = (await server.pids()).values()
+        soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    assert soft == min(few_files, open_files.WANTED)
+
+
+def test_a_limit_that_is_high_enough_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for limits in ((100_000, 200_000), (-1, -1), (65_536, -1), (300, 300)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        open_files.raise_limit()
+        assert asked == []
+    for limits, wanted in (
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 524_288), (65_536, 524_288)),
+        ((1024, -1), (65_536, -1)),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        open_files.raise_limit()
+        assert asked.pop() == wanted
+
+
+async def test_one_client_too_many_is_told_so_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(open_files, "limit", lambda: 64 + NUM_CLIENTS)
+    one = httpx.Limits(max_connections=1)
+    async with contextlib.AsyncExitStack() as stack:
+        live = await stack.enter_async_context(live_server())
+
+        async def client() -> httpx.AsyncClient:
+            own = httpx.AsyncClient(base_url=live.http.base_url, limits=one, timeout=30)
+            return await stack.enter_async_context(own)
+
+        assert f"may open {64 + NUM_CLIENTS} files, which is {NUM_CLIENTS} conn" in caplog.text
+        clients = [await client() for _ in range(NUM_CLIENTS)]
+        for http in clients:
+            assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+        late = await client()
+        for _ in range(2):
+            reply = await late.post("/v1/completions", json=ASK)
+            assert reply.status_code == 503
+            assert reply.headers["retry-after"] == "1"
+            assert reply.headers["connection"] == "close"
+            assert reply.headers["x-request-id"]
+            error = reply.json()["error"]
+            assert error["type"] == "service_unavailable_error"
+            assert error["code"] == "too_many_connections"
+            assert f"{NUM_CLIENTS} connections" in error["message"]
+        assert caplog.text.count("more clients connect than") == 1  # not each time
+        for http in clients:
+            assert (await http.post("/v1/completions", json=ASK)).status_code == 200
+        text = (await clients[0].get("/metrics")).text
+        assert "kvferry_connections_rejected_total 2.0" in text
+        await clients[0].aclose()
+        while (reply := await late.post("/v1/completions", json=ASK)).status_code == 503:
+            pass  # the server has not read yet that the other is gone
+        assert reply.status_code == 200
