@@ -55,6 +55,7 @@ HELP = {
     "uds": "path of a Unix socket to listen on instead of host and port, for a proxy on this host",
     "api_workers": "HTTP processes that share the address and the two limits below",
     "served_model_name": "model name in the API; '' takes the folder's",
+    "chat_template": "file with a jinja2 template for chats, in place of the checkpoint's",
     "api_key": "key that clients must send as a bearer token; '' asks for none; default: "
     "$KVFERRY_API_KEY, which no list of processes shows",
     "allowed_origins": "web pages whose scripts may use the API, by their origins in a JSON list: "
@@ -108,7 +109,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     with claimed(config) if seat is None else _seated(config, seat) as sock:
         model_config = ModelConfig.from_dir(config.model_path)
         try:
-            tokenizer = Tokenizer.from_dir(config.model_path)
+            tokenizer = Tokenizer.from_dir(config.model_path, config.chat_template)
         except TokenizerError as error:
             raise ConfigError(str(error)) from error
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

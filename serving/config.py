@@ -27,6 +27,7 @@ class ServeConfig:
     uds: str = ""  # path of a Unix socket to listen on instead
     api_workers: int = 1  # HTTP processes behind the one address
     served_model_name: str = ""  # default: the folder's name
+    chat_template: str = ""  # file of one; default: the checkpoint's own
     api_key: str = ""  # "" = no key asked
     allowed_origins: tuple[str, ...] = ()  # of pages whose scripts may read answers (CORS)
     context_length: int = 0  # 0 = what the workers say

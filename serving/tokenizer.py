@@ -78,10 +78,13 @@ class Tokenizer:
             self._skipping = self._window_decoder(skip_special_tokens=True)
 
     @classmethod
-    def from_dir(cls, path: str | Path, clock: Clock = SYSTEM_CLOCK) -> "Tokenizer":
+    def from_dir(
+        cls, path: str | Path, chat_template: str | Path = "", clock: Clock = SYSTEM_CLOCK
+    ) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja.
 
-        clock: what templates print as today's date. Raises TokenizerError.
+        chat_template: a file to read in place of the last; "" = none. clock: what templates print
+        as today's date. Raises TokenizerError.
         """
         folder = Path(path)
         files = read_tokenizer(folder)
@@ -96,7 +99,8 @@ class Tokenizer:
                     "accepted: a list of tokens"
                 )
             special_tokens["additional_special_tokens"] = [token_text(token) for token in extra]
-        templates = _read_templates(folder, config, clock)
+        given = Path(chat_template) if chat_template else None
+        templates = _read_templates(folder, config, given, clock)
         return cls(files.backend, special_tokens, templates, _is_byte_level(files.decoder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -238,12 +242,15 @@ class Tokenizer:
 
 
 def _read_templates(
-    folder: Path, config: Mapping[str, Any], clock: Clock
+    folder: Path, config: Mapping[str, Any], given: Path | None, clock: Clock
 ) -> dict[str, ChatTemplate]:
-    """Templates by name. chat_template.jinja comes before tokenizer_config.json, as newer."""
-    file = folder / "chat_template.jinja"
+    """Templates by name, or the given one for all chats.
+
+    chat_template.jinja comes before tokenizer_config.json, as newer.
+    """
+    file = given or folder / "chat_template.jinja"
     sources: dict[str, Any] = {}
-    if file.exists():
+    if given or file.exists():
         sources["default"] = read_text(file)
     else:
         file = folder / "tokenizer_config.json"

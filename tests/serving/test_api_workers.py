@@ -251,6 +251,23 @@ async def test_processes_share_a_unix_socket(tmp_path: Path) -> None:
         assert not path.exists()
 
 
+async def test_every_process_takes_the_template_that_was_given(tmp_path: Path) -> None:
+    template = tmp_path / "given.jinja"
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    ask = {"messages": [{"role": "user", "content": "Hi!"}, {"role": "user", "content": "Ho!"}]}
+    async with (
+        FakeCluster(network=alphabet) as cluster,
+        serving(cluster, tmp_path, TWO, f"--chat-template={template}") as server,
+    ):
+        for process in (0, 1):
+            async with server.door(process) as http:
+                tokens = (await http.post("/tokenize", json=ask)).json()["tokens"]
+                text = await http.post("/detokenize", json={"tokens": tokens})
+                assert text.json()["text"] == "<Hi!><Ho!>"
+                chat = await http.post("/v1/chat/completions", json=ask | {"max_tokens": 2})
+                assert chat.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
 def test_a_process_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     model = copy_of(MODEL, tmp_path, lambda folder: (folder / "tokenizer.json").unlink())
     words = (f"--model-path={model}", f"--registry-address={NOWHERE}", "--port=0", TWO)

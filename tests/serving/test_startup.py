@@ -353,6 +353,15 @@ CASES = {
         f"serve --model-path {MODEL} --registry-address {NOWHERE} --api-workers 2 --uds {{folder}}",
         "kvferry serve: --uds {folder}: expected no file, or a socket, got another kind of file",
     ),
+    "no template": Case(
+        f"serve --model-path {MODEL} --registry-address {NOWHERE} --chat-template {{folder}}/t",
+        "kvferry serve: cannot read {folder}/t: [Errno 2] No such file or directory",
+    ),
+    "no template of up": Case(
+        f"up --model-path {MODEL} --chat-template {{folder}}/t --port 0",
+        "kvferry up: serve ended with code 2 before it was ready: kvferry serve: cannot read "
+        "{folder}/t: [Errno 2] No such file or directory",
+    ),
     "two addresses": Case(
         f"serve --model-path {MODEL} --registry-address {NOWHERE} --uds a --port 8000",
         "kvferry serve: --uds and --port exclude each other: give one address",

@@ -235,6 +235,22 @@ def test_the_template_file_comes_before_the_configuration(folder):
         Tokenizer.from_dir(folder)
 
 
+def test_a_given_template_comes_before_all_of_the_checkpoint(folder, tmp_path):
+    templates = [{"name": name, "template": name} for name in ("default", "tool_use")]
+    set_config(folder, chat_template=templates)
+    (folder / "chat_template.jinja").write_text("from the file")
+    given = tmp_path / "given.jinja"
+    with pytest.raises(TokenizerError, match=r"cannot read .*given\.jinja"):
+        Tokenizer.from_dir(folder, given)
+    given.write_text("given {{ eos_token }}")
+    tokenizer = Tokenizer.from_dir(folder, given)
+    for tools in (None, [{"type": "function"}]):
+        assert tokenizer.apply_chat_template([], tools=tools) == "given <|im_end|>"
+    given.write_text("{{ unclosed")
+    with pytest.raises(TokenizerError, match=r"given\.jinja: chat template does not parse"):
+        Tokenizer.from_dir(folder, given)
+
+
 def test_several_templates_are_chosen_by_name(folder):
     templates = [
         {"name": "default", "template": "plain"},
@@ -253,7 +269,7 @@ def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
 
 def render(folder, template, messages=(), **kwargs):
     clock = ManualClock(1_500_000_000.0)
-    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=template), clock)
+    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=template), clock=clock)
     return tokenizer.apply_chat_template(list(messages), **kwargs)
 
 
