@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from serving.choice import Choice, Piece
+from serving.errors import ApiError, error_event
 from serving.openai_answers import DONE
 
 
@@ -65,6 +66,9 @@ class TypedEvents:
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return error_event(error)
 
     def _event(self, choice: Choice, delta: Delta, **ended: Any) -> bytes:
         values: dict[str, Any] = {"finish_reason": None} | ended

@@ -22,6 +22,7 @@ from serving.endpoints import (
     ChatEndpoint,
     CompletionEndpoint,
     Generate,
+    ResponsesEndpoint,
     SglangEndpoint,
     error_headers,
 )
@@ -77,6 +78,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     routes = [
         Route("/v1/chat/completions", Generate(front, ChatEndpoint()), methods=["POST"]),
         Route("/v1/completions", Generate(front, CompletionEndpoint()), methods=["POST"]),
+        Route("/v1/responses", Generate(front, ResponsesEndpoint()), methods=["POST"]),
         Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
         Route("/v1/models", admin.models),
         Route("/v1/models/{name:path}", admin.one_model),

@@ -1,4 +1,4 @@
-"""The three routes that generate: chat, completions and SGLang's /generate."""
+"""The routes that generate: chat, completions, responses and SGLang's /generate."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,7 +9,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving import openai_api, openai_fields, sglang_api
+from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
 from serving.answer import WholeAnswer
 from serving.choice import Choice, check_prompt_logprobs, num_entries
 from serving.connection import body_writer_of
@@ -19,6 +19,7 @@ from serving.front import Front, read_body, while_client_waits
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
+from serving.responses_answers import ResponsesAnswer
 from serving.stream import Events, StreamedAnswer
 
 _INLINE_ENTRIES = 1 << 10  # of logprobs: more are spelled in a thread, beside the streams of others
@@ -48,7 +49,7 @@ class Reader(Protocol):
 
 
 class Endpoint(Protocol):
-    """What differs between the three routes that generate."""
+    """What differs between the routes that generate."""
 
     def read(self, body: bytes, model: ServedModel) -> Reader:
         """Raises ApiError for what is wrong in any field, before any work."""
@@ -77,6 +78,20 @@ class CompletionEndpoint:
 
     def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
         return completion_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))
+
+
+class ResponsesEndpoint:
+    """POST /v1/responses."""
+
+    def read(self, body: bytes, model: ServedModel) -> Reader:
+        return responses_api.ResponsesReader(responses_fields.read_responses(body), model)
+
+    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+        assert isinstance(reader, responses_api.ResponsesReader), "this endpoint made it"
+        model, created = front.model, int(arrival_s)
+        return ResponsesAnswer(
+            request, reader.asked, model.tokenizer, model.name, created, reader.parsing
+        )
 
 
 class SglangEndpoint:

@@ -26,7 +26,7 @@ from typing import Any, cast
 from starlette.types import Message, Receive, Send
 
 from serving.connection import BodyWriter
-from serving.errors import ApiError, error_event
+from serving.errors import ApiError
 from serving.timers import Timer, Timers
 
 # ASGI lets `send` return any awaitable; servers and middlewares write coroutine functions, which
@@ -214,10 +214,10 @@ class EventStream:
         # Any but a lost connection's reaches the request's own task.
         self._close(None if isinstance(error, OSError) else error)
 
-    def fail(self, error: ApiError) -> None:
-        """End with an error: as a status before the first byte, as the last event after it."""
+    def fail(self, error: ApiError, event: bytes) -> None:
+        """End with an error: as a status before the first byte, as this last event after it."""
         if self.started:
-            self.write(error_event(error), last=True)
+            self.write(event, last=True)
         else:
             self._close(error)
 

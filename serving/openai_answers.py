@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from serving.choice import Choice, Entry, Piece
+from serving.errors import ApiError, error_event
 from serving.json_bytes import dumps
 from serving.marked_text import MarkedText, Told
 from serving.parsing import Parsing
@@ -132,7 +133,7 @@ class LogprobShapes:
 
 
 class _Answer:
-    """What the answers of both endpoints share. `Shape` is what differs between them."""
+    """What answers of chats and completions share. `Shape` is what differs between them."""
 
     is_cumulative = False
 
@@ -187,6 +188,9 @@ class _Answer:
             return DONE
         head = {**self._head, "object": self._shape.chunk_object, "choices": []}
         return event({**head, "usage": usage_of(choices)}) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return error_event(error)
 
     def _chunk(
         self, choice: Choice, item: dict[str, Any], extras: dict[str, Any] | None = None

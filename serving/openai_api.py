@@ -149,6 +149,8 @@ def _id_prompts(prompt: Sequence[Any], vocab_size: int) -> list[list[int]]:
 class ChatReader:
     """One chat request on its way to a `Request`."""
 
+    id_prefix = "chatcmpl-"
+
     def __init__(self, fields: ChatFields, model: ServedModel) -> None:
         """Raises ApiError for what is wrong in any field."""
         check_model(fields.model, model)
@@ -214,7 +216,7 @@ class ChatReader:
         )
         return _request(
             fields,
-            request_id_of(request_id, "chatcmpl-", fields.rid, fields.request_id),
+            request_id_of(request_id, self.id_prefix, fields.rid, fields.request_id),
             [Prompt(ids, shown_text)],
             self._n,
             msgspec.structs.replace(self._sampling, grammar=grammar),

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from serving.choice import Choice, Entry, Piece
-from serving.errors import bad_field, not_served
+from serving.errors import ApiError, bad_field, error_event, not_served
 from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
 from serving.json_fields import read_json, refuse, refuse_unless
@@ -336,6 +336,9 @@ class GenerateAnswer:
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return error_event(error)
 
     def _item(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         return {

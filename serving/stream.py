@@ -13,7 +13,7 @@ from typing import Protocol
 from serving.choice import Choice, Piece
 from serving.connection import BodyWriter
 from serving.detokenizer import IncrementalDetokenizer
-from serving.errors import from_request_error
+from serving.errors import ApiError, from_request_error
 from serving.event_stream import EventStream
 from serving.generation import FinishReason, Generation, Tokens
 from serving.interval import Interval
@@ -46,6 +46,10 @@ class Events(Protocol):
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """What goes after all choices."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event where the answer cannot go on."""
         ...
 
 
@@ -268,7 +272,8 @@ class StreamedChoice:
     def on_error(self, error: RequestError) -> None:
         if self._begun and self._waiting:  # it waited for a full interval, which will not be
             self._show(self._unshown())
-        self._stream.fail(from_request_error(error))
+        answered = from_request_error(error)
+        self._stream.fail(answered, self._answer.events.failed(answered))
 
     def _unshown(self) -> str:
         """Text of the tokens that wait."""

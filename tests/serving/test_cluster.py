@@ -219,6 +219,37 @@ async def test_the_official_client_gets_objects_of_its_own_class(cluster: Cluste
         assert worker["compiles_after_ready"] == 0
 
 
+async def test_responses_are_the_chats_that_they_ask_for(cluster: Cluster) -> None:
+    question = "Tell me about the ferry."
+    ask: dict[str, Any] = {"model": cluster.model, "temperature": 0}
+    function: Any = openai.pydantic_function_tool(Sailing, name="book")["function"]
+    tool: Any = {"type": "function", **function}
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        chat = await client.chat.completions.create(
+            **ask, messages=[{"role": "user", "content": question}], max_tokens=20
+        )
+        whole = await client.responses.create(**ask, input=question, max_output_tokens=20)
+        async with client.responses.stream(**ask, input=question, max_output_tokens=20) as stream:
+            deltas = [
+                event.delta async for event in stream if event.type == "response.output_text.delta"
+            ]
+        parsed = await client.responses.parse(**ask, input=question, text_format=Sailing)
+        called = await client.responses.create(
+            **ask, input=question, tools=[tool], tool_choice="required"
+        )
+    assert whole.output_text == chat.choices[0].message.content
+    assert "".join(deltas) == whole.output_text
+    assert chat.usage is not None
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == chat.usage.prompt_tokens
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    assert isinstance(parsed.output_parsed, Sailing)
+    (call,) = called.output
+    assert call.type == "function_call"
+    Sailing.model_validate_json(call.arguments)
+    cluster.settled()
+
+
 def test_mixed_load_over_all_buckets_compiles_nothing(
     cluster: Cluster, tokenizer: Tokenizer
 ) -> None:

@@ -1,0 +1,54 @@
+"""Turns the fields of a Responses request into what is to be generated: that of a chat."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from serving.errors import ApiError
+from serving.openai_api import ChatReader
+from serving.protocol import Request, ServedModel
+from serving.responses_fields import ResponsesFields, chat_of
+
+# Fields of a chat, as a message begins with them, and what they are called here.
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+_NAMED = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
+
+
+class ResponsesReader(ChatReader):
+    """One request on its way to a `Request`."""
+
+    id_prefix = "resp_"
+
+    def __init__(self, fields: ResponsesFields, model: ServedModel) -> None:
+        """Raises ApiError for what is wrong in any field."""
+        self.asked = fields
+        with _by_own_names():
+            super().__init__(chat_of(fields), model)
+
+    async def finish(self, request_id: str | None) -> Request:
+        """As ChatReader."""
+        with _by_own_names():
+            return await super().finish(request_id)
+
+
+@contextmanager
+def _by_own_names() -> Iterator[None]:
+    """What is wrong with the chat is told of the field that it came from."""
+    try:
+        yield
+    except ApiError as error:
+        found = _NAMED.match(error.message)
+        if found is None:
+            raise
+        name = _NAMES[found[1]]
+        raise ApiError(
+            error.status,
+            name + error.message[found.end() :],
+            name.partition(".")[0],
+            error.code,
+            error.headers,
+        ) from error
