@@ -67,7 +67,7 @@ class TypedEvents:
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, choice: Choice, error: ApiError) -> bytes:
         return error_event(error)
 
     def _event(self, choice: Choice, delta: Delta, **ended: Any) -> bytes:

@@ -19,11 +19,15 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class Entry:
-    """One position and its logprobs. logprob: None for the first token of a prompt."""
+    """One position and its logprobs. logprob: None for the first token of a prompt.
+
+    num_chars: of the text that could be shown with it, not before. Stop strings hold some back.
+    """
 
     token_id: int
     logprob: float | None
     top: Top
+    num_chars: int = 0
 
 
 @dataclass(slots=True)
@@ -163,16 +167,17 @@ class Choice:
         self.last_id = token_id
         if shown.token_ids:
             self.pending.ids.append(token_id)
+        text = ""
+        if token_id not in self._quiet_ids:
+            text = self._detokenizer.push((token_id,))
+            # Stop strings count only in what comes after min_tokens.
+            if index >= self.ask.sampling.min_tokens:
+                text = self._shown(text)
         if shown.num_logprobs >= 0 and tokens.logprobs is not None:
-            top = tokens.top[place] if tokens.top is not None else None
-            self.pending.entries.append(
-                Entry(token_id, _finite(tokens.logprobs[place]), _best(top, shown.num_logprobs))
-            )
-        if token_id in self._quiet_ids:
-            return ""
-        text = self._detokenizer.push((token_id,))
-        # Stop strings count only in what comes after min_tokens.
-        return text if index < self.ask.sampling.min_tokens else self._shown(text)
+            logprob = _finite(tokens.logprobs[place])
+            top = _best(None if tokens.top is None else tokens.top[place], shown.num_logprobs)
+            self.pending.entries.append(Entry(token_id, logprob, top, len(text)))
+        return text
 
     def _shown(self, text: str) -> str:
         """What of the text passes the stop strings."""

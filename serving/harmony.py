@@ -9,7 +9,7 @@ call where the request has that tool; all else is content.
 import re
 from typing import Final
 
-from serving.marked_text import MarkedText
+from serving.marked_text import MarkedText, Said, Thought
 from serving.tool_calls import channel_call
 
 _START: Final = "<|start|>"
@@ -29,7 +29,7 @@ class HarmonyText(MarkedText):
         self._channel = ""
         self._recipient = ""
         self._call: list[str] = []
-        self._has_spoken: set[str] = set()  # channels that have text
+        self._has_spoken: set[type[Thought | Said]] = set()
         self._is_new = True  # nothing of this message's text was told
         self._header: list[str] | None = []  # None: it is over, text follows
         opened, message, _ = prompt.rpartition(_START)[2].partition(_MESSAGE)
@@ -46,12 +46,12 @@ class HarmonyText(MarkedText):
         if self._recipient:
             self._call.append(text)
             return
-        field = "reasoning" if self._channel == "analysis" else "content"
-        if self._is_new and field in self._has_spoken:
+        kind = Thought if self._channel == "analysis" else Said
+        if self._is_new and kind in self._has_spoken:
             text = "\n" + text
         self._is_new = False
-        self._has_spoken.add(field)
-        (self._reasoning if field == "reasoning" else self._content).append(text)
+        self._has_spoken.add(kind)
+        self._parts.append(kind(text))
 
     def _found(self, marker: str) -> None:
         if marker == _MESSAGE:
@@ -63,7 +63,7 @@ class HarmonyText(MarkedText):
         header = "".join(self._header or ())
         # With a marker it was cut; without it is another format.
         if not any(marker in header for marker in MARKERS):
-            self._content.append(header)
+            self._parts.append(Said(header))
         self._close()
 
     def _open(self, header: str) -> None:

@@ -1,5 +1,6 @@
 """JSON as bytes, for answers: what UTF-8 cannot hold becomes U+FFFD instead of an error."""
 
+import json
 from typing import Any
 
 import orjson
@@ -11,6 +12,19 @@ def dumps(data: Any) -> bytes:
         return orjson.dumps(data)
     except TypeError:  # mostly a lone surrogate; anything else fails again
         return orjson.dumps(_without_surrogates(data))
+
+
+def spelled(data: Any) -> orjson.Fragment:
+    """The same, to be put into others as it is.
+
+    What clients sent may have integers of any size, and more levels than orjson knows. Raises
+    RecursionError for more than Python knows.
+    """
+    try:
+        return orjson.Fragment(dumps(data))
+    except (TypeError, RecursionError):
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        return orjson.Fragment(text.encode(errors="replace"))
 
 
 def _without_surrogates(data: Any) -> Any:

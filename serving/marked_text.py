@@ -13,18 +13,42 @@ from functools import cache
 from serving.tool_calls import ToolCall
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text of a thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Text of the answer."""
+
+    text: str
+
+
 @dataclass(slots=True)
 class Told:
-    """What a piece of text came to."""
+    """What a piece of text came to, in its order."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    parts: list[Thought | Said | ToolCall] = field(default_factory=list)
+
+    @property
+    def reasoning(self) -> str:
+        """All that was thought."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def content(self) -> str:
+        """All that was said."""
+        return "".join(part.text for part in self.parts if isinstance(part, Said))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
 
     def __add__(self, more: "Told") -> "Told":
-        return Told(
-            self.reasoning + more.reasoning, self.content + more.content, self.calls + more.calls
-        )
+        return Told(self.parts + more.parts)
 
 
 class MarkedText(ABC):
@@ -40,10 +64,7 @@ class MarkedText(ABC):
     def __init__(self, tools: frozenset[str]) -> None:
         """tools: names of those that may be called."""
         self._tools = tools
-        # Not told yet.
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._found_calls: list[ToolCall] = []
+        self._parts: list[Thought | Said | ToolCall] = []  # not told yet
         self._text = ""  # fed, and not passed yet
 
     def feed(self, text: str) -> Told:
@@ -79,8 +100,7 @@ class MarkedText(ABC):
         self._text = text[at:]
 
     def _tell(self) -> Told:
-        told = Told("".join(self._reasoning), "".join(self._content), self._found_calls)
-        self._reasoning, self._content, self._found_calls = [], [], []
+        told, self._parts = Told(self._parts), []
         return told
 
     def _called(self, written: str, read: Callable[[], list[ToolCall]]) -> bool:
@@ -90,9 +110,9 @@ class MarkedText(ABC):
         except (ValueError, RecursionError):
             calls = []
         if calls and all(call.name in self._tools for call in calls):
-            self._found_calls += calls
+            self._parts += calls
             return True
-        self._content.append(written)
+        self._parts.append(Said(written))
         return False
 
     @abstractmethod

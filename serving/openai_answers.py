@@ -189,7 +189,7 @@ class _Answer:
         head = {**self._head, "object": self._shape.chunk_object, "choices": []}
         return event({**head, "usage": usage_of(choices)}) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, choice: Choice, error: ApiError) -> bytes:
         return error_event(error)
 
     def _chunk(

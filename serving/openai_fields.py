@@ -162,7 +162,7 @@ _chats = msgspec.json.Decoder(ChatFields)
 def read_completion(body: bytes) -> CompletionFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_completions, body)
-    _check_shared(fields)
+    check_shared(fields)
     refuse(fields, ("suffix",))
     return fields
 
@@ -170,7 +170,7 @@ def read_completion(body: bytes) -> CompletionFields:
 def read_chat(body: bytes) -> ChatFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_chats, body)
-    _check_shared(fields)
+    check_shared(fields)
     refuse(fields, CHAT_REFUSED)
     if fields.web_search_options is not None:  # {} asks for a search as well
         raise not_served("web_search_options")
@@ -186,7 +186,8 @@ def read_chat(body: bytes) -> ChatFields:
     return fields
 
 
-def _check_shared(fields: OpenAIFields) -> None:
+def check_shared(fields: OpenAIFields) -> None:
+    """Raises ApiError for what no route serves."""
     refuse(fields, REFUSED)
     refuse_unless(fields, REFUSED_UNLESS)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):

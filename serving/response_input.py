@@ -7,10 +7,10 @@ each of these is an item of its own.
 from collections.abc import Sequence
 from typing import Any
 
+from serving.conversation import MAX_PARTS
 from serving.errors import ApiError, bad_field, quoted
 
-_ORDER = ("reasoning_content", "content", "tool_calls")  # within one turn
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}  # the field with it
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 
 
 def messages_of_input(
@@ -23,75 +23,98 @@ def messages_of_input(
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
         return messages
-    if not given:
-        raise bad_field("input", "must have at least one item")
-    turn: dict[str, Any] = {}  # the assistant's that goes on; empty where none does
+    _check_number(given)
+    turn: dict[str, Any] | None = None  # the assistant's that goes on
     for place, item in enumerate(given):
         where = f"input[{place}]"
         part = _assistants(item, where)
         if part is None:
-            turn = {}
+            turn = None
             messages.append(_others(item, where))
             continue
         name, value = part
-        if not turn or not _may_follow(name, turn):
+        if not value:  # a thought that is not told, as others encrypt theirs
+            continue
+        if turn is None or not _may_follow(name, turn):
             turn = {"role": "assistant"}
             messages.append(turn)
-        if name == "tool_calls":
-            turn.setdefault(name, []).append(value)
-        else:
-            turn[name] = value
-    return messages
+        turn[name] = [*turn[name], *value] if name in turn else value
+    return [_joined(message) for message in messages]
+
+
+def _check_number(items: Sequence[dict[str, Any]]) -> None:
+    """Before any of them is looked at: what they become is counted as that of every chat."""
+    if not items:
+        raise bad_field("input", "must have at least one item")
+    lists = (item.get(name) for item in items for name in ("content", "summary", "output"))
+    count = len(items) + sum(len(parts) for parts in lists if isinstance(parts, list))
+    if count > MAX_PARTS:
+        raise bad_field("input", f"at most {MAX_PARTS} items and content parts, got {count}")
 
 
 def _may_follow(name: str, turn: dict[str, Any]) -> bool:
-    """Whether one turn has this after what it has."""
-    has = max(_ORDER.index(field) for field in turn if field != "role")
-    return _ORDER.index(name) > has or name == "tool_calls"
+    """Whether it is of one turn with what that has: all is, up to the outputs of its calls."""
+    return name == "tool_calls" or "tool_calls" in turn or "content" not in turn
 
 
-def _assistants(item: dict[str, Any], where: str) -> tuple[str, Any] | None:
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn's thoughts as the one text that templates take."""
+    if "reasoning_content" in message:
+        message["reasoning_content"] = "\n".join(message["reasoning_content"])
+    return message
+
+
+def _assistants(item: dict[str, Any], where: str) -> tuple[str, list[Any]] | None:
     """A field of the assistant's message, and what it gets; None for an item of others."""
     kind = item.get("type") or "message"
     if kind == "reasoning":
-        parts = _list(item, "content", where) or _list(item, "summary", where)
-        texts = [_field(part, "text", f"{where}.content[{i}]") for i, part in enumerate(parts)]
-        return "reasoning_content", "\n".join(texts)
+        name = "content" if item.get("content") else "summary"
+        parts = _list(item, name, where)
+        texts = [_field(part, "text", f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
+        return "reasoning_content", [text for text in texts if text]
     if kind == "function_call":
         function = {name: _field(item, name, where) for name in ("name", "arguments")}
         call_id = _field(item, "call_id", where)
-        return "tool_calls", {"id": call_id, "type": "function", "function": function}
+        return "tool_calls", [{"id": call_id, "type": "function", "function": function}]
     if kind == "message" and item.get("role") == "assistant":
-        return "content", _content(item.get("content"), where)
+        content = item.get("content")
+        # Without text it is a turn all the same.
+        return "content", _parts("" if content is None else content, f"{where}.content")
     return None
 
 
 def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
     kind = item.get("type") or "message"
     if kind == "function_call_output":
-        return {
-            "role": "tool",
-            "tool_call_id": _field(item, "call_id", where),
-            "content": _content(item.get("output"), f"{where}.output"),
-        }
+        call_id = _field(item, "call_id", where)
+        content = _content(item.get("output"), f"{where}.output")
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
     if kind != "message":
         message = f"{where}: this server does not support items of type {quoted(kind)}"
         raise ApiError(400, message, "input", "unsupported_parameter")
-    return {"role": _field(item, "role", where), "content": _content(item.get("content"), where)}
+    role = _field(item, "role", where)
+    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """A text, or parts of one in the shape of a chat's."""
+    """As it came: some templates tell a text from a list of one."""
+    return content if isinstance(content, str) else _parts(content, where)
+
+
+def _parts(content: Any, where: str) -> list[dict[str, Any]]:
+    """Parts of a text in the shape of a chat's."""
     if isinstance(content, str):
-        return content
+        return [_part(content, where)]
     if not isinstance(content, list):
-        raise _wrong_type(where, f"content as text or a list, got {quoted(content)}")
-    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        raise _wrong_type(where, f"text or a list, got {quoted(content)}")
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in _TEXTS:
+    if not isinstance(kind, str) or kind not in _TEXTS:
         message = f"{where}: this server takes text only, got {quoted(kind or type(part).__name__)}"
         raise ApiError(400, message, "input", "unsupported_parameter")
     return {"type": "text", "text": _field(part, _TEXTS[kind], where)}

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from serving.choice import Choice, Entry, Piece
-from serving.errors import ApiError
-from serving.json_bytes import dumps
-from serving.marked_text import MarkedText, Told
+from serving.errors import ApiError, bad_field
+from serving.json_bytes import dumps, spelled
+from serving.marked_text import MarkedText, Said, Thought, Told
 from serving.openai_answers import LogprobShapes, usage_of
 from serving.parsing import Parsing
 from serving.protocol import Request
@@ -22,22 +24,31 @@ from serving.tokenizer import Tokenizer
 from serving.tool_calls import ToolCall
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
-_ERROR_CODES = {429: "rate_limit_exceeded"}  # clients know few others than server_error
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # else server_error
 
 
 @dataclass(slots=True)
-class _Text:
-    """An item that is being told: what was thought, or a message."""
+class _Item:
+    """An item of text that is being told. delta: its events, up to what differs between them."""
 
-    kind: str  # "reasoning" or "message"
+    kind: type[Thought | Said]
     item_id: str
-    delta: bytes = b""  # its events of text, up to what differs between them
+    delta: bytes = b""
     texts: list[str] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # JSON, each of one event
 
     @property
-    def delta_type(self) -> str:
-        return "reasoning_text" if self.kind == "reasoning" else "output_text"
+    def type(self) -> str:
+        return "reasoning" if self.kind is Thought else "message"
+
+    @property
+    def part_type(self) -> str:
+        return "reasoning_text" if self.kind is Thought else "output_text"
+
+    @property
+    def all_logprobs(self) -> orjson.Fragment:
+        """A list."""
+        return orjson.Fragment(b"[%b]" % b",".join(self.logprobs))
 
 
 class ResponsesAnswer:
@@ -54,20 +65,23 @@ class ResponsesAnswer:
         created: int,
         parsing: Parsing,
     ) -> None:
-        """created: unix seconds."""
+        """created: unix seconds. Raises ApiError for what cannot be shown again."""
         self._request = request
-        self._fields = fields
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._created = created
         self._parsing = parsing
+        self._shown_again = _shown_again(fields)
         self._parser: MarkedText | None = parsing.parser() if parsing else None
         self._logprobs = LogprobShapes(tokenizer)
         self._output: list[dict[str, Any]] = []  # items that are over
-        self._open: _Text | None = None
-        self._entries: list[Entry] = []  # of tokens whose text was not said yet
-        self._reasoning: list[str] = []
+        self._open: _Item | None = None
+        self._kinds: set[type[Thought | Said]] = set()  # of all items of text
+        self._entries: list[Entry] = []  # since anything was told, or called
+        self._thought: list[str] = []
         self._num_calls = 0
+        self._is_whole = False
+        self._events: list[bytes] = []  # not sent yet
         self._num_events = 0
         self._error: ApiError | None = None
 
@@ -76,112 +90,141 @@ class ResponsesAnswer:
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """The body of an answer that is not streamed."""
         (choice,) = choices
+        self._is_whole = True
         self._tell(choice, choice.drain(), is_last=True)
         return dumps(self._response(choice))
 
     # --- streamed (serving.stream.Events) ---
 
     def opening(self, choice: Choice) -> bytes:
-        response = self._response(None)
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
+        response = spelled(self._response(None))
+        self._event("response.created", response=response)
+        self._event("response.in_progress", response=response)
+        return self._sent()
 
     def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
         return None  # events have numbers
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
-        return self._tell(choice, piece, is_last=False)
+        self._tell(choice, piece, is_last=False)
+        return self._sent()
 
     def finish(self, choice: Choice, rest: Piece) -> bytes:
-        return self._tell(choice, rest, is_last=True)
+        self._tell(choice, rest, is_last=True)
+        return self._sent()
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
         response = self._response(choice)
         kind = "completed" if response["status"] == "completed" else "incomplete"
-        return self._event(f"response.{kind}", response=response)
+        self._event(f"response.{kind}", response=response)
+        return self._sent()
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, choice: Choice, error: ApiError) -> bytes:
         self._error = error
-        return self._event("response.failed", response=self._response(None))
+        self._close(is_cut=True)
+        self._event("response.failed", response=self._response(None))
+        return self._sent()
 
     # --- items ---
 
-    def _tell(self, choice: Choice, piece: Piece, is_last: bool) -> bytes:
-        """The events of a piece; with the last one nothing stays open."""
-        self._entries += piece.entries
-        parser = self._parser
-        told = Told(content=piece.text) if parser is None else parser.feed(piece.text)
-        if parser is not None and is_last:
-            told += parser.finish()
-        events = b""
-        if told.reasoning:
-            self._reasoning.append(told.reasoning)
-            events += self._say(choice, "reasoning", told.reasoning)
-        if told.content:
-            events += self._say(choice, "message", told.content)
-        for call in told.calls:
-            if not (self._num_calls and self._parsing.one_call):
-                events += self._call(choice, call)
-        if is_last:
-            if not self._output and self._open is None:
-                events += self._say(choice, "message", "")  # an answer without a word is one, too
-            events += self._close(choice, choice.finish_reason != "stop")
-        return events
+    def _tell(self, choice: Choice, piece: Piece, is_last: bool) -> None:
+        """A piece of the text; with the last one nothing stays open."""
+        parts = _Parts()
+        at = 0
+        # Token by token where logprobs are told, so that each is with the text that it brought.
+        for entry in piece.entries:
+            end = at + entry.num_chars
+            self._entries.append(entry)
+            self._divide(piece.text[at:end], parts)
+            at = end
+        self._divide(piece.text[at:], parts)
+        if is_last and self._parser is not None:
+            self._sort(self._parser.finish(), parts)
+        for part in parts.found:
+            if isinstance(part, ToolCall):
+                self._call(part)
+            else:
+                self._say(choice, *part)
+        if not is_last:
+            return
+        if not self._output and self._open is None:
+            self._begin(Said)  # an answer without a word is a message, too
+        if self._open is not None and self._open.kind is Said and self._entries:
+            self._open.logprobs.append(self._logprobs_of(choice, self._entries))
+        self._close(is_cut=choice.finish_reason != "stop")
 
-    def _say(self, choice: Choice, kind: str, text: str) -> bytes:
-        events = b""
-        if self._open is None or self._open.kind != kind:
-            events += self._close(choice, is_cut=False) + self._begin(choice, kind)
-        assert self._open is not None, "it was begun"
-        self._open.texts.append(text)
-        more = b""
-        if kind == "message":
-            entries, self._entries = self._entries, []
-            self._open.entries += entries
-            more = b',"logprobs":' + dumps(self._logprobs_of(choice, entries))
-        if not text:
-            return events
-        return events + b'%b,"sequence_number":%d%b,"delta":%b}\n\n' % (
-            self._open.delta, self._next_number(), more, dumps(text),
-        )  # fmt: skip
+    def _divide(self, text: str, parts: "_Parts") -> None:
+        if text:
+            read = Told([Said(text)]) if self._parser is None else self._parser.feed(text)
+            self._sort(read, parts)
 
-    def _begin(self, choice: Choice, kind: str) -> bytes:
-        prefix = "rs" if kind == "reasoning" else "msg"
-        self._open = _Text(kind, f"{prefix}_{secrets.token_hex(16)}")
-        item = self._item(choice, self._open, "in_progress") | {"content": []}
-        added = self._event("response.output_item.added", **self._at(), item=item)
-        part = self._part(choice, self._open)
-        kind = f"response.{self._open.delta_type}.delta"
-        same = dumps({"type": kind, **self._place()})[:-1]
-        self._open.delta = b"event: %b\ndata: %b" % (kind.encode(), same)
-        return added + self._event("response.content_part.added", **self._place(), part=part)
-
-    def _close(self, choice: Choice, is_cut: bool) -> bytes:
-        """The open item is over. is_cut: so is the answer, before its end."""
-        told = self._open
-        if told is None:
-            return b""
-        more: dict[str, Any] = {}
-        if told.kind == "message":
-            told.entries += self._entries
+    def _sort(self, told: Told, parts: "_Parts") -> None:
+        """What is told next, with the logprobs of the tokens since what was told before it."""
+        for part in told.parts:
+            if isinstance(part, ToolCall):
+                if not (self._num_calls and self._parsing.one_call):
+                    self._num_calls += 1
+                    parts.found.append(part)
+            else:
+                entries = self._entries if isinstance(part, Said) else []
+                parts.add(type(part), part.text, entries)
             self._entries = []
-            more = {"logprobs": self._logprobs_of(choice, told.entries)}
-        text = "".join(told.texts)
-        part = self._part(choice, told)
-        item = self._item(choice, told, "incomplete" if is_cut else "completed")
-        done = f"response.{told.delta_type}.done"
-        events = self._event(done, **self._place(), **more, text=text)
-        events += self._event("response.content_part.done", **self._place(), part=part)
-        events += self._event("response.output_item.done", **self._at(), item=item)
-        self._output.append(item)
-        self._open = None
-        return events
 
-    def _call(self, choice: Choice, call: ToolCall) -> bytes:
+    def _say(
+        self, choice: Choice, kind: type[Thought | Said], texts: list[str], entries: list[Entry]
+    ) -> None:
+        """More of the open item, or the first of one."""
+        text = "".join(texts)
+        if self._open is None or self._open.kind is not kind:
+            self._close(is_cut=False)
+            if kind in self._kinds:  # parsers begin a line between two of a kind
+                text = text.removeprefix("\n")
+            self._begin(kind)
+        item = self._open
+        assert item is not None, "it was begun"
+        item.texts.append(text)
+        if kind is Thought:
+            self._thought.append(text)
+        logprobs = self._logprobs_of(choice, entries) if entries else b""
+        if logprobs:
+            item.logprobs.append(logprobs)
+        if not text or self._is_whole:
+            return
+        more = b',"logprobs":[%b]' % logprobs if kind is Said else b""
+        self._events.append(
+            b'%b,"sequence_number":%d%b,"delta":%b}\n\n'
+            % (item.delta, self._next_number(), more, dumps(text))
+        )
+
+    def _begin(self, kind: type[Thought | Said]) -> None:
+        self._kinds.add(kind)
+        item = _Item(kind, f"{'rs' if kind is Thought else 'msg'}_{secrets.token_hex(16)}")
+        self._open = item
+        delta = f"response.{item.part_type}.delta"
+        same = dumps({"type": delta, **self._place(item)})[:-1]
+        item.delta = b"event: %b\ndata: %b" % (delta.encode(), same)
+        shape = _shape(item, "in_progress", [])
+        self._event("response.output_item.added", **self._at(), item=shape)
+        self._event("response.content_part.added", **self._place(item), part=_part(item, ""))
+
+    def _close(self, is_cut: bool) -> None:
+        """The open item is over. is_cut: so is the answer, before its end."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        text = "".join(item.texts)
+        part = _part(item, text)
+        more = {"logprobs": part["logprobs"]} if item.kind is Said else {}
+        shape = _shape(item, "incomplete" if is_cut else "completed", [part])
+        self._event(f"response.{item.part_type}.done", **self._place(item), **more, text=text)
+        self._event("response.content_part.done", **self._place(item), part=part)
+        self._event("response.output_item.done", **self._at(), item=shape)
+        self._output.append(shape)
+
+    def _call(self, call: ToolCall) -> None:
         """A call comes as a whole, so its item opens and closes at once."""
-        events = self._close(choice, is_cut=False)
-        self._num_calls += 1
+        self._close(is_cut=False)
         item = {
             "id": f"fc_{secrets.token_hex(16)}",
             "type": "function_call",
@@ -194,18 +237,22 @@ class ResponsesAnswer:
         at = self._at()
         where = at | {"item_id": item["id"]}
         kind = "response.function_call_arguments"
-        events += self._event("response.output_item.added", **at, item=item)
-        events += self._event(f"{kind}.delta", **where, delta=call.arguments)
-        events += self._event(f"{kind}.done", **where, name=call.name, arguments=call.arguments)
-        events += self._event("response.output_item.done", **at, item=done)
+        self._event("response.output_item.added", **at, item=item)
+        self._event(f"{kind}.delta", **where, delta=call.arguments)
+        self._event(f"{kind}.done", **where, name=call.name, arguments=call.arguments)
+        self._event("response.output_item.done", **at, item=done)
         self._output.append(done)
-        return events
 
     # --- shapes ---
 
-    def _event(self, kind: str, **data: Any) -> bytes:
-        told = {"type": kind, "sequence_number": self._next_number(), **data}
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), dumps(told))
+    def _event(self, kind: str, **data: Any) -> None:
+        if not self._is_whole:
+            told = {"type": kind, "sequence_number": self._next_number(), **data}
+            self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), dumps(told)))
+
+    def _sent(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
 
     def _next_number(self) -> int:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -215,33 +262,17 @@ class ResponsesAnswer:
         """Where the open item, or the next one, is."""
         return {"output_index": len(self._output)}
 
-    def _place(self) -> dict[str, Any]:
-        assert self._open is not None, "only an open item has parts"
-        return {**self._at(), "item_id": self._open.item_id, "content_index": 0}
+    def _place(self, item: _Item) -> dict[str, Any]:
+        return {**self._at(), "item_id": item.item_id, "content_index": 0}
 
-    def _part(self, choice: Choice, told: _Text) -> dict[str, Any]:
-        text = "".join(told.texts)
-        if told.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        logprobs = self._logprobs_of(choice, told.entries)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _item(self, choice: Choice, told: _Text, status: str) -> dict[str, Any]:
-        more: dict[str, Any] = (
-            {"summary": []} if told.kind == "reasoning" else {"role": "assistant"}
-        )
-        content = [self._part(choice, told)]
-        return {"id": told.item_id, "type": told.kind, "status": status, **more, "content": content}
-
-    def _logprobs_of(self, choice: Choice, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    def _logprobs_of(self, choice: Choice, entries: Sequence[Entry]) -> bytes:
+        """JSON of some, without the brackets of the list."""
         shape = self._logprobs.chat(choice, entries)
-        items: list[dict[str, Any]] = [] if shape is None else shape["content"]
-        return items
+        return b"" if shape is None else dumps(shape["content"])[1:-1]
 
     def _response(self, choice: Choice | None) -> dict[str, Any]:
         """choice: of an answer that is over; None while it goes on, or where it failed."""
-        fields, sampling = self._fields, self._request.choices[0].sampling
-        reasoning = fields.reasoning or ReasoningOptions()
+        sampling = self._request.choices[0].sampling
         status, error, incomplete = self._status(choice)
         return {
             "id": self._request.request_id,
@@ -251,28 +282,16 @@ class ResponsesAnswer:
             "error": error,
             "incomplete_details": incomplete,
             "background": False,
-            "instructions": fields.instructions,
-            "max_output_tokens": fields.max_output_tokens,
-            "max_tool_calls": fields.max_tool_calls,
-            "metadata": fields.metadata or {},
             "model": self._model_name,
             "output": self._output,
-            "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "prompt_cache_key": fields.prompt_cache_key,
-            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-            "safety_identifier": fields.safety_identifier,
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": self._format(), "verbosity": "medium"},
-            "tool_choice": fields.tool_choice or "auto",
-            "tools": [_TOOL | tool for tool in fields.tools or ()],
-            "top_logprobs": fields.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if choice is None else self._usage(choice),
-            "user": fields.user,
+            **self._shown_again,
         }
 
     def _status(
@@ -288,30 +307,87 @@ class ResponsesAnswer:
             return "incomplete", None, {"reason": "max_output_tokens"}
         return "cancelled" if choice.finish_reason == "abort" else "completed", None, None
 
-    def _format(self) -> dict[str, Any]:
-        asked = None if self._fields.text is None else self._fields.text.format
-        if asked is None or asked.type != "json_schema":
-            return {"type": "text" if asked is None else asked.type}
-        return {
-            "type": asked.type,
-            "name": asked.name or "",
-            "description": asked.description,
-            "schema": asked.schema,
-            "strict": True,  # always
-        }
-
     def _usage(self, choice: Choice) -> dict[str, Any]:
         usage = usage_of([choice])
-        thought = "".join(self._reasoning)
+        num_tokens = usage["completion_tokens"]
+        thought = "".join(self._thought)
+        num_thought = len(self._tokenizer.encode(thought, False)) if thought else 0
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
                 "cache_write_tokens": 0,  # none that anybody pays for
             },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": len(self._tokenizer.encode(thought, False)) if thought else 0
-            },
+            "output_tokens": num_tokens,
+            # As text it may have more: a token that is no character is one of several then.
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, num_tokens)},
             "total_tokens": usage["total_tokens"],
         }
+
+
+class _Parts:
+    """What a piece came to: calls, and texts of a kind that are one event each."""
+
+    def __init__(self) -> None:
+        self.found: list[ToolCall | tuple[type[Thought | Said], list[str], list[Entry]]] = []
+
+    def add(self, kind: type[Thought | Said], text: str, entries: list[Entry]) -> None:
+        """More text, and logprobs of its tokens."""
+        last = self.found[-1] if self.found else None
+        if last is None or isinstance(last, ToolCall) or last[0] is not kind:
+            self.found.append((kind, [text], entries))
+        else:
+            last[1].append(text)
+            last[2].extend(entries)
+
+
+def _part(item: _Item, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": item.part_type, "text": text}
+    if item.kind is Said:
+        part |= {"annotations": [], "logprobs": item.all_logprobs}
+    return part
+
+
+def _shape(item: _Item, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    more: dict[str, Any] = {"summary": []} if item.kind is Thought else {"role": "assistant"}
+    return {"id": item.item_id, "type": item.type, "status": status, **more, "content": content}
+
+
+def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
+    """What the answer repeats of the request, as JSON."""
+    reasoning = fields.reasoning or ReasoningOptions()
+    values = {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": fields.safety_identifier,
+        "text": {"format": _format_of(fields), "verbosity": "medium"},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": [_TOOL | tool for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
+        "user": fields.user,
+    }
+    shown = {}
+    for name, value in values.items():
+        try:
+            shown[name] = spelled(value)
+        except RecursionError as error:
+            raise bad_field(name, "nested too deeply") from error
+    return shown
+
+
+def _format_of(fields: ResponsesFields) -> dict[str, Any]:
+    asked = None if fields.text is None else fields.text.format
+    if asked is None or asked.type != "json_schema":
+        return {"type": "text" if asked is None else asked.type}
+    return {
+        "type": asked.type,
+        "name": asked.name or "",
+        "description": asked.description,
+        "schema": asked.schema,
+        "strict": True,  # always
+    }

@@ -9,13 +9,14 @@ from serving.openai_api import ChatReader
 from serving.protocol import Request, ServedModel
 from serving.responses_fields import ResponsesFields, chat_of
 
-# Fields of a chat, as a message begins with them, and what they are called here.
+# Fields of a chat, as a message has them, and what they are called here.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text.format",
 }
-_NAMED = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
+_FIRST = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
+_ANY = re.compile(r"\bresponse_format\b")
 
 
 class ResponsesReader(ChatReader):
@@ -41,14 +42,11 @@ def _by_own_names() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        found = _NAMED.match(error.message)
+        message = _ANY.sub("text.format", error.message)
+        found = _FIRST.match(error.message)
         if found is None:
-            raise
+            raise ApiError(error.status, message, error.param, error.code, error.headers) from error
         name = _NAMES[found[1]]
-        raise ApiError(
-            error.status,
-            name + error.message[found.end() :],
-            name.partition(".")[0],
-            error.code,
-            error.headers,
-        ) from error
+        message = name + _ANY.sub("text.format", error.message[found.end() :])
+        param = name.partition(".")[0]
+        raise ApiError(error.status, message, param, error.code, error.headers) from error

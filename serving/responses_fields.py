@@ -8,16 +8,26 @@ from typing import Any
 
 import msgspec
 
-from serving.errors import ApiError, bad_field, not_served
+from serving.errors import ApiError, bad_field, not_served, quoted
 from serving.grammar import JsonSchemaFormat, ResponseFormat
 from serving.json_fields import read_json, refuse, refuse_unless
-from serving.openai_fields import ChatFields
-from serving.protocol import SamplingFields
+from serving.openai_fields import ChatFields, OpenAIFields, check_shared
 from serving.response_input import messages_of_input
 
 LOGPROBS = "message.output_text.logprobs"
-# The other is how a client without a store on our side gets back what was thought; it does anyway.
-_INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+# Of tools that this server has not; and how a client without a store on our side gets back what was
+# thought, which comes in plain text here.
+_BRING_NOTHING = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -39,21 +49,12 @@ class TextOptions(msgspec.Struct):
     verbosity: Any = None
 
 
-class StreamOptions(msgspec.Struct):
-    include_obfuscation: bool | None = None
-
-
-class ResponsesFields(SamplingFields, kw_only=True):
+class ResponsesFields(OpenAIFields, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]] | None = None
-    model: str | None = None
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -63,12 +64,7 @@ class ResponsesFields(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     truncation: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    rid: str | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    disagg_prefill_dp_rank: int | None = None
+    documents: list[dict[str, Any]] | None = None
     # Shown again in the answer, and nothing else.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -85,39 +81,54 @@ class ResponsesFields(SamplingFields, kw_only=True):
     moderation: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
+    functions: Any = None
+    verbosity: Any = None
+    # What chats call something that has another name here.
+    logprobs: Any = None
+    max_completion_tokens: Any = None
+    messages: Any = None
+    reasoning_effort: Any = None
 
 
 _REFUSED = (
     "background",
     "conversation",
     "context_management",
+    "echo",
+    "functions",
     "moderation",
     "previous_response_id",
     "prompt",
+    "prompt_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
 )
-_REFUSED_UNLESS = {"n": 1, "truncation": "disabled"}
-
+_REFUSED_UNLESS = {"n": 1, "truncation": "disabled", "verbosity": "medium"}
+_OF_CHATS = {
+    "logprobs": f"include: {LOGPROBS}",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 _responses = msgspec.json.Decoder(ResponsesFields)
 
 
 def read_responses(body: bytes) -> ResponsesFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_responses, body)
+    check_shared(fields)
     refuse(fields, _REFUSED)
     refuse_unless(fields, _REFUSED_UNLESS)
+    for name, own_name in _OF_CHATS.items():
+        if getattr(fields, name) is not None:
+            raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")
     if fields.input is None:
         raise ApiError(400, "input: this field is required", "input", "missing_field")
-    if fields.stream_options is not None and not fields.stream:
-        raise bad_field("stream_options", "is allowed only with stream")
-    if fields.stream_options is not None and fields.stream_options.include_obfuscation:
-        raise not_served("stream_options.include_obfuscation")
     for name in fields.include or ():
-        if name not in _INCLUDED:
+        if name != LOGPROBS and name not in _BRING_NOTHING:
             raise not_served(f"include.{name}")
-    reasoning = fields.reasoning or ReasoningOptions()
-    for name in ("summary", "generate_summary"):
-        if getattr(reasoning, name) not in (None, "auto"):  # auto: as detailed as there is
-            raise not_served(f"reasoning.{name}")
     if fields.text is not None and fields.text.verbosity not in (None, "medium"):
         raise not_served("text.verbosity")
     return fields
@@ -127,15 +138,14 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
     """The chat that is asked for. Raises ApiError for what no chat has."""
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     assert fields.input is not None, "it was read"
+    shared = (name for name in OpenAIFields.__struct_fields__ if name not in _OF_CHATS)
     return ChatFields(
-        **{name: getattr(fields, name) for name in SamplingFields.__struct_fields__},
-        model=fields.model,
+        **{name: getattr(fields, name) for name in shared},
         messages=messages_of_input(fields.input, fields.instructions),
-        stream=fields.stream,
         max_completion_tokens=fields.max_output_tokens,
-        min_tokens=fields.min_tokens,
-        seed=fields.seed,
-        tools=None if fields.tools is None else [_tool(tool) for tool in fields.tools],
+        tools=None
+        if fields.tools is None
+        else [_tool(*placed) for placed in enumerate(fields.tools)],
         tool_choice=_tool_choice(fields.tool_choice),
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=None if fields.reasoning is None else fields.reasoning.effort,
@@ -143,35 +153,40 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
         logprobs=wants_logprobs,
         top_logprobs=fields.top_logprobs,
         chat_template_kwargs=fields.chat_template_kwargs,
-        rid=fields.rid,
-        request_id=fields.request_id,
-        cache_salt=fields.cache_salt,
-        routed_dp_rank=fields.routed_dp_rank,
-        data_parallel_rank=fields.data_parallel_rank,
-        disagg_prefill_dp_rank=fields.disagg_prefill_dp_rank,
+        documents=fields.documents,
     )
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
     """A function, with what it is in an object of its own."""
-    kind = tool.get("type")
+    where, kind = f"tools[{place}]", tool.get("type")
     if kind != "function":
         raise ApiError(
             400,
-            f"tools: this server has no tool of its own, so it takes functions only, got {kind!r}",
+            f"{where}: this server has no tools of its own, so it takes functions only, got "
+            f"{quoted(kind)}",
             "tools",
             "unsupported_parameter",
         )
+    for name, expected, takes in (("name", "text", str), ("parameters", "an object", dict)):
+        value = tool.get(name)
+        if not isinstance(value, takes) and (value is not None or name == "name"):
+            message = f"{where}.{name}: expected {expected}, got {quoted(value)}"
+            raise ApiError(400, message, "tools", "invalid_type")
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(choice, dict):
+    if choice in (None, "none", "auto", "required"):
         return choice
-    if choice.get("type") != "function":
+    if isinstance(choice, dict) and choice.get("type") not in (None, "function"):
         raise not_served("tool_choice")
-    return {"type": "function", "function": {"name": choice.get("name")}}
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if not isinstance(name, str):
+        what = 'expected "none", "auto", "required" or {"type": "function", "name": ...}'
+        raise bad_field("tool_choice", f"{what}, got {quoted(choice)}")
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:

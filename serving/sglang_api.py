@@ -337,7 +337,7 @@ class GenerateAnswer:
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, choice: Choice, error: ApiError) -> bytes:
         return error_event(error)
 
     def _item(self, choice: Choice, piece: Piece) -> dict[str, Any]:

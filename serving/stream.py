@@ -48,8 +48,8 @@ class Events(Protocol):
         """What goes after all choices."""
         ...
 
-    def failed(self, error: ApiError) -> bytes:
-        """The last event where the answer cannot go on."""
+    def failed(self, choice: Choice, error: ApiError) -> bytes:
+        """The last events where the answer cannot go on, for what became of this choice."""
         ...
 
 
@@ -273,7 +273,12 @@ class StreamedChoice:
         if self._begun and self._waiting:  # it waited for a full interval, which will not be
             self._show(self._unshown())
         answered = from_request_error(error)
-        self._stream.fail(answered, self._answer.events.failed(answered))
+        try:
+            event = self._answer.events.failed(self._choice, answered)
+        except Exception as fault:  # else nothing would close it
+            self._stream.broke(fault)
+        else:
+            self._stream.fail(answered, event)
 
     def _unshown(self) -> str:
         """Text of the tokens that wait."""

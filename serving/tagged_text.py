@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from serving.marked_text import MarkedText
+from serving.marked_text import MarkedText, Said, Thought
 from serving.tool_calls import ToolCall, deepseek_call, json_calls, mistral_calls
 
 THINK_BEGIN: Final = "<think>"
@@ -105,7 +105,7 @@ class TaggedText(MarkedText):
         self._space.append(kept)
         shown, self._space = "".join(self._space), [text[len(kept) :]]
         if self._where is _Where.THOUGHT:
-            self._reasoning.append(shown)
+            self._parts.append(Thought(shown))
             return
         if self._where is _Where.BEGIN:
             self._where = _Where.CONTENT
@@ -114,7 +114,7 @@ class TaggedText(MarkedText):
                 self._begin_call("")
                 self._call = [shown, *after]
                 return
-        self._content.append(shown)
+        self._parts.append(Said(shown))
 
     def _found(self, marker: str) -> None:
         if self._where is _Where.CALL:
@@ -131,8 +131,8 @@ class TaggedText(MarkedText):
     def _over(self) -> None:
         if self._where is _Where.CALL:
             self._end_call("")
-        elif self._where is not _Where.THOUGHT:
-            self._content += self._space
+        elif self._where is not _Where.THOUGHT and (space := "".join(self._space)):
+            self._parts.append(Said(space))
 
     def _begin_call(self, marker: str) -> None:
         self._where = _Where.CALL

@@ -1,14 +1,14 @@
 """Reasoning and tool calls come out of every format the same, however the text is cut."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.config import ServeConfig
-from serving.marked_text import Told
+from serving.marked_text import Said, Thought, Told
 from serving.parsing import Parsing
 from serving.tagged_text import CALL_FORMATS
 from serving.tool_calls import ToolCall
@@ -25,18 +25,40 @@ V31 = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
 END = "<｜tool▁call▁end｜>"
 
 
-def pieces_told(parsing: Parsing, pieces: list[str]) -> Told:
+class Read(NamedTuple):
+    """What a text came to, each kind put together."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def parts_of(parsing: Parsing, pieces: list[str]) -> list[Any]:
+    """In their order, those that stand together as one."""
     parser = parsing.parser()
-    told = [*map(parser.feed, pieces), parser.finish()]
-    calls = [call for one in told for call in one.calls]
-    return Told("".join(x.reasoning for x in told), "".join(x.content for x in told), calls)
+    told = sum([*map(parser.feed, pieces), parser.finish()], Told())
+    parts: list[Any] = []
+    for part in told.parts:
+        if parts and isinstance(part, Thought | Said) and type(part) is type(parts[-1]):
+            parts[-1] = type(part)(parts[-1].text + part.text)
+        else:
+            parts.append(part)
+    return parts
 
 
-def told(parsing: Parsing, text: str) -> Told:
+def pieces_told(parsing: Parsing, pieces: list[str]) -> Read:
+    return read_of(parts_of(parsing, pieces))
+
+
+def read_of(parts: list[Any]) -> Read:
+    told = Told(parts)
+    return Read(told.reasoning, told.content, tuple(told.calls))
+
+
+def told(parsing: Parsing, text: str) -> Read:
     """Whole; and character by character, which must be the same."""
-    whole = pieces_told(parsing, [text])
-    assert pieces_told(parsing, list(text)) == whole
-    return whole
+    assert parts_of(parsing, list(text)) == parts_of(parsing, [text])
+    return pieces_told(parsing, [text])
 
 
 QWEN3 = Parsing("qwen3")
@@ -70,7 +92,7 @@ HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
     ],
 )
 def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> None:
-    assert told(parsing, text) == Told(reasoning, content)
+    assert told(parsing, text) == Read(reasoning, content)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +127,7 @@ def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> 
     ],
 )  # fmt: skip
 def test_calls(name: Any, text: str, content: str, calls: list[ToolCall]) -> None:
-    assert told(Parsing(tool_calls=name, tools=TOOLS), text) == Told("", content, calls)
+    assert told(Parsing(tool_calls=name, tools=TOOLS), text) == Read("", content, tuple(calls))
 
 
 def test_thoughts_come_before_calls() -> None:
@@ -113,7 +135,7 @@ def test_thoughts_come_before_calls() -> None:
     text = (
         f"<think>\n<tool_call> would do\n</think>\n\nOne moment.\n<tool_call>{OBJECT}</tool_call>\n"
     )
-    assert told(parsing, text) == Told("<tool_call> would do", "One moment.", [CALL])
+    assert told(parsing, text) == Read("<tool_call> would do", "One moment.", (CALL,))
 
 
 NO_CALLS = [
@@ -137,7 +159,7 @@ NO_CALLS = [
 def test_what_is_no_call_stays_text(between: str) -> None:
     text = f"Well \n<tool_call>{between}</tool_call>\n. "
     parsed = pieces_told(Parsing(tool_calls="hermes", tools=TOOLS), [text])
-    assert parsed == Told("", text, [])
+    assert parsed == Read("", text)
 
 
 @pytest.mark.parametrize(("name", "form"), CALL_FORMATS.items())
@@ -162,33 +184,33 @@ SEVERAL = (
     [
         (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-            Told("Hm.", "Yes."),
+            Read("Hm.", "Yes."),
         ),
-        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", Told("", "{}")),
-        (SEVERAL, Told("a\nb", "One moment.", [CALL])),
+        ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", Read("", "{}")),
+        (SEVERAL, Read("a\nb", "One moment.", (CALL,))),
         (
             " to=functions.ferry_times<|channel|>commentary json<|message|>{}",
-            Told("", "", [OTHER]),
+            Read("", "", (OTHER,)),
         ),
-        ("<|channel|>commentary to=ferry_times<|message|>{}", Told("", "", [OTHER])),
-        ("<|channel|>commentary to=functions.weather<|message|>{", Told("", "{")),
-        ("<|channel|>commentary to=functions.of_nobody<|message|>{}", Told("", "{}")),
-        ("<|channel|>commentary to=browser.open<|message|>{}", Told("", "{}")),
-        ("<|channel|>analy", Told()),
-        ("<|channel|>", Told()),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>", Told("Hm.")),
-        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", Told("Hm.")),
-        ("What another model writes.", Told("", "What another model writes.")),
-        ("<|channel|>final<|message|>a <|en", Told("", "a <|en")),
+        ("<|channel|>commentary to=ferry_times<|message|>{}", Read("", "", (OTHER,))),
+        ("<|channel|>commentary to=functions.weather<|message|>{", Read("", "{")),
+        ("<|channel|>commentary to=functions.of_nobody<|message|>{}", Read("", "{}")),
+        ("<|channel|>commentary to=browser.open<|message|>{}", Read("", "{}")),
+        ("<|channel|>analy", Read()),
+        ("<|channel|>", Read()),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>", Read("Hm.")),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", Read("Hm.")),
+        ("What another model writes.", Read("", "What another model writes.")),
+        ("<|channel|>final<|message|>a <|en", Read("", "a <|en")),
     ],
 )
-def test_channels(text: str, expected: Told) -> None:
+def test_channels(text: str, expected: Read) -> None:
     assert told(HARMONY, text) == expected
 
 
 def test_a_prompt_may_have_begun_the_message() -> None:
     prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Ye"
-    assert told(Parsing("gpt-oss", "gpt-oss", TOOLS, prompt=prompt), "s.") == Told("", "s.")
+    assert told(Parsing("gpt-oss", "gpt-oss", TOOLS, prompt=prompt), "s.") == Read("", "s.")
 
 
 NAMES: list[Any] = list(CALL_FORMATS)
@@ -217,13 +239,14 @@ def test_cuts_change_nothing_and_nothing_is_lost(
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    cut, whole = pieces_told(parsing, pieces), pieces_told(parsing, [text])
-    assert cut == whole
+    parts_whole = parts_of(parsing, [text])
+    assert parts_of(parsing, pieces) == parts_whole
+    whole = read_of(parts_whole)
     for call in whole.calls:
         assert call.name in TOOLS
         assert isinstance(json.loads(call.arguments), dict)
     if parsing.reasoning == "none" and not whole.calls and "calls" not in text:
-        assert whole == Told("", text)
+        assert whole == Read("", text)
     # What is told is in the text, in order, but for calls.
     for shown in (whole.reasoning, whole.content):
         rest = iter(text + "\n" * 12)

@@ -6,16 +6,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import openai
 import pydantic
 import pytest
 from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 
-from serving.errors import ApiError
-from serving.response_input import messages_of_input
-from serving.responses_fields import LOGPROBS, chat_of, read_responses
+from serving.responses_fields import LOGPROBS
 from tests.fakes import until
 from tests.serving.live import MODEL_NAME, Live, letters, live_server
 from tests.serving.test_parsed_chats import ANSWER, writes
@@ -138,8 +135,8 @@ async def test_a_plain_answer_is_one_message_whatever_is_shown_again() -> None:
         "user": "u",
         "store": True,
         "parallel_tool_calls": False,
-        "reasoning": {"effort": "low", "summary": "auto"},
-        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "detailed"},
+        "include": ["reasoning.encrypted_content", "web_search_call.results"],
         "truncation": "disabled",
         "tool_choice": "none",
     }
@@ -180,21 +177,97 @@ async def test_an_answer_without_a_word_is_an_empty_message() -> None:
 
 
 @pytest.mark.parametrize("asked", [{"include": [LOGPROBS]}, {"top_logprobs": 2}])
-async def test_logprobs_come_with_the_text(asked: dict[str, Any]) -> None:
-    async with live_server(writes(ANSWER), reasoning_parser="qwen3") as live:
-        whole = (await live.post("/v1/responses", ASK | asked)).json()
+@pytest.mark.parametrize("parsers", [{}, PARSERS])
+@pytest.mark.parametrize("interval", [1, 7, 100])
+async def test_logprobs_are_those_of_the_tokens_of_a_text(
+    asked: dict[str, Any], parsers: dict[str, Any], interval: int
+) -> None:
+    body = ASK | asked | {"tools": TOOLS}
+    async with live_server(writes(ANSWER), **parsers, stream_interval=interval) as live:
+        whole = (await live.post("/v1/responses", body)).json()
         (message,) = (item for item in whole["output"] if item["type"] == "message")
         logprobs = message["content"][0]["logprobs"]
-        assert len(logprobs) == whole["usage"]["output_tokens"]
+        text = b"".join(bytes(entry["bytes"]) for entry in logprobs).decode()
+        if parsers:  # the end of the thought before it, and not the calls behind it
+            assert text == "</think>\n\nOne moment.\n"
+        else:
+            assert len(logprobs) == whole["usage"]["output_tokens"]
         assert {len(entry["top_logprobs"]) for entry in logprobs} == {asked.get("top_logprobs", 0)}
-        events = await events_of(live, ASK | asked)
+        events = await events_of(live, body)
+        assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
         deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-        (done,) = (e for e in events if e["type"] == "response.output_text.done")
-        assert done["logprobs"] == logprobs
         streamed = [entry for event in deltas for entry in event["logprobs"]]
-        # What ends the text has none, so it comes with the last word.
         assert streamed == logprobs[: len(streamed)]
-        assert len(streamed) >= len(logprobs) - 1
+        assert len(streamed) >= len(logprobs) - 1  # but for what ends the text
+
+
+HARMONY = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
+CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "parsers", "items"),
+    [
+        (f"One.\n{CALL}\nTwo.", PARSERS, ["One.", "{}", "Two."]),
+        (f"{CALL}\nTwo.", PARSERS, ["{}", "Two."]),
+        (f"{CALL}{CALL}", PARSERS, ["{}", "{}"]),
+        ("[TOOL_CALLS]weather{}", {"tool_call_parser": "mistral"}, ["{}"]),
+        ('{"name": "weather", "parameters": {}}', {"tool_call_parser": "llama3"}, ["{}"]),
+        (
+            HARMONY.format("analysis", "A") + HARMONY.format("commentary", "B")
+            + HARMONY.format("analysis", "C") + HARMONY.format("final", "D"),
+            {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"},
+            ["A", "B", "C", "D"],
+        ),
+        (
+            HARMONY.format("commentary", "A") + HARMONY.format("final", "B"),
+            {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"},
+            ["A\nB"],
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("interval", [1, 100])
+@pytest.mark.parametrize("asked", [{}, {"top_logprobs": 1}])
+async def test_items_come_in_the_order_in_which_they_were_written(
+    text: str, parsers: dict[str, Any], items: list[str], interval: int, asked: dict[str, Any]
+) -> None:
+    body = ASK | {"tools": TOOLS} | asked
+    async with live_server(writes(text), **parsers, stream_interval=interval) as live:
+        whole = (await live.post("/v1/responses", body)).json()["output"]
+        assert [shown for _, shown in shape_of(whole)] == items
+        events = await events_of(live, body)
+        output = events[-1]["response"]["output"]
+        assert without_ids(output) == without_ids(whole)
+        check_items(events, output)
+
+
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"a": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"tools": [TOOLS[0] | {"parameters": {"maximum": 10**30}}]}, "tools"),
+        ({"tools": [TOOLS[0] | {"parameters": DEEP}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"examples": [10**20]}}}}, "text"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_whatever_json_a_request_has_is_shown_again(
+    asked: dict[str, Any], name: str, stream: bool
+) -> None:
+    async with live_server(writes("abc"), context_length=4096) as live:
+        if stream:
+            answer = (await events_of(live, ASK | asked))[-1]["response"]
+        else:
+            answer = (await live.post("/v1/responses", ASK | asked)).json()
+        assert answer["status"] == "completed", answer
+        (given,), (shown,) = (asked[name], answer[name]) if name == "tools" else (
+            [asked[name]["format"]], [answer[name]["format"]],
+        )  # fmt: skip
+        assert given.items() <= shown.items()
 
 
 async def test_one_call_where_calls_may_not_be_parallel() -> None:
@@ -236,6 +309,9 @@ async def test_a_failure_is_a_status_before_the_first_byte_and_the_last_event_af
         EVENTS.validate_python(event)
         assert event["response"]["status"] == "failed"
         assert event["response"]["error"] == {"code": "server_error", "message": "it broke"}
+        (item,) = event["response"]["output"]
+        assert item["status"] == "incomplete"
+        assert letters(9).startswith(item["content"][0]["text"])
 
 
 async def test_an_aborted_answer_is_cancelled() -> None:
@@ -263,7 +339,13 @@ async def test_an_aborted_answer_is_cancelled() -> None:
             "input",
             "input[0].content[0]: this server takes text only, got 'input_image'",
         ),
-        ({"input": [{"role": "user"}]}, "input", "input[0]: expected content as text or a list"),
+        (
+            {"input": [{"role": "user", "content": [{"type": [], "text": "a"}]}]},
+            "input",
+            "input[0].content[0]: this server takes text only, got",
+        ),
+        ({"input": [{"role": "user"}]}, "input", "input[0].content: expected text or a list, got"),
+        ({"input": [{"role": "user", "content": "a"}] * 16_385}, "input", "input: at most 16384"),
         ({"input": [{"content": "a"}]}, "input", "input[0].role: expected text, got None"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
@@ -279,12 +361,31 @@ async def test_an_aborted_answer_is_cancelled() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "prompt: this server does not support it"),
         ({"truncation": "auto"}, "truncation", "truncation: this server does not support it"),
         ({"n": 2}, "n", "n: this server does not support it"),
-        ({"include": ["web_search_call.results"]}, "include", "include.web_search_call.results: "),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning", "reasoning.summary: this server"),
+        ({"include": ["thoughts"]}, "include", "include.thoughts: this server does not support it"),
+        (
+            {"allowed_token_ids": [5]},
+            "allowed_token_ids",
+            "allowed_token_ids: this server does not",
+        ),
+        ({"max_tokens": 3}, "max_tokens", "max_tokens: is called max_output_tokens here"),
+        ({"logprobs": True}, "logprobs", "logprobs: is called include: message.output_text.log"),
+        (
+            {"response_format": {"type": "text"}},
+            "response_format",
+            "response_format: is called tex",
+        ),
+        ({"echo": True}, "echo", "echo: this server does not support it"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity: this server"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format"),
         ({"text": {"format": {"type": "grammar"}}}, "text", "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools: this server has no tool of its own"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: this server has no tools of its"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].name: expected text, got None"),
+        (
+            {"tools": [TOOLS[0] | {"parameters": "x"}]},
+            "tools",
+            "tools[0].parameters: expected an object, got 'x'",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", 'tool_choice: expected "none", "auto", "required"'),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice: this server does not"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice: that asks for calls needs"),
         ({"top_logprobs": 21}, "top_logprobs", "top_logprobs: must be "),
@@ -308,51 +409,6 @@ async def test_nothing_is_stored() -> None:
         answer = await responses.create(**ASK, max_output_tokens=2)
         with pytest.raises(openai.NotFoundError):
             await responses.retrieve(answer.id)
-
-
-def test_items_of_one_turn_are_one_message() -> None:
-    user = {"role": "user", "content": "Q"}
-    said = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
-    text = {"type": "output_text", "text": "A", "annotations": [], "logprobs": []}
-
-    def called(name: str) -> dict[str, Any]:
-        item = {"type": "function_call", "id": "i", "call_id": name}
-        return item | {"name": name, "arguments": "{}"}
-
-    def call(name: str) -> dict[str, Any]:
-        return {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
-
-    def thought(text: str) -> dict[str, Any]:
-        content = [{"type": "reasoning_text", "text": text}]
-        return {"type": "reasoning", "id": "r", "summary": [], "content": content}
-
-    def output(name: str, given: Any) -> dict[str, Any]:
-        return {"type": "function_call_output", "call_id": name, "output": given}
-
-    items = [
-        user, thought("T"), said | {"content": [text]}, called("f"), called("g"),
-        output("f", "F"), output("g", [{"type": "input_text", "text": "G"}]),
-        thought("U"), called("h"), thought("V"), said | {"content": "B"},
-        said | {"content": [{"type": "refusal", "refusal": "No."}]},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},
-        {"role": "developer", "content": "D"}, called("k"),
-    ]  # fmt: skip
-    assistant = {"role": "assistant"}
-    content = [{"type": "text", "text": "A"}]
-    assert messages_of_input(items, "I") == [
-        {"role": "system", "content": "I"},
-        user,
-        assistant
-        | {"reasoning_content": "T", "content": content, "tool_calls": [call("f"), call("g")]},
-        {"role": "tool", "tool_call_id": "f", "content": "F"},
-        {"role": "tool", "tool_call_id": "g", "content": [{"type": "text", "text": "G"}]},
-        assistant | {"reasoning_content": "U", "tool_calls": [call("h")]},
-        assistant | {"reasoning_content": "V", "content": "B"},
-        assistant | {"content": [{"type": "text", "text": "No."}]},
-        assistant | {"reasoning_content": "S"},
-        {"role": "developer", "content": "D"},
-        assistant | {"tool_calls": [call("k")]},
-    ]
 
 
 async def test_an_answer_can_be_sent_back_as_it_came() -> None:
@@ -391,30 +447,3 @@ async def test_an_answer_can_be_sent_back_as_it_came() -> None:
         }
         tokens = (await live.post("/tokenize", chat)).json()["tokens"]
         assert answer.json()["usage"]["input_tokens"] == len(tokens)
-
-
-def test_a_form_and_a_choice_of_tools_are_those_of_a_chat() -> None:
-    schema = {"type": "object"}
-    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
-    body = ASK | {
-        "text": {"format": form},
-        "tools": [TOOLS[0] | {"description": "D", "strict": None}],
-        "tool_choice": {"type": "function", "name": "weather"},
-        "reasoning": {"effort": "high"},
-        "max_output_tokens": 7,
-        "cache_salt": "s",
-        "stop": ["x"],
-    }
-    chat = chat_of(read_responses(json.dumps(body).encode()))
-    assert chat.response_format is not None
-    assert msgspec.to_builtins(chat.response_format)["json_schema"] | {"description": None} == {
-        "name": "n", "schema": schema, "strict": True, "description": None,
-    }  # fmt: skip
-    function = {"name": "weather", "parameters": {"type": "object"}, "description": "D"}
-    assert chat.tools == [{"type": "function", "function": function}]
-    assert chat.tool_choice == {"type": "function", "function": {"name": "weather"}}
-    assert (chat.reasoning_effort, chat.max_completion_tokens) == ("high", 7)
-    assert (chat.cache_salt, chat.stop, chat.top_k) == ("s", ["x"], None)
-    assert chat_of(read_responses(b'{"input": "a"}')).tool_choice is None
-    with pytest.raises(ApiError, match="input"):
-        read_responses(b'{"input": 5}')

@@ -1,0 +1,98 @@
+"""What the fields of a response and its input become: those of a chat."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.errors import ApiError
+from serving.response_input import messages_of_input
+from serving.responses_fields import chat_of, read_responses
+from tests.serving.test_responses import ASK, TOOLS
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    user = {"role": "user", "content": "Q"}
+    said = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
+    text = {"type": "output_text", "text": "A", "annotations": [], "logprobs": []}
+
+    def called(name: str) -> dict[str, Any]:
+        item = {"type": "function_call", "id": "i", "call_id": name}
+        return item | {"name": name, "arguments": "{}"}
+
+    def call(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    def thought(text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": "r", "summary": [], "content": content}
+
+    def output(name: str, given: Any) -> dict[str, Any]:
+        return {"type": "function_call_output", "call_id": name, "output": given}
+
+    items = [
+        user, thought("T"), said | {"content": [text]}, called("f"), called("g"),
+        output("f", "F"), output("g", [{"type": "input_text", "text": "G"}]),
+        thought("U"), called("h"), thought("V"), said | {"content": "B"}, output("h", "H"),
+        said | {"content": [{"type": "refusal", "refusal": "No."}]}, said | {"content": ["Yes."]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]}, thought("W"),
+        {"role": "developer", "content": "D"}, called("k"),
+    ]  # fmt: skip
+
+    def turn(**fields: Any) -> dict[str, Any]:
+        return {"role": "assistant"} | fields
+
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    assert messages_of_input(items, "I") == [
+        {"role": "system", "content": "I"},
+        user,
+        turn(reasoning_content="T", content=parts("A"), tool_calls=[call("f"), call("g")]),
+        {"role": "tool", "tool_call_id": "f", "content": "F"},
+        {"role": "tool", "tool_call_id": "g", "content": parts("G")},
+        # Up to the outputs of its calls it is one turn, in whatever order it was written.
+        turn(reasoning_content="U\nV", content=parts("B"), tool_calls=[call("h")]),
+        {"role": "tool", "tool_call_id": "h", "content": "H"},
+        turn(content=parts("No.")),
+        turn(content=parts("Yes.")),
+        turn(reasoning_content="S\nW"),
+        {"role": "developer", "content": "D"},
+        turn(tool_calls=[call("k")]),
+    ]
+
+
+def test_thoughts_that_are_not_told_leave_nothing() -> None:
+    secret = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
+    user, said = {"role": "user", "content": "Q"}, {"role": "assistant", "content": None}
+    assert messages_of_input([user, secret, secret, user], None) == [user, user]
+    (_, turn) = messages_of_input([user, secret, said, secret], None)
+    assert turn == {"role": "assistant", "content": [{"type": "text", "text": ""}]}
+
+
+def test_a_form_and_a_choice_of_tools_are_those_of_a_chat() -> None:
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    body = ASK | {
+        "text": {"format": form},
+        "tools": [TOOLS[0] | {"description": "D", "strict": None}],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "reasoning": {"effort": "high"},
+        "max_output_tokens": 7,
+        "cache_salt": "s",
+        "stop": ["x"],
+    }
+    chat = chat_of(read_responses(json.dumps(body).encode()))
+    assert chat.response_format is not None
+    assert msgspec.to_builtins(chat.response_format)["json_schema"] | {"description": None} == {
+        "name": "n", "schema": schema, "strict": True, "description": None,
+    }  # fmt: skip
+    function = {"name": "weather", "parameters": {"type": "object"}, "description": "D"}
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert chat.tool_choice == {"type": "function", "function": {"name": "weather"}}
+    assert (chat.reasoning_effort, chat.max_completion_tokens) == ("high", 7)
+    assert (chat.cache_salt, chat.stop, chat.top_k) == ("s", ["x"], None)
+    assert chat_of(read_responses(b'{"input": "a"}')).tool_choice is None
+    with pytest.raises(ApiError, match="input"):
+        read_responses(b'{"input": 5}')
