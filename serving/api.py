@@ -16,16 +16,16 @@ from serving import api_parent
 from serving.app import app_of, create_front
 from serving.collector import calm_collector
 from serving.config import ServeConfig
-from serving.connection import Bound, Connection
+from serving.connection import Connection
 from serving.dispatch import Dispatcher
 from serving.front import Front
 from serving.listening import (
     BACKLOG,
     address_of,
     beside,
+    bound_of,
     claimed,
     ensure_listening,
-    most_connections,
     refuse_two_addresses,
 )
 from serving.metrics import Metrics
@@ -179,7 +179,7 @@ async def serve(
 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
     """How connections are served. metrics: count those that are too many."""
-    bound = Bound(most_connections(config), _tell_surplus(metrics))
+    bound = bound_of(config, _tell_surplus(metrics))
     return uvicorn.Config(
         app,
         http=Connection.lingering(config.slow_client_timeout_s, bound),
@@ -205,7 +205,7 @@ def _tell_surplus(metrics: Metrics) -> Callable[[], None]:
         if now_s >= due_s:
             due_s = now_s + _SURPLUS_TOLD_EVERY_S
             log.warning(
-                "more clients connect than this process may open files for (%d): some are told 503",
+                "more clients connect than this process may open files for (%d): they are told 503",
                 open_files.limit(),
             )
 

@@ -27,6 +27,7 @@ from serving.protocol import request_id_of
 # Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
 # and keeps all of them.
 MAX_HEAD_BYTES: Final = 64 << 10
+_SURPLUS_S = 1.0  # how long a client that is one too many may say nothing
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _CRLF = b"\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -112,16 +113,19 @@ class ServerTransport:
 
 
 class Bound:
-    """How many clients may be connected at once; one more is told so, and closed."""
+    """How many clients may be connected at once. Some more are told so and closed, others cut.
 
-    def __init__(self, most: int, on_surplus: Callable[[], object]) -> None:
-        """on_surplus: called for each of them."""
+    on_surplus: called for each of both.
+    """
+
+    def __init__(self, most: int, most_told: int, on_surplus: Callable[[], object]) -> None:
+        """most_told: of those beyond `most`, how many may be connected until they are told."""
         self.most = most
-        self._on_surplus = on_surplus
+        self.most_with_told = most + most_told
+        self.on_surplus = on_surplus
 
     def refusal(self) -> ApiError:
         """What one too many is told."""
-        self._on_surplus()
         return ApiError(
             503,
             f"this server has {self.most} connections, which is all it may have",
@@ -240,9 +244,16 @@ class Connection(HttpToolsProtocol):
         """Its transport is there."""
         self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
-        if self._exceeds is not None and len(self.connections) <= self._exceeds.most:
-            self._exceeds = None
-        self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
+        patience_s = self._linger_s
+        if (bound := self._exceeds) is not None:
+            if len(self.connections) <= bound.most:
+                self._exceeds = None
+            else:
+                bound.on_surplus()
+                patience_s = min(patience_s, _SURPLUS_S)
+                if len(self.connections) > bound.most_with_told:
+                    transport.abort()
+        self._head_due = self.loop.call_later(patience_s, self._give_up_head)
 
     def data_received(self, data: bytes) -> None:
         """Requests, or parts of them."""

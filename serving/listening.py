@@ -3,12 +3,13 @@
 import logging
 import socket
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from serving.config import ServeConfig
+from serving.connection import Bound
 from transfer import flags, open_files
 from transfer.errors import ConfigError
 from transfer.rpc import host_port
@@ -20,13 +21,14 @@ _OWN_FILES = 64  # least that is kept for workers, other API processes, certific
 _PROBE_TIMEOUT_S = 1.0
 
 
-def most_connections(config: ServeConfig) -> int:
+def bound_of(config: ServeConfig, on_surplus: Callable[[], object]) -> Bound:
     """How many clients may be connected to this process, by the files that it may open.
 
-    Told where that is less than requests are admitted.
+    Told where that is less than requests are admitted. on_surplus: as of Bound.
     """
     files = open_files.limit()
-    most = max(1, files - max(_OWN_FILES, files // 8))
+    own = max(_OWN_FILES, files // 8)
+    most = max(1, files - own)
     admitted = config.max_inflight_requests + config.max_queued_requests
     if most < admitted:
         log.warning(
@@ -34,7 +36,7 @@ def most_connections(config: ServeConfig) -> int:
             "(--max-inflight-requests, --max-queued-requests): raise the limit (ulimit -n)",
             files, most, admitted,
         )  # fmt: skip
-    return most
+    return Bound(most, own // 2, on_surplus)
 
 
 @dataclass(frozen=True)

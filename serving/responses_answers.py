@@ -130,6 +130,9 @@ class ResponsesAnswer:
 
     def _tell(self, choice: Choice, piece: Piece, is_last: bool) -> None:
         """A piece of the text; with the last one nothing stays open."""
+        if self._parser is None and not (piece.entries or is_last):
+            self._say(choice, Said, [piece.text], [])
+            return
         parts = _Parts()
         at = 0
         # Token by token where logprobs are told, so that each is with the text that it brought.

@@ -1,5 +1,6 @@
 """Clients up to what open files allow: all that a process may have, and an answer to one more."""
 
+import asyncio
 import contextlib
 import resource
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ async def test_one_client_too_many_is_told_so_and_the_others_go_on(
             return await stack.enter_async_context(own)
 
         assert f"may open {64 + NUM_CLIENTS} files, which is {NUM_CLIENTS} conn" in caplog.text
+        address = live.url.removeprefix("http://").split(":")
         clients = [await client() for _ in range(NUM_CLIENTS)]
         for http in clients:
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
@@ -83,6 +85,12 @@ async def test_one_client_too_many_is_told_so_and_the_others_go_on(
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
         text = (await clients[0].get("/metrics")).text
         assert "kvferry_connections_rejected_total 2.0" in text
+        # Clients that say nothing must not take what the process needs for itself.
+        silent = [await asyncio.open_connection(*address) for _ in range(40)]
+        ends = [await asyncio.wait_for(reader.read(), 20) for reader, _ in silent]
+        assert ends == [b""] * 40
+        for _, writer in silent:
+            writer.close()
         await clients[0].aclose()
         while (reply := await late.post("/v1/completions", json=ASK)).status_code == 503:
             pass  # the server has not read yet that the other is gone
