@@ -19,7 +19,7 @@ from serving.marked_text import MarkedText, Said, Thought, Told
 from serving.openai_answers import LogprobShapes, usage_of
 from serving.parsing import Parsing
 from serving.protocol import Request
-from serving.responses_fields import ReasoningOptions, ResponsesFields
+from serving.responses_fields import ReasoningOptions, ResponsesFields, functions_of
 from serving.tokenizer import Tokenizer
 from serving.tool_calls import ToolCall
 
@@ -72,6 +72,7 @@ class ResponsesAnswer:
         self._created = created
         self._parsing = parsing
         self._shown_again = _shown_again(fields)
+        self._namespaces = {tool["name"]: space for tool, space in functions_of(fields) if space}
         self._parser: MarkedText | None = parsing.parser() if parsing else None
         self._logprobs = LogprobShapes(tokenizer)
         self._output: list[dict[str, Any]] = []  # items that are over
@@ -236,6 +237,8 @@ class ResponsesAnswer:
             "name": call.name,
             "arguments": "",
         }
+        if (namespace := self._namespaces.get(call.name)) is not None:
+            item["namespace"] = namespace
         done = item | {"status": "completed", "arguments": call.arguments}
         at = self._at()
         where = at | {"item_id": item["id"]}
@@ -370,7 +373,7 @@ def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
         "safety_identifier": fields.safety_identifier,
         "text": {"format": _format_of(fields), "verbosity": "medium"},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": [_TOOL | tool for tool in fields.tools or ()],
+        "tools": [_TOOL | function for function, _ in functions_of(fields)],
         "top_logprobs": fields.top_logprobs or 0,
         "user": fields.user,
     }

@@ -4,6 +4,7 @@ Field names and meanings: OpenAI's API reference. Beside them SGLang's and vLLM'
 sampling, as in chats. Nothing is kept between two requests: a conversation comes whole with each.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -143,9 +144,7 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
         **{name: getattr(fields, name) for name in shared},
         messages=messages_of_input(fields.input, fields.instructions),
         max_completion_tokens=fields.max_output_tokens,
-        tools=None
-        if fields.tools is None
-        else [_tool(*placed) for placed in enumerate(fields.tools)],
+        tools=[_chats_tool(function) for function, _ in functions_of(fields)] or None,
         tool_choice=_tool_choice(fields.tool_choice),
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=None if fields.reasoning is None else fields.reasoning.effort,
@@ -157,24 +156,50 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
     )
 
 
-def _tool(place: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """A function, with what it is in an object of its own."""
-    where, kind = f"tools[{place}]", tool.get("type")
-    if kind != "function":
-        raise ApiError(
-            400,
-            f"{where}: this server has no tools of its own, so it takes functions only, got "
-            f"{quoted(kind)}",
-            "tools",
-            "unsupported_parameter",
-        )
-    for name, expected, takes in (("name", "text", str), ("parameters", "an object", dict)):
-        value = tool.get(name)
-        if not isinstance(value, takes) and (value is not None or name == "name"):
-            message = f"{where}.{name}: expected {expected}, got {quoted(value)}"
-            raise ApiError(400, message, "tools", "invalid_type")
-    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
-    return {"type": "function", "function": function}
+def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]]:
+    """The functions that the model is offered, each with its namespace or "".
+
+    Agents offer tools of the server's beside their own, for it to take or leave: this one has none.
+    Raises ApiError for what is no function.
+    """
+    for place, tool in enumerate(fields.tools or ()):
+        where = f"tools[{place}]"
+        if tool.get("type") == "function":
+            yield _checked(tool, where), ""
+        elif tool.get("type") == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list):
+                raise _wrong_type(f"{where}.tools", "a list", inner)
+            for i, one in enumerate(inner):
+                if isinstance(one, dict) and one.get("type") == "function":
+                    yield _checked(one, f"{where}.tools[{i}]"), _name_of(tool, where)
+
+
+def _checked(function: dict[str, Any], where: str) -> dict[str, Any]:
+    _name_of(function, where)
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
+        raise _wrong_type(f"{where}.parameters", "an object", parameters)
+    return function
+
+
+def _name_of(tool: dict[str, Any], where: str) -> str:
+    name = tool.get("name")
+    if not isinstance(name, str):
+        raise _wrong_type(f"{where}.name", "text", name)
+    return name
+
+
+def _wrong_type(where: str, expected: str, got: Any) -> ApiError:
+    message = f"{where}: expected {expected}, got {quoted(got)}"
+    return ApiError(400, message, "tools", "invalid_type")
+
+
+def _chats_tool(function: dict[str, Any]) -> dict[str, Any]:
+    """With what it is in an object of its own."""
+    inner = {name: value for name, value in function.items() if value is not None}
+    del inner["type"]
+    return {"type": "function", "function": inner}
 
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

@@ -280,6 +280,24 @@ async def test_one_call_where_calls_may_not_be_parallel() -> None:
             assert shape_of(answer["output"]) == THOUGHT_SAID_AND_CALLED[:3]
 
 
+async def test_of_tools_the_functions_are_offered_those_of_a_namespace_too() -> None:
+    space = {"type": "namespace", "name": "sky", "description": "d", "tools": [TOOLS[0]]}
+    other = {"type": "function", "name": "ferry", "parameters": {}, "strict": False}
+    tools = [{"type": "web_search", "external_web_access": False}, space, other]
+    async with live_server(writes(ANSWER), **PARSERS) as live:
+        for answer in (
+            (await live.post("/v1/responses", ASK | {"tools": tools})).json(),
+            (await events_of(live, ASK | {"tools": tools}))[-1]["response"],
+        ):
+            assert shape_of(answer["output"]) == THOUGHT_SAID_AND_CALLED
+            assert answer["output"][-1]["namespace"] == "sky"
+            assert [tool["name"] for tool in answer["tools"]] == ["weather", "ferry"]
+        body = ASK | {"tools": tools[:1], "tool_choice": "required"}
+        refused = await live.post("/v1/responses", body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "tool_choice"
+
+
 async def test_a_failure_is_a_status_before_the_first_byte_and_the_last_event_after_it() -> None:
     async with live_server(auto_step=False) as live:
         asking = asyncio.create_task(live.post("/v1/responses", ASK | {"stream": True}))
@@ -378,7 +396,7 @@ async def test_an_aborted_answer_is_cancelled() -> None:
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity: this server"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format"),
         ({"text": {"format": {"type": "grammar"}}}, "text", "text.format"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: this server has no tools of its"),
+        ({"tools": [{"type": "namespace"}]}, "tools", "tools[0].tools: expected a list, got None"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0].name: expected text, got None"),
         (
             {"tools": [TOOLS[0] | {"parameters": "x"}]},
