@@ -38,7 +38,7 @@ def messages_of_input(
         if turn is None or not _may_follow(name, turn):
             turn = {"role": "assistant"}
             messages.append(turn)
-        turn[name] = [*turn[name], *value] if name in turn else value
+        turn.setdefault(name, []).extend(value)
     return [_joined(message) for message in messages]
 
 

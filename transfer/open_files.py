@@ -1,7 +1,7 @@
 """How many files and sockets this process may have open at once.
 
-Most systems let a process have 1,024, and more for the asking, for the sake of programs that call
-select(2). None of ours does.
+Most systems let a process have 1,024, and more for the asking, for the sake of programs that hand
+many of them to select(2). None of ours does.
 """
 
 import resource
