@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-Route = Literal["completions", "chat", "generate", "whole"]
+Route = Literal["completions", "chat", "generate", "whole", "responses"]
 
-ROUTES: tuple[Route, ...] = ("completions", "chat", "generate", "whole")
+ROUTES: tuple[Route, ...] = ("completions", "chat", "generate", "whole", "responses")
 WORDS = (
     *("ferry", "harbour", "page", "dawn", "crossing", "pilot", "light", "shore", "night", "cache"),
     *("water", "bell", "rope", "tide", "anchor", "north", "wind", "letter", "deck", "lamp"),
@@ -53,6 +53,15 @@ class Ask:
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "extra_body": more,
+            }
+        if self.route == "responses":
+            seed = {"seed": sampling.pop("seed")} if "seed" in sampling else {}
+            penalties = {name: sampling.pop(name) for name in list(sampling) if "penalty" in name}
+            return sampling | {
+                "input": self.prompt,
+                "max_output_tokens": self.max_tokens,
+                "stream": True,
+                "extra_body": more | seed | penalties,
             }
         body |= {"prompt": self.prompt, **more}
         if self.route == "completions":

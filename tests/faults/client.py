@@ -98,6 +98,8 @@ class Client:
         headers = {"x-request-id": request_id}
         if ask.route == "chat":
             await self._chat(body, headers, told)
+        elif ask.route == "responses":
+            await self._responses(body, headers, told)
         elif ask.route == "whole":
             await self._whole(body, headers, told)
         else:
@@ -139,6 +141,36 @@ class Client:
         if told.end != "done":
             # The official client does not tell a stream that broke off from one that ended.
             told.end, told.message = "broken", "the stream ended early"
+
+    async def _responses(self, body: dict[str, Any], headers: dict[str, str], told: Told) -> None:
+        stream = await self._openai.responses.create(
+            model="demo_model", extra_headers=headers, **body
+        )
+        num_events = 0
+        async for event in stream:
+            assert event.sequence_number == num_events, event
+            num_events += 1
+            if told.end != "late":
+                told.end, told.message = "garbled", f"after the last event: {event}"
+            elif event.type == "response.output_text.delta":
+                told.token(event.delta)
+            elif event.type in ("response.completed", "response.incomplete"):
+                _take_response(event.response, told)
+            elif event.type == "response.failed":
+                told.end, told.message = "failed", event.response.error.message
+                # OpenAI's code of all that is the server's fault says less than the message.
+                told.code = told.message.removeprefix("the server is ").replace(" ", "_")
+        if told.end == "late":
+            told.end, told.message = "broken", "the stream ended early"
+
+
+def _take_response(response: Any, told: Told) -> None:
+    """The last event has all of it once more."""
+    assert response.output_text == told.answer.text, (response.output_text, told.answer.text)
+    finish = {"completed": "stop", "incomplete": "length"}[response.status]
+    usage = response.usage
+    told.answer = Answer(told.answer.text, (), finish, usage.input_tokens, usage.output_tokens)
+    told.end = "done"
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[str]:

@@ -13,7 +13,7 @@ from tests.faults.system import CONTEXT, REQUEST_TIMEOUT_S, System
 
 # A request has its own deadline; a client that hears nothing for so long has found a hang.
 CLIENT_TIMEOUT_S = REQUEST_TIMEOUT_S + 20.0
-NUM_ASKS = 24
+NUM_ASKS = 25
 GIVEN_UP = "given up after"
 
 
