@@ -157,9 +157,10 @@ class Client:
             elif event.type in ("response.completed", "response.incomplete"):
                 _take_response(event.response, told)
             elif event.type == "response.failed":
-                told.end, told.message = "failed", event.response.error.message
-                # OpenAI's code of all that is the server's fault says less than the message.
-                told.code = told.message.removeprefix("the server is ").replace(" ", "_")
+                error = event.response.error
+                told.end, told.message, told.code = "failed", error.message, error.code
+                if error.message == "the server is shutting down":  # OpenAI has one code for all
+                    told.code = "shutting_down"
         if told.end == "late":
             told.end, told.message = "broken", "the stream ended early"
 
