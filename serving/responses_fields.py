@@ -162,6 +162,25 @@ def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]
     Agents offer tools of the server's beside their own, for it to take or leave: this one has none.
     Raises ApiError for what is no function.
     """
+    allowed = _allowed(fields.tool_choice)
+    for function, namespace in _all_functions(fields):
+        if allowed is None or function["name"] in allowed:
+            yield function, namespace
+
+
+def _allowed(choice: str | dict[str, Any] | None) -> frozenset[str] | None:
+    """Names of the tools that may be called; None where all may."""
+    if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
+        return None
+    tools = choice.get("tools")
+    if not isinstance(tools, list) or choice.get("mode") not in ("auto", "required"):
+        what = 'expected {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}'
+        raise bad_field("tool_choice", f"{what}, got {quoted(choice)}")
+    named = (tool.get("name") for tool in tools if isinstance(tool, dict))
+    return frozenset(name for name in named if isinstance(name, str))
+
+
+def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]]:
     for place, tool in enumerate(fields.tools or ()):
         where = f"tools[{place}]"
         if tool.get("type") == "function":
@@ -205,6 +224,9 @@ def _chats_tool(function: dict[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if choice in (None, "none", "auto", "required"):
         return choice
+    if isinstance(choice, dict) and _allowed(choice) is not None:
+        mode: str = choice["mode"]
+        return mode
     if isinstance(choice, dict) and choice.get("type") not in (None, "function"):
         raise not_served("tool_choice")
     name = choice.get("name") if isinstance(choice, dict) else None

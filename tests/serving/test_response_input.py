@@ -94,5 +94,18 @@ def test_a_form_and_a_choice_of_tools_are_those_of_a_chat() -> None:
     assert (chat.reasoning_effort, chat.max_completion_tokens) == ("high", 7)
     assert (chat.cache_salt, chat.stop, chat.top_k) == ("s", ["x"], None)
     assert chat_of(read_responses(b'{"input": "a"}')).tool_choice is None
+    ferry = TOOLS[0] | {"name": "ferry"}
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function"} | ferry]}
+    chat = chat_of(
+        read_responses(
+            json.dumps(body | {"tools": [*TOOLS, ferry], "tool_choice": chosen}).encode()
+        )
+    )
+    assert chat.tool_choice == "required"
+    assert [tool["function"]["name"] for tool in chat.tools or ()] == ["ferry"]
+    for wrong in ({"mode": "none"}, {"tools": None}):
+        asked = json.dumps(body | {"tool_choice": chosen | wrong}).encode()
+        with pytest.raises(ApiError, match=r"tool_choice: expected .*allowed_tools"):
+            chat_of(read_responses(asked))
     with pytest.raises(ApiError, match="input"):
         read_responses(b'{"input": 5}')
