@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from model.sampling import SampleOut
 from transfer import wire
-from transfer.emit import Rows, StepEmitter
+from transfer.emit import FirstRow, Rows, StepEmitter, first_rows
 
 
 def rows(*rooms: int) -> Rows:
@@ -74,3 +75,55 @@ def test_rows_of_two_steps_are_never_one_message() -> None:
     emitter.rows("a", rows(1))
     with pytest.raises(AssertionError, match="one set of rows"):
         emitter.rows("a", rows(1))
+
+
+def first(row: int, room: int, num_generated: int, num_top: int) -> FirstRow:
+    """Of a request with two tokens of prompt and so many that earlier attempts drew."""
+    submit = wire.Submit(
+        room=room,
+        request_id="r",
+        api_id="a",
+        token_ids=wire.pack_i32(range(2 + num_generated)),
+        num_prompt_tokens=2,
+        sampling=wire.SamplingParams(9, num_top_logprobs=num_top),
+        arrival_s=0.0,
+        deadline_s=9.0,
+        prefill=wire.WorkerRef("p", 1, "h:1"),
+        decode=wire.WorkerRef("d", 1, "h:2"),
+    )
+    return FirstRow(row, submit, wire.STOP if row == 2 else wire.RUNNING)
+
+
+def drawn(num_rows: int) -> SampleOut:
+    """Whose every number tells its row."""
+    row = np.arange(num_rows)
+    top = row[:, None] * 100 + np.arange(wire.NUM_TOP_LOGPROBS)
+    return SampleOut(
+        ids=(row + 50).astype(np.int32),
+        logprobs=-row.astype(np.float32),
+        top_ids=top.astype(np.int32),
+        top_logprobs=-top.astype(np.float32),
+    )
+
+
+def test_first_tokens_are_those_of_their_rows_of_the_draw() -> None:
+    told = first_rows([first(3, 7, 0, -1), first(0, 8, 4, -1), first(2, 9, 1, -1)], drawn(4))
+    assert told.rooms.tolist() == [7, 8, 9]
+    assert told.token_ids.tolist() == [53, 50, 52]
+    assert told.token_idx.tolist() == [0, 4, 1]
+    assert told.finish.tolist() == [wire.RUNNING, wire.RUNNING, wire.STOP]
+    assert told.logprobs is told.top_rows is told.top_ids is told.top_logprobs is None
+
+
+def test_first_tokens_bring_the_logprobs_that_some_of_them_asked_for() -> None:
+    told = first_rows([first(3, 7, 0, -1), first(1, 8, 0, 0)], drawn(4))
+    assert told.logprobs is not None
+    assert told.logprobs.tolist() == [-3.0, -1.0]
+    assert told.top_rows is None
+    told = first_rows([first(3, 7, 0, 0), first(1, 8, 0, 5), first(2, 9, 0, 1)], drawn(4))
+    assert told.top_rows is not None
+    assert told.top_ids is not None
+    assert told.top_logprobs is not None
+    assert told.top_rows.tolist() == [1, 2]  # of these rows, not of the draw's
+    assert told.top_ids[:, 1].tolist() == [101, 201]
+    assert told.top_logprobs[:, 2].tolist() == [-102.0, -202.0]
