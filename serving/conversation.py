@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from serving.errors import ApiError, bad_field, quoted
+from serving.errors import bad_field, no_text, quoted, wrong_type
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
 
@@ -102,7 +102,7 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise _wrong_type(f"{where}.role", f"a role's name, got {quoted(role)}")
+        raise wrong_type(f"{where}.role", f"a role's name, got {quoted(role)}")
     # Templates ask whether a message has a field, and do not expect null in it; clients send an
     # answer back as they hold it, all fields and null in most.
     message = {name: value for name, value in message.items() if value is not None}
@@ -117,13 +117,13 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
         content = ""  # so an answer without text comes back, as a turn that went before
     elif not isinstance(content, str):
         kind = type(content).__name__ if content is not None else "null"
-        raise _wrong_type(f"{where}.content", f"text, got {kind}")
+        raise wrong_type(f"{where}.content", f"text, got {kind}")
     message["content"] = content
     if role == "developer":
         message["role"] = model.tokenizer.developer_role
     if calls:
         if not isinstance(calls, list):
-            raise _wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
+            raise wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
         as_text = model.tokenizer.call_form.arguments_as_text
         message["tool_calls"] = [_tool_call(x, f"{where}.tool_calls", as_text) for x in calls]
         if model.config.reasoning_parser == "gpt-oss" and not content:
@@ -137,10 +137,9 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "input_text"):
-        message = f"{where}: this server takes text only, got {quoted(kind or type(part).__name__)}"
-        raise ApiError(400, message, "messages", "unsupported_parameter")
+        raise no_text(where, part)
     if not isinstance(part.get("text"), str):
-        raise _wrong_type(f"{where}.text", "text")
+        raise wrong_type(f"{where}.text", "text")
     return {"type": "text", "text": part["text"]}
 
 
@@ -151,7 +150,7 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise _wrong_type(where, "functions")
+        raise wrong_type(where, "functions")
     name, given = function.get("name"), function.get("arguments")
     arguments = given
     if isinstance(given, str):
@@ -161,14 +160,10 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
                 json.dumps(arguments, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             what = f"arguments of {quoted(name)} that UTF-8 can hold, got a lone surrogate"
-            raise _wrong_type(where, what) from error
+            raise wrong_type(where, what) from error
         except (ValueError, RecursionError) as error:
-            raise _wrong_type(where, f"JSON as arguments of {quoted(name)}") from error
+            raise wrong_type(where, f"JSON as arguments of {quoted(name)}") from error
     if as_text:
         text = json.dumps(arguments or {}, ensure_ascii=False)
         arguments = given if isinstance(given, str) and given else text
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _wrong_type(where: str, expected: str) -> ApiError:
-    return ApiError(400, f"{where}: expected {expected}", "messages", "invalid_type")

@@ -107,6 +107,18 @@ def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {message}", param, code)
 
 
+def wrong_type(where: str, expected: str) -> ApiError:
+    """What a field holds is of another type. where: its path, which begins with its name."""
+    return ApiError(400, f"{where}: expected {expected}", _first_name(where), "invalid_type")
+
+
+def no_text(where: str, part: Any) -> ApiError:
+    """A part of a message is an image, a file or the like. where: its path."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    message = f"{where}: this server takes text only, got {quoted(kind or type(part).__name__)}"
+    return ApiError(400, message, _first_name(where), "unsupported_parameter")
+
+
 def quoted(value: Any) -> str:
     """A value of JSON for a message: of what may hold a million others only the kind is told."""
     if isinstance(value, str) and len(value) > _MAX_QUOTED:
@@ -144,7 +156,7 @@ def from_decode_error(error: msgspec.DecodeError) -> ApiError:
     if not param:
         return ApiError(400, f"the body must be a JSON object: {text}", code="invalid_type")
     # The top-level field is what clients know by name; the message has the whole path.
-    field = re.split(r"[.\[]", param, maxsplit=1)[0]
+    field = _first_name(param)
     unknown = _UNKNOWN.search(text)
     if unknown:
         name = unknown.group(1)
@@ -153,6 +165,10 @@ def from_decode_error(error: msgspec.DecodeError) -> ApiError:
         return ApiError(400, message, known, "unsupported_parameter")
     reason = text[: place.start()] if place else text
     return ApiError(400, f"{param}: {reason}", field, "invalid_type")
+
+
+def _first_name(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def error_event(error: ApiError) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.conversation import MAX_PARTS
-from serving.errors import ApiError, bad_field, quoted
+from serving.errors import ApiError, bad_field, no_text, quoted, wrong_type
 
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 
@@ -106,7 +106,7 @@ def _parts(content: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [_part(content, where)]
     if not isinstance(content, list):
-        raise _wrong_type(where, f"text or a list, got {quoted(content)}")
+        raise wrong_type(where, f"text or a list, got {quoted(content)}")
     return [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
@@ -115,24 +115,19 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXTS:
-        message = f"{where}: this server takes text only, got {quoted(kind or type(part).__name__)}"
-        raise ApiError(400, message, "input", "unsupported_parameter")
+        raise no_text(where, part)
     return {"type": "text", "text": _field(part, _TEXTS[kind], where)}
 
 
 def _list(item: dict[str, Any], name: str, where: str) -> list[Any]:
     value = item.get(name) or []
     if not isinstance(value, list):
-        raise _wrong_type(f"{where}.{name}", f"a list, got {quoted(value)}")
+        raise wrong_type(f"{where}.{name}", f"a list, got {quoted(value)}")
     return value
 
 
 def _field(item: Any, name: str, where: str) -> str:
     value = item.get(name) if isinstance(item, dict) else None
     if not isinstance(value, str):
-        raise _wrong_type(f"{where}.{name}", f"text, got {quoted(value)}")
+        raise wrong_type(f"{where}.{name}", f"text, got {quoted(value)}")
     return value
-
-
-def _wrong_type(where: str, expected: str) -> ApiError:
-    return ApiError(400, f"{where}: expected {expected}", "input", "invalid_type")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serving.errors import ApiError, bad_field, not_served, quoted
+from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
 from serving.grammar import JsonSchemaFormat, ResponseFormat
 from serving.json_fields import read_json, refuse, refuse_unless
 from serving.openai_fields import ChatFields, OpenAIFields, check_shared
@@ -188,7 +188,7 @@ def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], st
         elif tool.get("type") == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list):
-                raise _wrong_type(f"{where}.tools", "a list", inner)
+                raise wrong_type(f"{where}.tools", f"a list, got {quoted(inner)}")
             for i, one in enumerate(inner):
                 if isinstance(one, dict) and one.get("type") == "function":
                     yield _checked(one, f"{where}.tools[{i}]"), _name_of(tool, where)
@@ -198,20 +198,15 @@ def _checked(function: dict[str, Any], where: str) -> dict[str, Any]:
     _name_of(function, where)
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None):
-        raise _wrong_type(f"{where}.parameters", "an object", parameters)
+        raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
     return function
 
 
 def _name_of(tool: dict[str, Any], where: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str):
-        raise _wrong_type(f"{where}.name", "text", name)
+        raise wrong_type(f"{where}.name", f"text, got {quoted(name)}")
     return name
-
-
-def _wrong_type(where: str, expected: str, got: Any) -> ApiError:
-    message = f"{where}: expected {expected}, got {quoted(got)}"
-    return ApiError(400, message, "tools", "invalid_type")
 
 
 def _chats_tool(function: dict[str, Any]) -> dict[str, Any]:
