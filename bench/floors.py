@@ -77,8 +77,8 @@ def router_biases(cfg: ModelConfig) -> int:
 
 
 def shared_params(cfg: ModelConfig) -> int:
-    """Weights of one layer's shared experts, which all tokens go to."""
-    return cfg.num_shared_experts * expert_params(cfg)
+    """Weights of one layer's shared experts, which all tokens go to, and of their gate."""
+    return cfg.hidden_size * (3 * cfg.shared_intermediate_size + cfg.shared_gate)
 
 
 def dense_params(cfg: ModelConfig) -> int:

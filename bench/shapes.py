@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass, replace
 
-from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, LatentConfig, ModelConfig, RouterConfig
+from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, ModelConfig
+from model.config_attention import LatentConfig
+from model.config_experts import RouterConfig
 from model.rope import RopeConfig
 
 
@@ -117,7 +119,7 @@ DEMO_LATENT = replace(
         latent=LatentConfig(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32),
         rope=deepseek_yarn(1.0),
         qk_norm=False,
-        num_shared_experts=1,
+        shared_intermediate_size=192,
         router=RouterConfig(
             sigmoid=True,
             normalise=True,
@@ -269,7 +271,7 @@ DEEPSEEK_V2_LITE = Shape(
         num_experts=64,
         num_experts_per_tok=6,
         moe_intermediate_size=1408,
-        num_shared_experts=2,
+        shared_intermediate_size=2 * 1408,
         moe_layers=(False,) + (True,) * 26,
     ),
     dtype="bfloat16",

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int32
 
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
-from model.layers import product, rms_norm, rotate
-from model.sharding import sum_shards
+from model.layers import product, rms_norm, rms_norm_of_all, rotate
+from model.sharding import num_shards, sum_shards
 
 
 class ChunkBatch(NamedTuple):
@@ -80,6 +80,10 @@ def attention(
         if cfg.qk_norm:
             q = rms_norm(q, weights["q_norm"], cfg.rms_norm_eps)
             k = rms_norm(k, weights["k_norm"], cfg.rms_norm_eps)
+        elif cfg.qk_norm_of_all:
+            # A kv head that several shards hold is in the sum each time, and in its size, too.
+            sizes = cfg.num_heads * head_dim, heads * num_shards() * head_dim
+            q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
         q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
         k = rotate(k, rows.cos, rows.sin)
         pool = write_tokens(pool, layer, jnp.stack([k, v], axis=1), rows.kv_idx)

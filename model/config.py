@@ -1,10 +1,11 @@
 """What a checkpoint says about its network: config.json, read once into frozen values."""
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from model.config_attention import LATENT, LatentConfig, read_attention
+from model.config_experts import RouterConfig, read_experts
 from model.errors import ModelError
 from model.fields import REQUIRED, Fields
 from model.rope import RopeConfig, read_rope
@@ -15,30 +16,34 @@ ARCHITECTURES: Final = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-_LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-_WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
 _MOST_LAYERS: Final = 10_000  # more is a slip, and what is made for each of them would not end
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
-_V2_METHODS: Final = ("greedy", "group_limited_greedy")
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
 PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
 # What transformers takes where a checkpoint says none; every other architecture's theta is 10000.
-_THETA: Final = {"MixtralForCausalLM": 1e6, "GptOssForCausalLM": 150000.0}
+_THETA: Final = {
+    "MixtralForCausalLM": 1e6,
+    "GptOssForCausalLM": 150000.0,
+    "MiniMaxM2ForCausalLM": 5e6,
+}
+# Of which a part of each head is turned, and how much where a checkpoint says nothing.
+_PARTLY_TURNED: Final = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0}
 _GPT_OSS_ROPE: Final[dict[str, Any]] = {
     "rope_type": "yarn",
     "factor": 32.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_USUAL_WINDOW: Final = 4096  # of those below, which have none only where the file says null
-_WINDOW_UNSAID: Final = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Fields of these architectures and of networks derived from them, each with the one value beside
 # null at which what we compute is what they say.
 _NEUTRAL: Final[dict[str, Any]] = {
@@ -57,13 +62,11 @@ _NEUTRAL: Final[dict[str, Any]] = {
     "scale_emb": 1.0,
     "scale_depth": None,
     "dim_model_base": None,
-    "partial_rotary_factor": 1.0,
     "rotary_pct": 1.0,
     "no_rope_layers": None,
     "compression_config": None,
+    "clip_qkv": None,
 }
-# Of all but DeepSeek, which says them.
-_NEUTRAL_ROUTING: Final[dict[str, Any]] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0}
 
 
 @dataclass(frozen=True)
@@ -94,39 +97,6 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
-class LatentConfig:
-    """Sizes of latent attention. Keys and values of all heads come of one vector a position.
-
-    Source: arXiv:2405.04434, section 2.1.
-    """
-
-    q_rank: int  # 0: queries come straight of the hidden state
-    kv_rank: int
-    nope_dim: int  # of a head's query and key without rotation
-    rope_dim: int  # ... and with it; the rotated key is one for all heads
-    value_dim: int
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """How a router's logits become experts and weights.
-
-    num_groups > 1: only experts of the best groups_per_tok groups are chosen from; a group is as
-    good as its best expert, or the sum of its best two. Source: arXiv:2405.04434, section 2.2;
-    arXiv:2412.19437, section 2.1.2.
-    """
-
-    sigmoid: bool = False  # of each logit, instead of the softmax over all
-    normalise: bool = False  # the weights of those chosen to a sum of one
-    scale: float = 1.0  # of the weights
-    bias: bool = False  # of the logits
-    correction: bool = False  # added to the scores when choosing, and not to the weights
-    num_groups: int = 1
-    groups_per_tok: int = 1
-    best_two: bool = False
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """One network as features: every architecture served differs only in these fields.
 
@@ -149,13 +119,15 @@ class ModelConfig:
     torch_dtype: str = "bfloat16"
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head
+    qk_norm_of_all: bool = False  # of all heads of a row together
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
-    router: RouterConfig = RouterConfig()
+    router: RouterConfig = field(default_factory=RouterConfig)
     moe_layers: tuple[bool, ...] = ()
-    num_shared_experts: int = 0  # each as wide as a routed one; all tokens go to them
+    shared_intermediate_size: int = 0  # of the experts that all tokens go to, side by side
+    shared_gate: bool = False  # what they give is weighed by a sigmoid of its own
     experts_bias: bool = False
     swiglu_limit: float = 0.0  # 0: SiLU; else the clamped form with swiglu_alpha
     swiglu_alpha: float = 1.0
@@ -192,7 +164,7 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Of what is rotated of a query or key."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+        return self.latent.rope_dim if self.latent else self.rope.turned_of(self.head_dim)
 
     @staticmethod
     def from_dir(path: str | Path) -> "ModelConfig":
@@ -219,15 +191,14 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     if not isinstance(listed, list) or len(listed) != 1:
         raise fields.fail("architectures", listed, f"a list of one of {', '.join(ARCHITECTURES)}")
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
-    _refuse_unsupported(fields, architecture)
+    _refuse_unsupported(fields)
     quantization = _quantization(fields, architecture)
-    dtype = _said_once(fields, "torch_dtype", "dtype")
+    dtype = fields.said_once("torch_dtype", "dtype")
     dtype = dtype or ("bfloat16" if quantization else "float32")
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
     bos = [token for source in sources for token in source.ids("bos_token_id")]
-    latent = architecture in _LATENT
-    usual_rope = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
+    attention = read_attention(fields, architecture)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -235,7 +206,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         num_layers=fields.integer("num_hidden_layers"),
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(fields, _THETA.get(architecture, 10000.0), latent, usual_rope),
+        rope=_rope(fields, architecture, attention["head_dim"]),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
@@ -244,19 +215,32 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         default_temperature=generation.number("temperature", None) if generation else None,
         default_top_p=generation.number("top_p", None) if generation else None,
         default_top_k=_top_k(generation) if generation else None,
-        **(_latent_heads(fields) if latent else _heads(fields, architecture)),
-        **_experts(fields, architecture),
-        **_windows(fields, architecture),
+        **attention,
+        **read_experts(fields, architecture),
         **quantization,
     )
 
 
-def _said_once(fields: Fields, name: str, other: str) -> Any:
-    """The value of two names of one thing, or None. Raises ModelError where they differ."""
-    value, same = fields.raw(name, None), fields.raw(other, None)
-    if value is not None and same is not None and value != same:
-        raise fields.fail(name, value, f"{same!r}, as {other} has it, or one of the two")
-    return same if value is None else value
+def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
+    """head_dim: of which a part may turn, in the families where it may be a part."""
+    theta = _THETA.get(architecture, 10000.0)
+    latent = architecture in LATENT
+    if architecture not in _PARTLY_TURNED:
+        usual = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
+        return read_rope(fields, theta, latent, usual)
+    # MiniMax says the part as a number of entries.
+    size = fields.integer("rotary_dim", None) if architecture == "MiniMaxM2ForCausalLM" else None
+    if size is not None and size > head_dim:
+        raise fields.fail("rotary_dim", size, f"{head_dim}, which is head_dim, or less")
+    share = _PARTLY_TURNED[architecture] if size is None else size / head_dim
+    rope = read_rope(fields, theta, usual_share=share)
+    turned = rope.turned_of(head_dim)
+    if turned % 2 or not turned:
+        accepted = f"a part of head_dim {head_dim} that is an even number above 0"
+        raise fields.fail("partial_rotary_factor", rope.share, accepted)
+    if size not in (None, turned):
+        raise fields.fail("rotary_dim", size, f"{turned}, as partial_rotary_factor has it, or null")
+    return rope
 
 
 def _top_k(generation: Fields) -> int | None:
@@ -265,109 +249,13 @@ def _top_k(generation: Fields) -> int | None:
     return value if value is None else max(value, 0)
 
 
-def _refuse_unsupported(fields: Fields, architecture: str) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     """Refuse what would change the numbers and is not computed."""
     fields.one_of("hidden_act", fields.raw("hidden_act", "silu"), ("silu",))
     layers = fields.integer("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise fields.fail("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
-    neutrals = _NEUTRAL if architecture in _LATENT else _NEUTRAL | _NEUTRAL_ROUTING
-    for name, neutral in neutrals.items():
-        value = fields.raw(name, neutral)
-        if value != neutral:
-            raise fields.fail(name, value, json.dumps(neutral))
-
-
-def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Of attention with keys and values of their own."""
-    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise fields.fail("num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
-    head_dim = fields.integer("head_dim", None)
-    if head_dim is None and hidden % heads:
-        raise fields.fail("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
-    head_dim = hidden // heads if head_dim is None else head_dim
-    if head_dim % 2:
-        raise fields.fail("head_dim", head_dim, "an even number, halves of it are rotated")
-    gpt_oss = architecture == "GptOssForCausalLM"
-    bias = architecture != "Qwen2ForCausalLM" and fields.flag("attention_bias", gpt_oss)
-    return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "qkv_bias": architecture == "Qwen2ForCausalLM" or bias,
-        "o_bias": bias,
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        "sinks": gpt_oss,
-    }
-
-
-def _latent_heads(fields: Fields) -> dict[str, Any]:
-    """Of DeepSeek's attention. Fields that say the same again must agree."""
-    heads = fields.integer("num_attention_heads")
-    latent = LatentConfig(
-        q_rank=fields.integer("q_lora_rank", None) or 0,
-        kv_rank=fields.integer("kv_lora_rank"),
-        nope_dim=fields.integer("qk_nope_head_dim"),
-        rope_dim=fields.integer("qk_rope_head_dim"),
-        value_dim=fields.integer("v_head_dim"),
-    )
-    if latent.rope_dim % 2:
-        raise fields.fail("qk_rope_head_dim", latent.rope_dim, "an even number, of rotated pairs")
-    same = {
-        "num_key_value_heads": heads,
-        "head_dim": latent.rope_dim,
-        "qk_head_dim": latent.nope_dim + latent.rope_dim,
-    }
-    for name, only in same.items():
-        value = fields.integer(name, only)
-        if value != only:
-            raise fields.fail(name, value, f"{only}, or null")
-    for name, only in (("attention_bias", False), ("rope_interleave", True)):
-        if fields.flag(name, only) is not only:
-            raise fields.fail(name, not only, json.dumps(only))
-    return {
-        "num_heads": heads,
-        "num_kv_heads": 1,
-        "head_dim": latent.kv_rank + latent.rope_dim,
-        "latent": latent,
-        "num_extra_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
-    }
-
-
-def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Layers that see but the last positions.
-
-    GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
-    dense models beside a switch, from max_window_layers on.
-    """
-    num_layers = fields.integer("num_hidden_layers")
-    unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
-    window = _USUAL_WINDOW if unsaid else fields.integer("sliding_window", None)
-    usual = [_FULL] * num_layers
-    if architecture == "GptOssForCausalLM":
-        window = fields.integer("sliding_window")
-        usual = [_FULL if i % 2 else _SLIDING for i in range(num_layers)]
-    elif architecture in _WINDOW_EVERYWHERE:
-        usual = [_SLIDING if window else _FULL] * num_layers
-    elif fields.flag("use_sliding_window", False):
-        if architecture not in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
-            raise fields.fail("use_sliding_window", True, f"false in {architecture}")
-        first = fields.integer("max_window_layers", 28, low=0)
-        usual = [_SLIDING if window and i >= first else _FULL for i in range(num_layers)]
-    else:
-        window = None
-    types = fields.raw("layer_types", usual)
-    accepted = (_FULL,) if window is None else (_FULL, _SLIDING)
-    listed = isinstance(types, list) and len(types) == num_layers
-    if not listed or any(x not in accepted for x in types):
-        known = f"{' or '.join(accepted)} for each of {num_layers} layers"
-        raise fields.fail("layer_types", types, known)
-    layers = tuple(x == _SLIDING for x in types)
-    if not any(layers) or window >= fields.integer("max_position_embeddings"):
-        return {}
-    return {"sliding_window": window, "window_layers": layers}
+    fields.only(_NEUTRAL)
 
 
 def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -390,107 +278,3 @@ def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _experts(fields: Fields, architecture: str) -> dict[str, Any]:
-    num_layers = fields.integer("num_hidden_layers")
-    if architecture in _LATENT:
-        return _deepseek_experts(fields, architecture)
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
-        return {"moe_layers": (False,) * num_layers}
-    # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
-    _said_once(fields, "num_experts", "num_local_experts")
-    experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
-    found = {"num_experts": experts, "num_experts_per_tok": _chosen(fields, experts)}
-    if architecture != "Qwen3MoeForCausalLM":
-        # Softmax over the chosen is softmax over all, renormalised over the chosen.
-        gpt_oss = architecture == "GptOssForCausalLM"
-        return found | {
-            "moe_intermediate_size": fields.integer("intermediate_size"),
-            "router": RouterConfig(normalise=True, bias=gpt_oss),
-            "moe_layers": (True,) * num_layers,
-            **(_clamped(fields) if gpt_oss else {}),
-        }
-    step = fields.integer("decoder_sparse_step", 1)
-    plain = fields.raw("mlp_only_layers", [])
-    if not isinstance(plain, list) or not all(isinstance(x, int) for x in plain):
-        raise fields.fail("mlp_only_layers", plain, "a list of layer numbers")
-    return found | {
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "router": RouterConfig(normalise=fields.flag("norm_topk_prob", False)),
-        "moe_layers": tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers)),
-    }
-
-
-def _chosen(fields: Fields, experts: int) -> int:
-    chosen: int = fields.integer("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.fail("num_experts_per_tok", chosen, f"at most {experts} experts")
-    return chosen
-
-
-def _clamped(fields: Fields) -> dict[str, Any]:
-    """GPT-OSS's experts, which have biases and a clamped activation."""
-    limit = fields.number("swiglu_limit", 7.0)
-    if limit <= 0.0:
-        raise fields.fail("swiglu_limit", limit, "a number above 0")
-    chosen = fields.integer("num_experts_per_tok")
-    if fields.integer("experts_per_token", chosen) != chosen:
-        got = fields.raw("experts_per_token", None)
-        raise fields.fail("experts_per_token", got, f"{chosen}, as num_experts_per_tok, or null")
-    return {
-        "experts_bias": True,
-        "swiglu_limit": limit,
-        "swiglu_alpha": fields.number("swiglu_alpha", 1.702),
-    }
-
-
-def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
-    num_layers = fields.integer("num_hidden_layers")
-    experts = fields.integer("n_routed_experts")
-    chosen = _chosen(fields, experts)
-    third = architecture == "DeepseekV3ForCausalLM"
-    num_dense = fields.integer("first_k_dense_replace", REQUIRED if third else 0, low=0)
-    if fields.integer("moe_layer_freq", 1) != 1:
-        raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "num_shared_experts": fields.integer("n_shared_experts", 0, low=0),
-        "router": _deepseek_router(fields, architecture, experts, chosen),
-        "moe_layers": tuple(i >= num_dense for i in range(num_layers)),
-    }
-
-
-def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: int) -> RouterConfig:
-    third = architecture == "DeepseekV3ForCausalLM"
-    scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
-    fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
-    method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
-    # What transformers takes where V3's config is silent is V3's own, and no other model's.
-    one = REQUIRED if third else 1
-    normalise = fields.flag("norm_topk_prob", third)
-    scale = float(fields.number("routed_scaling_factor", one))
-    if normalise and scale != 1.0 and not third:
-        # DeepSeek's own code scales or normalises there, others do both.
-        raise fields.fail("routed_scaling_factor", scale, "1.0 beside norm_topk_prob")
-    groups, best = 1, 1
-    if method != "greedy":
-        groups, best = fields.integer("n_group", one), fields.integer("topk_group", one)
-        if experts % groups:
-            raise fields.fail("n_group", groups, f"a divisor of {experts} experts")
-        if best > groups or chosen > best * (experts // groups):
-            accepted = f"at most {groups} groups, with at least {chosen} experts together"
-            raise fields.fail("topk_group", best, accepted)
-        if third and experts // groups < 2:
-            raise fields.fail("n_group", groups, "groups of two experts or more")
-    return RouterConfig(
-        sigmoid=third,
-        normalise=normalise,
-        scale=scale,
-        correction=third,
-        num_groups=groups,
-        groups_per_tok=best,
-        best_two=third,
-    )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +79,20 @@ class Fields:
         if not isinstance(value, bool):
             raise self.fail(name, value, "true or false")
         return value
+
+    def said_once(self, name: str, other: str) -> Any:
+        """The value of two names of one thing, or None. Raises ModelError where they differ."""
+        value, same = self.raw(name, None), self.raw(other, None)
+        if value is not None and same is not None and value != same:
+            raise self.fail(name, value, f"{same!r}, as {other} has it, or one of the two")
+        return same if value is None else value
+
+    def only(self, values: Mapping[str, Any]) -> None:
+        """Fields at which one value beside null is accepted. Raises ModelError."""
+        for name, only in values.items():
+            value = self.raw(name, only)
+            if value != only:
+                raise self.fail(name, value, json.dumps(only))
 
     def ids(self, name: str) -> tuple[int, ...]:
         value = self.raw(name, [])

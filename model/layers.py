@@ -60,6 +60,29 @@ def rms_norm(
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def rms_norm_of_all(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    weight: Float[Array, "kv_heads group_and_one head_dim"],
+    sizes: tuple[int, int],
+    eps: float,
+) -> tuple[Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads head_dim"]]:
+    """Root-mean-square norms over all heads of a row, of which a shard has its own; as `rms_norm`.
+
+    weight: of a kv head's queries, then of its key. sizes: of q and k over all shards, without
+    queries that are padding, which are zero.
+    """
+    wide = q.astype(jnp.float32), k.astype(jnp.float32)[:, :, None]
+    sums = sum_shards(jnp.stack([jnp.sum(jnp.square(x), axis=(1, 2, 3)) for x in wide]))
+    scales = lax.rsqrt(sums / np.array(sizes, np.float32)[:, None] + np.float32(eps))
+    weights = weight[:, :-1].astype(jnp.float32), weight[:, -1:].astype(jnp.float32)
+    new_q, new_k = (
+        (x * scale[:, None, None, None] * w).astype(q.dtype)
+        for x, scale, w in zip(wide, scales, weights, strict=True)
+    )
+    return new_q, new_k[:, :, 0]
+
+
 def rope_tables(
     freq: np.ndarray, positions: Int32[Array, " rows"], factor: float = 1.0
 ) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
@@ -73,11 +96,13 @@ def rotate(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
 ) -> Float[Array, "rows heads head_dim"]:
-    """Rotate the pairs (i, i + head_dim / 2), in float32, of x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate the pairs (i, i + half), in float32, of x's dtype; what is behind them stays."""
+    size = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    turned = turned.astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def gated(

@@ -13,8 +13,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from model.config import ModelConfig, RouterConfig
-from model.layers import product
+from model.config import ModelConfig
+from model.config_experts import RouterConfig
+from model.layers import feed_forward, product
 from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
 
 
@@ -107,6 +108,16 @@ def moe(
         local = jnp.where(mine, local, np.int32(num_local))
         out = experts(rows, local, weights, gate_up, down, idx, *biases)
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
+
+
+def shared_experts(
+    x: Float[Array, "rows hidden"], params: dict[str, Array]
+) -> Float[Array, "rows hidden"]:
+    """Those that all rows go to; float32. params: one layer's."""
+    out = feed_forward(x, params["shared_gate_up"], params["shared_down"])
+    if "shared_gate" in params:
+        out *= jax.nn.sigmoid(product(x, params["shared_gate"]))
+    return out
 
 
 def with_rows(

@@ -129,10 +129,12 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
     tree["mlp_norm"] = _plain((n, hidden), dtype, 0.0)
     if run.moe:
         tree |= _expert_leaves(cfg, dims, dtype, n)
-        if cfg.num_shared_experts:
-            old, new = cfg.num_shared_experts * cfg.moe_intermediate_size, dims.shared_intermediate
+        if cfg.shared_intermediate_size:
+            old, new = cfg.shared_intermediate_size, dims.shared_intermediate
             names = ("shared_gate_up", "shared_down")
             tree |= _gated_leaves(names, hidden, old, new, dtype, n)
+        if cfg.shared_gate:
+            tree["shared_gate"] = _plain((n, hidden, 1), dtype, 1.0 / math.sqrt(hidden))
         return tree
     names = ("gate_up", "down")
     old, new = cfg.intermediate_size, dims.intermediate
@@ -231,6 +233,17 @@ def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str,
     if cfg.qk_norm:
         tree["q_norm"] = _plain((n, head_dim), dtype, 0.0)
         tree["k_norm"] = _plain((n, head_dim), dtype, 0.0)
+    if cfg.qk_norm_of_all:
+        tree["qk_norm"] = Leaf(
+            (n, old[0], old[1] + 1, head_dim),
+            (n, new[0], new[1] + 1, head_dim),
+            P(None, SHARDS),
+            dtype,
+            0.0,
+            head_axis=1,
+            tail=1,
+            replicas=dims.replicas,
+        )
     if cfg.sinks:
         tree["sinks"] = Leaf(
             (n, *old), (n, *new), P(None, SHARDS), dtype, 1.0, head_axis=1, replicas=dims.replicas

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -33,7 +33,8 @@ _LATENT_KEYS: Final = ("mscale", "mscale_all_dim")  # of yarn where attention is
 class RopeConfig:
     """Rotary embedding. Which fields matter is up to the kind.
 
-    attention_factor: of cosines and sines. softmax_factor: of the softmax's scale.
+    attention_factor: of cosines and sines. softmax_factor: of the softmax's scale. share: of a
+    head's entries, those that are turned.
     Source: transformers, modeling_rope_utils (default, linear, llama3, yarn).
     """
 
@@ -48,6 +49,11 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     softmax_factor: float = 1.0
+    share: float = 1.0
+
+    def turned_of(self, size: int) -> int:
+        """How many of a head's entries are turned, from the first on."""
+        return int(size * self.share + 1e-6)  # a share may be a quotient
 
 
 def read_rope(
@@ -55,10 +61,13 @@ def read_rope(
     default_theta: float,
     latent: bool = False,
     usual: Mapping[str, Any] = MappingProxyType({}),
+    usual_share: float | None = None,
 ) -> RopeConfig:
     """Read either form, or both where they say the same; transformers 5 obeys the older then.
 
-    latent: attention is, as DeepSeek's. usual: settings where there are none. Raises ModelError.
+    latent: attention is, as DeepSeek's. usual: settings where there are none. usual_share: of a
+    head's entries that are turned, where nothing says; None: all, and nothing else is accepted.
+    Raises ModelError.
     """
     top = fields.theta()
     found: dict[str, RopeConfig] = {}
@@ -69,15 +78,34 @@ def read_rope(
         theta = settings.theta() or top or default_theta
         if top is not None and theta != top:
             raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
-        found[name] = _settings(fields, settings, theta, latent)
+        share = _share(fields, settings, usual_share)
+        found[name] = replace(_settings(fields, settings, theta, latent), share=share)
     if not found:
         settings = Fields(f"{fields.file}: rope_scaling", dict(usual))
-        return _settings(fields, settings, top or default_theta, latent)
+        share = _share(fields, settings, usual_share)
+        return replace(_settings(fields, settings, top or default_theta, latent), share=share)
     rope, *others = found.values()
     if any(other != rope for other in others):
         got, accepted = fields.values["rope_scaling"], fields.values["rope_parameters"]
         raise fields.fail("rope_scaling", got, f"what rope_parameters says ({accepted}), or null")
     return rope
+
+
+def _share(fields: Fields, settings: Fields, usual: float | None) -> float:
+    """Of a head's entries, those that are turned; usual: see read_rope."""
+    name, found = "partial_rotary_factor", None
+    for place in (settings, fields):
+        value = place.number(name, None)
+        if value is None:
+            continue
+        if usual is None and value != 1.0:
+            raise place.fail(name, value, "1.0")
+        if not 0.0 < value <= 1.0:
+            raise place.fail(name, value, "a number above 0, and at most 1.0")
+        if found not in (None, value):
+            raise place.fail(name, value, f"{found}, as {settings.file} has it, or one of the two")
+        found = value
+    return found or usual or 1.0
 
 
 def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> RopeConfig:
@@ -92,9 +120,6 @@ def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> R
         if value is not None and name not in taken:
             accepted = f"null; fields of rope_type {kind!r}: {', '.join(taken)}"
             raise settings.fail(name, value, accepted)
-    partial = settings.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise settings.fail("partial_rotary_factor", partial, "1.0")
     if kind == "default":
         return RopeConfig(kind, theta)
     factor = settings.number("factor", low=1.0)

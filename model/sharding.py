@@ -222,7 +222,7 @@ class Dims:
     @property
     def shared_intermediate(self) -> int:
         """Width of the shared experts of a layer, side by side."""
-        return _up(self.cfg.num_shared_experts * self.cfg.moe_intermediate_size, self.tp)
+        return _up(self.cfg.shared_intermediate_size, self.tp)
 
     @property
     def vocab(self) -> int:
@@ -282,6 +282,11 @@ def gather_shards(x: Array) -> Array:
 def shard_idx() -> Array:
     """Which shard of its rank this is, i32; inside `jax.shard_map`."""
     return lax.axis_index(SHARDS)
+
+
+def num_shards() -> int:
+    """Shards of a rank; inside `jax.shard_map`."""
+    return lax.axis_size(SHARDS)
 
 
 def rank_idx() -> Array:

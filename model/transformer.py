@@ -21,7 +21,7 @@ from model.errors import ModelError
 from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, product, rms_norm, rope_tables
-from model.moe import ExpertMap, moe, with_rows
+from model.moe import ExpertMap, moe, shared_experts, with_rows
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
@@ -381,8 +381,8 @@ def _block(
         if loads is not None:
             counts = with_rows(loads[0, layer], routing.expert_ids, inputs.live)
             loads = loads.at[0, layer].set(counts)
-        if cfg.num_shared_experts:
-            out += feed_forward(inner, weights["shared_gate_up"], weights["shared_down"])
+        if cfg.shared_intermediate_size:
+            out += shared_experts(inner, weights)
     else:
         out = feed_forward(inner, weights["gate_up"], weights["down"])
     x = x + out.astype(x.dtype)

@@ -16,7 +16,8 @@ from model.config import ModelConfig
 from model.orbax import is_orbax, save_orbax
 from model.params import Leaf, Params
 from model.quantised import open_checkpoint
-from model.tensors import Source, checked_sources
+from model.sources import Source
+from model.tensors import checked_sources
 from model.transformer import Model, random_params
 
 __all__ = [

@@ -196,7 +196,7 @@ def test_half_of_the_layers_have_the_window():
 
 
 def test_shared_experts_are_read_in_every_step_but_not_by_the_kernel_of_routed_ones():
-    alone = replace(DEMO_LATENT, cfg=replace(DEMO_LATENT.cfg, num_shared_experts=0))
+    alone = replace(DEMO_LATENT, cfg=replace(DEMO_LATENT.cfg, shared_intermediate_size=0))
     weights = 3 * (3 * 256 * 192)  # of the one in each of three layers
     for tokens in (1, 8):
         cost, without = (decode_step_cost(shape, tokens, 10) for shape in (DEMO_LATENT, alone))

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.config import LatentConfig, ModelConfig, RouterConfig
+from model.config import ModelConfig
+from model.config_attention import LatentConfig
+from model.config_experts import RouterConfig
 from model.errors import ModelError
 from model.rope import RopeConfig, rope_frequencies
 from tests.model.checkpoints import write_config
@@ -45,7 +47,7 @@ def test_gpt_oss_has_sinks_windows_biases_and_a_clamped_activation(tmp_path: Pat
     assert (cfg.sliding_window, cfg.window_layers) == (16, (True, False, True, False))
     assert cfg.router == RouterConfig(normalise=True, bias=True)
     assert (cfg.num_experts, cfg.num_experts_per_tok, cfg.moe_intermediate_size) == (16, 4, 48)
-    assert (cfg.moe_layers, cfg.num_shared_experts) == ((True,) * 4, 0)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((True,) * 4, 0)
     assert (cfg.experts_bias, cfg.swiglu_limit, cfg.swiglu_alpha) == (True, 7.0, 1.702)
     assert (cfg.kv_planes, cfg.num_kv_heads, cfg.head_dim, cfg.rope_dim) == (2, 2, 32, 32)
     assert (cfg.latent, cfg.quantization, cfg.num_extra_layers) == (None, "", 0)
@@ -74,7 +76,7 @@ def test_deepseek_v2_has_latent_pages_and_routes_by_softmax(tmp_path: Path) -> N
     assert (cfg.num_heads, cfg.num_kv_heads, cfg.group) == (4, 1, 4)
     assert (cfg.head_dim, cfg.kv_planes, cfg.rope_dim) == (32 + 16, 1, 16)
     assert cfg.router == RouterConfig()
-    assert (cfg.moe_layers, cfg.num_shared_experts) == ((False, True, True), 2)
+    assert (cfg.moe_layers, cfg.shared_intermediate_size) == ((False, True, True), 2 * 32)
     assert (cfg.intermediate_size, cfg.moe_intermediate_size) == (176, 32)
     assert (cfg.sinks, cfg.window_layers, cfg.experts_bias, cfg.swiglu_limit) == (False, (), 0, 0.0)
     assert cfg.rope.attention_factor == 1.0
@@ -94,7 +96,7 @@ def test_deepseek_v3_chooses_groups_by_corrected_sigmoids(tmp_path: Path) -> Non
         groups_per_tok=2,
         best_two=True,
     )
-    assert (cfg.num_shared_experts, cfg.num_extra_layers) == (1, 1)
+    assert (cfg.shared_intermediate_size, cfg.num_extra_layers) == (32, 1)
     assert cfg.softmax_scale == pytest.approx(48**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2)
 
 

@@ -16,7 +16,18 @@ from model.transformer import prefill_captured
 from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
 
 DENSE = ("llama", "qwen3")
-ROUTED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+ROUTED = (
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "qwen2_moe",
+    "olmoe",
+    "minimax_m2",
+)
 CASES = [(name, tp, 1, 1) for name in DENSE for tp in (1, 2, 4)] + [
     (name, *mesh, 1)
     for name in ROUTED[:2]
@@ -26,6 +37,8 @@ CASES += [(name, *mesh, 1) for name in ROUTED[2:] for mesh in ((1, 1), (4, 2))]
 # Ranks with experts of their own, and ranks that share them.
 CASES += [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 4, 2), ("qwen3_moe", 1, 4, 4)]
 CASES += [("gpt_oss", 2, 4, 2), ("deepseek_v3", 2, 4, 2)]
+# Norms over all heads, of which some shards have fewer, or the same.
+CASES += [("minimax_m2", 2, 1, 2), ("olmoe", 2, 2, 1)]
 # Meshes on which dense layers have arrays of their own, as larger ones have on CPU.
 OWN_ARRAYS = {("llama", 2, 1, 1), ("qwen3", 1, 1, 1)}
 # And those on which everything has the form that an accelerator runs.
@@ -38,6 +51,10 @@ AS_ON_CUDA = {
     ("gpt_oss", 4, 2, 1),
     ("deepseek_v2", 4, 2, 1),
     ("deepseek_v3", 2, 4, 2),
+    ("glm4_moe", 4, 2, 1),
+    ("glm4_moe_lite", 4, 2, 1),
+    ("qwen2_moe", 4, 2, 1),
+    ("minimax_m2", 4, 2, 1),
 }
 # Limits of tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
@@ -90,6 +107,9 @@ def _check_steps(recorded: Golden, prompt: str, steps: np.ndarray) -> None:
         ("gpt_oss", 2, 1),
         ("deepseek_v2", 4, 2),
         ("deepseek_v3", 1, 1),
+        ("glm4_moe", 1, 1),
+        ("qwen2_moe", 4, 2),
+        ("minimax_m2", 4, 1),
     ],
 )
 def test_hidden_states_and_routing_are_the_recorded_ones(name: str, tp: int, ep: int) -> None:
@@ -134,6 +154,9 @@ def test_both_forms_of_a_config_mean_the_same_model(name: str, tmp_path: Path) -
         ("gpt_oss", 1, 1, "cuda", 0.093),
         ("deepseek_v2", 1, 1, "cpu", 0.041),
         ("deepseek_v3", 2, 2, "cuda", 0.061),
+        ("glm4_moe", 1, 1, "cpu", 0.026),
+        ("qwen2_moe", 2, 1, "cuda", 0.019),
+        ("minimax_m2", 4, 1, "cpu", 0.023),
     ],
 )
 def test_bfloat16_stays_as_near_as_other_correct_bfloat16_runs(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.config import ModelConfig, RouterConfig
+from model.config import ModelConfig
+from model.config_experts import RouterConfig
 from model.moe import route
 from tests.model.harness import GOLDENS
 

@@ -54,6 +54,7 @@ SYSTEMS = {
         "--decode-tp-size=1",
     ),
     "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
+    "minimax_m2": ("--prefill-tp-size=4", "--decode-tp-size=2", "--decode-ep-size=2"),
 }
 
 

@@ -1,0 +1,166 @@
+"""What a checkpoint says about its attention: heads, biases, norms, windows, latent vectors."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from model.fields import Fields
+
+LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+_WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
+_WINDOW_BEHIND_SWITCH: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_USUAL_WINDOW: Final = 4096  # of those below, which have none only where the file says null
+_WINDOW_UNSAID: Final = ("MistralForCausalLM", *_WINDOW_BEHIND_SWITCH)
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+# attention_bias is of queries, keys and values alone there.
+_O_UNBIASED: Final = (
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+_NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
+# Of MiniMax-M2, which has the fields of a family in which they differ.
+_MINIMAX_ONLY: Final = {
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of latent attention. Keys and values of all heads come of one vector a position.
+
+    Source: arXiv:2405.04434, section 2.1.
+    """
+
+    q_rank: int  # 0: queries come straight of the hidden state
+    kv_rank: int
+    nope_dim: int  # of a head's query and key without rotation
+    rope_dim: int  # ... and with it; the rotated key is one for all heads
+    value_dim: int
+
+
+def read_attention(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Fields of ModelConfig. Raises ModelError."""
+    windows = _windows(fields, architecture)
+    if architecture in LATENT:
+        return _latent_heads(fields) | windows
+    return _heads(fields, architecture) | windows
+
+
+def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Of attention with keys and values of their own."""
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.fail("num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
+    head_dim = fields.integer("head_dim", None)
+    if head_dim is None and hidden % heads:
+        raise fields.fail("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
+    head_dim = hidden // heads if head_dim is None else head_dim
+    if head_dim % 2:
+        raise fields.fail("head_dim", head_dim, "an even number, halves of it are rotated")
+    if architecture == "MiniMaxM2ForCausalLM":
+        _check_minimax(fields)
+    qkv_bias = _qkv_bias(fields, architecture)
+    glm = architecture == "Glm4MoeForCausalLM"
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "qkv_bias": qkv_bias,
+        "o_bias": qkv_bias and architecture not in _O_UNBIASED,
+        "qk_norm": architecture in _NORM_OF_HEADS or (glm and fields.flag("use_qk_norm", False)),
+        "qk_norm_of_all": architecture in _NORM_OF_ALL,
+        "sinks": architecture == "GptOssForCausalLM",
+    }
+
+
+def _qkv_bias(fields: Fields, architecture: str) -> bool:
+    if architecture == "Qwen2ForCausalLM":
+        return True
+    if architecture == "MiniMaxM2ForCausalLM":
+        return False
+    if architecture == "Qwen2MoeForCausalLM":
+        return bool(fields.flag("qkv_bias", True))
+    return bool(fields.flag("attention_bias", architecture == "GptOssForCausalLM"))
+
+
+def _check_minimax(fields: Fields) -> None:
+    fields.only(_MINIMAX_ONLY)
+    kinds = fields.raw("attn_type_list", [])
+    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+        raise fields.fail("attn_type_list", kinds, "1, which is full attention, for every layer")
+
+
+def _latent_heads(fields: Fields) -> dict[str, Any]:
+    """Of DeepSeek's attention. Fields that say the same again must agree."""
+    heads = fields.integer("num_attention_heads")
+    latent = LatentConfig(
+        q_rank=fields.integer("q_lora_rank", None) or 0,
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope_dim=fields.integer("qk_nope_head_dim"),
+        rope_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+    )
+    if latent.rope_dim % 2:
+        raise fields.fail("qk_rope_head_dim", latent.rope_dim, "an even number, of rotated pairs")
+    same = {
+        "num_key_value_heads": heads,
+        "head_dim": latent.rope_dim,
+        "qk_head_dim": latent.nope_dim + latent.rope_dim,
+    }
+    for name, only in same.items():
+        value = fields.integer(name, only)
+        if value != only:
+            raise fields.fail(name, value, f"{only}, or null")
+    for name, only in (("attention_bias", False), ("rope_interleave", True)):
+        if fields.flag(name, only) is not only:
+            raise fields.fail(name, not only, json.dumps(only))
+    return {
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "head_dim": latent.kv_rank + latent.rope_dim,
+        "latent": latent,
+    }
+
+
+def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Layers that see but the last positions.
+
+    GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
+    dense models beside a switch, from max_window_layers on.
+    """
+    num_layers = fields.integer("num_hidden_layers")
+    unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
+    least = 0 if architecture == "Qwen2MoeForCausalLM" else 1  # transformers 5 writes 0 for none
+    window = _USUAL_WINDOW if unsaid else fields.integer("sliding_window", None, low=least) or None
+    usual = [_FULL] * num_layers
+    if architecture == "GptOssForCausalLM":
+        window = fields.integer("sliding_window")
+        usual = [_FULL if i % 2 else _SLIDING for i in range(num_layers)]
+    elif architecture in _WINDOW_EVERYWHERE:
+        usual = [_SLIDING if window else _FULL] * num_layers
+    elif fields.flag("use_sliding_window", False):
+        if architecture not in _WINDOW_BEHIND_SWITCH:
+            raise fields.fail("use_sliding_window", True, f"false in {architecture}")
+        first = fields.integer("max_window_layers", 28, low=0)
+        usual = [_SLIDING if window and i >= first else _FULL for i in range(num_layers)]
+    else:
+        window = None
+    types = fields.raw("layer_types", usual)
+    accepted = (_FULL,) if window is None else (_FULL, _SLIDING)
+    listed = isinstance(types, list) and len(types) == num_layers
+    if not listed or any(x not in accepted for x in types):
+        known = f"{' or '.join(accepted)} for each of {num_layers} layers"
+        raise fields.fail("layer_types", types, known)
+    layers = tuple(x == _SLIDING for x in types)
+    if not any(layers) or window >= fields.integer("max_position_embeddings"):
+        return {}
+    return {"sliding_window": window, "window_layers": layers}

@@ -1,0 +1,203 @@
+"""What a checkpoint says about its routed experts, and those that all tokens go to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from model.fields import REQUIRED, Fields
+
+# Scores are sigmoids, corrected for choosing; what comes of them is normalised.
+_THIRD: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_DEEPSEEK: Final = ("DeepseekV2ForCausalLM", *_THIRD)
+_QWEN: Final = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+# Of these every layer has experts, as wide as intermediate_size says.
+_EVERYWHERE: Final = (
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+    "OlmoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+_V2_METHODS: Final = ("greedy", "group_limited_greedy")
+_DENSE: Final = "dense"
+_SPARSE: Final = "sparse"
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a router's logits become experts and weights.
+
+    num_groups > 1: only experts of the best groups_per_tok groups are chosen from; a group is as
+    good as its best expert, or the sum of its best two. Source: arXiv:2405.04434, section 2.2;
+    arXiv:2412.19437, section 2.1.2.
+    """
+
+    sigmoid: bool = False  # of each logit, instead of the softmax over all
+    normalise: bool = False  # the weights of those chosen to a sum of one
+    scale: float = 1.0  # of the weights
+    bias: bool = False  # of the logits
+    correction: bool = False  # added to the scores when choosing, and not to the weights
+    num_groups: int = 1
+    groups_per_tok: int = 1
+    best_two: bool = False
+
+
+def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Fields of ModelConfig. Raises ModelError."""
+    if architecture in _DEEPSEEK:
+        return _deepseek_experts(fields, architecture)
+    _refuse_other_routing(fields, architecture)
+    if architecture in _QWEN:
+        return _qwen_experts(fields, architecture)
+    if architecture in _EVERYWHERE:
+        return _experts_everywhere(fields, architecture)
+    return {"moe_layers": (False,) * fields.integer("num_hidden_layers")}
+
+
+def _refuse_other_routing(fields: Fields, architecture: str) -> None:
+    """What only DeepSeek's family may say otherwise."""
+    minimax = architecture == "MiniMaxM2ForCausalLM"
+    only: dict[str, Any] = {
+        "scoring_func": "sigmoid" if minimax else "softmax",
+        "routed_scaling_factor": 1.0,
+    }
+    if minimax:
+        only |= {"use_routing_bias": True, "shared_intermediate_size": 0}
+    fields.only(only)
+
+
+def _counts(fields: Fields) -> dict[str, Any]:
+    """Experts of a layer, and those of a token."""
+    # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
+    fields.said_once("num_experts", "num_local_experts")
+    experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
+    return {"num_experts": experts, "num_experts_per_tok": _chosen(fields, experts)}
+
+
+def _experts_everywhere(fields: Fields, architecture: str) -> dict[str, Any]:
+    # Softmax over the chosen is softmax over all, renormalised over the chosen.
+    router = {
+        "MixtralForCausalLM": RouterConfig(normalise=True),
+        "GptOssForCausalLM": RouterConfig(normalise=True, bias=True),
+        "MiniMaxM2ForCausalLM": RouterConfig(sigmoid=True, normalise=True, correction=True),
+    }.get(architecture)
+    if router is None:
+        router = RouterConfig(normalise=fields.flag("norm_topk_prob", False))
+    return {
+        **_counts(fields),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "router": router,
+        "moe_layers": (True,) * fields.integer("num_hidden_layers"),
+        **(_clamped(fields) if architecture == "GptOssForCausalLM" else {}),
+    }
+
+
+def _qwen_experts(fields: Fields, architecture: str) -> dict[str, Any]:
+    num_layers = fields.integer("num_hidden_layers")
+    step = fields.integer("decoder_sparse_step", 1)
+    plain = fields.raw("mlp_only_layers", [])
+    if not isinstance(plain, list) or not all(isinstance(x, int) for x in plain):
+        raise fields.fail("mlp_only_layers", plain, "a list of layer numbers")
+    second = architecture == "Qwen2MoeForCausalLM"
+    shared = fields.integer("shared_expert_intermediate_size") if second else 0
+    return {
+        **_counts(fields),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "shared_intermediate_size": shared,
+        "shared_gate": second,
+        "router": RouterConfig(normalise=fields.flag("norm_topk_prob", False)),
+        "moe_layers": tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers)),
+    }
+
+
+def _chosen(fields: Fields, experts: int) -> int:
+    chosen: int = fields.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise fields.fail("num_experts_per_tok", chosen, f"at most {experts} experts")
+    return chosen
+
+
+def _clamped(fields: Fields) -> dict[str, Any]:
+    """GPT-OSS's experts, which have biases and a clamped activation."""
+    limit = fields.number("swiglu_limit", 7.0)
+    if limit <= 0.0:
+        raise fields.fail("swiglu_limit", limit, "a number above 0")
+    chosen = fields.integer("num_experts_per_tok")
+    if fields.integer("experts_per_token", chosen) != chosen:
+        got = fields.raw("experts_per_token", None)
+        raise fields.fail("experts_per_token", got, f"{chosen}, as num_experts_per_tok, or null")
+    return {
+        "experts_bias": True,
+        "swiglu_limit": limit,
+        "swiglu_alpha": fields.number("swiglu_alpha", 1.702),
+    }
+
+
+def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
+    experts = fields.integer("n_routed_experts")
+    chosen = _chosen(fields, experts)
+    if fields.integer("moe_layer_freq", 1) != 1:
+        raise fields.fail("moe_layer_freq", fields.raw("moe_layer_freq", 1), "1")
+    width = fields.integer("moe_intermediate_size")
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": fields.integer("n_shared_experts", 0, low=0) * width,
+        "router": _deepseek_router(fields, architecture, experts, chosen),
+        "moe_layers": _layers_behind_dense(fields, architecture),
+        "num_extra_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
+    }
+
+
+def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
+    """The first layers are dense, as one of two fields says."""
+    num_layers = fields.integer("num_hidden_layers")
+    listed = None
+    if architecture == "Glm4MoeLiteForCausalLM":
+        listed = fields.raw("mlp_layer_types", None)
+    least = REQUIRED if architecture in _THIRD and listed is None else None
+    num_dense = fields.integer("first_k_dense_replace", least, low=0)
+    if listed is None:
+        return tuple(i >= (num_dense or 0) for i in range(num_layers))
+    if not isinstance(listed, Sequence) or len(listed) != num_layers:
+        raise fields.fail("mlp_layer_types", listed, f"one for each of {num_layers} layers")
+    if any(kind not in (_DENSE, _SPARSE) for kind in listed):
+        raise fields.fail("mlp_layer_types", listed, f"{_DENSE} or {_SPARSE} for each layer")
+    found = tuple(kind == _SPARSE for kind in listed)
+    if num_dense is not None and found != tuple(i >= num_dense for i in range(num_layers)):
+        accepted = "what mlp_layer_types says, or one of the two"
+        raise fields.fail("first_k_dense_replace", num_dense, accepted)
+    return found
+
+
+def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: int) -> RouterConfig:
+    third = architecture in _THIRD
+    scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
+    fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
+    method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
+    # What transformers takes where V3's config is silent is V3's own, and no other model's.
+    one = REQUIRED if third else 1
+    normalise = fields.flag("norm_topk_prob", third)
+    scale = float(fields.number("routed_scaling_factor", one))
+    if normalise and scale != 1.0 and not third:
+        # DeepSeek's own code scales or normalises there, others do both.
+        raise fields.fail("routed_scaling_factor", scale, "1.0 beside norm_topk_prob")
+    groups, best = 1, 1
+    if method != "greedy":
+        groups, best = fields.integer("n_group", one), fields.integer("topk_group", one)
+        if experts % groups:
+            raise fields.fail("n_group", groups, f"a divisor of {experts} experts")
+        if best > groups or chosen > best * (experts // groups):
+            accepted = f"at most {groups} groups, with at least {chosen} experts together"
+            raise fields.fail("topk_group", best, accepted)
+        if third and experts // groups < 2:
+            raise fields.fail("n_group", groups, "groups of two experts or more")
+    return RouterConfig(
+        sigmoid=third,
+        normalise=normalise,
+        scale=scale,
+        correction=third,
+        num_groups=groups,
+        groups_per_tok=best,
+        best_two=third,
+    )
