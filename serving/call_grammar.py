@@ -7,7 +7,7 @@ named as the tokens that they are; only a model without such a token writes them
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from serving.conversation import tool_names
+from serving.conversation import tools_by_name
 from serving.errors import bad_field, quoted
 from serving.grammar import Form, quoted_terminal, schema_rules
 from serving.parsing import Parsing
@@ -61,7 +61,7 @@ def calls_form(
 ) -> Form:
     """An answer of calls alone. only: of this tool, and one. Raises ApiError for a bad schema."""
     name = "tool_choice"
-    functions = [tool["function"] for tool in tools if tool_names([tool])]
+    functions = [tool["function"] for tool in tools if tools_by_name([tool])]
     if only is not None:
         functions = [function for function in functions if function["name"] == only]
         if not functions:
@@ -161,15 +161,20 @@ def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[s
 
 _Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]
 _NEWLINE: Final = r'"\n"'
+# Those whose own arguments are no JSON are held to it, see serving/parsing.py.
 _FORMATS: Final[Mapping[str, _Format]] = {
     "deepseekv3": _deepseek(fenced=True),
     "deepseekv31": _deepseek(fenced=False),
+    "glm45": _hermes,
+    "glm47": _hermes,
     "gpt-oss": _harmony,
     "hermes": _hermes,
     "llama3": _llama,
+    "minimax-m2": _hermes,
     "mistral": _mistral,
     "qwen": _hermes,
     "qwen25": _hermes,
+    "qwen3_coder": _hermes,
 }
 
 

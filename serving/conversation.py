@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from serving.errors import bad_field, no_text, quoted, wrong_type
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
+from serving.tool_calls import Tools, parameter_types
 
 # Variables of the chat template that are fields of their own, or ours to give.
 RESERVED_KWARGS = frozenset(
@@ -48,11 +49,12 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def tool_names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Names of the functions that a request offers."""
-    functions = (tool.get("function") for tool in tools)
-    names = (function.get("name") for function in functions if isinstance(function, dict))
-    return frozenset(name for name in names if isinstance(name, str))
+def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    """The functions that a request offers."""
+    given = (tool.get("function") for tool in tools)
+    functions = [function for function in given if isinstance(function, dict)]
+    named = [function for function in functions if isinstance(function.get("name"), str)]
+    return {function["name"]: parameter_types(function.get("parameters")) for function in named}
 
 
 def render(

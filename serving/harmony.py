@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from serving.marked_text import MarkedText, Said, Thought
-from serving.tool_calls import channel_call
+from serving.tool_calls import Tools, channel_call
 
 _START: Final = "<|start|>"
 _MESSAGE: Final = "<|message|>"
@@ -23,7 +23,7 @@ _RECIPIENT: Final = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 class HarmonyText(MarkedText):
     """See the module."""
 
-    def __init__(self, tools: frozenset[str], prompt: str) -> None:
+    def __init__(self, tools: Tools, prompt: str) -> None:
         """prompt: it has opened a message, whose text it may have begun."""
         super().__init__(tools)
         self._channel = ""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from serving.tool_calls import ToolCall
+from serving.tool_calls import ToolCall, Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class MarkedText(ABC):
     request names, stays text.
     """
 
-    def __init__(self, tools: frozenset[str]) -> None:
-        """tools: names of those that may be called."""
+    def __init__(self, tools: Tools) -> None:
+        """tools: those that may be called."""
         self._tools = tools
         self._parts: list[Thought | Said | ToolCall] = []  # not told yet
         self._text = ""  # fed, and not passed yet

@@ -5,34 +5,50 @@ python/sglang/srt/function_call.
 """
 
 import secrets
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
-from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, TaggedText
+from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat, TaggedText
+from serving.tool_calls import Tools
 
-ReasoningParser = Literal["none", "deepseek-r1", "deepseek-v3", "gpt-oss", "qwen3"]
+ReasoningParser = Literal[
+    "none",
+    "deepseek-r1",
+    "deepseek-v3",
+    "glm45",
+    "gpt-oss",
+    "minimax",
+    "qwen3",
+    "qwen3-thinking",
+]
 ToolCallParser = Literal[
     "none",
     "deepseekv3",
     "deepseekv31",
+    "glm45",
+    "glm47",
     "gpt-oss",
     "hermes",
     "llama3",
+    "minimax-m2",
     "mistral",
     "qwen",
     "qwen25",
+    "qwen3_coder",
 ]
+# Of which the answer begins inside of a thought, even where its prompt does not begin one.
+_THINK_UNASKED: Final = ("deepseek-r1", "qwen3-thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What is taken out of the answer of one request. tools: names, none unless calls are."""
+    """What is taken out of the answer of one request. tools: none unless calls are."""
 
     reasoning: ReasoningParser = "none"
     tool_calls: ToolCallParser = "none"
-    tools: frozenset[str] = frozenset()
+    tools: Tools = field(default_factory=dict)
     one_call: bool = False  # calls after the first are left out
     must_call: bool = False
     prompt: str = ""
@@ -51,7 +67,16 @@ class Parsing:
         if self.reasoning == "gpt-oss":
             return MARKERS
         thoughts = (THINK_BEGIN, THINK_END) if self.reasoning != "none" else ()
-        return thoughts + (CALL_FORMATS[self.tool_calls].markers if self.tools else ())
+        calls = self._calls
+        return thoughts + (calls.markers if calls is not None else ())
+
+    @property
+    def _calls(self) -> CallFormat | None:
+        if not self.tools:
+            return None
+        found = CALL_FORMATS[self.tool_calls]
+        # A model that must call is held to a grammar, which knows schemas of JSON.
+        return CALL_FORMATS["hermes"] if self.must_call and found.untyped else found
 
     def new_call_id(self) -> str:
         """For a call that was told."""
@@ -64,8 +89,7 @@ class Parsing:
         if self.reasoning == "gpt-oss":
             return HarmonyText(self.tools, self.prompt)
         thought = self.thought()
-        calls = CALL_FORMATS[self.tool_calls] if self.tools else None
-        return TaggedText(thought != "none", thought == "open", calls, self.tools)
+        return TaggedText(thought != "none", thought == "open", self._calls, self.tools)
 
     def thought(self) -> Literal["none", "open", "perhaps", "over"]:
         """Whether an answer with tags begins inside of a thought, or may begin with one."""
@@ -77,7 +101,6 @@ class Parsing:
         else:
             prompt = self.prompt.rstrip()
             opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
-        # R1 thinks even where its prompt does not begin the thought.
-        if opened or (self.reasoning == "deepseek-r1" and not is_over):
+        if opened or (self.reasoning in _THINK_UNASKED and not is_over):
             return "open"
         return "over" if is_over else "perhaps"

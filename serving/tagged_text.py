@@ -10,7 +10,16 @@ from enum import Enum, auto
 from typing import Final
 
 from serving.marked_text import MarkedText, Said, Thought
-from serving.tool_calls import ToolCall, deepseek_call, json_calls, mistral_calls
+from serving.tool_calls import (
+    ToolCall,
+    Tools,
+    deepseek_call,
+    glm_call,
+    json_calls,
+    minimax_calls,
+    mistral_calls,
+    qwen_coder_call,
+)
 
 THINK_BEGIN: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -22,10 +31,11 @@ class CallFormat:
 
     begin: str
     end: str  # "": a call ends where the next begins, or with the text
-    read: Callable[[str], list[ToolCall]]  # what is between; ValueError when it is no call
+    read: Callable[[str, Tools], list[ToolCall]]  # what is between; ValueError when it is no call
     around: tuple[str, ...] = ()  # markers that say nothing by themselves
     within: tuple[str, ...] = ()  # markers that `read` knows
     bare: bool = False  # a text that begins with a brace is a call, too
+    untyped: bool = False  # arguments are no JSON: the tool says what they are
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -33,22 +43,39 @@ class CallFormat:
         return (self.begin, self.end, *self.around, *self.within)
 
 
-_HERMES = CallFormat("<tool_call>", "</tool_call>", json_calls)
+def _json(read: Callable[[str], list[ToolCall]]) -> Callable[[str, Tools], list[ToolCall]]:
+    return lambda text, _: read(text)
+
+
+_HERMES = CallFormat("<tool_call>", "</tool_call>", _json(json_calls))
 _DEEPSEEK = CallFormat(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
-    deepseek_call,
+    _json(deepseek_call),
     around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     within=("<｜tool▁sep｜>",),
+)
+_GLM = CallFormat(
+    "<tool_call>",
+    "</tool_call>",
+    glm_call,
+    within=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    untyped=True,
 )
 CALL_FORMATS: Final = {
     "deepseekv3": _DEEPSEEK,
     "deepseekv31": _DEEPSEEK,
+    "glm45": _GLM,
+    "glm47": _GLM,
     "hermes": _HERMES,
-    "llama3": CallFormat("<|python_tag|>", "", json_calls, bare=True),
-    "mistral": CallFormat("[TOOL_CALLS]", "", mistral_calls, within=("[CALL_ID]", "[ARGS]")),
+    "llama3": CallFormat("<|python_tag|>", "", _json(json_calls), bare=True),
+    "minimax-m2": CallFormat(
+        "<minimax:tool_call>", "</minimax:tool_call>", minimax_calls, untyped=True
+    ),
+    "mistral": CallFormat("[TOOL_CALLS]", "", _json(mistral_calls), within=("[CALL_ID]", "[ARGS]")),
     "qwen": _HERMES,
     "qwen25": _HERMES,
+    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", qwen_coder_call, untyped=True),
 }
 
 
@@ -66,7 +93,7 @@ class TaggedText(MarkedText):
     """
 
     def __init__(
-        self, thinks: bool, in_thought: bool, calls: CallFormat | None, tools: frozenset[str]
+        self, thinks: bool, in_thought: bool, calls: CallFormat | None, tools: Tools
     ) -> None:
         """in_thought: the prompt opened a thought, or the model does so unasked."""
         super().__init__(tools)
@@ -145,4 +172,4 @@ class TaggedText(MarkedText):
         read, call = self._calls.read, "".join(self._call)
         self._where = _Where.CONTENT
         written = self._begun + call + (marker if self._calls.end else "")
-        self._trims = self._called(written, lambda: read(call))
+        self._trims = self._called(written, lambda: read(call, self._tools))

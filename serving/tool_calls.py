@@ -1,11 +1,26 @@
 """What models write as tool calls, read: one function for each way to write them."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+# By name, the JSON types of each parameter.
+Tools = Mapping[str, Mapping[str, frozenset[str]]]
+
 _SPACE: Final = " \t\r\n"
 _FENCE: Final = "```"
+_QUOTES: Final = _SPACE + "\"'"
+# JSON types that a value has.
+_KINDS: Final[Mapping[type, set[str]]] = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +29,30 @@ class ToolCall:
 
     name: str
     arguments: str
+
+
+def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
+    """Of each parameter of a tool, as far as its schema says them by type, enum, anyOf or oneOf."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {name: frozenset(_types_of(said)) for name, said in properties.items()}
+
+
+def _types_of(schema: Any) -> Iterator[str]:
+    left = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            continue
+        kinds, values = one.get("type"), one.get("enum")
+        yield from (
+            x for x in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(x, str)
+        )
+        if kinds is None and isinstance(values, list):
+            yield from (kind for value in values for kind in _KINDS.get(type(value), ()))
+        for name in ("anyOf", "oneOf"):
+            left += one[name] if isinstance(one.get(name), list) else []
 
 
 def json_calls(text: str) -> list[ToolCall]:
@@ -58,6 +97,97 @@ def deepseek_call(text: str) -> list[ToolCall]:
 def channel_call(name: str, text: str) -> list[ToolCall]:
     """Arguments alone, as they are written to a tool."""
     return [_named(name, text)]
+
+
+def glm_call(text: str, tools: Tools) -> list[ToolCall]:
+    """A name, then pairs of `<arg_key>` and `<arg_value>`, with new lines between or none."""
+    at = text.find("<arg_key>")
+    at = len(text) if at < 0 else at
+    name, arguments = text[:at].strip(), {}
+    while (at := _space_over(text, at)) < len(text):
+        key, at = _between(text, at, "<arg_key>", "</arg_key>")
+        value, at = _between(text, _space_over(text, at), "<arg_value>", "</arg_value>")
+        arguments[key.strip()] = _typed(value, _types(tools, name, key.strip()))
+    return [_call({"name": name, "arguments": arguments})]
+
+
+def qwen_coder_call(text: str, tools: Tools) -> list[ToolCall]:
+    """`<function=NAME>`, each argument after `<parameter=NAME>`, on lines of its own."""
+    name, at = _between(text, _space_over(text, 0), "<function=", ">")
+    arguments, at = _parameters(text, at, ("<parameter=", "</function>"), name.strip(), tools)
+    if _space_over(text, at) < len(text):
+        raise ValueError("something behind the call")
+    return [_call({"name": name.strip(), "arguments": arguments})]
+
+
+def minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """Calls as `<invoke name="NAME">`, each argument after `<parameter name="NAME">`."""
+    found, at = [], _space_over(text, 0)
+    while at < len(text):
+        name, at = _between(text, at, "<invoke name=", ">")
+        name = name.strip(_QUOTES)
+        arguments, at = _parameters(text, at, ("<parameter name=", "</invoke>"), name, tools)
+        found.append(_call({"name": name, "arguments": arguments}))
+        at = _space_over(text, at)
+    if not found:
+        raise ValueError("no call")
+    return found
+
+
+def _parameters(
+    text: str, at: int, tags: tuple[str, str], tool: str, tools: Tools
+) -> tuple[dict[str, Any], int]:
+    """Arguments up to the end of their call, and where that is. tags: before a name, at the end."""
+    begin, end = tags
+    found: dict[str, Any] = {}
+    while not text.startswith(end, at := _space_over(text, at)):
+        name, at = _between(text, at, begin, ">")
+        value, at = _between(text, at, "", "</parameter>")
+        name = name.strip(_QUOTES)
+        # A new line on either side belongs to the tags.
+        value = value.removeprefix("\n").removesuffix("\n")
+        found[name] = _typed(value, _types(tools, tool, name))
+    return found, at + len(end)
+
+
+def _space_over(text: str, at: int) -> int:
+    while at < len(text) and text[at] in _SPACE:
+        at += 1
+    return at
+
+
+def _between(text: str, at: int, begin: str, end: str) -> tuple[str, int]:
+    """What is between two tags, the first right here, and where the second ends."""
+    if not text.startswith(begin, at):
+        raise ValueError(f"no {begin}")
+    first = at + len(begin)
+    last = text.find(end, first)
+    if last < 0:
+        raise ValueError(f"no {end}")
+    return text[first:last], last + len(end)
+
+
+def _types(tools: Tools, tool: str, parameter: str) -> frozenset[str]:
+    return tools.get(tool, {}).get(parameter, frozenset())
+
+
+def _typed(text: str, kinds: frozenset[str]) -> Any:
+    """A value written without quotes, as one of these types; text where it cannot be.
+
+    Of a parameter of which no types are known it is what it looks like.
+    """
+    if kinds == {"string"}:
+        return text
+    try:
+        (value,) = _values(text, separators=_SPACE)
+    except ValueError:
+        lower = text.strip().lower()
+        if "boolean" in kinds and lower in ("true", "false"):  # as Python writes them
+            return lower == "true"
+        return None if "null" in kinds and lower in ("none", "") else text
+    if "string" in kinds and (isinstance(value, str) or not kinds & _KINDS[type(value)]):
+        return text
+    return value
 
 
 def _named(name: str, arguments: str) -> ToolCall:

@@ -21,6 +21,7 @@ from serving.protocol import SamplingFields
 from serving.sglang_api import GenerateSampling
 from serving.tagged_text import CALL_FORMATS
 from serving.tokenizer import Tokenizer
+from serving.tool_calls import Tools
 from tests.serving.live import EOS, MODEL_PATH
 from transfer.grammar_limits import LIMITS
 
@@ -335,7 +336,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-NAMES = frozenset({"weather", "ferry_times"})
+NAMES: Tools = {"weather": {}, "ferry_times": {}}
 
 
 @pytest.mark.parametrize("name", [*CALL_FORMATS, "gpt-oss"])
@@ -362,7 +363,7 @@ async def test_calls_that_must_be_made_are_read_as_they_are_written(
             arguments = json.loads(call.arguments)
             assert set(arguments) == ({"day"} if call.name == "ferry_times" else {"port", "boats"})
         assert only is None or len(told.calls) == 1
-    assert called == ({only} if only else NAMES)
+    assert called == ({only} if only else set(NAMES))
 
 
 async def test_one_call_is_made_where_no_more_are_wanted(either: Texts) -> None:
@@ -395,7 +396,7 @@ def test_tools_that_cannot_be_called_are_refused(
 
 async def test_a_tool_may_have_any_name_and_no_parameters(texts: Texts) -> None:
     tools = [{"function": {"name": 'say "é"\n'}}]
-    parsing = Parsing("none", "hermes", frozenset({'say "é"\n'}), must_call=True)
+    parsing = Parsing("none", "hermes", {'say "é"\n': {}}, must_call=True)
     grammar = await text_of(calls_form(parsing, tools, None, texts.tokenizer))
     call = json.dumps({"name": 'say "é"\n', "arguments": {}}, ensure_ascii=False)
     assert texts.takes(grammar, f"<tool_call>\n{call}\n</tool_call>")

@@ -1,6 +1,7 @@
 """Reasoning and tool calls come out of every format the same, however the text is cut."""
 
 import json
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +12,26 @@ from serving.config import ServeConfig
 from serving.marked_text import Said, Thought, Told
 from serving.parsing import Parsing
 from serving.tagged_text import CALL_FORMATS
-from serving.tool_calls import ToolCall
+from serving.tool_calls import ToolCall, Tools, parameter_types
 from tests.serving.live import MODEL_PATH
 from transfer.errors import ConfigError
 
-TOOLS = frozenset({"weather", "ferry_times"})
+TOOLS: Tools = {
+    "weather": parameter_types(
+        {
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "dry": {"type": ["boolean", "null"]},
+                "at": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+                "where": {"type": "object"},
+                "kind": {"enum": ["long", 2]},
+                "odd": True,
+            }
+        }
+    ),
+    "ferry_times": {},
+}
 CALL = ToolCall("weather", '{"city": "Zürich"}')
 OTHER = ToolCall("ferry_times", "{}")
 OBJECT = '{"name": "weather", "arguments": {"city": "Zürich"}}'
@@ -23,6 +39,11 @@ OTHER_OBJECT = '{"name": "ferry_times", "arguments": {}}'
 V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "Zürich"}\n```'
 V31 = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}'
 END = "<｜tool▁call▁end｜>"
+GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>"
+PARAMETER = "<parameter=city>\nZürich\n</parameter>"
+CODER = f"<tool_call>\n<function=weather>\n{PARAMETER}\n</function>\n</tool_call>"
+M2, M2_END = "<minimax:tool_call>", "</minimax:tool_call>"
+MINIMAX = '<invoke name="weather">\n<parameter name="city">Zürich</parameter>\n</invoke>'
 
 
 class Read(NamedTuple):
@@ -36,13 +57,12 @@ class Read(NamedTuple):
 def parts_of(parsing: Parsing, pieces: list[str]) -> list[Any]:
     """In their order, those that stand together as one."""
     parser = parsing.parser()
-    told = sum([*map(parser.feed, pieces), parser.finish()], Told())
+    told = [*map(parser.feed, pieces), parser.finish()]
     parts: list[Any] = []
-    for part in told.parts:
-        if parts and isinstance(part, Thought | Said) and type(part) is type(parts[-1]):
-            parts[-1] = type(part)(parts[-1].text + part.text)
-        else:
-            parts.append(part)
+    for kind, same in groupby((part for each in told for part in each.parts), type):
+        alike: list[Any] = list(same)
+        is_text = kind in (Thought, Said)
+        parts += [kind("".join([part.text for part in alike]))] if is_text else alike
     return parts
 
 
@@ -89,6 +109,10 @@ HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
         (Parsing("deepseek-r1", begun="<think>Hm.</think>Ye"), "s.", "", "s."),
         (Parsing("deepseek-r1", begun="Hm"), "m.</think>Yes.", "m.", "Yes."),
         (Parsing("deepseek-v3", prompt="<|Assistant|><think>"), "Hm.</think>Yes.", "Hm.", "Yes."),
+        (Parsing("qwen3-thinking"), "Hm.</think>Yes.", "Hm.", "Yes."),
+        (Parsing("glm45"), "\n<think>Hm.</think>\nYes.", "Hm.", "Yes."),
+        (Parsing("glm45", prompt="<|assistant|>\n<think></think>"), "Yes.", "", "Yes."),
+        (Parsing("minimax", prompt="]~b]ai\n<think>\n"), "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ],
 )
 def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> None:
@@ -124,6 +148,12 @@ def test_thoughts(parsing: Parsing, text: str, reasoning: str, content: str) -> 
             [CALL, CALL],
         ),
         ("deepseekv31", f"Yes.<｜tool▁calls▁begin｜>{V31}{END}", "Yes.", [CALL]),
+        ("glm45", f"Yes.\n{GLM}\n<tool_call>ferry_times\n</tool_call>", "Yes.", [CALL, OTHER]),
+        ("glm47", GLM.replace("\n", ""), "", [CALL]),
+        ("glm45", "<tool_call>ferry_times</tool_call>", "", [OTHER]),
+        ("qwen3_coder", f"{CODER}\n{CODER}", "", [CALL, CALL]),
+        ("qwen3_coder", CODER.replace("\n", ""), "", [CALL]),
+        ("minimax-m2", f"{M2}\n{MINIMAX}\n{MINIMAX}\n{M2_END}", "", [CALL, CALL]),
     ],
 )  # fmt: skip
 def test_calls(name: Any, text: str, content: str, calls: list[ToolCall]) -> None:
@@ -208,6 +238,90 @@ def test_channels(text: str, expected: Read) -> None:
     assert told(HARMONY, text) == expected
 
 
+def _written(name: str, parameter: str, value: str) -> str:
+    if name.startswith("glm"):
+        pair = f"<arg_key>{parameter}</arg_key>\n<arg_value>{value}</arg_value>"
+        return f"<tool_call>weather\n{pair}\n</tool_call>"
+    if name == "qwen3_coder":
+        one = f"<parameter={parameter}>\n{value}\n</parameter>"
+        return f"<tool_call>\n<function=weather>\n{one}\n</function>\n</tool_call>"
+    one = f'<parameter name="{parameter}">{value}</parameter>'
+    return f'<minimax:tool_call>\n<invoke name="weather">\n{one}\n</invoke>\n</minimax:tool_call>'
+
+
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "minimax-m2"])
+@pytest.mark.parametrize(
+    ("parameter", "value", "read"),
+    [
+        ("city", "12", "12"),
+        ("city", '"Zürich"', '"Zürich"'),
+        ("city", "  two\n\nlines  ", "  two\n\nlines  "),
+        ("city", "", ""),
+        ("days", "12", 12),
+        ("days", " 12 ", 12),
+        ("days", "twelve", "twelve"),
+        ("days", "1 2", "1 2"),
+        ("dry", "true", True),
+        ("dry", "True", True),
+        ("dry", "False", False),
+        ("dry", "null", None),
+        ("dry", "None", None),
+        ("dry", "perhaps", "perhaps"),
+        ("at", "8.5", 8.5),
+        ("at", "noon", "noon"),
+        ("at", "true", "true"),
+        ("at", '"noon"', '"noon"'),
+        ("where", '{"lat": [47.4]}', {"lat": [47.4]}),
+        ("kind", "2", 2),
+        ("kind", "long", "long"),
+        ("odd", "[1, 2]", [1, 2]),
+        ("odd", "a word", "a word"),
+        ("unknown", "3", 3),
+        ("unknown", "NaN", "NaN"),
+        ("days", "1e999", None),
+        ("city", "a lone \ud800", None),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_their_tool(
+    name: Any, parameter: str, value: str, read: Any
+) -> None:
+    text = _written(name, parameter, value)
+    found = told(Parsing(tool_calls=name, tools=TOOLS), text)
+    if value in ("1e999", "a lone \ud800"):  # what no JSON holds
+        assert found == Read("", text)
+    else:
+        (call,) = found.calls
+        assert (call.name, json.loads(call.arguments)) == ("weather", {parameter: read})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm45", GLM.replace("weather", "nobody")),
+        ("glm45", GLM.replace("</arg_key>", "")),
+        ("glm45", GLM.replace("<arg_value>", "")),
+        ("glm45", GLM.replace("</arg_value>", "</arg_value> and")),
+        ("glm45", "<tool_call></tool_call>"),
+        ("qwen3_coder", CODER.replace("<function=weather>", "")),
+        ("qwen3_coder", CODER.replace("</parameter>", "")),
+        ("qwen3_coder", CODER.replace("</function>", "")),
+        ("qwen3_coder", CODER.replace("</function>", "</function> and")),
+        ("qwen3_coder", CODER.replace("<parameter=city>", "<parameter=city")),
+        ("minimax-m2", "<minimax:tool_call>\n</minimax:tool_call>"),
+        ("minimax-m2", f"<minimax:tool_call>{MINIMAX} and</minimax:tool_call>"),
+        ("minimax-m2", f"<minimax:tool_call>{MINIMAX[:-9]}</minimax:tool_call>"),
+    ],
+)
+def test_tags_that_are_no_call_stay_text(name: Any, text: str) -> None:
+    assert told(Parsing(tool_calls=name, tools=TOOLS), text) == Read("", text)
+
+
+@pytest.mark.parametrize("name", ["glm45", "glm47", "qwen3_coder", "minimax-m2"])
+def test_who_must_call_is_read_as_json(name: Any) -> None:
+    parsing = Parsing(tool_calls=name, tools=TOOLS, must_call=True)
+    assert told(parsing, f"<tool_call>\n{OBJECT}\n</tool_call>") == Read("", "", (CALL,))
+
+
 def test_a_prompt_may_have_begun_the_message() -> None:
     prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Ye"
     assert told(Parsing("gpt-oss", "gpt-oss", TOOLS, prompt=prompt), "s.") == Read("", "s.")
@@ -226,7 +340,9 @@ PARTS = st.sampled_from(
         "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]",
         "<｜tool▁calls▁begin｜>", V3, V31, END, "<|start|>", "<|channel|>", "analysis", "final",
         " to=functions.weather", "<|message|>", "<|end|>", "<|call|>", OBJECT, OTHER_OBJECT,
-        "{", "}", '{"city": 1}', "a", " ", "\n", "<", "<|", "[TOOL", ";",
+        "{", "}", '{"city": 1}', "a", " ", "\n", "<", "<|", "[TOOL", ";", GLM, CODER, MINIMAX,
+        "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "weather", "<function=weather>",
+        "<minimax:tool_call>", "</minimax:tool_call>", "<parameter=city>", "</parameter>",
     ]
 )  # fmt: skip
 
@@ -254,6 +370,9 @@ def test_cuts_change_nothing_and_nothing_is_lost(
 
 
 SPACE = " " * 100_000
+GLM_ALONE = Parsing(tool_calls="glm45", tools=TOOLS)
+CODER_ALONE = Parsing(tool_calls="qwen3_coder", tools=TOOLS)
+MINIMAX_ALONE = Parsing(tool_calls="minimax-m2", tools=TOOLS)
 LONG = [
     (HARMONY, "<|end|>", ""),
     (HARMONY, "<|channel|>final<|message|>a<|end|>", ""),
@@ -263,6 +382,13 @@ LONG = [
     (Parsing(tool_calls="hermes", tools=TOOLS), "a<tool_call></tool_call>", ""),
     (Parsing(tool_calls="hermes", tools=TOOLS), " " * 50, "a"),
     (Parsing(tool_calls="hermes", tools=TOOLS), "a" * 50, "<tool_call>"),
+    (GLM_ALONE, "<arg_key>", "<tool_call>weather"),
+    (GLM_ALONE, "<arg_key>city</arg_key><arg_value>a</arg_value>", "<tool_call>weather"),
+    (GLM_ALONE, "<tool_call></tool_call>", ""),
+    (CODER_ALONE, "<parameter=city>", "<tool_call><function=weather>"),
+    (CODER_ALONE, "<parameter=city>\na\n</parameter>\n", "<tool_call><function=weather>"),
+    (MINIMAX_ALONE, MINIMAX, "<minimax:tool_call>"),
+    (MINIMAX_ALONE, '<invoke name="weather">', "<minimax:tool_call>"),
 ]
 
 
