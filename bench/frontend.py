@@ -111,7 +111,7 @@ class _Bench:
             host=target.server.host,
             port=target.server.port,
             payload=design.payload(cell),
-            naming=design.naming,
+            dialect=design.dialect.to_json(),
             path=str(self._path),
         )
         load = (engine.pid, client.pid)

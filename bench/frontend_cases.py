@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.frontend_designs import DESIGNS
-from bench.frontend_plan import Cell
+from bench.frontend_plan import Cell, Dialect
 
 STREAMS = (64, 256, 1024, 2048)
 INTERVALS = (1, 8)
 _LEAST_SPACING_S = 1e-3  # requests of paced cells: at most as many a second as a server takes in
+_CHAT = Dialect()
+_RESPONSES = Dialect("/v1/responses", opening=4)
+_CONVERSATION = [{"role": "user", "content": "Tell me of the harbour."}]
 _PAYLOAD = {
-    "messages": [{"role": "user", "content": "Tell me of the harbour."}],
     "stream": True,
     "temperature": 0,
     "ignore_eos": True,
@@ -31,8 +33,7 @@ class Design:
     module: str
     server_args: tuple[str, ...] = ()
     interval: int = 1
-    # Field of a request that has its id, and what its events have before that id.
-    naming: tuple[str, str] = ("rid", "")
+    dialect: Dialect = _CHAT
 
     @property
     def is_floor(self) -> bool:
@@ -55,7 +56,11 @@ class Design:
 
     def payload(self, cell: Cell) -> dict[str, Any]:
         """Of a request of the cell."""
-        payload = _PAYLOAD | {"max_tokens": cell.output_tokens}
+        if self.dialect.is_chat:
+            asked = {"messages": _CONVERSATION, "max_tokens": cell.output_tokens}
+        else:
+            asked = {"input": _CONVERSATION, "max_output_tokens": cell.output_tokens}
+        payload = _PAYLOAD | asked
         if self.is_peer or not self.interval:
             return payload
         return payload | {"stream_interval": self.interval}
@@ -64,15 +69,26 @@ class Design:
 _PRODUCT = "serving"
 _FLOOR = "bench.frontend_floor"
 AUTO = Design("auto", _PRODUCT, ("--stream-interval", "auto"), interval=0)
+RESPONSES = Design("responses", _PRODUCT, dialect=_RESPONSES)
 FLOOR = Design("floor", _FLOOR)
 NATIVE_FLOOR = Design("native floor", _FLOOR)
 COMPARED = [Design(name, "bench.frontend_designs", ("--design", name)) for name in DESIGNS]
 PEERS = (
     Design("sglang", "bench.frontend_sglang"),
-    Design("vllm", "bench.frontend_vllm", naming=("request_id", "chatcmpl-")),
+    Design(
+        "vllm", "bench.frontend_vllm", dialect=Dialect(id_field="request_id", id_prefix="chatcmpl-")
+    ),
 )
 PEER_NAMES = tuple(peer.name for peer in PEERS)
-DESIGN_NAMES = (*DESIGNS, "all", AUTO.name, *PEER_NAMES, FLOOR.name, NATIVE_FLOOR.name)
+DESIGN_NAMES = (
+    *DESIGNS,
+    "all",
+    AUTO.name,
+    RESPONSES.name,
+    *PEER_NAMES,
+    FLOOR.name,
+    NATIVE_FLOOR.name,
+)
 
 
 def all_of(interval: int) -> Design:
@@ -163,7 +179,7 @@ def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple
         elif name == AUTO.name:
             found += [AUTO] if pace != "saturated" else []
         else:
-            single = (*COMPARED, *PEERS, FLOOR, NATIVE_FLOOR)
+            single = (*COMPARED, RESPONSES, *PEERS, FLOOR, NATIVE_FLOOR)
             found += [design for design in single if design.name == name]
     return tuple(found)
 

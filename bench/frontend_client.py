@@ -27,6 +27,7 @@ from bench.frontend_plan import (
     STEER,
     TOKEN_CHARS,
     Cell,
+    Dialect,
     inherited_socket,
     request_id,
     say,
@@ -43,6 +44,7 @@ _SENDS_A_TURN = 8
 _AHEAD = 64  # connections that wait for their requests, where these are spaced
 _PATIENCE_S = 60.0
 _GOOD = b"HTTP/1.1 200 "
+_CHAT = Dialect()
 
 
 class BadStream(ValueError):
@@ -57,6 +59,11 @@ class Reads:
     data: list[bytes] = field(default_factory=list)
     events: int = 0
     tail: bytes = b""
+
+    @classmethod
+    def after(cls, opening: int) -> "Reads":
+        """Of a stream that begins with so many events without text, which are one as they count."""
+        return cls(events=1 - opening)
 
     def add(self, now_s: float, data: bytes) -> int:
         """Keep a read; how many events begin in it."""
@@ -84,12 +91,14 @@ class Heard:
 
     @classmethod
     def of(
-        cls, stream: int, reads: Reads, num_tokens: int, texts: Sequence[str], prefix: str = ""
+        cls,
+        stream: int,
+        reads: Reads,
+        num_tokens: int,
+        texts: Sequence[str],
+        dialect: Dialect = _CHAT,
     ) -> "Heard":
-        """prefix: what the server puts before the request's id.
-
-        Raises BadStream unless every token came once, in order, and then the end.
-        """
+        """Raises BadStream unless every token came once, in order, and then the end."""
         raw = b"".join(reads.data)
         if not raw.startswith(_GOOD):
             raise BadStream(f"stream {stream} was answered {raw[:300]!r}")
@@ -97,17 +106,16 @@ class Heard:
         token_s: list[float] = []
         said: list[str] = []
         piece_ends: list[int] = []
+        read = _read_chat if dialect.is_chat else _read_response
+        name = dialect.id_prefix + request_id(stream)
         finish = last = None
         for match in _EVENT.finditer(raw):
             last = match[1]
-            if last == b"[DONE]":
-                continue
-            event = orjson.loads(last)
-            if event.get("id") != prefix + request_id(stream) or not event.get("choices"):
-                raise BadStream(f"stream {stream} got {last[:300]!r}")
-            choice = event["choices"][0]
-            finish = choice.get("finish_reason") or finish
-            text = choice["delta"].get("content")
+            try:
+                text, ends_as = read(last, name)
+            except (LookupError, TypeError, ValueError) as error:
+                raise BadStream(f"stream {stream} got {last[:300]!r}: {error!r}") from error
+            finish = ends_as or finish
             if text:
                 said.append(text)
                 now_s = reads.times_s[bisect_left(ends, match.end())]
@@ -117,10 +125,33 @@ class Heard:
             raise BadStream(
                 f"stream {stream} has {len(token_s)} tokens, expected {num_tokens}, or they differ"
             )
-        if finish != "length" or last != b"[DONE]" or not raw.endswith(_LAST_CHUNK):
+        is_over = last == b"[DONE]" or not dialect.is_chat
+        if finish != "length" or not is_over or not raw.endswith(_LAST_CHUNK):
             raise BadStream(f"stream {stream} ended with {finish!r} and {raw[-50:]!r}")
         piece_bytes = piece_ends[2] - piece_ends[1] if len(piece_ends) > 2 else 0
         return cls(np.array(token_s), len(said), piece_bytes)
+
+
+def _read_chat(event: bytes, name: str) -> tuple[str, str]:
+    """The text of a chat's event, and how the answer ended. Raises ValueError and LookupError."""
+    if event == b"[DONE]":
+        return "", ""
+    value = orjson.loads(event)
+    if value["id"] != name:
+        raise ValueError("the id of another request")
+    choice = value["choices"][0]
+    return choice["delta"].get("content") or "", choice.get("finish_reason") or ""
+
+
+def _read_response(event: bytes, name: str) -> tuple[str, str]:
+    """The same of an event of Responses, of which the first and last have the id."""
+    value = orjson.loads(event)
+    if "response" not in value:
+        is_text = value["type"] == "response.output_text.delta"
+        return value["delta"] if is_text else "", ""
+    if value["response"]["id"] != name:
+        raise ValueError("the id of another request")
+    return "", "length" if value["type"] == "response.incomplete" else ""
 
 
 class LoadClient:
@@ -166,29 +197,26 @@ class LoadClient:
             self._sockets.append(connection)
 
     def play(
-        self, cell: Cell, payload: dict[str, Any], naming: Sequence[str], path: str
+        self, cell: Cell, payload: dict[str, Any], dialect: Dialect, path: str
     ) -> dict[str, Any]:
         """One round: a request on each connection, read to its end.
-
-        naming: field of the request that has its id, and what events have before that id.
 
         Says `started` when every stream has its first token, `ended` when all are read. Writes
         f64[streams, tokens + 1] to path: when each request left, then when each token came.
         Raises BadStream.
         """
-        id_field, prefix = naming
         requests = [
-            self._request(payload | {id_field: request_id(stream)})
+            self._request(dialect.path, payload | {dialect.id_field: request_id(stream)})
             for stream in range(cell.num_streams)
         ]
-        reads = [Reads() for _ in requests]
+        reads = [Reads.after(dialect.opening) for _ in requests]
         gc.collect()
         gc.disable()
         sent_s = self._round(cell, requests, reads)
         say(ended=True)
         gc.enable()
         heard = [
-            Heard.of(stream, one, cell.output_tokens, self._texts, prefix)
+            Heard.of(stream, one, cell.output_tokens, self._texts, dialect)
             for stream, one in enumerate(reads)
         ]
         table = np.empty((cell.num_streams, cell.output_tokens + 1))
@@ -203,10 +231,10 @@ class LoadClient:
             "end_s": max(one.times_s[-1] for one in reads),
         }
 
-    def _request(self, payload: dict[str, Any]) -> bytes:
+    def _request(self, path: str, payload: dict[str, Any]) -> bytes:
         body = orjson.dumps(payload)
         lines = [
-            "POST /v1/chat/completions HTTP/1.1",
+            f"POST {path} HTTP/1.1",
             "Host: bench",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
@@ -217,7 +245,7 @@ class LoadClient:
         """Send and read; returns when each request left."""
         stream_at = self._stream_at
         steering = self._steering.fileno()
-        self._total = 0
+        self._total = sum(one.events for one in reads)
         sent_s: list[float] = []
         start_s = heard_s = time.monotonic()
         not_started, not_ended = cell.num_streams, cell.num_streams
@@ -286,7 +314,7 @@ def main() -> None:
             try:
                 cell = Cell(**ask["cell"])
                 client.connect(ask["host"], ask["port"], cell)
-                say(**client.play(cell, ask["payload"], ask["naming"], ask["path"]))
+                say(**client.play(cell, ask["payload"], Dialect(**ask["dialect"]), ask["path"]))
             except (BadStream, OSError) as error:
                 say(error=str(error))
 

@@ -140,7 +140,7 @@ def _speller(ways: Ways, choice: Choice, events: Events) -> Callable[[str], byte
         return lambda text: events.piece(choice, Piece(text))
     frame = events.frame(choice)
     assert frame is not None, "a plain choice has a frame"
-    before, after = frame
+    before, after, _ = frame
     return lambda text: before + orjson.dumps(text) + after
 
 

@@ -51,6 +51,29 @@ class Cell:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """How a server is asked, and how it answers.
+
+    id_field: of a request, with its id. id_prefix: what answers have before that id. opening:
+    events before the first text.
+    """
+
+    path: str = "/v1/chat/completions"
+    id_field: str = "rid"
+    id_prefix: str = ""
+    opening: int = 1
+
+    @property
+    def is_chat(self) -> bool:
+        """Else it is OpenAI's Responses."""
+        return self.path.endswith("/chat/completions")
+
+    def to_json(self) -> dict[str, Any]:
+        """The other way is Dialect(**values)."""
+        return asdict(self)
+
+
 def request_id(stream: int) -> str:
     """All of one length, so that events are."""
     return f"s-{stream:06d}"

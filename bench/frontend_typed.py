@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from serving.choice import Choice, Piece
 from serving.errors import ApiError, error_event
 from serving.openai_answers import DONE
+from serving.stream import Frame
 
 
 class Delta(BaseModel):
@@ -53,7 +54,7 @@ class TypedEvents:
     def opening(self, choice: Choice) -> bytes:
         return self._event(choice, Delta(role="assistant", content=""))
 
-    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
+    def frame(self, choice: Choice) -> Frame | None:
         return None
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:

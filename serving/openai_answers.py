@@ -15,6 +15,7 @@ from serving.json_bytes import dumps
 from serving.marked_text import MarkedText, Told
 from serving.parsing import Parsing
 from serving.protocol import Request
+from serving.stream import Frame
 from serving.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -168,11 +169,11 @@ class _Answer:
         extras = self._shape.extras([choice]) if items else {}
         return b"".join([self._chunk(choice, item, extras) for item in items])
 
-    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
+    def frame(self, choice: Choice) -> Frame | None:
         if not (self._shape.splices and choice.plain) or self._request.continuous_usage:
             return None
         before, after = self.piece(choice, Piece(_MARK)).split(f'"{_MARK}"'.encode())
-        return before, after
+        return Frame(before, after)
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         item = self._shape.piece(choice, piece)

@@ -87,7 +87,8 @@ class PlainStreams:
         self._token_ids: list[Any] = []
         self._json: list[list[bytes | None]] = []  # empty while only its detokenizer can tell
         self._before: list[bytes] = []
-        self._after: list[bytes] = []
+        self._after: list[bytes] = []  # empty where events have numbers
+        self._said: list[list[bytes]] = []  # of those, the text of each event
         self._write_chunk: list[Callable[[bytes], None]] = []
 
     def invite(self, generation: Generation) -> None:
@@ -143,6 +144,9 @@ class PlainStreams:
             generation.slot = -1
             generation.last_token_s = last_s
             loan.stream.num_writes += num_writes
+            if loan.frame.numbers is not None:
+                said = self._said[slot]
+                loan.frame.numbers.written(len(said), b"".join(said))
             assert isinstance(generation.sink, StreamedChoice), "others lend nothing"
             generation.sink.take_back(generation.token_ids, held, waiting)
             loan.writer.take_back()
@@ -348,7 +352,7 @@ class PlainStreams:
         events: list[tuple[int, bytes]] = []
         for place, (slot, text) in enumerate(zip(slots, texts, strict=True)):
             if text:
-                start, end = before[slot], after[slot]
+                start, end = before[slot], after[slot] or self._numbered(slot, text)
                 num_bytes = len(start) + len(text) + len(end) - len(_CRLF)
                 events.append((slot, b"".join((chunk_head(num_bytes), start, text, end))))
             else:
@@ -359,6 +363,16 @@ class PlainStreams:
             except Exception as error:  # one stream's fault must not reach the others
                 self._give_back_slot(slot).stream.broke(error)
         return silent
+
+    def _numbered(self, slot: int, text: bytes) -> bytes:
+        """What stands after the text of an event that has a number: the next one, gone with it."""
+        seat, said = self._seats[slot], self._said[slot]
+        assert seat is not None, "only seated streams are told"
+        frame = seat[1].frame
+        assert frame.numbers is not None, "else what stands there is known"
+        number = frame.numbers.next + len(said)
+        said.append(text)
+        return b'"' + frame.after % number + _CRLF
 
     def hindered(self, slot: int) -> None:
         """Its client reads too slowly, or left."""
@@ -412,8 +426,10 @@ class PlainStreams:
         self._seats[slot] = generation, loan
         self._token_ids[slot] = generation.token_ids
         self._json[slot] = loan.detokenizer.whole_json or _UNKNOWN
-        self._before[slot] = loan.before + b'"'
-        self._after[slot] = _same(b'"' + loan.after + _CRLF)
+        before, after, numbers = loan.frame
+        self._before[slot] = before + b'"'
+        self._after[slot] = _same(b'"' + after + _CRLF) if numbers is None else b""
+        self._said[slot] = []
         self._write_chunk[slot] = loan.writer.write
         loan.writer.lend(self, slot)
         shared = loan.interval is self._interval
@@ -436,6 +452,7 @@ class PlainStreams:
         self._seats[slot] = self._token_ids[slot] = None
         self._json[slot] = _UNKNOWN
         self._before[slot] = self._after[slot] = b""
+        self._said[slot] = []
         self._write_chunk[slot] = _nobody
         self._free.append(slot)
 
@@ -455,6 +472,7 @@ class PlainStreams:
         self._json += [_UNKNOWN] * new
         self._before += [b""] * new
         self._after += [b""] * new
+        self._said += [[] for _ in range(new)]
         self._write_chunk += [_nobody] * new
         self._free += range(old + new - 1, old - 1, -1)
 

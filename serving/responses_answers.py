@@ -20,10 +20,12 @@ from serving.openai_answers import LogprobShapes, usage_of
 from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.responses_fields import ReasoningOptions, ResponsesFields, functions_of
+from serving.stream import Frame, Numbers
 from serving.tokenizer import Tokenizer
 from serving.tool_calls import ToolCall
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
+_NUMBERED = b',"sequence_number":%d}\n\n'  # the end of an event, behind its text
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # else server_error
 
 
@@ -103,8 +105,18 @@ class ResponsesAnswer:
         self._event("response.in_progress", response=response)
         return self._sent()
 
-    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        return None  # events have numbers
+    def frame(self, choice: Choice) -> Frame | None:
+        item = self._open
+        if self._parser is not None or not choice.plain or item is None:
+            return None
+        before = item.delta + b',"logprobs":[],"delta":'
+        return Frame(before, _NUMBERED, Numbers(self._num_events, self._written))
+
+    def _written(self, count: int, text: bytes) -> None:
+        """Events of the open item were written elsewhere, see serving.stream.Numbers."""
+        self._num_events += count
+        assert self._open is not None, "it had a frame"
+        self._open.texts.append(orjson.loads(b'"%b"' % text))
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
         self._tell(choice, piece, is_last=False)
@@ -196,10 +208,8 @@ class ResponsesAnswer:
         if not text or self._is_whole:
             return
         more = b',"logprobs":[%b]' % logprobs if kind is Said else b""
-        self._events.append(
-            b'%b,"sequence_number":%d%b,"delta":%b}\n\n'
-            % (item.delta, self._next_number(), more, dumps(text))
-        )
+        end = _NUMBERED % self._next_number()
+        self._events.append(b'%b%b,"delta":%b%b' % (item.delta, more, dumps(text), end))
 
     def _begin(self, kind: type[Thought | Said]) -> None:
         self._kinds.add(kind)

@@ -37,6 +37,7 @@ from serving.protocol import (
     stops_of,
 )
 from serving.ranges import few, told
+from serving.stream import Frame
 from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.clock import Clock
@@ -320,7 +321,7 @@ class GenerateAnswer:
     def opening(self, choice: Choice) -> bytes:
         return b""
 
-    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
+    def frame(self, choice: Choice) -> Frame | None:
         return None
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:

@@ -8,7 +8,9 @@ request's `EventStream`.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import orjson
 
 from serving.choice import Choice, Piece
 from serving.connection import BodyWriter
@@ -22,6 +24,26 @@ from transfer import wire
 from transfer.errors import RequestError
 
 
+class Numbers(NamedTuple):
+    """Of events that have numbers. next: the one that comes next. written(count, text): so many
+    events were written elsewhere, with this text in them, inside of a JSON string.
+    """
+
+    next: int
+    written: Callable[[int, bytes], None]
+
+
+class Frame(NamedTuple):
+    """What stands before and after the text, as a JSON string, in the event of a piece.
+
+    after: with %d for the event's number, where it has one.
+    """
+
+    before: bytes
+    after: bytes
+    numbers: Numbers | None = None
+
+
 class Events(Protocol):
     """How an API spells the events of one answer, as bytes that are whole events."""
 
@@ -29,10 +51,10 @@ class Events(Protocol):
         """What goes before the first piece of a choice."""
         ...
 
-    def frame(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """What stands before and after the text, as a JSON string, in the event of a piece.
+    def frame(self, choice: Choice) -> Frame | None:
+        """Of the next piece; None when pieces of this choice differ in more than their text.
 
-        None when pieces of this choice differ in more than their text.
+        One without numbers holds for all pieces, and is there from the beginning.
         """
         ...
 
@@ -57,14 +79,13 @@ class Events(Protocol):
 class Loan:
     """What it takes to write a stream's events in its place.
 
-    writer: of its connection. before, after: what an event has around its text. held: tokens, the
-    latest ones, that were not detokenized yet. waiting: tokens since the last event.
+    writer: of its connection. frame: of its next events. held: tokens, the latest ones, that were
+    not detokenized yet. waiting: tokens since the last event.
     """
 
     stream: EventStream
     writer: BodyWriter
-    before: bytes
-    after: bytes
+    frame: Frame
     detokenizer: IncrementalDetokenizer
     interval: Interval
     held: int
@@ -120,11 +141,10 @@ class StreamedChoice:
     """The sink of one choice. Its first piece leaves at once, later ones at full intervals."""
 
     __slots__ = (
-        "_after",
         "_answer",
-        "_before",
         "_begun",
         "_choice",
+        "_frame",
         "_held_ids",
         "_interval",
         "_opened",
@@ -144,11 +164,7 @@ class StreamedChoice:
         self._interval = answer.interval
         # Itself, if its events repeat those before them.
         self._repeats = choice.ask.index if answer.is_cumulative else None
-        # What a piece's event has around its text; None when pieces differ in more than that.
-        self._before: bytes | None = None
-        self._after = b""
-        if (frame := answer.events.frame(choice)) is not None:
-            self._before, self._after = frame
+        self._frame = answer.events.frame(choice)
         self._opened = False  # what comes before the first piece left
         self._begun = False  # the first piece left
         # Not shown yet: tokens that the choice did not take, or text if each must be looked at.
@@ -188,9 +204,11 @@ class StreamedChoice:
     @property
     def lends(self) -> bool:
         """Whether text is all that it shows, and its answer has no other choice."""
-        return (
-            self._choice.text_only and self._before is not None and len(self._answer.choices) == 1
-        )
+        is_plain = self._choice.text_only and len(self._answer.choices) == 1
+        return is_plain and self._next_frame() is not None
+
+    def _next_frame(self) -> Frame | None:
+        return self._frame or self._answer.events.frame(self._choice)
 
     def lend(self) -> Loan | None:
         """What it takes to write its events; None while it has something to write itself.
@@ -199,7 +217,8 @@ class StreamedChoice:
         """
         if not (self._begun and self._stream.lends):
             return None
-        assert self._before is not None, "it lends"
+        frame = self._next_frame()
+        assert frame is not None, "it lends"
         assert self._stream.body_writer is not None, "likewise"
         detokenizer = self._choice.detokenizer
         held = len(self._held_ids)
@@ -207,8 +226,7 @@ class StreamedChoice:
         return Loan(
             self._stream,
             self._stream.body_writer,
-            self._before,
-            self._after,
+            frame,
             detokenizer,
             self._interval,
             held,
@@ -225,10 +243,10 @@ class StreamedChoice:
     def _show(self, text: str) -> None:
         # Before the piece: offsets of tokens count from what was shown first.
         opening = b"" if self._opened else self._opening()
-        if self._before is None:
+        if self._frame is None:
             data = self._piece(text)
         elif text:
-            data = self._before + dumps(text) + self._after
+            data = self._frame.before + dumps(text) + self._frame.after
         else:
             data = b""
         if data:
@@ -252,8 +270,12 @@ class StreamedChoice:
         text: of the last tokens, inside of a JSON string.
         """
         self._over = True
-        assert self._before is not None, "it lends"
-        piece = b'%b"%b"%b' % (self._before, text, self._after) if text else b""
+        if not text:
+            piece = b""
+        elif self._frame is not None:
+            piece = b'%b"%b"%b' % (self._frame.before, text, self._frame.after)
+        else:
+            piece = self._piece(orjson.loads(b'"%b"' % text))
         return piece + self._answer.last_of_one(self._finish(finish_reason))
 
     def on_end(self, finish_reason: FinishReason) -> None:

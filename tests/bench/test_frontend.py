@@ -17,7 +17,7 @@ import pytest
 from bench.client import Server
 from bench.frontend_client import BadStream, Heard, LoadClient, Reads
 from bench.frontend_floor import Spelling, native_round
-from bench.frontend_plan import Cell, pieces_of, text_of, tokens_of
+from bench.frontend_plan import Cell, Dialect, pieces_of, text_of, tokens_of
 from bench.frontend_processes import Child, Load, Target, cpu_s
 from serving.demo import demo_model_path
 
@@ -91,7 +91,9 @@ def test_every_token_is_stamped_by_the_read_that_ended_its_event():
 def test_a_server_may_put_something_of_its_own_before_the_id():
     reads = Reads()
     reads.add(0.0, b"".join(spelt()).replace(b's-000003"', b'chat-s-000003"'))
-    assert Heard.of(3, reads, NUM_TOKENS, TEXTS, "chat-").num_pieces == NUM_TOKENS
+    assert (
+        Heard.of(3, reads, NUM_TOKENS, TEXTS, Dialect(id_prefix="chat-")).num_pieces == NUM_TOKENS
+    )
     with pytest.raises(BadStream, match="stream 3 got"):
         Heard.of(3, reads, NUM_TOKENS, TEXTS)
 
@@ -150,7 +152,7 @@ def test_an_answer_that_is_no_stream_ends_the_round_at_once():
         client.connect("127.0.0.1", listening.getsockname()[1], cell)
         try:
             with pytest.raises(BadStream, match=r"stream 0 was answered b'HTTP/1\.1 429"):
-                client.play(cell, {}, ("rid", ""), "nowhere")
+                client.play(cell, {}, Dialect(), "nowhere")
         finally:
             gc.enable()
         for connection in client._sockets:

@@ -13,8 +13,11 @@ from serving.event_stream import EventStream, Outbox
 from serving.generation import FinishReason, Generation, GenerationSpec
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
+from serving.parsing import Parsing
 from serving.protocol import ChoiceAsk, Prompt, Request, Shown
-from serving.stream import StreamedAnswer
+from serving.responses_answers import ResponsesAnswer
+from serving.responses_fields import ResponsesFields
+from serving.stream import Events, StreamedAnswer
 from serving.tokenizer import Tokenizer
 from tests.recording import ManualTimers
 from tests.serving.live import EOS, LETTER_A, tokenizer_of_tests
@@ -131,6 +134,14 @@ def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceA
     return ChoiceAsk(index, 0, "id", prompt, sampling, Shown(**shown))
 
 
+def response_answer(
+    request: Request, tokenizer: Tokenizer, model_name: str, created: int
+) -> ResponsesAnswer:
+    """Of a request without tools, to a model that does not think."""
+    fields = ResponsesFields(input="Hi")
+    return ResponsesAnswer(request, fields, tokenizer, model_name, created, Parsing())
+
+
 class Streaming:
     """One streamed answer whose tokens come by hand."""
 
@@ -144,12 +155,14 @@ class Streaming:
         model_name: str = 'model "m"\u00e9',
         request_id: str = "id",
         prompt_logprobs: wire.PromptLogprobs | None = None,
+        spell: Callable[..., Events] | None = None,
         **request: Any,
     ) -> None:
+        """spell: makes what spells the answer; None: a chat, or a completion."""
         self.bench = Bench(max_unread_bytes=1 << 20)
         shared = Interval(interval) if isinstance(interval, int) else interval
         self.request = Request(request_id, list(asks), stream=True, **request)
-        spell = chat_answer if is_chat else completion_answer
+        spell = spell or (chat_answer if is_chat else completion_answer)
         self.spelling = spell(self.request, tokenizer, model_name, 1234)
         self.choices = [Choice(ask, tokenizer) for ask in asks]
         self.aborted: list[tuple[Generation, FinishReason]] = []
@@ -170,7 +183,7 @@ class Streaming:
         self.bench.outbox.send()
         lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
         assert lines.pop() == ""
-        data = [line.removeprefix("data: ") for line in lines]
+        data = [line.partition("data: ")[2] for line in lines]  # names before it say no more
         return [item if item == "[DONE]" else orjson.loads(item) for item in data]
 
     def texts(self, index: int = 0) -> list[str]:

@@ -1,181 +1,28 @@
 """Streams that lent what they have to the columns write what they would have written themselves."""
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import plain_streams
-from serving.config import ServeConfig
 from serving.event_stream import SlowClient
-from serving.generation import Generation
-from serving.metrics import Metrics
-from serving.placement import Placement
-from serving.protocol import ChoiceAsk
-from serving.router import Key, Pair
-from serving.steps import Steps
-from serving.worker_link import WorkerLink
-from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, MODEL_PATH, SECOND_BYTE
-from tests.serving.streaming import TIMEOUT_S, Streaming, asked
+from serving.openai_answers import chat_answer
+from tests.serving.live import EOS, FIRST_BYTE, LETTER_A
+from tests.serving.stepped import DECODE, FIRST_ROOM, OTHER, PREFILL, TOKENS, Crowd, begun, turns
+from tests.serving.streaming import TIMEOUT_S, response_answer
 from transfer import wire
-from transfer.clock import ManualClock
-
-PREFILL: Key = ("p", 1)
-DECODE: Key = ("d", 1)
-OTHER: Key = ("d", 2)
-FIRST_ROOM = 1 << 40
-TOKENS = [LETTER_A, LETTER_A + 1, FIRST_BYTE, SECOND_BYTE, EOS, 1 << 20]
-
-
-@dataclass
-class Link:
-    key: Key
-    aborted: list[int] = field(default_factory=list)
-
-    @property
-    def worker_id(self) -> str:
-        return self.key[0]
-
-    def abort(self, room: int) -> None:
-        self.aborted.append(room)
-
-
-class Cluster:
-    """Where generations are, and who ends them: what Steps needs of a placement and an owner."""
-
-    def __init__(self) -> None:
-        self.rooms: dict[int, Generation] = {}
-        self.failed: list[Generation] = []
-
-    def __len__(self) -> int:
-        return len(self.rooms)
-
-    def at(self, room: int, key: Key) -> Generation | None:
-        generation = self.rooms.get(room)
-        return generation if generation is not None and generation.involves(key) else None
-
-    def progressed(self, generation: Generation) -> None:
-        assert generation.computed
-
-    def finish(self, generation: Generation) -> None:
-        self.leave(generation)
-        generation.sink.on_end(generation.finish_reason)
-
-    def stream_failed(self, generation: Generation, error: Exception) -> None:
-        raise error
-
-    def leave(self, generation: Generation) -> None:
-        del self.rooms[generation.room]
-        generation.leave_attempt()
-
-
-def _ask() -> ChoiceAsk:
-    """Whose stop token shows nothing, so that text is all there is to show."""
-    sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS,))
-    return dataclasses.replace(asked(stop_ids=frozenset({EOS})), sampling=sampling)
-
-
-class Crowd:
-    """Streams that are told by Steps, with or without columns."""
-
-    def __init__(
-        self,
-        num_streams: int,
-        interval: int,
-        own: Sequence[int | None],
-        group_size: int = 0,
-        **request: Any,
-    ) -> None:
-        """own: of each stream, the interval it asked for. request: what else all asked for."""
-        self.cluster = Cluster()
-        self.clock = ManualClock()
-        self.metrics = Metrics()
-        config = ServeConfig(
-            MODEL_PATH, "registry:1", stream_interval=interval, batch_notify_size=group_size
-        )
-        placement = cast(Placement, self.cluster)
-        self.steps = Steps(config, placement, self.metrics, self.clock, self.cluster)
-        self.links = {key: Link(key) for key in (PREFILL, DECODE, OTHER)}
-        self.streams = [
-            Streaming([_ask()], interval=self.steps.interval if one is None else one, **request)
-            for one in own[:num_streams]
-        ]
-        self.generations: list[Generation] = []
-        for place, stream in enumerate(self.streams):
-            generation = stream.answer.sinks[0].generation
-            assert generation is not None
-            self.generations.append(generation)
-            self.attempt(generation, FIRST_ROOM + place)
-
-    def attempt(self, generation: Generation, room: int) -> None:
-        pair = cast(Any, _Pair())
-        generation.begin_attempt(room, cast(Pair, pair))
-        self.cluster.rooms[room] = generation
-
-    async def tell(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
-        """rows: (room, token index, id, finish). All that is written leaves, and streams settle."""
-        await self.tell_only(key, rows)
-        await turns(2)
-
-    async def tell_only(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
-        """The same up to where they settle."""
-        rooms, idx, ids, finish = zip(*rows, strict=True)
-        batch = wire.StepBatch(
-            key[0],
-            key[1],
-            1,
-            self.clock.monotonic_s(),
-            rooms=wire.pack_i64(rooms),
-            token_ids=wire.pack_i32(ids),
-            token_idx=wire.pack_i32(idx),
-            finish=wire.pack_u8(finish),
-        )
-        await self.steps.take(cast(WorkerLink, self.links[key]), batch)
-        self.flush()
-
-    def flush(self) -> None:
-        for stream in self.streams:
-            stream.bench.outbox.send()
-
-    @property
-    def num_lent(self) -> int:
-        return sum(generation.lent_to is not None for generation in self.generations)
-
-    def bodies(self) -> list[list[bytes]]:
-        return [stream.bench.wire.bodies for stream in self.streams]
-
-
-async def turns(count: int) -> None:
-    """Of the loop."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-class _Pair:
-    decode_key = DECODE
-    prefill_key = PREFILL
 
 
 @pytest.fixture(autouse=True)
 def _any_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 1)
     monkeypatch.setattr(plain_streams, "RECENT", 2)  # so that it is full now and then
-
-
-async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
-    """All of them have their first three tokens, and have lent."""
-    own = asks.pop("own", [None] * num_streams)
-    crowd = Crowd(num_streams, interval, own, **asks)
-    for idx in range(4):
-        rows = [(g.room, idx, LETTER_A + idx, 0) for g in crowd.generations]
-        await crowd.tell(DECODE if idx else PREFILL, rows)
-    return crowd
 
 
 async def test_settled_streams_lend_until_they_end() -> None:
@@ -416,6 +263,7 @@ actions = st.lists(
     st.sampled_from([1, 2, 3]),
     st.lists(st.sampled_from([None, 1, 4]), min_size=3, max_size=3),
     st.sampled_from([0, 1, 2]),
+    st.sampled_from([chat_answer, response_answer]),
 )
 def test_columns_write_the_bytes_that_each_stream_alone_would_write(
     random: Random,
@@ -423,17 +271,19 @@ def test_columns_write_the_bytes_that_each_stream_alone_would_write(
     interval: int,
     own: list[int | None],
     group_size: int,
+    spell: Any,
 ) -> None:
     ids = [random.choices(TOKENS, k=90) for _ in range(3)]
 
     async def written(least_streams: int) -> tuple[list[list[bytes]], int]:
         plain_streams.LEAST_STREAMS = least_streams
-        crowd = Crowd(3, interval, own, group_size)
+        crowd = Crowd(3, interval, own, group_size, spell=spell)
         lent = await _play(crowd, ids, plan)
         return crowd.bodies(), lent
 
-    alone, _ = asyncio.run(written(1 << 30))
-    lent, num_lent = asyncio.run(written(1))
+    with mock.patch("serving.responses_answers.secrets.token_hex", lambda size: "0" * size):
+        alone, _ = asyncio.run(written(1 << 30))
+        lent, num_lent = asyncio.run(written(1))
     assert lent == alone
     assert num_lent
 

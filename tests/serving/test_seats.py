@@ -10,7 +10,7 @@ from serving import plain_streams
 from serving.generation import Generation
 from serving.router import Pair
 from tests.serving.live import FIRST_BYTE, LETTER_A, SECOND_BYTE
-from tests.serving.test_plain_streams import DECODE, OTHER, PREFILL, Crowd, turns
+from tests.serving.stepped import DECODE, OTHER, PREFILL, Crowd, turns
 from transfer import wire
 
 LATER_ROOM = 1 << 41
