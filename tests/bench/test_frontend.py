@@ -12,6 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import cast
 
+import orjson
 import pytest
 
 from bench.client import Server
@@ -96,6 +97,56 @@ def test_a_server_may_put_something_of_its_own_before_the_id():
     )
     with pytest.raises(BadStream, match="stream 3 got"):
         Heard.of(3, reads, NUM_TOKENS, TEXTS)
+
+
+def response(end: str = "response.incomplete", stream: int = 3) -> list[bytes]:
+    """What a server of Responses writes, without the heads of chunks: all but text in one."""
+
+    def event(kind: str, **data: object) -> bytes:
+        told = orjson.dumps({"type": kind, **data})
+        return b"event: " + kind.encode() + b"\ndata: " + told + b"\n\n"
+
+    of_request = {"response": {"id": f"s-{stream:06d}"}}
+    opening = [event("response.created", **of_request)] + [event("other")] * 3
+    said = [
+        event("response.output_text.delta", delta=text_of(stream, k, k + 1, TEXTS))
+        for k in range(NUM_TOKENS)
+    ]
+    head = b"HTTP/1.1 200 OK\r\n\r\n" + b"".join(opening)
+    return [head, *said, event(end, **of_request) + b"\r\n0\r\n\r\n"]
+
+
+RESPONSES = Dialect("/v1/responses", opening=4)
+
+
+def test_a_response_is_read_as_a_chat_is():
+    reads = Reads.after(RESPONSES.opening)
+    counted = []
+    for time_s, data in enumerate(response()):
+        reads.add(float(time_s), data)
+        counted.append(reads.events)
+    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))  # as after a chat's one event
+    found = Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
+    assert found.token_s.tolist() == [float(k + 1) for k in range(NUM_TOKENS)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        response()[:5] + response()[6:],
+        response("response.failed"),
+        response()[:-1],
+        [*response()[:-1], response(stream=2)[-1]],
+        [response()[0] + b"data: no json\n\n", *response()[1:]],
+    ],
+    ids=["lost", "failed", "no end", "of another request", "no event"],
+)
+def test_a_response_that_is_not_whole_fails(pieces):
+    reads = Reads.after(RESPONSES.opening)
+    for data in pieces:
+        reads.add(0.0, data)
+    with pytest.raises(BadStream, match="stream 3"):
+        Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
 
 
 def test_tokens_of_one_piece_share_its_stamp():
