@@ -6,6 +6,8 @@ latent vector and the rotated key alone, and the kernels are those of grouped qu
 head. Source: arXiv:2405.04434, section 2.1.
 """
 
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -16,6 +18,10 @@ from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
 from model.layers import contract, product, rms_norm, rotate
 from model.sharding import sum_shards
+
+# Of the norms of latent vectors, whatever the config says of the others: transformers,
+# DeepseekV3Attention, as DeepSeek's own code.
+_EPS: Final = 1e-6
 
 
 def latent_attention(
@@ -38,7 +44,7 @@ def latent_attention(
         one, heads, nope, rank = weights["k_b"].shape
         assert one == 1, "a shard has one copy of the latent head"
         both = product(x, weights["kv_a"]).astype(x.dtype)
-        kv = rms_norm(both[:, :rank], weights["kv_a_norm"], cfg.rms_norm_eps)
+        kv = rms_norm(both[:, :rank], weights["kv_a_norm"], _EPS)
         key = rotate(both[:, None, rank:], rows.cos, rows.sin)[:, 0]
         row = jnp.concatenate([kv, key], axis=-1)
         pool = write_tokens(pool, layer, row[:, None, None], rows.kv_idx)
@@ -61,7 +67,7 @@ def _queries(
     if cfg.latent is not None and cfg.latent.q_rank:
         name = "q_b"
         inner = product(x, weights["q_a"]).astype(x.dtype)
-        inner = rms_norm(inner, weights["q_a_norm"], cfg.rms_norm_eps)
+        inner = rms_norm(inner, weights["q_a_norm"], _EPS)
     size, _, heads, head_dim = weights[name].shape
     flat = product(inner, weights[name].reshape(size, heads * head_dim))
     return flat.reshape(-1, heads, head_dim).astype(x.dtype)

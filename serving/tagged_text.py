@@ -18,7 +18,7 @@ from serving.tool_calls import (
     json_calls,
     minimax_calls,
     mistral_calls,
-    qwen_coder_call,
+    qwen_coder_calls,
 )
 
 THINK_BEGIN: Final = "<think>"
@@ -36,6 +36,7 @@ class CallFormat:
     within: tuple[str, ...] = ()  # markers that `read` knows
     bare: bool = False  # a text that begins with a brace is a call, too
     untyped: bool = False  # arguments are no JSON: the tool says what they are
+    needs_end: bool = False  # nothing else tells a whole call from one that was cut
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -61,6 +62,7 @@ _GLM = CallFormat(
     glm_call,
     within=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     untyped=True,
+    needs_end=True,
 )
 CALL_FORMATS: Final = {
     "deepseekv3": _DEEPSEEK,
@@ -75,7 +77,7 @@ CALL_FORMATS: Final = {
     "mistral": CallFormat("[TOOL_CALLS]", "", _json(mistral_calls), within=("[CALL_ID]", "[ARGS]")),
     "qwen": _HERMES,
     "qwen25": _HERMES,
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", qwen_coder_call, untyped=True),
+    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", qwen_coder_calls, untyped=True),
 }
 
 
@@ -172,4 +174,7 @@ class TaggedText(MarkedText):
         read, call = self._calls.read, "".join(self._call)
         self._where = _Where.CONTENT
         written = self._begun + call + (marker if self._calls.end else "")
+        if self._calls.needs_end and not marker:
+            self._parts.append(Said(written))
+            return
         self._trims = self._called(written, lambda: read(call, self._tools))

@@ -1,6 +1,7 @@
 """What models write as tool calls, read: one function for each way to write them."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -10,6 +11,7 @@ Tools = Mapping[str, Mapping[str, frozenset[str]]]
 
 _SPACE: Final = " \t\r\n"
 _FENCE: Final = "```"
+_MOST_PARTS: Final = 20_000  # of a tool's schema that are looked at
 _QUOTES: Final = _SPACE + "\"'"
 # JSON types that a value has.
 _KINDS: Final[Mapping[type, set[str]]] = {
@@ -32,27 +34,69 @@ class ToolCall:
 
 
 def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
-    """Of each parameter of a tool, as far as its schema says them by type, enum, anyOf or oneOf."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict):
+    """Of each parameter of a tool, as far as its schema says them; see docs/api.md for the words.
+
+    Of a schema that is too large none are known.
+    """
+    left = [_MOST_PARTS]
+    try:
+        parts = list(_parts(schema, schema, left))
+        properties = {
+            name: said
+            for part in parts
+            if isinstance(part.get("properties"), dict)
+            for name, said in part["properties"].items()
+        }
+        return {name: _types_of(said, schema, left) for name, said in properties.items()}
+    except ValueError:
         return {}
-    return {name: frozenset(_types_of(said)) for name, said in properties.items()}
 
 
-def _types_of(schema: Any) -> Iterator[str]:
-    left = [schema]
-    while left:
-        one = left.pop()
-        if not isinstance(one, dict):
+def _types_of(said: Any, root: Any, left: list[int]) -> frozenset[str]:
+    kinds: set[str] = set()
+    for part in _parts(said, root, left):
+        told, values = part.get("type"), part.get("enum", [])
+        kinds.update(x for x in (told if isinstance(told, list) else [told]) if isinstance(x, str))
+        if told is None:
+            values = [*(values if isinstance(values, list) else []), *_const(part)]
+            kinds.update(kind for value in values for kind in _KINDS.get(type(value), ()))
+    return frozenset(kinds)
+
+
+def _const(part: Mapping[str, Any]) -> list[Any]:
+    return [part["const"]] if "const" in part else []
+
+
+def _parts(said: Any, root: Any, left: list[int]) -> Iterator[dict[str, Any]]:
+    """A schema and all that it names or puts together. left: how many more; ValueError after."""
+    seen: set[int] = set()
+    waiting = [said]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict) or id(one) in seen:
             continue
-        kinds, values = one.get("type"), one.get("enum")
-        yield from (
-            x for x in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(x, str)
-        )
-        if kinds is None and isinstance(values, list):
-            yield from (kind for value in values for kind in _KINDS.get(type(value), ()))
-        for name in ("anyOf", "oneOf"):
-            left += one[name] if isinstance(one.get(name), list) else []
+        seen.add(id(one))
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("too many parts")
+        yield one
+        for name in ("anyOf", "oneOf", "allOf"):
+            more = one.get(name)
+            if isinstance(more, list):
+                left[0] -= len(more)
+                waiting += more
+        if isinstance(one.get("$ref"), str):
+            waiting.append(_named_by(one["$ref"], root))
+
+
+def _named_by(pointer: str, root: Any) -> Any:
+    """What `#/...` names within a schema; None where that is nothing."""
+    first, *keys = pointer.split("/")
+    found = root if first == "#" else None
+    for key in keys:
+        key = key.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def json_calls(text: str) -> list[ToolCall]:
@@ -111,43 +155,66 @@ def glm_call(text: str, tools: Tools) -> list[ToolCall]:
     return [_call({"name": name, "arguments": arguments})]
 
 
-def qwen_coder_call(text: str, tools: Tools) -> list[ToolCall]:
-    """`<function=NAME>`, each argument after `<parameter=NAME>`, on lines of its own."""
-    name, at = _between(text, _space_over(text, 0), "<function=", ">")
-    arguments, at = _parameters(text, at, ("<parameter=", "</function>"), name.strip(), tools)
-    if _space_over(text, at) < len(text):
-        raise ValueError("something behind the call")
-    return [_call({"name": name.strip(), "arguments": arguments})]
+def qwen_coder_calls(text: str, tools: Tools) -> list[ToolCall]:
+    """`<function=NAME>`, each argument after `<parameter=NAME>`, on lines of its own.
+
+    Models leave the end of an argument out now and then.
+    """
+    return _tagged_calls(text, tools, _QWEN_CODER)
 
 
 def minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
     """Calls as `<invoke name="NAME">`, each argument after `<parameter name="NAME">`."""
+    return _tagged_calls(text, tools, _MINIMAX)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """call, parameter: what stands before a name. end: of a call. value: what ends a value, and
+    around, what it has on either side that is not its own."""
+
+    call: str
+    parameter: str
+    end: str
+    value: re.Pattern[str]
+    around: str
+
+
+_PARAMETER_END: Final = "</parameter>"
+_QWEN_CODER: Final = _Tags(
+    "<function=",
+    "<parameter=",
+    "</function>",
+    re.compile(rf"{_PARAMETER_END}|(?=<parameter=)|(?=</function>)"),
+    "\n",
+)
+_MINIMAX: Final = _Tags(
+    "<invoke name=", "<parameter name=", "</invoke>", re.compile(_PARAMETER_END), ""
+)
+
+
+def _tagged_calls(text: str, tools: Tools, tags: _Tags) -> list[ToolCall]:
     found, at = [], _space_over(text, 0)
     while at < len(text):
-        name, at = _between(text, at, "<invoke name=", ">")
-        name = name.strip(_QUOTES)
-        arguments, at = _parameters(text, at, ("<parameter name=", "</invoke>"), name, tools)
-        found.append(_call({"name": name, "arguments": arguments}))
-        at = _space_over(text, at)
+        tool, at = _between(text, at, tags.call, ">")
+        tool = tool.strip(_QUOTES)
+        arguments: dict[str, Any] = {}
+        while not text.startswith(tags.end, at := _space_over(text, at)):
+            name, at = _between(text, at, tags.parameter, ">")
+            name = name.strip(_QUOTES)
+            if "<" in name:
+                raise ValueError("a name without an end")
+            over = tags.value.search(text, at)
+            if over is None:
+                raise ValueError("a value without an end")
+            value = text[at : over.start()].removeprefix(tags.around).removesuffix(tags.around)
+            arguments[name] = _typed(value, _types(tools, tool, name))
+            at = over.end()
+        found.append(_call({"name": tool, "arguments": arguments}))
+        at = _space_over(text, at + len(tags.end))
     if not found:
         raise ValueError("no call")
     return found
-
-
-def _parameters(
-    text: str, at: int, tags: tuple[str, str], tool: str, tools: Tools
-) -> tuple[dict[str, Any], int]:
-    """Arguments up to the end of their call, and where that is. tags: before a name, at the end."""
-    begin, end = tags
-    found: dict[str, Any] = {}
-    while not text.startswith(end, at := _space_over(text, at)):
-        name, at = _between(text, at, begin, ">")
-        value, at = _between(text, at, "", "</parameter>")
-        name = name.strip(_QUOTES)
-        # A new line on either side belongs to the tags.
-        value = value.removeprefix("\n").removesuffix("\n")
-        found[name] = _typed(value, _types(tools, tool, name))
-    return found, at + len(end)
 
 
 def _space_over(text: str, at: int) -> int:
@@ -184,7 +251,8 @@ def _typed(text: str, kinds: frozenset[str]) -> Any:
         lower = text.strip().lower()
         if "boolean" in kinds and lower in ("true", "false"):  # as Python writes them
             return lower == "true"
-        return None if "null" in kinds and lower in ("none", "") else text
+        is_null = text == "None" or ("string" not in kinds and lower in ("none", ""))
+        return None if "null" in kinds and is_null else text
     if "string" in kinds and (isinstance(value, str) or not kinds & _KINDS[type(value)]):
         return text
     return value

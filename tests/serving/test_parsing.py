@@ -27,7 +27,12 @@ TOOLS: Tools = {
                 "where": {"type": "object"},
                 "kind": {"enum": ["long", 2]},
                 "odd": True,
-            }
+                "note": {"type": ["string", "null"]},
+                "size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+                "named": {"const": "1"},
+                "whole": {"allOf": [{"$ref": "#/$defs/Size"}], "default": "1"},
+            },
+            "$defs": {"Size": {"enum": ["1", "2"], "type": "string"}},
         }
     ),
     "ferry_times": {},
@@ -84,6 +89,9 @@ def told(parsing: Parsing, text: str) -> Read:
 QWEN3 = Parsing("qwen3")
 R1 = Parsing("deepseek-r1")
 THINKS_ON = Parsing("qwen3", prompt="<|im_start|>assistant\n<think>\n")
+GLM_ALONE = Parsing(tool_calls="glm45", tools=TOOLS)
+CODER_ALONE = Parsing(tool_calls="qwen3_coder", tools=TOOLS)
+MINIMAX_ALONE = Parsing(tool_calls="minimax-m2", tools=TOOLS)
 HARMONY = Parsing("gpt-oss", "gpt-oss", TOOLS, prompt="<|start|>assistant")
 
 
@@ -274,6 +282,16 @@ def _written(name: str, parameter: str, value: str) -> str:
         ("where", '{"lat": [47.4]}', {"lat": [47.4]}),
         ("kind", "2", 2),
         ("kind", "long", "long"),
+        ("note", "", ""),
+        ("note", "none", "none"),
+        ("note", "null", None),
+        ("note", "None", None),
+        ("size", "1", "1"),
+        ("size", "none", "none"),
+        ("named", "1", "1"),
+        ("whole", "1", "1"),
+        ("days", "", ""),
+        ("dry", "", None),
         ("odd", "[1, 2]", [1, 2]),
         ("odd", "a word", "a word"),
         ("unknown", "3", 3),
@@ -303,7 +321,6 @@ def test_values_without_quotes_have_the_types_of_their_tool(
         ("glm45", GLM.replace("</arg_value>", "</arg_value> and")),
         ("glm45", "<tool_call></tool_call>"),
         ("qwen3_coder", CODER.replace("<function=weather>", "")),
-        ("qwen3_coder", CODER.replace("</parameter>", "")),
         ("qwen3_coder", CODER.replace("</function>", "")),
         ("qwen3_coder", CODER.replace("</function>", "</function> and")),
         ("qwen3_coder", CODER.replace("<parameter=city>", "<parameter=city")),
@@ -314,6 +331,58 @@ def test_values_without_quotes_have_the_types_of_their_tool(
 )
 def test_tags_that_are_no_call_stay_text(name: Any, text: str) -> None:
     assert told(Parsing(tool_calls=name, tools=TOOLS), text) == Read("", text)
+
+
+def test_types_are_found_wherever_a_schema_has_them() -> None:
+    tool = {
+        "$ref": "#/$defs/Ask",
+        "allOf": [{"properties": {"b": {"$ref": "#/$defs/a~1b"}}}],
+        "$defs": {
+            "Ask": {"properties": {"a": {"$ref": "#/$defs/Loop"}, "c": {"$ref": "elsewhere#/x"}}},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "number"}]},
+            "a/b": {"type": "boolean"},
+        },
+    }
+    found = {name: set(kinds) for name, kinds in parameter_types(tool).items()}
+    assert found == {"a": {"number"}, "b": {"boolean"}, "c": set()}
+
+
+@pytest.mark.parametrize(
+    "schema", [None, [], "x", {"properties": 1}, {"properties": {}, "anyOf": {}}, {"$ref": "#/x"}]
+)
+def test_a_schema_that_says_nothing_names_no_types(schema: Any) -> None:
+    assert parameter_types(schema) == {}
+
+
+@pytest.mark.timeout(60)
+def test_a_schema_is_looked_at_for_so_long_and_no_longer() -> None:
+    many = {"anyOf": [{"type": "string"}] * 30_000}
+    assert parameter_types({"properties": {"a": many}}) == {}
+    each = {str(i): {"$ref": "#/$defs/Many"} for i in range(1000)}
+    many = {"anyOf": [{"type": "string"}] * 1000}
+    assert parameter_types({"properties": each, "$defs": {"Many": many}}) == {}
+
+
+@pytest.mark.parametrize(
+    "cut", ["fer", "ferry_times", "weather\n<arg_key>city</arg_key>", GLM[11:-12]]
+)
+def test_a_call_of_glm_that_was_cut_is_none(cut: str) -> None:
+    parsing = Parsing(tool_calls="glm45", tools={**TOOLS, "fer": {}})
+    assert told(parsing, f"<tool_call>{cut}") == Read("", f"<tool_call>{cut}")
+
+
+def test_qwen_coder_may_leave_the_end_of_an_argument_out() -> None:
+    text = CODER.replace("</parameter>", "<parameter=days>\n2")
+    call = ToolCall("weather", '{"city": "Zürich", "days": 2}')
+    assert told(CODER_ALONE, text) == Read("", "", (call,))
+    both = CODER.replace("</function>", "</function><function=ferry_times></function>")
+    assert told(CODER_ALONE, both) == Read("", "", (CALL, OTHER))
+
+
+@pytest.mark.parametrize("value", ["a\n", "\n", " a "])
+def test_a_value_of_minimax_is_all_that_is_between_its_tags(value: str) -> None:
+    (call,) = told(MINIMAX_ALONE, _written("minimax-m2", "city", value)).calls
+    assert json.loads(call.arguments) == {"city": value}
 
 
 @pytest.mark.parametrize("name", ["glm45", "glm47", "qwen3_coder", "minimax-m2"])
@@ -370,9 +439,6 @@ def test_cuts_change_nothing_and_nothing_is_lost(
 
 
 SPACE = " " * 100_000
-GLM_ALONE = Parsing(tool_calls="glm45", tools=TOOLS)
-CODER_ALONE = Parsing(tool_calls="qwen3_coder", tools=TOOLS)
-MINIMAX_ALONE = Parsing(tool_calls="minimax-m2", tools=TOOLS)
 LONG = [
     (HARMONY, "<|end|>", ""),
     (HARMONY, "<|channel|>final<|message|>a<|end|>", ""),
