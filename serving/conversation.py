@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from serving.errors import bad_field, no_text, quoted, wrong_type
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
-from serving.tool_calls import Tools, parameter_types
 
 # Variables of the chat template that are fields of their own, or ours to give.
 RESERVED_KWARGS = frozenset(
@@ -49,12 +48,11 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def tools_by_name(tools: Sequence[Mapping[str, Any]]) -> Tools:
-    """The functions that a request offers."""
+def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The functions that a request offers, those with a name."""
     given = (tool.get("function") for tool in tools)
-    functions = [function for function in given if isinstance(function, dict)]
-    named = [function for function in functions if isinstance(function.get("name"), str)]
-    return {function["name"]: parameter_types(function.get("parameters")) for function in named}
+    functions = (function for function in given if isinstance(function, dict))
+    return [function for function in functions if isinstance(function.get("name"), str)]
 
 
 def render(

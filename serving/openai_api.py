@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
-from serving.conversation import messages_of, render, text_of, tools_by_name
+from serving.conversation import functions_of, messages_of, render, text_of
 from serving.errors import bad_field, not_served
 from serving.grammar import Form, check_end, form_of, grammar_text
 from serving.openai_fields import (
@@ -17,7 +17,7 @@ from serving.openai_fields import (
     OpenAIFields,
     StreamOptions,
 )
-from serving.parsing import Parsing
+from serving.parsing import Parsing, tools_of
 from serving.protocol import (
     ChoiceAsk,
     Prompt,
@@ -241,7 +241,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
     return Parsing(
         config.reasoning_parser,
         config.tool_call_parser,
-        tools_by_name(fields.tools or ()) if calls else {},
+        tools_of(functions_of(fields.tools or ()), config.tool_call_parser) if calls else {},
         one_call=fields.parallel_tool_calls is False,
         must_call=must_call,
     )

@@ -5,13 +5,14 @@ python/sglang/srt/function_call.
 """
 
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
 from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat, TaggedText
-from serving.tool_calls import Tools
+from serving.tool_calls import Tools, parameter_types
 
 ReasoningParser = Literal[
     "none",
@@ -40,6 +41,16 @@ ToolCallParser = Literal[
 ]
 # Of which the answer begins inside of a thought, even where its prompt does not begin one.
 _THINK_UNASKED: Final = ("deepseek-r1", "qwen3-thinking")
+
+
+def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> Tools:
+    """What may be called. Types of parameters are looked for where the parser needs them."""
+    found = CALL_FORMATS.get(parser)
+    untyped = found is not None and found.untyped
+    return {
+        function["name"]: parameter_types(function.get("parameters")) if untyped else {}
+        for function in functions
+    }
 
 
 @dataclass(frozen=True, slots=True)

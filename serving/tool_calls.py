@@ -80,11 +80,11 @@ def _parts(said: Any, root: Any, left: list[int]) -> Iterator[dict[str, Any]]:
         if left[0] < 0:
             raise ValueError("too many parts")
         yield one
-        for name in ("anyOf", "oneOf", "allOf"):
+        for name in ("anyOf", "oneOf", "allOf", "enum"):
             more = one.get(name)
             if isinstance(more, list):
                 left[0] -= len(more)
-                waiting += more
+                waiting += more if name != "enum" else []
         if isinstance(one.get("$ref"), str):
             waiting.append(_named_by(one["$ref"], root))
 

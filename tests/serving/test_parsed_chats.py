@@ -175,6 +175,20 @@ async def test_ids_of_calls_are_such_as_mistrals_chat_templates_take(stream: boo
         assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
+async def test_arguments_without_quotes_get_their_types_from_the_requests_tools() -> None:
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>7</arg_value>\n" for key in ("number", "text")
+    )
+    text = f"<think>Hm.</think>\nOne moment.\n<tool_call>weather\n{pairs}</tool_call>"
+    properties = {"number": {"type": "integer"}, "text": {"$ref": "#/$defs/Word"}}
+    parameters = {"properties": properties, "$defs": {"Word": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    async with client_of(text, reasoning_parser="glm45", tool_call_parser="glm45") as chats:
+        calls = [("weather", '{"number": 7, "text": "7"}')]
+        found = ("Hm.", "One moment.", calls, ["tool_calls"])
+        assert await streamed(chats, tools=tools) == found
+
+
 async def test_of_special_tokens_the_markers_are_shown_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
