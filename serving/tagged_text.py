@@ -34,6 +34,7 @@ class CallFormat:
     read: Callable[[str, Tools], list[ToolCall]]  # what is between; ValueError when it is no call
     around: tuple[str, ...] = ()  # markers that say nothing by themselves
     within: tuple[str, ...] = ()  # markers that `read` knows
+    also: str = ""  # a call may begin with this, of its own text, where a model leaves `begin` out
     bare: bool = False  # a text that begins with a brace is a call, too
     untyped: bool = False  # arguments are no JSON: the tool says what they are
     needs_end: bool = False  # nothing else tells a whole call from one that was cut
@@ -77,7 +78,9 @@ CALL_FORMATS: Final = {
     "mistral": CallFormat("[TOOL_CALLS]", "", _json(mistral_calls), within=("[CALL_ID]", "[ARGS]")),
     "qwen": _HERMES,
     "qwen25": _HERMES,
-    "qwen3_coder": CallFormat("<tool_call>", "</tool_call>", qwen_coder_calls, untyped=True),
+    "qwen3_coder": CallFormat(
+        "<tool_call>", "</tool_call>", qwen_coder_calls, also="<function=", untyped=True
+    ),
 }
 
 
@@ -116,6 +119,8 @@ class TaggedText(MarkedText):
             assert calls is not None
             return (calls.end,) if calls.end else (calls.begin,)
         found = (calls.begin, *calls.around) if calls is not None else ()
+        if calls is not None and calls.also:
+            found += (calls.also,)
         return (*found, THINK_BEGIN) if self._thinks and self._where is _Where.BEGIN else found
 
     def _passed(self, text: str) -> None:
@@ -150,6 +155,9 @@ class TaggedText(MarkedText):
             self._end_call(marker)
         if self._calls is not None and marker == self._calls.begin:
             self._begin_call(marker)
+        elif self._calls is not None and marker == self._calls.also:
+            self._begin_call("")
+            self._call.append(marker)
         elif self._calls is None or marker != self._calls.end:
             # Behind a thought the answer begins, in which another would be text.
             self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.BEGIN

@@ -379,6 +379,14 @@ def test_qwen_coder_may_leave_the_end_of_an_argument_out() -> None:
     assert told(CODER_ALONE, both) == Read("", "", (CALL, OTHER))
 
 
+def test_qwen_coder_may_leave_the_beginning_of_a_call_out() -> None:
+    call = CODER.removeprefix("<tool_call>\n")
+    assert told(CODER_ALONE, f"See:\n\n{call}") == Read("", "See:", (CALL,))
+    bare = call.removesuffix("\n</tool_call>")
+    assert told(CODER_ALONE, bare) == Read("", "", (CALL,))
+    assert told(CODER_ALONE, "a <function=f> b") == Read("", "a <function=f> b")
+
+
 @pytest.mark.parametrize("value", ["a\n", "\n", " a "])
 def test_a_value_of_minimax_is_all_that_is_between_its_tags(value: str) -> None:
     (call,) = told(MINIMAX_ALONE, _written("minimax-m2", "city", value)).calls
