@@ -7,7 +7,7 @@ named as the tokens that they are; only a model without such a token writes them
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from serving.conversation import functions_of
+from serving.conversation import named_functions
 from serving.errors import bad_field, quoted
 from serving.grammar import Form, quoted_terminal, schema_rules
 from serving.parsing import Parsing
@@ -61,7 +61,7 @@ def calls_form(
 ) -> Form:
     """An answer of calls alone. only: of this tool, and one. Raises ApiError for a bad schema."""
     name = "tool_choice"
-    functions = functions_of(tools)
+    functions = named_functions(tools)
     if only is not None:
         functions = [function for function in functions if function["name"] == only]
         if not functions:

@@ -48,7 +48,7 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The functions that a request offers, those with a name."""
     given = (tool.get("function") for tool in tools)
     functions = (function for function in given if isinstance(function, dict))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
-from serving.conversation import functions_of, messages_of, render, text_of
+from serving.conversation import messages_of, named_functions, render, text_of
 from serving.errors import bad_field, not_served
 from serving.grammar import Form, check_end, form_of, grammar_text
 from serving.openai_fields import (
@@ -241,7 +241,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
     return Parsing(
         config.reasoning_parser,
         config.tool_call_parser,
-        tools_of(functions_of(fields.tools or ()), config.tool_call_parser) if calls else {},
+        tools_of(named_functions(fields.tools or ()), config.tool_call_parser) if calls else {},
         one_call=fields.parallel_tool_calls is False,
         must_call=must_call,
     )
