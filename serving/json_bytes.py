@@ -21,7 +21,8 @@ def spelled(data: Any) -> orjson.Fragment:
     RecursionError for more than Python knows.
     """
     try:
-        return orjson.Fragment(dumps(data))
+        # What orjson returns has 4 KB at least, however short it is: a copy has its own size.
+        return orjson.Fragment(bytes(memoryview(dumps(data))))
     except (TypeError, RecursionError):
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         return orjson.Fragment(text.encode(errors="replace"))

@@ -1,10 +1,12 @@
 """Streams whose events have numbers lend to the columns, too, and know afterwards what was said."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from serving import plain_streams
+from serving.json_bytes import spelled
 from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.responses_answers import ResponsesAnswer
@@ -109,3 +111,13 @@ async def test_a_response_with_logprobs_has_no_frame() -> None:
     (choice,) = stream.choices
     stream.spelling.opening(choice)
     assert stream.spelling.frame(choice) is None
+
+
+def test_what_is_kept_as_json_takes_no_more_memory_than_it_is_long() -> None:
+    tracemalloc.start()
+    try:
+        kept = [spelled("text") for _ in range(100)]
+        size = tracemalloc.get_traced_memory()[0] / len(kept)
+    finally:
+        tracemalloc.stop()
+    assert size < 500
