@@ -1,6 +1,5 @@
 """What a checkpoint says about its routed experts, and those that all tokens go to."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -159,7 +158,7 @@ def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
     num_dense = fields.integer("first_k_dense_replace", least, low=0)
     if listed is None:
         return tuple(i >= (num_dense or 0) for i in range(num_layers))
-    if not isinstance(listed, Sequence) or len(listed) != num_layers:
+    if not isinstance(listed, list) or len(listed) != num_layers:
         raise fields.fail("mlp_layer_types", listed, f"one for each of {num_layers} layers")
     if any(kind not in (_DENSE, _SPARSE) for kind in listed):
         raise fields.fail("mlp_layer_types", listed, f"{_DENSE} or {_SPARSE} for each layer")

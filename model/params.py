@@ -217,33 +217,29 @@ def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str,
             replicas=dims.replicas,
         ),
     }
-    if cfg.qkv_bias:
-        tree["qkv_bias"] = Leaf(
-            (n, *old_qkv),
-            (n, *new_qkv),
+
+    def of_each_head(tail: int, std: float) -> Leaf:
+        """Of the queries of a kv head, and `tail` more of the kv head itself."""
+        return Leaf(
+            (n, old[0], old[1] + tail, head_dim),
+            (n, new[0], new[1] + tail, head_dim),
             P(None, SHARDS),
             dtype,
-            0.1,
+            std,
             head_axis=1,
-            tail=2,
+            tail=tail,
             replicas=dims.replicas,
         )
+
+    if cfg.qkv_bias:
+        tree["qkv_bias"] = of_each_head(2, 0.1)
     if cfg.o_bias:
         tree["o_bias"] = _plain((n, hidden), dtype, 0.1)
     if cfg.qk_norm:
         tree["q_norm"] = _plain((n, head_dim), dtype, 0.0)
         tree["k_norm"] = _plain((n, head_dim), dtype, 0.0)
     if cfg.qk_norm_of_all:
-        tree["qk_norm"] = Leaf(
-            (n, old[0], old[1] + 1, head_dim),
-            (n, new[0], new[1] + 1, head_dim),
-            P(None, SHARDS),
-            dtype,
-            0.0,
-            head_axis=1,
-            tail=1,
-            replicas=dims.replicas,
-        )
+        tree["qk_norm"] = of_each_head(1, 0.0)
     if cfg.sinks:
         tree["sinks"] = Leaf(
             (n, *old), (n, *new), P(None, SHARDS), dtype, 1.0, head_axis=1, replicas=dims.replicas

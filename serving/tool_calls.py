@@ -55,16 +55,13 @@ def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
 def _types_of(said: Any, root: Any, left: list[int]) -> frozenset[str]:
     kinds: set[str] = set()
     for part in _parts(said, root, left):
-        told, values = part.get("type"), part.get("enum", [])
+        told, values = part.get("type"), part.get("enum")
         kinds.update(x for x in (told if isinstance(told, list) else [told]) if isinstance(x, str))
         if told is None:
-            values = [*(values if isinstance(values, list) else []), *_const(part)]
-            kinds.update(kind for value in values for kind in _KINDS.get(type(value), ()))
+            values = values if isinstance(values, list) else []
+            const = [part["const"]] if "const" in part else []
+            kinds.update(kind for x in values + const for kind in _KINDS.get(type(x), ()))
     return frozenset(kinds)
-
-
-def _const(part: Mapping[str, Any]) -> list[Any]:
-    return [part["const"]] if "const" in part else []
 
 
 def _parts(said: Any, root: Any, left: list[int]) -> Iterator[dict[str, Any]]:

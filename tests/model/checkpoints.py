@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from model.config import ModelConfig
+from model.errors import ModelError
+
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 101,
@@ -52,6 +55,27 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def golden_config(name: str, file: str = "model/config.json") -> dict[str, Any]:
+    """What a recorded checkpoint says of itself; file: within its folder."""
+    folder = Path(__file__).resolve().parents[1] / "goldens" / name
+    found: dict[str, Any] = json.loads((folder / file).read_text())
+    return found
+
+
+def read_config(folder: Path, config: dict[str, Any]) -> ModelConfig:
+    """Of a checkpoint that says this. Raises ModelError."""
+    return ModelConfig.from_dir(write_config(folder, config))
+
+
+def refusal(folder: Path, config: dict[str, Any]) -> str:
+    """Why a checkpoint that says this is not read; "" where it is."""
+    try:
+        read_config(folder, config)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,28 +1,19 @@
 """Configurations of GPT-OSS and DeepSeek: what is read of them, and what is refused in one line."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from model.config import ModelConfig
 from model.config_attention import LatentConfig
 from model.config_experts import RouterConfig
 from model.errors import ModelError
 from model.rope import RopeConfig, rope_frequencies
-from tests.model.checkpoints import write_config
-from tests.model.harness import GOLDENS
+from tests.model.checkpoints import golden_config, read_config, refusal, write_config
 
-
-def _golden(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((GOLDENS / name / "model" / "config.json").read_text())
-    return found
-
-
-GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3 = map(_golden, ("gpt_oss", "deepseek_v2", "deepseek_v3"))
-QWEN3, MIXTRAL = _golden("qwen3"), _golden("mixtral")
+GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3 = map(golden_config, ("gpt_oss", "deepseek_v2", "deepseek_v3"))
+QWEN3, MIXTRAL = golden_config("qwen3"), golden_config("mixtral")
 FP8 = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -33,16 +24,12 @@ MXFP4 = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _read(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_dir(write_config(folder, config))
-
-
 def _yarn(base: dict[str, Any], **change: Any) -> dict[str, Any]:
     return {"rope_scaling": base["rope_scaling"] | change}
 
 
 def test_gpt_oss_has_sinks_windows_biases_and_a_clamped_activation(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, GPT_OSS)
+    cfg = read_config(tmp_path, GPT_OSS)
     assert (cfg.sinks, cfg.qkv_bias, cfg.o_bias, cfg.qk_norm) == (True, True, True, False)
     assert (cfg.sliding_window, cfg.window_layers) == (16, (True, False, True, False))
     assert cfg.router == RouterConfig(normalise=True, bias=True)
@@ -63,15 +50,15 @@ def test_gpt_oss_has_rotations_of_its_own_where_the_checkpoint_says_none(
     name: str, tmp_path: Path
 ) -> None:
     said = GPT_OSS | _yarn(GPT_OSS, original_max_position_embeddings=4096)
-    cfg = _read(tmp_path, said)
-    assert _read(tmp_path, said | {name: None}) == cfg
-    assert _read(tmp_path, {key: said[key] for key in said if key != name}) == cfg
-    default = _read(tmp_path, said | {"rope_scaling": {"rope_type": "default"}})
+    cfg = read_config(tmp_path, said)
+    assert read_config(tmp_path, said | {name: None}) == cfg
+    assert read_config(tmp_path, {key: said[key] for key in said if key != name}) == cfg
+    default = read_config(tmp_path, said | {"rope_scaling": {"rope_type": "default"}})
     assert default.rope == RopeConfig("default", 150000.0)
 
 
 def test_deepseek_v2_has_latent_pages_and_routes_by_softmax(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, DEEPSEEK_V2)
+    cfg = read_config(tmp_path, DEEPSEEK_V2)
     assert cfg.latent == LatentConfig(0, 32, 32, 16, 32)
     assert (cfg.num_heads, cfg.num_kv_heads, cfg.group) == (4, 1, 4)
     assert (cfg.head_dim, cfg.kv_planes, cfg.rope_dim) == (32 + 16, 1, 16)
@@ -85,7 +72,7 @@ def test_deepseek_v2_has_latent_pages_and_routes_by_softmax(tmp_path: Path) -> N
 
 
 def test_deepseek_v3_chooses_groups_by_corrected_sigmoids(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, DEEPSEEK_V3)
+    cfg = read_config(tmp_path, DEEPSEEK_V3)
     assert cfg.latent == LatentConfig(48, 32, 32, 16, 24)
     assert cfg.router == RouterConfig(
         sigmoid=True,
@@ -102,25 +89,27 @@ def test_deepseek_v3_chooses_groups_by_corrected_sigmoids(tmp_path: Path) -> Non
 
 def test_deepseek_v2_may_choose_groups_by_their_best_expert(tmp_path: Path) -> None:
     change = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
-    cfg = _read(tmp_path, DEEPSEEK_V2 | change | {"routed_scaling_factor": 16.0})
+    cfg = read_config(tmp_path, DEEPSEEK_V2 | change | {"routed_scaling_factor": 16.0})
     assert cfg.router == RouterConfig(scale=16.0, num_groups=8, groups_per_tok=3)
 
 
 def test_deepseek_v2_without_groups_heeds_no_number_of_them(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, DEEPSEEK_V2 | {"n_group": 7, "topk_group": 9})
+    cfg = read_config(tmp_path, DEEPSEEK_V2 | {"n_group": 7, "topk_group": 9})
     assert cfg.router == RouterConfig()
 
 
 @pytest.mark.parametrize("base", [GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, QWEN3, MIXTRAL])
 def test_blocks_of_fp8_are_read_in_every_family(base: dict[str, Any], tmp_path: Path) -> None:
-    plain = _read(tmp_path, base)
+    plain = read_config(tmp_path, base)
     assert (plain.quantization, plain.quantized_block) == ("", (128, 128))
-    cfg = _read(tmp_path, base | {"quantization_config": FP8 | {"weight_block_size": [64, 16]}})
+    cfg = read_config(
+        tmp_path, base | {"quantization_config": FP8 | {"weight_block_size": [64, 16]}}
+    )
     assert (cfg.quantization, cfg.quantized_block) == ("fp8", (64, 16))
 
 
 def test_gpt_oss_may_be_quantised_as_it_is_published(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, GPT_OSS | {"quantization_config": MXFP4})
+    cfg = read_config(tmp_path, GPT_OSS | {"quantization_config": MXFP4})
     assert (cfg.quantization, cfg.quantized_block) == ("mxfp4", (128, 128))
 
 
@@ -143,11 +132,11 @@ def test_gpt_oss_may_be_quantised_as_it_is_published(tmp_path: Path) -> None:
 def test_what_says_the_same_again_or_nothing_changes_nothing(
     base: dict[str, Any], change: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert _read(tmp_path, base | change) == _read(tmp_path, base)
+    assert read_config(tmp_path, base | change) == read_config(tmp_path, base)
 
 
 def test_gpt_oss_without_attention_bias_has_none(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, GPT_OSS | {"attention_bias": False})
+    cfg = read_config(tmp_path, GPT_OSS | {"attention_bias": False})
     assert (cfg.qkv_bias, cfg.o_bias) == (False, False)
 
 
@@ -324,19 +313,19 @@ def test_what_only_one_family_means_is_refused_in_the_others(
 
 
 def test_a_band_of_yarn_may_be_a_step(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, DEEPSEEK_V3 | _yarn(DEEPSEEK_V3, beta_fast=1.0, beta_slow=1.0))
+    cfg = read_config(tmp_path, DEEPSEEK_V3 | _yarn(DEEPSEEK_V3, beta_fast=1.0, beta_slow=1.0))
     turned = rope_frequencies(cfg.rope, 16) / rope_frequencies(RopeConfig("default", 10000.0), 16)
     assert set(turned.astype(float).round(6).tolist()) == {1.0, 0.025}
 
 
 def test_weights_that_are_normalised_need_no_factor_in_deepseek_v2(tmp_path: Path) -> None:
-    cfg = _read(tmp_path, DEEPSEEK_V2 | {"norm_topk_prob": True, "routed_scaling_factor": 1})
+    cfg = read_config(tmp_path, DEEPSEEK_V2 | {"norm_topk_prob": True, "routed_scaling_factor": 1})
     assert cfg.router == RouterConfig(normalise=True)
 
 
 def _refused(folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
-        _read(folder, config)
+        read_config(folder, config)
     assert message in str(caught.value)
     assert str(folder / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -356,18 +345,10 @@ def test_a_value_of_an_odd_type_is_read_or_refused_in_one_line(
     changed = [{name: odd} for name in (*base, *extra) for odd in ODD]
     for at, values in nested.items():
         changed += [{at: values | {name: odd}} for name in (*values, "rope_type") for odd in ODD]
-    refusals = [error for change in changed if (error := _refusal(folder, base | change))]
+    refusals = [error for change in changed if (error := refusal(folder, base | change))]
     assert len(refusals) > len(changed) // 2
     assert all(str(folder / "config.json") in error for error in refusals)
     assert all("\n" not in error for error in refusals)
-
-
-def _refusal(folder: Path, config: dict[str, Any]) -> str:
-    try:
-        _read(folder, config)
-    except ModelError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize(

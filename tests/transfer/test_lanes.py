@@ -3,28 +3,15 @@
 import pytest
 
 from tests.transfer.samples import KV, a_grant
+from tests.transfer.test_connections import ManyLanes
 from tests.transfer.test_outbound import (
     OneThreadSender,
     QuickLane,
-    StillLane,
     StillSender,
     queue_room,
 )
 from transfer import outbound, wire
 from transfer.backend import FirstToken, Frame, Kind, Refused
-from transfer.outbound import Lane
-
-
-class ManyLanes(StillSender):
-    """A lane of its own for each connection."""
-
-    def __init__(self, connections: int) -> None:
-        super().__init__(connections)
-        self.opened: list[StillLane] = []
-
-    def _open_lane(self, address: str) -> Lane:
-        self.opened.append(StillLane(address))
-        return self.opened[-1]
 
 
 def test_a_new_room_takes_the_lane_with_the_fewest_bytes_to_send() -> None:
@@ -33,7 +20,7 @@ def test_a_new_room_takes_the_lane_with_the_fewest_bytes_to_send() -> None:
     for room in (2, 3):
         queue_room(sender, room, 1)
     queue_room(sender, 4, 1)
-    assert [list(lane.rooms) for lane in sender.opened] == [[1], [2, 3, 4]]
+    assert sender.spread == [[1], [2, 3, 4]]
 
 
 def test_of_lanes_with_nothing_to_send_the_one_with_fewer_rooms_is_taken() -> None:
@@ -41,7 +28,7 @@ def test_of_lanes_with_nothing_to_send_the_one_with_fewer_rooms_is_taken() -> No
     for room in (1, 2, 3):
         sender.finish(a_grant(room, "a", 1), FirstToken(1, 0, 4))
     sender.finish(a_grant(4, "a", 1), FirstToken(1, 0, 4))
-    assert [list(lane.rooms) for lane in sender.opened] == [[1, 3], [2, 4]]
+    assert sender.spread == [[1, 3], [2, 4]]
 
 
 def test_no_lane_is_opened_beyond_the_most_nor_while_one_is_idle() -> None:
