@@ -109,7 +109,7 @@ class CompileBench:
     def __init__(self, report: Report, shape: Shape, device: Any, folder: Path | None) -> None:
         import jax
 
-        from model.kv import abstract_pages
+        from model.kv import abstract_pool
         from model.sharding import make_mesh
         from model.transformer import Model
 
@@ -120,7 +120,7 @@ class CompileBench:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding(mesh)),
             self.model.param_leaves(),
         )
-        self.pool = abstract_pages(self.model.kv_spec(), POOL_TOKENS // shape.page_size, mesh)
+        self.pool = abstract_pool(self.model.kv_spec(), POOL_TOKENS // shape.page_size, mesh)
 
     def step(self, slots: int) -> None:
         """One token for every slot, at the shape's context, of slots that may be as long as it."""

@@ -177,7 +177,7 @@ def plan_group(cfg: ModelConfig, config: GroupConfig, memory_gib: float) -> Grou
         math.prod(leaf.sharding(mesh).shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
         for leaf in leaves
     )
-    page_bytes = kv_spec(cfg, dims, config.page_size, pages).page_bytes // config.tp_size
+    page_bytes = kv_spec(cfg, dims, config.page_size, pages).all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # As a worker reckons until it knows the scratch memory of its programs.
     left = budget - budget // 16 - weights

@@ -47,6 +47,7 @@ class Seat:
     sharing: Sharing | None = None  # None: prefill computes it
     slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
+    ring: list[int] = field(default_factory=list)  # see decode/rings.py
     num_cached: int = 0  # tokens of it that pages of the prefix cache stand for
 
 
@@ -64,12 +65,18 @@ class Admission:
         page_size: int,
         headroom_pages: int,
         caching: bool = False,
+        ring_pages: int = 0,
     ) -> None:
-        """pools: one a rank. rank_slots: slots of each. caching: prompts computed here are kept."""
+        """pools: one a rank. rank_slots: slots of each. caching: prompts computed here are kept.
+
+        ring_pages: most of a seat's ring.
+        """
+        assert not (caching and ring_pages), "a prefix needs all pages of all layers"
         self._pools = pools
         self.caches = tuple(PrefixCache(pool, page_size, caching) for pool in pools)
         self._page_size = page_size
         self._headroom_pages = headroom_pages
+        self._ring_pages = ring_pages
         self._free_slots = [
             list(range((rank + 1) * rank_slots - 1, rank * rank_slots - 1, -1))
             for rank in range(len(pools))
@@ -135,11 +142,16 @@ class Admission:
         return tuple(seated)
 
     def grow(self, seat: Seat) -> int | None:
-        """One more page for a seat, or None when the pool of its rank is dry."""
-        pages = self._reserve(seat.rank, 1)
+        """One more page for a seat, and one for its ring unless that is full.
+
+        None, and nothing taken, when the pool of its rank is dry.
+        """
+        in_ring = len(seat.ring) < self._ring_pages
+        pages = self._reserve(seat.rank, 1 + in_ring)
         if pages is None:
             return None
         seat.pages.append(pages[0])
+        seat.ring += pages[1:]
         return pages[0]
 
     def share(self, seat: Seat) -> None:
@@ -177,10 +189,10 @@ class Admission:
         if seat is None:
             self._waiting = [s for s in self._waiting if s.room != room]
             return None
-        self._pools[seat.rank].release(tuple(seat.pages))
+        self._pools[seat.rank].release((*seat.pages, *seat.ring))
         self._free_slots[seat.rank].append(seat.slot)
         self._num_seated[seat.rank] -= 1
-        seat.pages = []
+        seat.pages, seat.ring = [], []
         return seat
 
     def check(self) -> None:
@@ -188,7 +200,7 @@ class Admission:
         for rank, pool in enumerate(self._pools):
             seats = [seat for seat in self._seats.values() if seat.rank == rank]
             cached = self.caches[rank].pages
-            owners = Counter(chain(cached, *(seat.pages for seat in seats)))
+            owners = Counter(chain(cached, *((*seat.pages, *seat.ring) for seat in seats)))
             assert len(owners) == pool.num_held, (rank, len(owners), pool.num_held)
             for page, count in owners.items():
                 assert count == pool.refcount(page), (rank, page, count, pool.refcount(page))
@@ -211,7 +223,7 @@ class Admission:
 
     def _fits(self, rank: int, num_tokens: int) -> bool:
         headroom = self._headroom_pages if self._num_seated[rank] else 0
-        short = self._need(num_tokens) + headroom - self._pools[rank].num_free
+        short = sum(self._need(num_tokens)) + headroom - self._pools[rank].num_free
         return short <= 0 or self.caches[rank].can_evict(short)
 
     def _num_to_have(self, rank: int) -> int:
@@ -226,19 +238,22 @@ class Admission:
             self.caches[rank].evict(max(short, pool.num_pages >> _EVICTED_SHIFT))
         return pool.reserve(num_pages)
 
-    def _need(self, num_tokens: int) -> int:
-        """Pages of a prompt and of its first token."""
-        return num_tokens // self._page_size + 1
+    def _need(self, num_tokens: int) -> tuple[int, int]:
+        """Pages of a prompt and of its first token, and how many more are in its ring."""
+        num_pages = num_tokens // self._page_size + 1
+        return num_pages, min(num_pages, self._ring_pages)
 
     def _sit(self, seat: Seat, rank: int) -> None:
         shared: tuple[int, ...] = ()
         if seat.sharing is not None:
             asked = seat.sharing
             shared = self.caches[rank].match(asked.token_ids, asked.salt, asked.num_reusable)
-        fresh = self._reserve(rank, self._need(seat.num_tokens) - len(shared))
+        num_pages, in_ring = self._need(seat.num_tokens)
+        fresh = self._reserve(rank, num_pages + in_ring - len(shared))
         assert fresh is not None
         seat.rank = rank
-        seat.pages = [*shared, *fresh]
+        seat.pages = [*shared, *fresh[in_ring:]]
+        seat.ring = list(fresh[:in_ring])
         seat.num_cached = len(shared) * self._page_size
         seat.slot = self._free_slots[rank].pop()
         self._num_seated[rank] += 1

@@ -23,7 +23,7 @@ from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, 
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kernels.attention.reference import short_context
-from model.kv import abstract_pages
+from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
 from model.placement import ExpertArgs
@@ -54,6 +54,7 @@ class SlotStart:
     num_prompt_tokens: int
     pages: Sequence[int]
     params: SamplingParams
+    ring: Sequence[int] = ()
 
 
 class FirstAsk(NamedTuple):
@@ -95,6 +96,7 @@ class StepEngine(Protocol):
         slots: np.ndarray,
         new_pages: np.ndarray,
         places: np.ndarray,
+        new_in_ring: np.ndarray,
         tries: bool = False,
         num_pages: int | None = None,
     ) -> StepInFlight: ...
@@ -155,7 +157,7 @@ class DecodeEngine:
             opened,
             mem_fraction,
             max_total_tokens,
-            contexts * buckets.pages_per_slot,
+            self._natural_pages(contexts),
             self._programs,
             self._runs.spare_pages(self._most_placing),
             state_bytes,
@@ -177,7 +179,7 @@ class DecodeEngine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each rank."""
+        """Pages of each rank and group."""
         return self.plan.num_pages
 
     # --- effects ------------------------------------------------------------------------------
@@ -208,6 +210,8 @@ class DecodeEngine:
                 fresh.prompt_len[row] = start.num_prompt_tokens
                 fresh.max_length[row] = start.num_prompt_tokens + start.params.max_new_tokens
                 fresh.page_table[row, : len(start.pages)] = start.pages
+                if fresh.ring is not None:
+                    fresh.ring[row, : len(start.ring)] = start.ring
                 set_row(fresh.rows, row, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
 
@@ -224,21 +228,22 @@ class DecodeEngine:
         slots: np.ndarray,
         new_pages: np.ndarray,
         places: np.ndarray,
+        new_in_ring: np.ndarray,
         tries: bool = False,
         num_pages: int | None = None,
     ) -> StepInFlight:
         """Dispatch one step for these slots.
 
-        slots, new_pages, places: i32[n], see decode.scheduler.StepPlan. tries: with drafts, if
-        there are such steps of so many slots. num_pages: of the longest page table; None: any
-        number. The copy of the ids to the host has begun when this returns.
+        slots, new_pages, places, new_in_ring: i32[n], see decode.scheduler.StepPlan. tries: with
+        drafts, if there are such steps of so many slots. num_pages: of the longest page table;
+        None: any number. The copy of the ids to the host has begun when this returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
         within, most = _places(ranks, self._dp_size)
         bucket = bucket_for(most, self._buckets.slots)
         rows = ranks * np.int32(bucket) + within
         plan = self._no_slots(bucket)
-        plan[0, rows], plan[1, rows], plan[2, rows] = rank_slots, new_pages, places
+        plan[:, rows] = rank_slots, new_pages, places, new_in_ring
         drafting = self._buckets.drafting_of(bucket)
         width = 1 + drafting.num_tokens if drafting is not None and tries else 1
         reach = self._buckets.pages_per_slot if num_pages is None else num_pages
@@ -322,10 +327,18 @@ class DecodeEngine:
 
     # --- shapes -------------------------------------------------------------------------------
 
+    def _natural_pages(self, contexts: int) -> int:
+        """Of each group, for so many requests of full length; rings hold less for the second."""
+        buckets, groups = self._buckets, self._opened.kv.groups
+        each = buckets.pages_per_slot * groups
+        if buckets.ring_pages:
+            each = buckets.pages_per_slot + buckets.ring_pages
+        return -(-contexts * each // groups)
+
     def _programs(self, num_pages: int) -> list[Program]:
         """Every program, to be compiled, for a pool of num_pages."""
         kv, mesh = self._opened.kv, self._model.mesh
-        params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
+        params, pool = abstract_like(self._params), abstract_pool(kv, num_pages, mesh)
         experts = self._experts.shapes
         state = abstract_of(self._empty_state(self._dp_size * self._rank_slots), mesh, RANKS)
         programs = self._step_programs(params, pool, state, experts)
@@ -346,7 +359,7 @@ class DecodeEngine:
             drafting = buckets.drafting_of(kind.slots)
             function = partial(decode_step, self._model, drafting, kind.tries, kind.num_pages)
             step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
-            plan = abstract_i32((3, dp_size * kind.slots), mesh, COLUMNS_OF_RANKS)
+            plan = abstract_i32((4, dp_size * kind.slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             of = f"slots={kind.slots}{', drafts' if kind.tries else ''}"
             if kind.num_pages < buckets.pages_per_slot:
@@ -383,18 +396,20 @@ class DecodeEngine:
         return [self._admit, *self._set_mask.values()]
 
     def _no_slots(self, bucket: int) -> np.ndarray:
-        """A step's plan without any: i32[3, ranks * bucket]."""
-        plan = np.full((3, self._dp_size * bucket), self._rank_slots, np.int32)
-        plan[1] = -1
+        """A step's plan without any: i32[4, ranks * bucket]."""
+        plan = np.full((4, self._dp_size * bucket), self._rank_slots, np.int32)
+        plan[1] = plan[3] = -1
         return plan
 
     def _empty_state(self, num_slots: int) -> SlotState:
+        ring = self._buckets.ring_pages
         return SlotState(
             history=np.zeros((num_slots, self._opened.context_length), np.int32),
             length=np.zeros(num_slots, np.int32),
             prompt_len=np.zeros(num_slots, np.int32),
             max_length=np.zeros(num_slots, np.int32),
             page_table=np.zeros((num_slots, self._buckets.pages_per_slot), np.int32),
+            ring=np.zeros((num_slots, ring), np.int32) if ring else None,
             masks=np.zeros((num_slots, mask_words(self._model.cfg.vocab_size)), np.uint32),
             rows=empty_rows(num_slots),
         )

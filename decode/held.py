@@ -1,5 +1,6 @@
 """What decode knows of one room, what other threads tell it, and what it has on the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,7 @@ class Held(HeldRoom):
     first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
     num_steps: int = 0  # known once it is over
     rank: int = -1  # of its seat
+    to_fill: Sequence[int] = ()  # by the number of a page that prefill sends, where it goes
     prefill_rank: int = -1  # as the registry told
     num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
     logprobs: CollectedLogprobs | None = None  # of a prompt computed here, where they are asked

@@ -7,7 +7,7 @@ from decode.engine import DecodeEngine
 from decode.local import local_buckets
 from model.buckets import PrefillBuckets, decode_buckets
 from model.opening import OpenedModel, on_cpu
-from transfer.role import open_configured
+from transfer.role import PoolFacts, open_configured
 
 
 class Built(NamedTuple):
@@ -17,6 +17,7 @@ class Built(NamedTuple):
     opened: OpenedModel
     rank_slots: int
     local: PrefillBuckets | None  # chunks of prompts that are computed here
+    ring_pages: int
 
 
 def build_engine(config: DecodeConfig) -> Built:
@@ -25,14 +26,15 @@ def build_engine(config: DecodeConfig) -> Built:
     opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
     rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
     page_size = opened.kv.page_size
-    buckets = decode_buckets(rank_slots, opened.context_length, page_size, config.drafting)
     local, local_tokens = None, most_local(config, opened.context_length)
+    window = 0 if local_tokens else PoolFacts.of(opened).window  # see decode/rings.py
+    buckets = decode_buckets(rank_slots, opened.context_length, page_size, config.drafting, window)
     if local_tokens:
         local = local_buckets(local_tokens, chunk, page_size)
     engine = DecodeEngine(
         opened, buckets, config.mem_fraction_static, config.max_total_tokens, local
     )
-    return Built(engine, opened, rank_slots, local)
+    return Built(engine, opened, rank_slots, local, buckets.ring_pages)
 
 
 def most_local(config: DecodeConfig, context_length: int) -> int:

@@ -35,21 +35,23 @@ class StepPlan:
     """One step. Arrays have one row per slot that takes part.
 
     slots: i32[n]. new_pages: i32[n], a page that this step may be the first to write to, else -1.
-    places: i32[n], where it is in the slot's page table. width: tokens that each may draw.
-    num_pages: of the longest page table.
+    places: i32[n], where it is in the slot's page table. new_in_ring: i32[n], the page that it adds
+    to the slot's ring, else -1. width: tokens that each may draw. num_pages: of the longest page
+    table.
     """
 
     slots: np.ndarray
     new_pages: np.ndarray
     places: np.ndarray
+    new_in_ring: np.ndarray
     rooms: np.ndarray
     width: int
     num_pages: int
 
     @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What goes to the device."""
-        return self.slots, self.new_pages, self.places
+        return self.slots, self.new_pages, self.places, self.new_in_ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +147,17 @@ class DecodeScheduler:
         ends = np.minimum(ends, self._last_num[slots] - 1)
         entered = self._num_entered[slots]
         lacking = np.flatnonzero(ends > entered * self._page_size)
-        new_pages = np.full(len(slots), -1, np.int32)
+        new_pages, new_in_ring = np.full((2, len(slots)), -1, np.int32)
         for row in lacking.tolist():
-            new_pages[row] = self._page_at(int(slots[row]), int(entered[row]))
+            new_pages[row], new_in_ring[row] = self._pages_at(int(slots[row]), int(entered[row]))
         self._num_entered[slots[lacking]] += 1
         self._in_flight[slots] += 1
         self._ahead[slots] += width
         for slot in slots.tolist():
             self._running[slot].num_steps += 1
         num_pages = int(self._num_entered[slots].max())
-        return StepPlan(slots, new_pages, entered, self._room[slots], width, num_pages)
+        rooms = self._room[slots]
+        return StepPlan(slots, new_pages, entered, new_in_ring, rooms, width, num_pages)
 
     def finish(self, plan: StepPlan, token_ids: np.ndarray) -> StepResult:
         """Judge a step's tokens. Rows whose slot has changed hands since are dropped.
@@ -185,12 +188,13 @@ class DecodeScheduler:
         wanted: np.ndarray = self._top[slots]
         return wanted
 
-    def _page_at(self, slot: int, place: int) -> int:
-        """The slot's page in that place, one more of the pool if it has none there yet."""
+    def _pages_at(self, slot: int, place: int) -> tuple[int, int]:
+        """The slot's page in that place, one more of the pool if it has none there yet, and the
+        one of its ring if that has not come round."""
         seat = self._running[slot].seat
         if place >= len(seat.pages) and self._admission.grow(seat) is None:
             raise OutOfPages(seat.rank)
-        return seat.pages[place]
+        return seat.pages[place], seat.ring[place] if place < len(seat.ring) else -1
 
 
 def ended(result: StepResult) -> np.ndarray:

@@ -25,6 +25,7 @@ class SlotState(NamedTuple):
     prompt_len: Any  # i32[S]
     max_length: Any  # i32[S]: of history once the request has its last token
     page_table: Any  # i32[S, P]
+    ring: Any  # i32[S, R]: pages of layers with a window, see model/page_groups.py; None: none
     masks: Any  # u32[S, W]: the tokens that may come next, of slots that have a grammar
     rows: SamplingRows  # leading axis S
 
@@ -54,24 +55,25 @@ def decode_step(
 
     drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
     with what is drawn. num_pages: of each page table that are looked at: no slot of the plan has
-    positions behind them. pool: see model/kv, donated. plan: i32[3, B]: slots (S = padding row),
-    pages to enter in their page tables (-1 = none), and where there. expert_map, loads: see
-    model.transformer.decode_rows; the loads are donated. Returns pool, state, loads and SampleOut,
-    in which rows of padding mean nothing: B * W rows, a slot's one behind the other, but for the
-    ids. Those are i32[B * W], or i32[B * (W + 1)] where drafts are made, a slot's last saying
-    whether the first draft, tried or not, is what was drawn. Ids that do not count are REJECTED or
-    NO_DRAFT.
+    positions behind them. pool: see model/kv, donated. plan: i32[4, B]: slots (S = padding row),
+    pages to enter in their page tables (-1 = none), where there, and pages to enter at the same
+    places of their rings. expert_map, loads: see model.transformer.decode_rows; the loads are
+    donated. Returns pool, state, loads and SampleOut, in which rows of padding mean nothing: B * W
+    rows, a slot's one behind the other, but for the ids. Those are i32[B * W], or i32[B * (W + 1)]
+    where drafts are made, a slot's last saying whether the first draft, tried or not, is what was
+    drawn. Ids that do not count are REJECTED or NO_DRAFT.
     """
-    slots, new_pages, places = plan
+    slots, new_pages, places, new_in_ring = plan
     num_slots, capacity = state.history.shape
     real = slots < num_slots
     safe = jnp.minimum(slots, num_slots - 1)
     length = state.length[safe]
     page_size = model.page_size
 
-    enter = jnp.where(new_pages >= 0, slots, num_slots)
-    page_table = state.page_table.at[enter, places].set(new_pages, mode="drop")
+    page_table = _entered(state.page_table, slots, new_pages, places)
     table = page_table[safe, :num_pages]
+    # New pages come before a ring is full: their places are the same there.
+    ring = state.ring if state.ring is None else _entered(state.ring, slots, new_in_ring, places)
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
 
     tried = _tried(drafting, tries, state, safe, real, rows.has_mask)
@@ -91,6 +93,7 @@ def decode_step(
         kv_idx.ravel(),
         expert_map,
         loads,
+        _repeated(ring[safe], width) if ring is not None else None,
     )
     prompt_len = state.prompt_len[safe]
     lengths = length[:, None] + jnp.arange(width, dtype=jnp.int32)
@@ -115,6 +118,7 @@ def decode_step(
         ),
         length=state.length.at[slots].add(count, mode="drop"),
         page_table=page_table,
+        ring=ring,
     )
     was_tried = jnp.pad(tried.is_draft, ((0, 0), (1, 0)))
     ids = jnp.where(counts, drawn, jnp.where(was_tried, REJECTED, NO_DRAFT))
@@ -167,6 +171,12 @@ def _tried(
     is_live = jnp.where(ahead == 0, real[:, None], may_draft[:, None])
     is_live &= positions < state.max_length[safe][:, None] - 1
     return _Tried(token_ids, jnp.where(is_live, positions, -1), is_live[:, 1:], expected)
+
+
+def _entered(table: Array, slots: Array, pages: Array, places: Array) -> Array:
+    """A table of slots with one more page in those rows that have one, -1 being none."""
+    rows = jnp.where(pages >= 0, slots, table.shape[0])
+    return table.at[rows, places].set(pages, mode="drop")
 
 
 def _repeated(values: Array, width: int) -> Array:

@@ -1,12 +1,32 @@
-"""A finished step, as API processes are told of it."""
+"""What API processes are told: the tokens of a finished step, and what a leg was like."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from decode.engine import StepInFlight
+from decode.held import Held
 from decode.scheduler import DecodeScheduler, StepResult
+from transfer import wire
+from transfer.chunk_times import told_times
 from transfer.emit import Rows, StepEmitter
+from transfer.role import micros
+
+
+def told_leg(held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
+    """A room that is over, as seen from decode. stages: see wire.LegRecord."""
+    first_step_s = held.first_step_s
+    return wire.LegRecord(
+        held.submit.room,
+        stages,
+        ending,
+        held.num_cached,
+        told_times(held.chunks, None, held.received_s),
+        num_steps=held.num_steps,
+        first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
+        dp_rank=held.rank,
+        prefill_dp_rank=held.prefill_rank,
+    )
 
 
 def tell_step(

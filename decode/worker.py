@@ -32,16 +32,17 @@ from decode.held import (
 from decode.loads import Loads
 from decode.local import LocalPrompt, LocalQueue
 from decode.opening import build_engine, most_local
+from decode.rings import Rings
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
-from decode.told import tell_step
+from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
-from transfer.chunk_times import next_chunk, told_times
+from transfer.chunk_times import next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
@@ -53,7 +54,6 @@ from transfer.role import (
     RoleWorker,
     describe,
     flush_caches,
-    micros,
 )
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
@@ -90,7 +90,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         self.meet()
-        engine, opened, rank_slots, local = build_engine(config)
+        engine, opened, rank_slots, local, ring_pages = build_engine(config)
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(
@@ -105,7 +105,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         data_address = receiver.start()
-        self.assemble(engine, PoolFacts.of(opened), rank_slots, receiver, data_address, local)
+        facts = PoolFacts.of(opened)
+        self.assemble(engine, facts, rank_slots, receiver, data_address, local, ring_pages)
         self.lead(engine.calls)
         self._compiles.arm()
         self.resolved(
@@ -126,18 +127,22 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         receiver: PageReceiver,
         data_address: str,
         local: PrefillBuckets | None = None,
+        ring_pages: int = 0,
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own.
 
-        local: chunks of prompts that are computed here; None: there are none.
+        local: chunks of prompts that are computed here; None: there are none. ring_pages: see
+        decode/rings.py.
         """
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages
-        pools = [PagePool(engine.num_pages) for _ in range(self.config.dp_size)]
+        self._rings = Rings(facts, engine.num_pages, ring_pages)
+        pools = [PagePool(self._rings.pool_pages) for _ in range(self.config.dp_size)]
         caching = local is not None and not self.config.disable_radix_cache
+        headroom = self.config.headroom_pages
         self._admission = Admission(
-            pools, rank_slots, facts.page_size, self.config.headroom_pages, caching
+            pools, rank_slots, facts.page_size, headroom, caching, ring_pages
         )
         self._scheduler = DecodeScheduler(self._admission, facts.page_size, self.config.num_drafts)
         self._speculation = Speculation(self._admission.num_slots, self.config.num_drafts)
@@ -203,18 +208,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._admission.release(held.submit.room)
 
     def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
-        first_step_s = held.first_step_s
-        return wire.LegRecord(
-            held.submit.room,
-            stages,
-            ending,
-            held.num_cached,
-            told_times(held.chunks, None, held.received_s),
-            num_steps=held.num_steps,
-            first_step_us=micros(first_step_s - held.received_s) if first_step_s else -1,
-            dp_rank=held.rank,
-            prefill_dp_rank=held.prefill_rank,
-        )
+        return told_leg(held, stages, ending)
 
     def has_begun(self, held: Held) -> bool:
         """A prompt that waits for its first chunk has a seat, but cost nothing yet."""
@@ -229,7 +223,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         if held.room.state is State.RESERVED:
             held.room.advance(State.RECEIVING, self.clock.monotonic_s())
         num_pages = shards[0].shape[2]
-        page_ids = held.seat.pages[page_start : page_start + num_pages]
+        page_ids = held.to_fill[page_start : page_start + num_pages]
         self._engine.place_run(held.seat.rank, page_ids, shards)
         self.counters["pages_received"] += num_pages
 
@@ -303,17 +297,17 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             held.rank = seat.rank
             held.room.advance(State.RESERVED, self.clock.monotonic_s())
             self.counters[f"rank_{seat.rank}_rooms"] += 1
-            num_pages = -(-seat.num_tokens // self._facts.page_size)
             if seat.sharing is not None:
                 if not held.waits_for_grammar:
                     self._queue_local(held, seat)
                 continue
-            self._receiver.expect(seat.room, self.epoch, num_pages)
+            held.to_fill = self._rings.to_fill(seat)
+            self._receiver.expect(seat.room, self.epoch, len(held.to_fill))
             grant = wire.Grant(
                 room=seat.room,
                 epoch=self.epoch,
                 data_address=self._data_address,
-                page_ids=wire.pack_i32(seat.pages[:num_pages]),
+                page_ids=wire.pack_i32(held.to_fill),
                 tp_size=self.config.tp_size,
                 stored_kv_heads=self._facts.stored_kv_heads,
             )
@@ -339,7 +333,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                     continue
             tokens = np.append(wire.unpack_i32(submit.token_ids), np.int32(first.token_id))
             num_prompt, params = submit.num_prompt_tokens, submit.sampling
-            starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params))
+            starts.append(SlotStart(seat.slot, tokens, num_prompt, seat.pages, params, seat.ring))
             self._scheduler.start(seat, submit.api_id, params, num_prompt)
             self._speculation.start(seat.slot)
             held.room.advance(State.DECODING, self.clock.monotonic_s())

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int32
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
 from model.layers import product, rms_norm, rms_norm_of_all, rotate
+from model.page_groups import Place, place_of
 from model.sharding import num_shards, sum_shards
 
 
@@ -39,12 +40,12 @@ class Rows(NamedTuple):
 
     cos: Float[Array, "rows half"]
     sin: Float[Array, "rows half"]
-    kv_idx: Int32[Array, " rows"]
+    kv_idx: Int32[Array, "groups rows"]
 
 
-# (q [rows, kv_heads, group, head_dim], pool, layer, sinks, window) -> the same shape as q.
+# (q [rows, kv_heads, group, head_dim], pool, place, sinks, window) -> the same shape as q.
 # The last two as in model/kernels/attention/reference.py.
-Attend = Callable[[Array, Array, Array, Array | None, Array | None], Array]
+Attend = Callable[[Array, Array, Place, Array | None, Array | None], Array]
 
 
 def window_of(cfg: ModelConfig, layer: Int32[Array, ""]) -> Int32[Array, ""] | None:
@@ -86,9 +87,10 @@ def attention(
             q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
         q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
         k = rotate(k, rows.cos, rows.sin)
-        pool = write_tokens(pool, layer, jnp.stack([k, v], axis=1), rows.kv_idx)
+        place = place_of(cfg, layer)
+        pool = write_tokens(pool, place.layer, jnp.stack([k, v], axis=1), rows.kv_idx[place.group])
         q = q.reshape(-1, heads, group, head_dim)
-        out = attend(q, pool, layer, weights.get("sinks"), window_of(cfg, layer))
+        out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
         out = sum_shards(product(out, weights["o"].reshape(-1, cfg.hidden_size)))
         if cfg.o_bias:

@@ -29,6 +29,11 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def touched_pages(num_positions: int, page_size: int) -> int:
+    """Pages that so many consecutive positions touch at most, wherever they begin."""
+    return 1 if num_positions < 2 else (num_positions - 2) // page_size + 2
+
+
 def mask_words(vocab_size: int) -> int:
     """Words of a mask: bit t % 32 of word t // 32 stands for token t."""
     return -(-vocab_size // 32)
@@ -65,7 +70,8 @@ class DecodeBuckets:
 
     slots: padded batch sizes of a step. pages_per_slot: width of the page table.
     run_pages: lengths of a run of pages that is put in place. admit_rows: slots set in one call.
-    drafting: of steps that have rows to spare; None: of none.
+    drafting: of steps that have rows to spare; None: of none. ring_pages: that each slot has for
+    layers with a window; 0: as many as for the others.
     """
 
     slots: tuple[int, ...]
@@ -73,6 +79,7 @@ class DecodeBuckets:
     run_pages: tuple[int, ...]
     admit_rows: int
     drafting: Drafting | None = None
+    ring_pages: int = 0
 
     def drafting_of(self, slots: int) -> Drafting | None:
         """How a step of this bucket drafts tokens, if it does.
@@ -106,9 +113,12 @@ def check_page_size(page_size: int, chunk_size: int, context_length: int) -> Non
 
 
 def prefill_buckets(
-    chunk_size: int, max_seqs: int, context_length: int, page_size: int
+    chunk_size: int, max_seqs: int, context_length: int, page_size: int, groups: int = 1
 ) -> PrefillBuckets:
-    """Token buckets shrink by four, since a program serves every context length."""
+    """Token buckets shrink by four, since a program serves every context length.
+
+    groups: see model.config.KVSpec.
+    """
     check_page_size(page_size, chunk_size, context_length)
     run = min(MAX_RUN_PAGES, pages_for(chunk_size, page_size))
     return PrefillBuckets(
@@ -117,16 +127,22 @@ def prefill_buckets(
         pages=2 * pages_for(context_length, page_size) + max_seqs,
         run_pages=geometric(1, run, 4),
         # What two chunks compute. A prompt whose prefix is cached has more, by up to its context.
-        staged_pages=2 * (pages_for(chunk_size, page_size) + run),
+        staged_pages=2 * groups * (pages_for(chunk_size, page_size) + run),
     )
 
 
 def decode_buckets(
-    max_running: int, context_length: int, page_size: int, drafting: Drafting | None = None
+    max_running: int,
+    context_length: int,
+    page_size: int,
+    drafting: Drafting | None = None,
+    window: int = 0,
 ) -> DecodeBuckets:
     """Slot buckets double; the largest is --max-running-requests.
 
-    Raises ModelError when pages do not tile the context, or drafts would reach past one page.
+    window: positions for which layers with one keep pages, where those have some of their own; 0:
+    for all. Raises ModelError when pages do not tile the context, or drafts would reach past one
+    page.
     """
     check_page_size(page_size, page_size, context_length)
     if drafting is not None and drafting.num_tokens >= page_size:
@@ -135,6 +151,9 @@ def decode_buckets(
             f"{page_size}: a step enters one page for each slot"
         )
     per_slot = pages_for(context_length, page_size)
+    drafts = drafting.num_tokens if drafting is not None else 0
+    # What a step writes must not lie where the first of its tokens still looks.
+    ring = touched_pages(window + drafts, page_size) if window else 0
     slots = [1]
     while slots[-1] < max_running:
         slots.append(min(slots[-1] * 2, max_running))
@@ -144,4 +163,5 @@ def decode_buckets(
         run_pages=geometric(1, min(MAX_RUN_PAGES, per_slot), 4),
         admit_rows=min(ADMIT_ROWS, max_running),
         drafting=drafting,
+        ring_pages=ring if ring < per_slot else 0,
     )

@@ -73,8 +73,9 @@ _NEUTRAL: Final[dict[str, Any]] = {
 class KVSpec:
     """The pages of one pool: everything two pools must share to exchange pages.
 
-    num_kv_heads counts heads as stored: replicated ones count each time. planes: 2, keys and
-    values; 1 where a position has one latent vector for both.
+    num_layers: of one page. num_kv_heads counts heads as stored: replicated ones count each time.
+    planes: 2, keys and values; 1 where a position has one latent vector for both. groups: pages
+    that positions have, each with its part of the layers (model/page_groups.py).
     """
 
     num_layers: int
@@ -83,12 +84,18 @@ class KVSpec:
     page_size: int
     dtype: str
     planes: int = 2
+    groups: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all planes, layers and heads."""
+        """Bytes of one page, all its planes, layers and heads."""
         row = self.num_kv_heads * self.head_dim * PAGE_DTYPE_BYTES[self.dtype]
         return self.num_layers * self.planes * self.page_size * row
+
+    @property
+    def all_layers_bytes(self) -> int:
+        """Bytes of the pages of a page's positions, one of each group."""
+        return self.groups * self.page_bytes
 
     @property
     def stored_dtype(self) -> str:
@@ -153,6 +160,11 @@ class ModelConfig:
     def kv_planes(self) -> int:
         """Vectors of head_dim that a position has for each kv head."""
         return 1 if self.latent else 2
+
+    @property
+    def page_groups(self) -> int:
+        """Pages that positions have: 2 where half of the layers have a window, else 1."""
+        return 2 if 0 < 2 * sum(self.window_layers) == self.num_layers else 1
 
     @property
     def softmax_scale(self) -> float:

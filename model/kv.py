@@ -26,16 +26,21 @@ StagedPages = (
 
 
 def init_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> PagePool:
-    """A pool of zeros, num_pages for each rank.
+    """A pool of zeros, num_pages of each group for each rank.
 
     Keys at index 0 of the second axis and values at 1, or what is both at 0 (KVSpec.planes).
     """
-    abstract = abstract_pages(spec, num_pages, mesh)
+    abstract = abstract_pool(spec, num_pages, mesh)
     return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
 
 
+def abstract_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a pool of num_pages of each group for each rank."""
+    return abstract_pages(spec, spec.groups * num_pages, mesh)
+
+
 def abstract_pages(spec: KVSpec, num_pages: int, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a pool, or of staged pages, of num_pages for each rank."""
+    """Shape, dtype and sharding of pages that travel together, num_pages for each rank."""
     pages = num_ranks(mesh) * num_pages
     shape = (
         spec.num_layers,
@@ -89,7 +94,7 @@ def gather_pages(
     pool: PagePool,
     page_ids: Int32[Array, " n"],
 ) -> StagedPages:
-    """Pack pages, all layers, into one array. Works shard by shard: no collective.
+    """Pack pages, all their layers, into one array. Works shard by shard: no collective.
 
     page_ids: an id past the pool (padding) yields a page whose content means nothing.
     """

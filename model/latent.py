@@ -17,6 +17,7 @@ from model.attention import Attend, Rows, window_of
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
 from model.layers import contract, product, rms_norm, rotate
+from model.page_groups import place_of
 from model.sharding import sum_shards
 
 # Of the norms of latent vectors, whatever the config says of the others: transformers,
@@ -47,12 +48,13 @@ def latent_attention(
         kv = rms_norm(both[:, :rank], weights["kv_a_norm"], _EPS)
         key = rotate(both[:, None, rank:], rows.cos, rows.sin)[:, 0]
         row = jnp.concatenate([kv, key], axis=-1)
-        pool = write_tokens(pool, layer, row[:, None, None], rows.kv_idx)
+        place = place_of(cfg, layer)
+        pool = write_tokens(pool, place.layer, row[:, None, None], rows.kv_idx[place.group])
         q = _queries(cfg, weights, x)
         turned = rotate(q[..., nope:], rows.cos, rows.sin)
         inside = _by_head(q[..., :nope], weights["k_b"][0]).astype(x.dtype)
         q = jnp.concatenate([inside, turned], axis=-1)[:, None]
-        found = attend(q, pool, layer, None, window_of(cfg, layer))[:, 0, :, :rank]
+        found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0, :, :rank]
         out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
         out = product(out, weights["o"].reshape(-1, cfg.hidden_size))
         return sum_shards(out), pool

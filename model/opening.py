@@ -152,13 +152,14 @@ def make_pool(
 ) -> tuple[Array, MemoryPlan, list[Program]]:
     """Compile every program, learn their scratch memory, and give the pool what is left.
 
-    Pages are counted for each data-parallel rank: all have the same number.
+    Pages are counted for each data-parallel rank, which all have the same number, and each stands
+    for one of every group.
     fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     programs_of(num_pages): programs for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
-    spare_pages, spare_bytes: what the caller keeps beside the pool, pages of each rank and bytes
-    over all devices.
+    spare_pages, spare_bytes: what the caller keeps beside the pool, pages of one group and of each
+    rank, and bytes over all devices.
     Each member of a mesh over several processes plans for its own devices; the pool has as many
     pages as the one with the least memory can hold.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
@@ -181,8 +182,8 @@ def make_pool(
         )
         return replace(mine, num_pages=least_of_all(mine.num_pages))
 
-    page_bytes = opened.dp_size * opened.kv.page_bytes // num_members
-    spare = spare_pages * page_bytes + spare_bytes // num_members
+    page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
+    spare = spare_pages * page_bytes // opened.kv.groups + spare_bytes // num_members
     reserve = budget // 16 + spare  # compiled once more only if that was too little
     final = plan(reserve)
     programs = programs_of(final.num_pages)
@@ -218,7 +219,7 @@ def _check_memory(
     exact = max_total_tokens > 0
     wanted = max_total_tokens // kv.page_size if exact else least
     ranks = num_ranks(model.mesh)
-    page_bytes = ranks * kv.page_bytes * len(own) // model.mesh.size
+    page_bytes = ranks * kv.all_layers_bytes * len(own) // model.mesh.size
     plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks)
 
 

@@ -154,7 +154,7 @@ class MemoryPlan:
     budget_bytes: int
     weights_bytes: int
     scratch_bytes: int
-    page_bytes: int  # of one page of every data-parallel rank
+    page_bytes: int  # of one page of every group and data-parallel rank
     num_pages: int  # of each rank
     num_ranks: int = 1
 
@@ -187,7 +187,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Give the pool what is left, up to wanted_pages.
 
-    Pages are those of each rank; page_bytes has one of every rank.
+    Pages are those of each rank and group; page_bytes has one of every rank and group.
     exact: the operator named the number, so less is an error. Raises ModelError when fewer
     than least_pages fit: the message has the figures and what would do.
     """

@@ -240,7 +240,15 @@ def kv_spec(cfg: ModelConfig, dims: Dims, page_size: int, dtype: str) -> KVSpec:
         raise ModelError(f"kv cache dtype {dtype!r}; accepted: {', '.join(PAGE_DTYPE_BYTES)}")
     if page_size < 1:
         raise ModelError(f"page_size {page_size}; accepted: at least 1")
-    return KVSpec(cfg.num_layers, dims.kv_heads, cfg.head_dim, page_size, dtype, cfg.kv_planes)
+    return KVSpec(
+        cfg.num_layers // cfg.page_groups,
+        dims.kv_heads,
+        cfg.head_dim,
+        page_size,
+        dtype,
+        cfg.kv_planes,
+        cfg.page_groups,
+    )
 
 
 def pool_sharding(mesh: Mesh) -> NamedSharding:

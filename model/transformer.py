@@ -22,6 +22,7 @@ from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, product, rms_norm, rope_tables
 from model.moe import ExpertMap, moe, shared_experts, with_rows
+from model.page_groups import Place, decode_groups, of_groups
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
@@ -115,7 +116,7 @@ class _Inputs(NamedTuple):
 
     token_ids: Int32[Array, " rows"]
     positions: Int32[Array, " rows"]
-    kv_idx: Int32[Array, " rows"]
+    kv_idx: Int32[Array, "groups rows"]
     live: Bool[Array, " rows"]
 
 
@@ -156,24 +157,31 @@ def decode_rows(
     kv_idx: Int32[Array, " rows"],
     expert_map: ExpertMap | None = None,
     loads: Int32[Array, "1 layers experts"] | None = None,
+    ring: Int32[Array, "rows ring"] | None = None,
 ) -> tuple[Float[Array, "rows hidden"], PagePool, Array | None]:
     """One token of every row of one rank through the network; inside `on_ranks`.
 
     positions: below zero marks a padding row, whose key and value are dropped.
     page_table: pages of row b in order of position; entries past its length count for nothing.
-    kv_idx: page * page_size + offset of the token. Returns as `prefill_rows`.
+    kv_idx: page * page_size + offset of the token. ring: see model.page_groups. Returns as
+    `prefill_rows`.
     """
-
-    def attend(
-        q: Array, pool: Array, layer: Array, sinks: Array | None, window: Array | None
-    ) -> Array:
-        kernel = model.kernels.decode_attention
-        out: Array = kernel(q, pool, layer, positions, page_table, sinks, window)
-        return out
-
     live = positions >= 0
     dropped = jnp.where(live, kv_idx, np.int32(-1))
-    inputs = _Inputs(token_ids, positions, dropped, live)
+    num_pages = pool.shape[2] // model.cfg.page_groups
+    rows = decode_groups(
+        model.cfg, model.page_size, num_pages, positions, page_table, dropped, ring
+    )
+
+    def attend(
+        q: Array, pool: Array, place: Place, sinks: Array | None, window: Array | None
+    ) -> Array:
+        kernel, own = model.kernels.decode_attention, place.group
+        at, table = rows.positions[own], rows.page_table[own]
+        out: Array = kernel(q, pool, place.layer, at, table, sinks, window)
+        return out
+
+    inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
     out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, False)
     return out.x, out.pool, out.loads
 
@@ -281,14 +289,20 @@ def _prefill(
     loads: Array | None,
     capture: bool,
 ) -> _Carry:
+    num_pages, page_size = pool.shape[2] // model.cfg.page_groups, pool.shape[3]
+    page_ids = of_groups(model.cfg, batch.page_ids, num_pages)
+
     def attend(
-        q: Array, pool: Array, layer: Array, sinks: Array | None, window: Array | None
+        q: Array, pool: Array, place: Place, sinks: Array | None, window: Array | None
     ) -> Array:
-        out: Array = model.kernels.prefill_attention(q, pool, layer, batch, sinks, window)
+        own = batch._replace(page_ids=page_ids[place.group])
+        out: Array = model.kernels.prefill_attention(q, pool, place.layer, own, sinks, window)
         return out
 
-    live = (batch.kv_idx >= 0) & (batch.kv_idx < pool.shape[2] * pool.shape[3])
-    inputs = _Inputs(batch.token_ids, batch.positions, batch.kv_idx, live)
+    live = (batch.kv_idx >= 0) & (batch.kv_idx < num_pages * page_size)
+    dropped = jnp.where(live, batch.kv_idx, np.int32(-1))
+    kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
+    inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
     return _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, capture)
 
 

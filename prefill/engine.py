@@ -14,7 +14,7 @@ from jax import Array
 from model.buckets import PrefillBuckets
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
-from model.kv import abstract_pages
+from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool
 from model.page_runs import GatheredRuns
 from model.programs import MemoryPlan, Program, abstract_like
@@ -61,7 +61,7 @@ class PrefillEngine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each rank."""
+        """Pages of each rank and group."""
         return self.plan.num_pages
 
     # --- effects ------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class PrefillEngine:
     def _programs(self, num_pages: int) -> list[Program]:
         """Every program, to be compiled, for a pool of num_pages."""
         kv, mesh = self._opened.kv, self._model.mesh
-        params, pool = abstract_like(self._params), abstract_pages(kv, num_pages, mesh)
+        params, pool = abstract_like(self._params), abstract_pool(kv, num_pages, mesh)
         return [
             *self._chunks.programs(params, pool, self._experts.shapes, num_pages),
             *self._experts.programs(params),

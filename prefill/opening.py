@@ -13,7 +13,9 @@ def build_engine(config: PrefillConfig) -> tuple[PrefillEngine, OpenedModel, Pre
     opened = open_configured(config, chunk)
     page_size, context = opened.kv.page_size, opened.context_length
     chunk = min(chunk, pages_for(context, page_size) * page_size)
-    buckets = prefill_buckets(chunk, config.max_seqs_per_chunk, context, page_size)
+    buckets = prefill_buckets(
+        chunk, config.max_seqs_per_chunk, context, page_size, opened.kv.groups
+    )
     # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
     contexts = config.max_seqs_per_chunk if on_cpu() else 1 << 20
     natural = contexts * pages_for(context, page_size)

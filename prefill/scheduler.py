@@ -228,12 +228,3 @@ class PrefillScheduler:
         self._cache.insert(
             prompt.token_ids[: full * self._page_size], prompt.salt, prompt.pages[:full]
         )
-
-
-def pages_to_ship(piece: pieces.Piece[Prompt], page_size: int, already: int) -> Sequence[int]:
-    """Indices, within the prompt, of pages complete after this piece and not yet shipped."""
-    if piece.is_last:
-        end = -(-piece.end // page_size)
-    else:
-        end = piece.end // page_size
-    return range(already, max(end, already))

@@ -7,13 +7,12 @@ pages and tokens of chunk n while the device computes chunk n+1.
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax import Array
 
 from model import pieces
 from model.buckets import PrefillBuckets, bucket_for
@@ -23,7 +22,8 @@ from prefill.config import PrefillConfig
 from prefill.held import Held, first_sample
 from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
-from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
+from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender
 from transfer.choice import default_connections, open_sender
@@ -66,35 +66,6 @@ class ChunkEngine(Protocol):
     def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight: ...
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
-
-
-class Run(NamedTuple):
-    """Pages of one room to gather at once."""
-
-    room: int
-    first_page: int  # within the prompt
-    page_ids: Sequence[int]
-
-
-_NO_RUN = Run(0, 0, ())
-
-
-@dataclass(slots=True)
-class Staged:
-    """Runs that were gathered at once, with their shards; num_pages of every rank hold them."""
-
-    num_pages: int
-    runs: list[tuple[Run, list[Array]]]
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A dispatched chunk and everything that waits for it."""
-
-    chunk: ChunkInFlight
-    times: list[ChunkTimes]  # one a piece
-    staged: deque[Staged] = field(default_factory=deque)
-    sampled: SampleOut | None = None
 
 
 class PrefillWorker(RoleWorker[Held, PrefillConfig]):
@@ -148,6 +119,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._facts = facts
         self._num_pages = engine.num_pages
         self._buckets = buckets
+        self._shipping = Shipping(
+            facts.page_size, engine.num_pages, engine.max_run_pages, facts.groups
+        )
         ranks = [self._make_rank(buckets) for _ in range(self.config.dp_size)]
         self._ranks = Ranks(ranks, self.config.load_balance_method)
         self._emitter = StepEmitter(self.worker_id(), self.epoch)
@@ -199,10 +173,13 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         held = Held(submit, room, prompt)
         if prompt.wants_logprobs:
             held.logprobs = CollectedLogprobs(prompt.logprobs_start, submit.num_prompt_tokens)
-        early = self._early.pop(submit.room, None)
-        if early is not None:
-            self._grant(held, early[0])
         return held
+
+    def open_room(self, submit: wire.Submit, received_s: float) -> None:
+        super().open_room(submit, received_s)
+        early, held = self._early.pop(submit.room, None), self._held.get(submit.room)
+        if early is not None and held is not None:
+            self._grant(held, early[0])
 
     def drop(self, room: int, why: str) -> None:
         self._early.pop(room, None)
@@ -239,6 +216,13 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if grant.epoch != held.submit.decode.epoch:
             self.counters["grants_stale"] += 1
             return
+        num_tokens, num_granted = held.prompt.num_tokens, len(grant.page_ids) // 4
+        first = self._shipping.first_windowed(num_tokens, num_granted)
+        if first is None:
+            message = f"decode granted {num_granted} pages for {num_tokens} tokens"
+            self.fail(grant.room, Code.STALE, message)
+            return
+        held.first_windowed = first
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
         self._sender.open(grant)  # connects while the first chunk is computed
@@ -306,7 +290,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.counters["tokens_computed"] += piece.num_tokens
         flight = InFlight(chunk, times)
         self._inflight.append(flight)
-        for each in zip_longest(*wanted, fillvalue=_NO_RUN):  # one of every rank
+        for each in zip_longest(*wanted, fillvalue=NO_RUN):  # one of every rank
             self._stage(flight, each)
         if firsts:
             flight.sampled = self._engine.sample_first(firsts)
@@ -317,9 +301,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)
-        longest, prompt = self._engine.max_run_pages, piece.prompt
-        cuts = [wanted[at : at + longest] for at in range(0, len(wanted), longest)]
-        return [Run(prompt.room, idxs[0], [prompt.pages[i] for i in idxs]) for idxs in cuts]
+        return self._shipping.runs_of(piece, wanted, held.first_windowed)
 
     def _stage(self, flight: InFlight, runs: Sequence[Run]) -> None:
         """Gather a run of each rank, once there is memory for it: the oldest staged leave first."""

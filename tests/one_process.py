@@ -92,13 +92,20 @@ class OneProcess:
         while pieces := scheduler.plan():
             self._prefill.run_chunk([pieces])
         out = self._prefill.sample_first([FirstSample(0, params, ids, len(ids), mask)])
+        for group in range(self._opened.kv.groups):
+            self._copy(
+                [page + group * self._prefill.num_pages for page in prompt.pages],
+                [page + group * self._decode.num_pages for page in pages],
+            )
+        return int(np.asarray(out.ids)[0])
+
+    def _copy(self, computed: Sequence[int], pages: Sequence[int]) -> None:
         longest = self._prefill.max_run_pages
-        for at in range(0, len(prompt.pages), longest):
-            run = prompt.pages[at : at + longest]
+        for at in range(0, len(computed), longest):
+            run = computed[at : at + longest]
             ((shard,),) = self._prefill.gather_runs([run])
             staged = np.asarray(shard)[:, :, : len(run)]
             self._decode.place_run(0, list(pages[at : at + len(run)]), [staged])
-        return int(np.asarray(out.ids)[0])
 
 
 def _opened(path: Path) -> OpenedModel:

@@ -155,7 +155,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         match event:
             case Submitted(submits, received_s):
                 for submit in submits:
-                    self._open(submit, received_s)
+                    self.open_room(submit, received_s)
             case Aborted(rooms, _):
                 for room in rooms:
                     self.drop(room, "aborted")
@@ -170,7 +170,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             case _:
                 self.handle_own(event)
 
-    def _open(self, submit: wire.Submit, received_s: float) -> None:
+    def open_room(self, submit: wire.Submit, received_s: float) -> None:
+        """Hold a room that came, unless there are too many."""
         if submit.room in self._held:
             return  # the same submit, delivered twice
         room = Room(submit.room, self.side, self.clock.monotonic_s(), submit.deadline_s)
@@ -382,6 +383,7 @@ class PoolFacts:
     context_length: int
     logical_kv_heads: int
     stored_kv_heads: int
+    window: int = 0  # positions that layers see whose pages are apart; 0: none have them apart
 
     @staticmethod
     def of(opened: OpenedModel) -> "PoolFacts":
@@ -390,7 +392,13 @@ class PoolFacts:
             opened.context_length,
             opened.logical_kv_heads,
             opened.kv.num_kv_heads,
+            opened.model.cfg.sliding_window if opened.kv.groups > 1 else 0,
         )
+
+    @property
+    def groups(self) -> int:
+        """See model.config.KVSpec."""
+        return 2 if self.window else 1
 
     def request_limit(self, num_pages: int) -> int:
         """Most tokens of one request, prompt and output."""
@@ -444,6 +452,7 @@ def describe(
             page_size=kv.page_size,
             dtype=kv.dtype,
             planes=kv.planes,
+            groups=kv.groups,
         ),
         tp_size=config.tp_size,
         dp_size=config.dp_size,

@@ -23,7 +23,7 @@ import numpy as np
 
 from transfer.errors import BadMessage
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 # Worst-case counts that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -121,7 +121,7 @@ class Grant(Message):
     room: int
     epoch: int  # decode's epoch: frames that carry another are refused
     data_address: str  # backend address, for example tcp://127.0.0.1:4000
-    page_ids: bytes  # i32[pages]: where each page of the prompt goes in decode's pool
+    page_ids: bytes  # i32[pages]: where in decode's pool each goes, by number (prefill/shipping.py)
     tp_size: int  # decode's shards ...
     stored_kv_heads: int  # ... and the heads they hold together: the reshard plan's other half
 
@@ -246,6 +246,7 @@ class KVSpecMessage(Message):
     page_size: int
     dtype: str
     planes: int = 2  # keys and values, or 1: what is both
+    groups: int = 1  # pages that a position has, each of num_layers layers
 
 
 class Load(Message):

@@ -100,7 +100,7 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
         if number == 5:
             led.set_masks(np.array([1], np.int32), mask_of(17))
         nowhere = np.array([-1], np.int32)
-        flight = led.step(np.array([1], np.int32), nowhere, nowhere)
+        flight = led.step(np.array([1], np.int32), nowhere, nowhere, nowhere)
         tokens.append(int(flight.token_ids()[0][0, 0]))
     chunk, sampled, _, *steps = results
     steps = [step for step in steps if step is not None]
@@ -132,7 +132,9 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
         slots, nowhere = np.arange(2, dtype=np.int32), np.full(2, -1, np.int32)
         tokens = []
         for length in range(25, 60):
-            flight = engine.step(slots, nowhere, nowhere, num_pages=-(-length // page_size))
+            flight = engine.step(
+                slots, nowhere, nowhere, nowhere, num_pages=-(-length // page_size)
+            )
             tokens.append(flight.token_ids()[0][:, 0].tolist())
         drawn.append(tokens)
         used.append(names)
@@ -170,7 +172,7 @@ def test_each_slot_draws_what_its_own_mask_leaves() -> None:
         only = [mask_of(number + slot) for slot in masked.tolist()]
         engine.set_masks(masked, np.concatenate(only))
         nowhere = np.full(len(slots), -1, np.int32)
-        flight = engine.step(slots, nowhere, nowhere)
+        flight = engine.step(slots, nowhere, nowhere, nowhere)
         drawn.append(flight.token_ids()[0][:, 0].tolist())
     for number, tokens in zip((40, 900), drawn, strict=True):
         free_token = tokens.pop(1)

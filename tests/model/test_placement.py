@@ -170,7 +170,7 @@ def _decoded(opened: OpenedModel) -> list[list[int]]:
     slots, no_pages = np.arange(2, dtype=np.int32), np.full(2, -1, np.int32)
     tokens = []
     for _ in range(40):
-        flight = engine.step(slots, no_pages, no_pages)
+        flight = engine.step(slots, no_pages, no_pages, no_pages)
         tokens.append(flight.token_ids()[0][:, 0].tolist())
     counted = opened.experts.counters
     assert not counted or min(counted["eplb_rebalances"], counted["eplb_experts_moved"]) > 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.scheduler import Piece, PrefillScheduler, Prompt, pages_to_ship
+from prefill.scheduler import PrefillScheduler, Prompt
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 
@@ -275,24 +275,6 @@ def test_abort_in_every_state_frees_every_page(chunks: int | None) -> None:
     assert bench.all_back()
     assert bench.plan() == []
     assert len(bench.scheduler) == 0
-
-
-@pytest.mark.parametrize(
-    ("start", "num_tokens", "already", "expected"),
-    [
-        (0, 8, 0, [0, 1]),  # two full pages
-        (0, 6, 0, [0]),  # the page in the making stays
-        (6, 4, 1, [1]),  # ... and goes when it is full
-        (4, 2, 1, []),
-        (8, 3, 2, [2]),  # the last piece takes its half page along
-        (10, 1, 0, [0, 1, 2]),  # cached pages are shipped too
-    ],
-)
-def test_pages_are_shipped_once_when_complete(
-    start: int, num_tokens: int, already: int, expected: list[int]
-) -> None:
-    piece = Piece(Prompt(1, np.zeros(11, np.int32), 0.0), start, num_tokens)
-    assert list(pages_to_ship(piece, PAGE, already)) == expected
 
 
 EVENTS = st.lists(

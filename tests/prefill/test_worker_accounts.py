@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -151,8 +152,8 @@ def test_heads_are_cut_as_each_decode_group_stores_them() -> None:
     worker.sender.send_pages = send_pages  # type: ignore[method-assign,assignment]
     for room, stored in ((1, 2), (20, 4)):
         alone.submit(room)
-        grant = alone.grant(room)
-        worker.handle(Granted((wire.Grant(room, grant.epoch, "sim://nobody", b"", 1, stored),)))
+        grant = msgspec.structs.replace(alone.grant(room), stored_kv_heads=stored)
+        worker.handle(Granted((grant,)))
         run_dry(alone)
     assert [stored for stored, _ in seen] == [2, 4]
     assert [sum(run.num_heads for run in runs) for _, runs in seen] == [2, 4]

@@ -3,6 +3,7 @@
 from collections import Counter
 from random import Random
 
+from model.buckets import pages_for
 from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, Net
 from tests.sim.workers import SimDecode, SimPrefill, open_stream
@@ -25,12 +26,14 @@ class Alone:
         dp_size: int = 1,
         local_tokens: int = 0,
         drafts: int = 0,
+        window: int = 0,
     ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
         self.fabric = Fabric(self.net, corrupt=0.0)
         self.batches: list[wire.StepBatch] = []
         self.grants: list[wire.Grant] = []
+        self._num_tokens: dict[int, int] = {}  # by room
         plan = WorkerPlan(
             worker_id=role,
             num_pages=num_pages,
@@ -48,6 +51,7 @@ class Alone:
             dp_size=dp_size,
             local_tokens=local_tokens,
             drafts=drafts,
+            window=window,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":
@@ -80,7 +84,9 @@ class Alone:
             "deadline_s": self.clock.now_s() + 60.0,
             **refs,
         }
-        return wire.Submit(**{**known, **fields})  # type: ignore[arg-type]
+        leg = wire.Submit(**{**known, **fields})  # type: ignore[arg-type]
+        self._num_tokens[room] = len(leg.token_ids) // 4
+        return leg
 
     def ref(self, worker_id: str = "") -> wire.WorkerRef:
         """How a submit names this worker, or another."""
@@ -89,7 +95,8 @@ class Alone:
     def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
         """What a decode worker nobody listens at would send."""
         epoch = self.worker.epoch if epoch is None else epoch
-        return wire.Grant(room, epoch, "sim://nobody", b"", 1, 2)
+        pages = wire.pack_i32(range(pages_for(self._num_tokens.get(room, 1), PAGE)))
+        return wire.Grant(room, epoch, "sim://nobody", pages, 1, 2)
 
     def turn(self) -> bool:
         """One turn, checked."""

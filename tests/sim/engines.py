@@ -25,38 +25,57 @@ AnyPiece = Piece | LocalPiece
 
 
 class Pool:
-    """f32[1, 2, pages, page_size, stored heads, 1], and what one may find in it."""
+    """f32[1, 2, pages of all groups, page_size, stored heads, 1], and what one may find in it."""
 
     def __init__(self, num_pages: int, facts: PoolFacts, tp_size: int) -> None:
+        """num_pages: of each group."""
         self.facts = facts
         self.tp_size = tp_size
-        heads = facts.stored_kv_heads
-        self.kv = np.full((1, 2, num_pages, facts.page_size, heads, 1), -1, np.float32)
+        self._num_pages = num_pages
+        shape = (1, 2, facts.groups * num_pages, facts.page_size, facts.stored_kv_heads, 1)
+        self.kv = np.full(shape, -1, np.float32)
         self.salts: dict[int, str] = {}  # page -> salt of the prompt last computed into it
 
-    def write(self, pages: Sequence[int], start: int, states: Sequence[int]) -> None:
+    def write(
+        self, pages: Sequence[int], start: int, states: Sequence[int], ring: Sequence[int] = ()
+    ) -> None:
         """Positions start .. start+len(states)-1 of the request that has these pages."""
-        facts = self.facts
         at = np.arange(start, start + len(states))
-        page = np.asarray(pages, np.int32)[at // facts.page_size]
-        kv = kv_of(states, start, facts.logical_kv_heads, facts.stored_kv_heads)
-        self.kv[0, :, page, at % facts.page_size, :, 0] = kv.swapaxes(0, 1)
+        for group, table in enumerate(self._tables(pages, ring)):
+            kv = self._kv_of(states, start, group)
+            page = table[at // self.facts.page_size]
+            self.kv[0, :, page, at % self.facts.page_size, :, 0] = kv.swapaxes(0, 1)
 
-    def expect(self, pages: Sequence[int], states: Sequence[int], what: str) -> None:
-        """The first positions of these pages hold exactly this."""
-        if not states:
-            return
-        facts = self.facts
-        at = np.arange(len(states))
-        page = np.asarray(pages, np.int32)[at // facts.page_size]
-        found = self.kv[0, :, page, at % facts.page_size, :, 0].swapaxes(0, 1)
-        wanted = kv_of(states, 0, facts.logical_kv_heads, facts.stored_kv_heads)
-        if not np.array_equal(found, wanted):
-            wrong = int(np.flatnonzero((found != wanted).any(axis=(0, 2)))[0])
-            raise AssertionError(
-                f"{what}: position {wrong} of {len(states)} in page {page[wrong]} holds "
-                f"{found[:, wrong].tolist()}, expected {wanted[:, wrong].tolist()}"
-            )
+    def expect(
+        self, pages: Sequence[int], states: Sequence[int], what: str, ring: Sequence[int] = ()
+    ) -> None:
+        """The first positions of these pages hold exactly this, of a ring those in the window."""
+        for group, table in enumerate(self._tables(pages, ring)):
+            first = max(len(states) + 1 - self.facts.window, 0) if group and ring else 0
+            at = np.arange(first, len(states))
+            page = table[at // self.facts.page_size]
+            found = self.kv[0, :, page, at % self.facts.page_size, :, 0].swapaxes(0, 1)
+            wanted = self._kv_of(states[first:], first, group)
+            if not np.array_equal(found, wanted):
+                wrong = int(np.flatnonzero((found != wanted).any(axis=(0, 2)))[0])
+                raise AssertionError(
+                    f"{what}: position {at[wrong]} of {len(states)} in page {page[wrong]} of group "
+                    f"{group} holds {found[:, wrong].tolist()}, expected "
+                    f"{wanted[:, wrong].tolist()}"
+                )
+
+    def _tables(self, pages: Sequence[int], ring: Sequence[int]) -> list[np.ndarray]:
+        """The page of each place, of each group."""
+        own = np.asarray(pages, np.int32)
+        if self.facts.groups == 1:
+            return [own]
+        if ring:
+            return [own, np.asarray(ring, np.int32)[np.arange(len(own)) % len(ring)]]
+        return [own, own + self._num_pages]
+
+    def _kv_of(self, states: Sequence[int], start: int, group: int) -> np.ndarray:
+        heads = self.facts.logical_kv_heads, self.facts.stored_kv_heads
+        return kv_of(states, start, *heads, group)
 
     def shards(self, pages: Sequence[int], padded: int) -> list[np.ndarray]:
         """A copy of these pages, one array per shard, padded as a compiled gather pads."""
@@ -148,6 +167,7 @@ class _Slot:
     pages: list[int]
     num_prompt_tokens: int
     params: SamplingParams
+    ring: list[int]
     mask: np.ndarray | None = None  # for one step
 
 
@@ -166,8 +186,10 @@ class StepEngine:
         dp_size: int,
         local_chunk: int,
         drafts: int,
+        ring_pages: int,
     ) -> None:
         self.num_pages = num_pages
+        self._ring_pages = ring_pages
         self.stats = stats
         self.dispatched = 0
         self._facts = facts
@@ -190,10 +212,16 @@ class StepEngine:
             assert 0 <= start.slot < self._num_slots
             tokens = start.token_ids.tolist()
             states = chain(tokens[:-1])
-            self._pool_of(start.slot).expect(start.pages, states, f"slot {start.slot} starts")
-            self._slots[start.slot] = _Slot(
-                tokens, states, list(start.pages), start.num_prompt_tokens, start.params
+            slot = self._slots[start.slot] = _Slot(
+                tokens,
+                states,
+                list(start.pages),
+                start.num_prompt_tokens,
+                start.params,
+                list(start.ring),
             )
+            assert len(slot.ring) == min(self._ring_pages, len(slot.pages))
+            self._expect(start.slot, slot, "starts")
 
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
         assert len(slots) == len(masks)
@@ -240,6 +268,7 @@ class StepEngine:
         slots: np.ndarray,
         new_pages: np.ndarray,
         places: np.ndarray,
+        new_in_ring: np.ndarray,
         tries: bool = False,
         num_pages: int | None = None,
     ) -> StepInFlight:
@@ -252,14 +281,18 @@ class StepEngine:
         ids = np.zeros((self._num_slots, width + made), np.int32)  # the compiled step pads
         # Not those of the plan: whoever forgets to look them up shall see other tokens.
         rows = slots[::-1].copy()
-        for row, number, new_page, place in zip(
-            rows.tolist(), slots.tolist(), new_pages.tolist(), places.tolist(), strict=True
-        ):
+        plan = np.stack([rows, slots, new_pages, places, new_in_ring], axis=1)
+        for row, number, new_page, place, in_ring in plan.tolist():
             slot = self._slots[number]
             if new_page >= 0:
                 assert place == len(slot.pages), f"slot {number}: place {place} of {slot.pages}"
                 slot.pages.append(new_page)
-            self._pool_of(number).expect(slot.pages, slot.states, f"slot {number} steps")
+            if in_ring >= 0:
+                assert place == len(slot.ring), f"slot {number}: place {place} of {slot.ring}"
+                slot.ring.append(in_ring)
+            assert len(slot.ring) == min(self._ring_pages, len(slot.pages))
+            self.stats["rings_round"] += 0 < len(slot.ring) < len(slot.pages)
+            self._expect(number, slot, "steps")
             assert (slot.mask is not None) == bool(slot.params.grammar)
             ids[row, -1] = slot.states[-1] % 2  # by chance, as what is drawn
             ids[row, :width] = self._drawn(number, slot, width)
@@ -283,11 +316,11 @@ class StepEngine:
                 position += ahead - right - 1
                 if position >= most:
                     break
-                pool.write(slot.pages, position, [-ahead])
+                pool.write(slot.pages, position, [-ahead], slot.ring)
                 drawn.append(REJECTED)
                 continue
             state = extend(slot.states[-1], slot.token_ids[-1])
-            pool.write(slot.pages, position, [state])
+            pool.write(slot.pages, position, [state], slot.ring)
             slot.states.append(state)
             token_idx = len(slot.token_ids) - slot.num_prompt_tokens
             drawn.append(draw(state, token_idx, params.seed, mask))
@@ -295,6 +328,10 @@ class StepEngine:
             self.stats["drafts_accepted"] += ahead > 0
         # Over-run: the device goes on, to be passed over.
         return drawn + [NO_DRAFT] * (width - len(drawn)) if drawn else [FIRST_ID] * width
+
+    def _expect(self, number: int, slot: _Slot, what: str) -> None:
+        pool = self._pool_of(number)
+        pool.expect(slot.pages, slot.states, f"slot {number} {what}", slot.ring)
 
     def _pool_of(self, slot: int) -> Pool:
         return self._pools[slot // self._rank_slots]

@@ -60,13 +60,16 @@ def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[i
     return tokens
 
 
-def kv_of(states: Sequence[int], start: int, num_logical: int, num_stored: int) -> np.ndarray:
+def kv_of(
+    states: Sequence[int], start: int, num_logical: int, num_stored: int, group: int = 0
+) -> np.ndarray:
     """The kv of consecutive positions: f32[2, tokens, stored heads].
 
-    Keys hold the hash, values the position and the logical head, so both axes can be checked.
+    Keys hold the hash, values the position, the logical head and the group of layers, so that each
+    axis can be checked.
     """
     logical = np.arange(num_stored) * num_logical // num_stored
     positions = np.arange(start, start + len(states))
     keys = np.repeat(np.array(states, np.float32)[:, None], num_stored, axis=1)
-    values = (positions[:, None] * num_logical + logical).astype(np.float32)
+    values = (positions[:, None] * num_logical + logical).astype(np.float32) + group / 2
     return np.stack([keys, values])

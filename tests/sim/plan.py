@@ -29,6 +29,7 @@ class WorkerPlan:
     balancing: Method = "shortest_queue"
     local_tokens: int = 0  # longest prompt that decode computes itself
     drafts: int = 0  # tokens that a step drafts for each slot
+    window: int = 0  # positions that half of the layers see; 0: all see all
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def draw_plan(rng: Random) -> Plan:
     page_size = rng.choice((2, 4, 4, 8))
     context = page_size * rng.choice((8, 12))
     logical_heads = 2
+    window = rng.choice((0, 0, 1, page_size, 2 * page_size + 1))  # of the model that all serve
     trouble = 0.0 if rng.random() < 0.33 else rng.choice((0.5, 1.0, 2.0))
 
     def worker(worker_id: str, full_lengths: float) -> WorkerPlan:
@@ -85,6 +87,7 @@ def draw_plan(rng: Random) -> Plan:
             balancing=rng.choice(METHODS),
             local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
             drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
+            window=window,
         )
 
     prefills = tuple(

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from decode import rings
 from decode.constrained import ConstrainedSlots
 from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
+from model import buckets
 from prefill.ranks import Ranks
+from prefill.shipping import Shipping
 from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
@@ -21,8 +24,8 @@ from transfer.prefix_cache import PrefixCache
 from transfer.role import GrammarReady
 from transfer.worker import Aborted, ApiGone
 
-SEEDS = range(400, 500)  # in which the rarest of what is listed below happens, too
-FAULT_SEEDS = range(60)  # a fault has to show within these
+SEEDS = range(500, 600)  # in which the rarest of what is listed below happens, too
+FAULT_SEEDS = range(110, 180)  # a fault has to show within these
 
 HAPPENS = [
     "ended_finished",
@@ -38,6 +41,7 @@ HAPPENS = [
     "step_read_1_behind",
     "steps_with_drafts",
     "drafts_accepted",
+    "rings_round",
     "chunk_read_1_behind",
     "decode_receiving_done",  # its first token ended it
     "decode_decoding_done",
@@ -162,8 +166,24 @@ def _rows_of_former_owners(finish: Any) -> Callable[..., Any]:
     return lambda self, plan, ids: finish(self, replace(plan, rooms=self._room[plan.slots]), ids)
 
 
-def _no_page_entered(page_at: Any) -> Callable[..., Any]:
-    return lambda self, slot, place: (page_at(self, slot, place), -1)[1]
+def _no_page_entered(pages_at: Any) -> Callable[..., Any]:
+    return lambda self, slot, place: (-1, pages_at(self, slot, place)[1])
+
+
+def _ring_without_its_last_page(pages_at: Any) -> Callable[..., Any]:
+    return lambda self, slot, place: (pages_at(self, slot, place)[0], -1)
+
+
+def _rings_a_page_short(touched_pages: Any) -> Callable[..., Any]:
+    return lambda *sizes: max(touched_pages(*sizes) - 1, 1)
+
+
+def _window_that_ends_a_page_late(first_seen: Any) -> Callable[..., Any]:
+    return lambda tokens, window, page_size: first_seen(tokens, window, page_size) + 1
+
+
+def _windows_from_the_pages_of_others(runs_of: Any) -> Callable[..., Any]:
+    return lambda self, *piece: runs_of(replace(self, num_pages=0), *piece)
 
 
 def _drafts_for_which_there_is_no_page(plan: Any) -> Callable[..., Any]:
@@ -208,7 +228,11 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
     ("owner", "method", "wrap"),
     [
         (DecodeScheduler, "finish", _rows_of_former_owners),
-        (DecodeScheduler, "_page_at", _no_page_entered),
+        (DecodeScheduler, "_pages_at", _no_page_entered),
+        (DecodeScheduler, "_pages_at", _ring_without_its_last_page),
+        (rings, "first_seen", _window_that_ends_a_page_late),
+        (buckets, "touched_pages", _rings_a_page_short),
+        (Shipping, "runs_of", _windows_from_the_pages_of_others),
         (DecodeScheduler, "plan", _drafts_for_which_there_is_no_page),
         (Ranks, "add", _ranks_as_it_likes),
         (PrefixCache, "_chain", _one_salt_for_all),
@@ -224,7 +248,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
     ],
 )
 def test_a_fault_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, wrap: Wrap
+    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, wrap: Wrap
 ) -> None:
     monkeypatch.setattr(owner, method, wrap(getattr(owner, method)))
     with pytest.raises(SimulationFailed, match=r"seed \d+, tick \d+: .*--seed \d+"):

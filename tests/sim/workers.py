@@ -9,7 +9,7 @@ from decode.config import DecodeConfig
 from decode.held import Finished, PagesArrived, SenderLost
 from decode.local import MAX_SEQS
 from decode.worker import DecodeWorker
-from model.buckets import PrefillBuckets, pages_for
+from model.buckets import PrefillBuckets, decode_buckets, pages_for
 from model.config import KVSpec
 from prefill.config import PrefillConfig
 from prefill.worker import PrefillWorker, SenderSaid
@@ -73,6 +73,11 @@ class RoomWatch:
             assert now in REACHABLE[self._side, before], f"room {number}: {before} -> {now}"
 
 
+def _facts_of(plan: WorkerPlan) -> PoolFacts:
+    heads = plan.logical_heads, plan.stored_heads
+    return PoolFacts(plan.page_size, plan.context, *heads, plan.window)
+
+
 class SimPrefill(PrefillWorker):
     """A prefill worker whose surroundings are simulated."""
 
@@ -91,7 +96,7 @@ class SimPrefill(PrefillWorker):
         )
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats
-        facts = PoolFacts(plan.page_size, plan.context, plan.logical_heads, plan.stored_heads)
+        facts = _facts_of(plan)
         sender = SimSender(
             fabric, lambda event: self.inbox.post(SenderSaid(event)), plan.max_frame_bytes
         )
@@ -190,7 +195,7 @@ class SimDecode(DecodeWorker):
         )
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats
-        facts = PoolFacts(plan.page_size, plan.context, plan.logical_heads, plan.stored_heads)
+        facts = _facts_of(plan)
         receiver = SimReceiver(
             fabric,
             f"sim://{plan.worker_id}",
@@ -201,6 +206,9 @@ class SimDecode(DecodeWorker):
             on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         self.receiver = receiver
+        window = 0 if plan.local_tokens else plan.window
+        sizes = plan.num_slots, plan.context, plan.page_size
+        ring_pages = decode_buckets(*sizes, config.drafting, window).ring_pages
         engine = StepEngine(
             plan.num_pages,
             facts,
@@ -210,6 +218,7 @@ class SimDecode(DecodeWorker):
             plan.dp_size,
             plan.chunk_tokens,
             plan.drafts,
+            ring_pages,
         )
         pages = 2 * pages_for(plan.context, plan.page_size)
         local = PrefillBuckets((plan.chunk_tokens,), MAX_SEQS, pages, (1,), 1)
@@ -220,6 +229,7 @@ class SimDecode(DecodeWorker):
             receiver,
             receiver.start(),
             local if plan.local_tokens else None,
+            ring_pages,
         )
         self._grammars = SimGrammars(fabric.net)
         self._ready = True

@@ -1,0 +1,50 @@
+"""Pages of layers with a window, where they are apart from the others: a slot's ring. Pure.
+
+A ring has as many pages as the window touches, drafts included: the page of place j in a page table
+is entry j % size, so that what is written next takes the place of what nobody looks at any more.
+Prefill sends the last pages of a prompt, those into which the window of the next token reaches.
+
+A worker that computes prompts has no rings: it keeps all pages of both groups, since a prefix that
+another prompt shares needs them. There page p of the second group is that of the first, of which
+the pool has as many, behind those.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode.admission import Seat
+from model.buckets import pages_for
+from transfer.role import PoolFacts
+
+
+def first_seen(num_tokens: int, window: int, page_size: int) -> int:
+    """The first page into which the window of the token behind so many reaches."""
+    return max(num_tokens + 1 - window, 0) // page_size
+
+
+@dataclass(frozen=True)
+class Rings:
+    """What a decode worker has of pages. num_pages: of each group in a rank's pool.
+
+    ring_pages: of a whole ring; 0: there are none.
+    """
+
+    facts: PoolFacts
+    num_pages: int
+    ring_pages: int = 0
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of a rank that are handed out: with rings those of both groups, as one."""
+        return self.num_pages * (self.facts.groups if self.ring_pages else 1)
+
+    def to_fill(self, seat: Seat) -> Sequence[int]:
+        """Where the pages of a prompt go that prefill sends, in the order of their numbers."""
+        facts = self.facts
+        own = seat.pages[: pages_for(seat.num_tokens, facts.page_size)]
+        if not facts.window:
+            return own
+        if not self.ring_pages:
+            return [*own, *(page + self.num_pages for page in own)]
+        first = first_seen(seat.num_tokens, facts.window, facts.page_size)
+        return [*own, *(seat.ring[place % self.ring_pages] for place in range(first, len(own)))]

@@ -1,0 +1,94 @@
+"""Which pages leave after a chunk, under which numbers, and what waits until they have.
+
+Pages travel under numbers: those of a prompt are 0 to n - 1, and where layers with a window have
+pages of their own (model/page_groups.py), the last of those that decode still looks at are n and
+up. How many it wants it says by how many pages it grants.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jax import Array
+
+from model.buckets import pages_for
+from model.chunks import ChunkInFlight
+from model.pieces import Piece
+from model.sampling import SampleOut
+from prefill.scheduler import Prompt
+from transfer.chunk_times import ChunkTimes
+
+
+class Run(NamedTuple):
+    """Pages of one room to gather at once."""
+
+    room: int
+    first_page: int  # its number
+    page_ids: Sequence[int]
+
+
+NO_RUN = Run(0, 0, ())
+
+
+@dataclass(slots=True)
+class Staged:
+    """Runs that were gathered at once, with their shards; num_pages of every rank hold them."""
+
+    num_pages: int
+    runs: list[tuple[Run, list[Array]]]
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A dispatched chunk and everything that waits for it."""
+
+    chunk: ChunkInFlight
+    times: list[ChunkTimes]  # one a piece
+    staged: deque[Staged] = field(default_factory=deque)
+    sampled: SampleOut | None = None
+
+
+@dataclass(frozen=True)
+class Shipping:
+    """What the numbers of pages follow from.
+
+    num_pages: of each group in a rank's pool. most: pages of a run. groups: see KVSpec.
+    """
+
+    page_size: int
+    num_pages: int
+    most: int
+    groups: int = 1
+
+    def first_windowed(self, num_tokens: int, num_granted: int) -> int | None:
+        """Of a prompt's pages, the first that travels for layers with a window, too.
+
+        num_granted: pages that decode has for the prompt. None: no such number follows from one.
+        """
+        num_pages = pages_for(num_tokens, self.page_size)
+        behind = num_granted - num_pages
+        most = num_pages if self.groups > 1 else 0
+        return num_pages - behind if 0 <= behind <= most else None
+
+    def runs_of(self, piece: Piece[Prompt], pages: range, first_windowed: int) -> list[Run]:
+        """These pages of the piece's prompt, in runs that fit a compiled gather."""
+        prompt = piece.prompt
+        behind = [self.num_pages + prompt.pages[i] for i in pages if i >= first_windowed]
+        number = pages_for(prompt.num_tokens, self.page_size) + max(pages.start - first_windowed, 0)
+        # In this order: once the last of the others has left, the chunk has.
+        runs = self._cut(prompt.room, number, behind)
+        return runs + self._cut(prompt.room, pages.start, [prompt.pages[i] for i in pages])
+
+    def _cut(self, room: int, number: int, page_ids: Sequence[int]) -> list[Run]:
+        cuts = range(0, len(page_ids), self.most)
+        return [Run(room, number + at, page_ids[at : at + self.most]) for at in cuts]
+
+
+def pages_to_ship(piece: Piece[Prompt], page_size: int, already: int) -> range:
+    """Indices, within the prompt, of pages complete after this piece and not yet shipped."""
+    if piece.is_last:
+        end = pages_for(piece.end, page_size)
+    else:
+        end = piece.end // page_size
+    return range(already, max(end, already))
