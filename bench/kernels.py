@@ -24,7 +24,6 @@ from bench.floors import (
     Cost,
     decode_attention_cost,
     decode_step_cost,
-    kv_bytes_per_token,
     moe_cost,
     prefill_attention_cost,
     prefill_chunk_cost,
@@ -36,6 +35,7 @@ from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
 from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
+from model.page_groups import Place, decode_groups, of_groups, place_of
 from model.programs import Program, compile_all, mib
 from model.sampling import empty_rows, sample
 from model.sharding import make_mesh, replicated
@@ -92,7 +92,7 @@ def fitting(shape: Shape, memory_bytes: int) -> Shape:
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
         for leaf in jax.tree.leaves(model.param_leaves())
     )
-    page_bytes = model.kv_spec().page_bytes
+    page_bytes = model.kv_spec().all_layers_bytes
     left = memory_bytes - memory_bytes // 16 - weights
     batches = [
         slots
@@ -154,7 +154,7 @@ class KernelBench:
     def _decode_attention(self, name: str, layers: Sequence[int]) -> None:
         windowed = self._windowed(layers[0])
         for slots in self.shape.slots:
-            args = _of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
+            args = self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
             taken_s = self._time("decode_attention", self.model.kernels.decode_attention, args)
             cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
             self._rows(f"{name} x{slots}", taken_s, cost, {"slots": slots})
@@ -162,7 +162,7 @@ class KernelBench:
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> None:
         windowed = self._windowed(layers[0])
         for tokens in self.shape.chunks:
-            args = _of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
+            args = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             taken_s = self._time("prefill_attention", self.model.kernels.prefill_attention, args)
             cost = prefill_attention_cost(self.shape, tokens, windowed)
             self._rows(f"{name} {tokens}", taken_s, cost, {"tokens": tokens})
@@ -203,7 +203,7 @@ class KernelBench:
         On a CPU device and host share memory, so that nothing crosses.
         """
         shape = {"pages": TRAVEL_PAGES, "page_size": self.shape.page_size}
-        num_bytes = TRAVEL_PAGES * self.shape.page_size * kv_bytes_per_token(self.shape)
+        num_bytes = TRAVEL_PAGES * self.model.kv_spec().page_bytes
         scattered = self.rng.permutation(self.num_pages)[:TRAVEL_PAGES].astype(np.int32)
         ids = jax.device_put(scattered)
 
@@ -259,12 +259,19 @@ class KernelBench:
 
     def decode_attention_inputs(self, slots: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a decode attention kernel, every slot `context` tokens long."""
-        positions, table = self._table(slots)
-        return (self._queries(slots), *self._of_layer(layer, positions, table))
+        positions, table = map(jnp.asarray, self._table(slots))
+        sizes = self.shape.page_size, self.num_pages
+        rows = decode_groups(self.shape.cfg, *sizes, positions, table, positions, None)
+        group = self._place(layer).group
+        own = rows.positions[group], rows.page_table[group]
+        return (self._queries(slots), *self._of_layer(layer, *own))
 
     def prefill_attention_inputs(self, tokens: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a prefill attention kernel: one prompt that fills the chunk."""
-        return (self._queries(tokens), *self._of_layer(layer, self._chunk(tokens)))
+        batch, group = self._chunk(tokens), self._place(layer).group
+        page_ids = of_groups(self.shape.cfg, batch.page_ids, self.num_pages)[group]
+        batch = batch._replace(page_ids=page_ids)
+        return (self._queries(tokens), *self._of_layer(layer, batch))
 
     def experts_inputs(self, tokens: int) -> tuple[Any, ...]:
         """Arguments of an experts kernel, every expert as likely as the others."""
@@ -305,7 +312,16 @@ class KernelBench:
         """Arguments of an attention kernel behind its queries."""
         cfg, dims = self.shape.cfg, self.model.dims
         sinks = self._random((dims.kv_heads, dims.group)) if cfg.sinks else None
-        return (self.pool, jnp.int32(layer), *rows, sinks, window_of(cfg, jnp.int32(layer)))
+        window = window_of(cfg, jnp.int32(layer))
+        return (self.pool, self._place(layer).layer, *rows, sinks, window)
+
+    def _of_layers(self, args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Arguments of an attention kernel, of each of these layers, which are of one kind."""
+        queries, pool, _, *rest = args
+        return [(queries, pool, self._place(layer).layer, *rest) for layer in layers]
+
+    def _place(self, layer: int) -> Place:
+        return place_of(self.shape.cfg, jnp.int32(layer))
 
     def _ids(self, count: int) -> np.ndarray:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)
@@ -404,12 +420,6 @@ class KernelBench:
         shapes = {"shape": self.shape.name, "dtype": self.shape.dtype, **sizes}
         shapes["context"] = self.shape.context
         self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes=shapes)
-
-
-def _of_layers(args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Arguments of an attention kernel, of each of these layers."""
-    queries, pool, _, *rest = args
-    return [(queries, pool, jnp.int32(layer), *rest) for layer in layers]
 
 
 def run(report: Report, shape: Shape, parts: Sequence[str], budget_s: float) -> None:

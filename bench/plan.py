@@ -26,7 +26,8 @@ from bench.floors import (
     step_key_bytes,
 )
 from bench.shapes import Shape
-from model.buckets import check_page_size, pages_for
+from decode.rings import first_seen
+from model.buckets import check_page_size, pages_for, touched_pages
 from model.config import FP8, ModelConfig
 from model.errors import ModelError
 from model.params import Leaf, param_leaves
@@ -121,8 +122,9 @@ class Group:
     shape: Shape
     dims: Dims
     weights_bytes: int  # of a device
-    page_bytes: int  # of a device
+    page_bytes: int  # of a device, all layers
     num_pages: int  # of a rank
+    ring_pages: int  # of a request, for layers with a window; 0: as for the others
 
     @property
     def num_devices(self) -> int:
@@ -130,7 +132,19 @@ class Group:
 
     def requests(self, tokens: int) -> int:
         """Of so many positions each, how many a rank holds at once."""
-        return self.num_pages // pages_for(tokens, self.config.page_size)
+        pages = pages_for(tokens, self.config.page_size)
+        groups = self.shape.cfg.page_groups
+        each = pages + min(pages, self.ring_pages) if self.ring_pages else groups * pages
+        return groups * self.num_pages // each
+
+    def sent_bytes(self, tokens: int) -> int:
+        """Of the pages of a prompt that prefill sends this group."""
+        page, cfg = self.config.page_size, self.shape.cfg
+        each = pages = pages_for(tokens, page)
+        if self.ring_pages:
+            each = pages - first_seen(tokens, cfg.sliding_window, page)
+        share = (pages + each * (cfg.page_groups - 1)) / cfg.page_groups
+        return int(share * page * kv_bytes_per_token(self.shape))
 
     def step_s(self, slots: int, context: int, ceilings: Ceilings) -> float:
         """A step of every rank with so many slots in each."""
@@ -164,8 +178,13 @@ def _over(cost: Cost, devices: int) -> Cost:
     return Cost(cost.num_bytes / devices, cost.flops / devices)
 
 
-def plan_group(cfg: ModelConfig, config: GroupConfig, memory_gib: float) -> Group:
-    """What one worker stores. Raises ModelError when it does not fit, or cannot be divided so."""
+def plan_group(
+    cfg: ModelConfig, config: GroupConfig, memory_gib: float, has_rings: bool = False
+) -> Group:
+    """What one worker stores. has_rings: see decode/rings.py.
+
+    Raises ModelError when it does not fit, or cannot be divided so.
+    """
     mesh = abstract_mesh(config.tp_size, config.ep_size, config.dp_size)
     shared = config.ep_size > config.tp_size
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
@@ -188,7 +207,9 @@ def plan_group(cfg: ModelConfig, config: GroupConfig, memory_gib: float) -> Grou
             "raise --tp-size or --ep-size"
         )
     shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages)
-    return Group(config, shape, dims, weights, page_bytes, left // page_bytes)
+    apart = has_rings and cfg.page_groups > 1
+    ring = touched_pages(cfg.sliding_window, config.page_size) if apart else 0
+    return Group(config, shape, dims, weights, page_bytes, left // page_bytes, ring)
 
 
 def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
@@ -206,10 +227,11 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
     args = parser.parse_args(argv)
     plan = flags.config_from(PlanConfig, args)
     cfg = ModelConfig.from_dir(plan.model_path)
-    groups = [
-        plan_group(cfg, flags.config_from(GroupConfig, args, role), plan.device_memory_gib)
-        for role in ROLES
-    ]
+    prefill, decode = (flags.config_from(GroupConfig, args, role) for role in ROLES)
+    groups = (
+        plan_group(cfg, prefill, plan.device_memory_gib),
+        plan_group(cfg, decode, plan.device_memory_gib, has_rings=True),
+    )
     terminal.say("\n".join(report(plan, *groups)))
 
 
@@ -235,12 +257,12 @@ def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
 
 
 def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
-    ceilings, page = plan.ceilings, prefill.config.page_size
+    ceilings = plan.ceilings
     packed = max(1, plan.chunked_prefill_size // plan.input_tokens)
     packed = min(packed, prefill.requests(plan.input_tokens))
     alone_s = prefill.chunk_s(plan.input_tokens, 1, ceilings)
     taken = packed * prefill.config.dp_size / prefill.chunk_s(plan.input_tokens, packed, ceilings)
-    sent = pages_for(plan.input_tokens, page) * page * kv_bytes_per_token(prefill.shape)
+    sent = decode.sent_bytes(plan.input_tokens)
     sent_ms = 1e3 * sent / (plan.link_gb * 1e9)
     lines = [
         _line("a prompt alone", f"{1e3 * alone_s:,.2f} ms"),

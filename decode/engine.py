@@ -343,9 +343,9 @@ class DecodeEngine:
         state = abstract_of(self._empty_state(self._dp_size * self._rank_slots), mesh, RANKS)
         programs = self._step_programs(params, pool, state, experts)
         if self._chunks is not None:
-            programs += self._chunks.programs(params, pool, experts, num_pages)
+            programs += self._chunks.programs(params, pool, experts)
         programs += self._experts.programs(params)
-        programs += self._runs.programs(pool, num_pages)
+        programs += self._runs.programs(pool)
         return programs + self._slot_programs(state)
 
     def _step_programs(

@@ -99,7 +99,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._model = model
         self._context_length = context_length
         self._dp_size = num_ranks(model.mesh)
-        self._num_pages = 0  # of each rank
+        self._nowhere = 0  # a position past the pool of a rank
         self._chunk: dict[int, Program] = {}
         self._sample_plain: Program
         self._sample_edited: Program
@@ -171,9 +171,8 @@ class ChunkPrograms[Q: ChunkPrompt]:
     def _pack(self, pieces: Sequence[Piece[Q]], bucket: int) -> tuple[list[np.ndarray], np.ndarray]:
         """A rank's part: the fields of ChunkBatch, and the last row of each piece."""
         seqs, page_size = self.buckets.seqs, self._model.page_size
-        nowhere = self._num_pages * page_size
         tokens = np.zeros((4, bucket), np.int32)  # ids, positions, seq_idx, kv_idx
-        tokens[2], tokens[3] = seqs, nowhere
+        tokens[2], tokens[3] = seqs, self._nowhere
         pages = np.zeros((3, self.buckets.pages), np.int32)  # ids, seq, position of first token
         pages[1] = seqs
         last_rows = np.zeros(seqs, np.int32)
@@ -195,13 +194,13 @@ class ChunkPrograms[Q: ChunkPrompt]:
         return [*tokens, *pages, np.array([page_row], np.int32)], last_rows
 
     def programs(
-        self, params: Any, pool: jax.ShapeDtypeStruct, experts: ExpertArgs, num_pages: int
+        self, params: Any, pool: jax.ShapeDtypeStruct, experts: ExpertArgs
     ) -> list[Program]:
         """All of them, to be compiled.
 
-        params, pool, experts: their shapes; num_pages: of each rank's pool.
+        params, pool, experts: their shapes.
         """
-        self._num_pages = num_pages
+        self._nowhere = pool.shape[2] // self._dp_size * self._model.page_size
         chunk = on_ranks(
             self._model.mesh,
             self._chunk_fn,

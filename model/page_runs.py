@@ -118,7 +118,7 @@ class PlacedRuns:
         self._spans = spans_processes(mesh)
         # One array has a part on each device, whoever's pages came.
         self._needs_nothing = self._spans or num_ranks(mesh) > 1
-        self._num_pages = 0  # of each rank
+        self._nowhere = 0  # a page past the pool of a rank
         self._place: dict[int, Program] = {}
         self._nothing: dict[int, dict[jax.Device, Array]] = {}
 
@@ -132,9 +132,9 @@ class PlacedRuns:
         copies = self._mesh.size // num_ranks(self._mesh) if self._spans else 1
         return (most_placing + nothing) * copies
 
-    def programs(self, pool: jax.ShapeDtypeStruct, num_pages: int) -> list[Program]:
-        """All of them, to be compiled. pool: its shape; num_pages: of each rank's."""
-        self._num_pages = num_pages
+    def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
+        """All of them, to be compiled. pool: its shape."""
+        self._nowhere = pool.shape[2] // num_ranks(self._mesh)
         function, spec = (_place_sent, DEVICES) if self._spans else (write_pages, POOL_SPEC)
         place = on_ranks(self._mesh, function, (POOL_SPEC, spec, RANKS), POOL_SPEC)
         for count in self._run_pages:
@@ -155,7 +155,7 @@ class PlacedRuns:
     def ids_of(self, rank: int, page_ids: Sequence[int]) -> tuple[int, np.ndarray]:
         """The program for a run of one rank, and which pages it writes."""
         bucket = bucket_for(len(page_ids), self._run_pages)
-        ids = np.full((num_ranks(self._mesh), bucket), self._num_pages, np.int32)  # past the pool
+        ids = np.full((num_ranks(self._mesh), bucket), self._nowhere, np.int32)
         ids[rank, : len(page_ids)] = page_ids
         return bucket, ids.ravel()
 

@@ -116,7 +116,7 @@ class PrefillEngine:
         kv, mesh = self._opened.kv, self._model.mesh
         params, pool = abstract_like(self._params), abstract_pool(kv, num_pages, mesh)
         return [
-            *self._chunks.programs(params, pool, self._experts.shapes, num_pages),
+            *self._chunks.programs(params, pool, self._experts.shapes),
             *self._experts.programs(params),
             *self._runs.programs(pool),
         ]

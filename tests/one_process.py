@@ -8,16 +8,19 @@ import numpy as np
 
 from decode.admission import Admission
 from decode.engine import DecodeEngine, SlotStart
+from decode.rings import Rings
 from decode.scheduler import DecodeScheduler
 from model.buckets import decode_buckets, prefill_buckets
 from model.chunks import FirstSample
 from model.opening import OpenedModel, open_model
 from prefill.engine import PrefillEngine
-from prefill.scheduler import PrefillScheduler, Prompt
+from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.shipping import Shipping
 from transfer import wire
 from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
+from transfer.role import PoolFacts
 
 PAGE_SIZE = 16
 CONTEXT = 512
@@ -28,30 +31,33 @@ POOL_TOKENS = 2 * CONTEXT
 class OneProcess:
     """One request at a time through both engines, with no transfer, cache or preemption."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, has_rings: bool = False) -> None:
+        """has_rings: decode keeps no more than windows, as a worker does; else all pages."""
         self._opened = _opened(path)
+        self._facts = PoolFacts.of(self._opened)
         self._grammars = Grammars(path, self._opened.model.cfg)
         self._buckets = prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE)
         self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
-        self._decode = DecodeEngine(
-            _opened(path), decode_buckets(1, CONTEXT, PAGE_SIZE), 0.0, POOL_TOKENS
-        )
+        window = self._facts.window if has_rings else 0
+        buckets = decode_buckets(1, CONTEXT, PAGE_SIZE, window=window)
+        self._decode = DecodeEngine(_opened(path), buckets, 0.0, POOL_TOKENS)
+        self.rings = Rings(self._facts, self._decode.num_pages, buckets.ring_pages)
 
     def run(self, token_ids: Sequence[int], params: wire.SamplingParams) -> list[int]:
         """Generated ids."""
         ids = np.array(token_ids, np.int32)
         constraint = self._constraint(ids, params) if params.grammar else None
-        admission = Admission([PagePool(self._decode.num_pages)], 1, PAGE_SIZE, 0)
+        pool, ring_pages = PagePool(self.rings.pool_pages), self.rings.ring_pages
+        admission = Admission([pool], 1, PAGE_SIZE, 0, ring_pages=ring_pages)
         scheduler = DecodeScheduler(admission, PAGE_SIZE)
         admission.add(0, len(ids), 0.0)
         (seat,) = admission.admit()
         mask = constraint.first_mask if constraint is not None else None
-        tokens = [self._first(ids, params, seat.pages, mask)]
+        tokens = [self._first(ids, params, self.rings.to_fill(seat), mask)]
         if tokens[0] in params.stop_token_ids or params.max_new_tokens == 1:
             return tokens
-        start = SlotStart(
-            seat.slot, np.append(ids, tokens).astype(np.int32), len(ids), seat.pages, params
-        )
+        known = np.append(ids, tokens).astype(np.int32)
+        start = SlotStart(seat.slot, known, len(ids), seat.pages, params, seat.ring)
         self._decode.start_slots([start])
         scheduler.start(seat, "api", params, len(ids))
         while (plan := scheduler.plan()) is not None:
@@ -79,7 +85,7 @@ class OneProcess:
         self,
         ids: np.ndarray,
         params: wire.SamplingParams,
-        pages: Sequence[int],
+        to_fill: Sequence[int],
         mask: np.ndarray | None,
     ) -> int:
         pool = PagePool(self._prefill.num_pages)
@@ -92,20 +98,16 @@ class OneProcess:
         while pieces := scheduler.plan():
             self._prefill.run_chunk([pieces])
         out = self._prefill.sample_first([FirstSample(0, params, ids, len(ids), mask)])
-        for group in range(self._opened.kv.groups):
-            self._copy(
-                [page + group * self._prefill.num_pages for page in prompt.pages],
-                [page + group * self._decode.num_pages for page in pages],
-            )
+        sizes = PAGE_SIZE, self._prefill.num_pages, self._prefill.max_run_pages
+        shipping = Shipping(*sizes, self._facts.groups)
+        first = shipping.first_windowed(len(ids), len(to_fill))
+        assert first is not None
+        for run in shipping.runs_of(Piece(prompt, 0, len(ids)), range(len(prompt.pages)), first):
+            ((shard,),) = self._prefill.gather_runs([run.page_ids])
+            staged = np.asarray(shard)[:, :, : len(run.page_ids)]
+            filled = to_fill[run.first_page : run.first_page + len(run.page_ids)]
+            self._decode.place_run(0, filled, [staged])
         return int(np.asarray(out.ids)[0])
-
-    def _copy(self, computed: Sequence[int], pages: Sequence[int]) -> None:
-        longest = self._prefill.max_run_pages
-        for at in range(0, len(computed), longest):
-            run = computed[at : at + longest]
-            ((shard,),) = self._prefill.gather_runs([run])
-            staged = np.asarray(shard)[:, :, : len(run)]
-            self._decode.place_run(0, list(pages[at : at + len(run)]), [staged])
 
 
 def _opened(path: Path) -> OpenedModel:

@@ -157,7 +157,7 @@ def test_kv_bytes_of_a_token():
 def test_kv_bytes_are_those_of_the_pages(shape):
     mesh = make_mesh(1, 1, jax.devices()[:1])
     spec = kv_spec(shape.cfg, Dims.of(shape.cfg, mesh), shape.page_size, shape.dtype)
-    assert spec.page_bytes == shape.page_size * kv_bytes_per_token(shape)
+    assert spec.all_layers_bytes == shape.page_size * kv_bytes_per_token(shape)
 
 
 def test_latent_queries_meet_latent_keys_and_find_values_of_the_latent_rank():

@@ -114,7 +114,7 @@ def test_batches_whose_pages_do_not_fit_are_left_out_and_a_shape_of_which_nothin
     shape = replace(TINY_GPT_OSS, slots=(1, 64, 1024))
     assert fitting(shape, 1 << 30) == shape
     model = kernels.model_of(shape)
-    needed = tree_bytes(random_params(model, 0)) + 64 * 2 * model.kv_spec().page_bytes
+    needed = tree_bytes(random_params(model, 0)) + 64 * 2 * model.kv_spec().all_layers_bytes
     assert fitting(shape, -(-needed * 16 // 15)).slots == (1, 64)
     assert fitting(shape, needed).slots == (1,)
     with pytest.raises(ModelError, match=r"tiny does not fit: weights of 0\.\d MiB.* --shape"):

@@ -10,7 +10,7 @@ import pytest
 
 from bench.floors import Ceilings, decode_step_cost, prefill_chunk_cost
 from bench.plan import GroupConfig, PlanConfig, plan_group, report
-from bench.shapes import DEEPSEEK_V2_LITE, QWEN3_8B, QWEN3_30B_A3B, Shape
+from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import make_mesh
@@ -48,7 +48,7 @@ def test_weights_and_pages_are_those_that_a_worker_stores(name: str, sizes: dict
         redundant_experts=config.ep_num_redundant_experts,
     )
     assert group.weights_bytes * group.num_devices == stored_bytes(model)
-    assert group.page_bytes * config.tp_size == model.kv_spec().page_bytes
+    assert group.page_bytes * config.tp_size == model.kv_spec().all_layers_bytes
     left = int(0.85 * 2**30) - int(0.85 * 2**30) // 16 - group.weights_bytes
     assert group.num_pages == left // group.page_bytes
 
@@ -109,6 +109,22 @@ def test_pages_of_a_byte_a_number_are_half_as_large_and_read_in_half_the_time() 
     gained = wide.step_s(64, 8192, H200) - narrow.step_s(64, 8192, H200)
     kv_bytes = 36 * 2 * 8 * 128 * 64 * 8192
     assert gained == pytest.approx(kv_bytes / 4300e9)
+
+
+def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:
+    cfg, config = GPT_OSS_20B.cfg, GroupConfig(dtype="bfloat16")
+    whole = plan_group(cfg, config, 80.0)
+    decode = plan_group(cfg, config, 80.0, has_rings=True)
+    assert (whole.num_pages, whole.ring_pages, decode.ring_pages) == (decode.num_pages, 0, 3)
+    assert whole.requests(8192) == whole.num_pages // 128
+    assert decode.requests(8192) == 2 * decode.num_pages // (128 + 3)
+    assert decode.requests(64) == decode.num_pages  # no window is that short
+    page_bytes = 64 * 24 * 2 * 8 * 64 * 2
+    assert whole.sent_bytes(8192) == 128 * page_bytes
+    assert decode.sent_bytes(8192) == (128 + 2) * page_bytes // 2
+    assert decode.sent_bytes(8193) == (129 + 3) * page_bytes // 2
+    other = plan_group(QWEN3_8B.cfg, config, 80.0, has_rings=True)
+    assert (other.ring_pages, other.requests(8192)) == (0, other.num_pages // 128)
 
 
 def test_the_number_of_workers_follows_from_the_slower_role() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from model import page_runs
 from model.config import FP8, KVSpec
-from model.kv import abstract_pages, init_pool
+from model.kv import abstract_pool, init_pool
 from model.page_runs import GatheredRuns, PlacedRuns
 from model.programs import compile_all
 from model.sharding import make_mesh
@@ -24,16 +24,23 @@ def _device_bytes(array: Any) -> int:
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 @pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("spans", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
 def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_planned(
-    monkeypatch: pytest.MonkeyPatch, spans: bool, dp_size: int, tp_size: int, dtype: str
+    monkeypatch: pytest.MonkeyPatch,
+    groups: int,
+    spans: bool,
+    dp_size: int,
+    tp_size: int,
+    dtype: str,
 ) -> None:
     monkeypatch.setattr(page_runs, "spans_processes", lambda mesh: spans)
     mesh = make_mesh(tp_size, 1, dp_size=dp_size)
-    kv = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, page_size=4, dtype=dtype)
+    kv = KVSpec(2, num_kv_heads=2, head_dim=4, page_size=4, dtype=dtype, groups=groups)
+    last = groups * NUM_PAGES - 1
     pool = init_pool(kv, NUM_PAGES, mesh)
     placing, gathering = PlacedRuns(kv, mesh, RUNS), GatheredRuns(kv, mesh, RUNS)
-    shapes = abstract_pages(kv, NUM_PAGES, mesh)
-    compile_all(placing.programs(shapes, NUM_PAGES) + gathering.programs(shapes))
+    shapes = abstract_pool(kv, NUM_PAGES, mesh)
+    compile_all(placing.programs(shapes) + gathering.programs(shapes))
     placing.settle()
 
     planned = placing.spare_pages(sum(RUNS)) * dp_size * kv.page_bytes // mesh.size
@@ -48,10 +55,13 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
     for rank in range(dp_size):
         bits = rng.integers(0, 100, (tp_size, 2, 2, 3, 4, 2 // tp_size, 4), np.uint8)
         runs[rank] = [shard.astype(pool.dtype) for shard in bits]
-        pages = [5 - rank, 0, 1]
+        pages = [last - rank, 0, 1]
         pool = placing.place(pool, *placing.ids_of(rank, pages), rank, runs[rank])
-    wanted = [[5 - rank, 0, 1] for rank in range(dp_size)]
+    wanted = [[last - rank, 0, 1] for rank in range(dp_size)]
     found = gathering.shards(gathering.gather(pool, *gathering.ids_of(wanted)), wanted)
     for rank, shards in runs.items():
         for shard, other in zip(shards, found[rank], strict=True):
             np.testing.assert_array_equal(np.asarray(other)[:, :, :3], shard)
+    # A run is padded to the length of its program: that is written nowhere.
+    for pages, of_rank in zip(wanted, np.split(np.asarray(pool), dp_size, axis=2), strict=True):
+        assert not np.delete(of_rank, pages, axis=2).any()

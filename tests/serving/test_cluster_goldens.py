@@ -19,7 +19,8 @@ STEPS = 24
 
 # Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
 # several data-parallel ranks, three with copies of experts, of which two move them, two with a mesh
-# over two processes, one of which computes short prompts where they are decoded.
+# over two processes, one of which computes short prompts where they are decoded, one with drafts,
+# into pages of windows that go round.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
@@ -51,7 +52,8 @@ SYSTEMS = {
         "--prefill-enable-eplb",
         "--prefill-eplb-rebalance-num-iterations=1",
         "--prefill-eplb-rebalance-layers-per-chunk=0",
-        "--decode-tp-size=1",
+        "--decode-dp-size=2",
+        "--decode-speculative-algorithm=NGRAM",
     ),
     "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
     "minimax_m2": ("--prefill-tp-size=4", "--decode-tp-size=2", "--decode-ep-size=2"),

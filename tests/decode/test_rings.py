@@ -1,0 +1,96 @@
+"""Pages of layers with a window go round in rings, and nobody sees it in the tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.admission import Admission
+from tests.model.harness import GOLDENS
+from tests.one_process import OneProcess
+from transfer.pages import PagePool
+from transfer.wire import SamplingParams
+
+PAGE, RING = 4, 3
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[OneProcess, OneProcess]:
+    """Windows of one page: decode with all pages, and with rings of two."""
+    path = GOLDENS / "gpt_oss" / "model"
+    return OneProcess(path), OneProcess(path, has_rings=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 31, 32, 33, 100])
+def test_the_same_tokens_are_drawn_from_a_ring(
+    both: tuple[OneProcess, OneProcess], num_tokens: int
+) -> None:
+    whole, ringed = both
+    assert (whole.rings.ring_pages, ringed.rings.ring_pages) == (0, 2)
+    ids = np.random.default_rng(num_tokens).integers(0, 500, num_tokens).tolist()
+    params = SamplingParams(70, temperature=0.8, seed=num_tokens)
+    drawn = whole.run(ids, params)
+    assert len(set(drawn)) > 5
+    assert ringed.run(ids, params) == drawn
+
+
+def a_desk(num_pages: int, ring_pages: int = RING) -> Admission:
+    return Admission([PagePool(num_pages)], 4, PAGE, 0, ring_pages=ring_pages)
+
+
+def test_a_seat_has_a_ring_as_long_as_its_prompt_or_the_window() -> None:
+    desk = a_desk(40)
+    for room, num_tokens in enumerate((1, 4, 11, 12)):
+        desk.add(room, num_tokens, float(room))
+    seats = desk.admit()
+    assert [len(seat.pages) for seat in seats] == [1, 2, 3, 4]
+    assert [len(seat.ring) for seat in seats] == [1, 2, 3, 3]
+    desk.check()
+
+
+def test_a_seat_that_grows_takes_a_page_for_its_ring_until_that_is_whole() -> None:
+    desk = a_desk(8)
+    desk.add(1, 1, 0.0)
+    (seat,) = desk.admit()
+    assert [desk.grow(seat) is not None for _ in range(5)] == [True, True, True, True, False]
+    assert (len(seat.pages), len(seat.ring)) == (5, 3)
+    desk.check()
+    desk.release(1)
+    desk.check()
+
+
+def test_who_cannot_have_both_pages_takes_none() -> None:
+    desk = a_desk(3)
+    desk.add(1, 1, 0.0)
+    (seat,) = desk.admit()
+    assert desk.grow(seat) is None
+    assert (len(seat.pages), len(seat.ring)) == (1, 1)
+    desk.check()
+
+
+def test_a_prompt_waits_until_its_ring_fits_too() -> None:
+    desk = a_desk(9)
+    desk.add(1, 12, 0.0)  # four pages, a ring of three
+    desk.add(2, 4, 1.0)  # two and two
+    assert [seat.room for seat in desk.admit()] == [1]
+    desk.release(1)
+    assert [seat.room for seat in desk.admit()] == [2]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=6))
+def test_pages_of_rings_add_up(requests: list[tuple[int, int]]) -> None:
+    desk = a_desk(30)
+    for room, (num_tokens, _) in enumerate(requests):
+        desk.add(room, num_tokens, float(room))
+    seats = desk.admit()
+    for seat in seats:
+        for _ in range(requests[seat.room][1]):
+            desk.grow(seat)
+        assert len(seat.ring) == min(len(seat.pages), RING)
+        desk.check()
+    for seat in seats:
+        desk.release(seat.room)
+        desk.check()
+    assert desk._pools[0].num_held == sum(
+        len(seat.pages) + len(seat.ring) for seat in desk._seats.values()
+    )
