@@ -1,14 +1,18 @@
-"""Configurations of GLM, MiniMax, OLMoE and Qwen2-MoE: what is read of them, what is refused."""
+"""Configurations of GLM, Kimi, MiniMax, OLMoE, Qwen2-MoE: what is read, and what is refused."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model.config import ModelConfig
 from model.config_attention import LatentConfig
 from model.config_experts import RouterConfig
 from model.errors import ModelError
-from tests.model.checkpoints import golden_config, read_config, refusal
+from model.rope import rope_frequencies
+from tests.model.checkpoints import golden_config, read_config, refusal, write_config
 
 GLM, FLASH, QWEN, OLMOE, MINIMAX = map(
     golden_config, ("glm4_moe", "glm4_moe_lite", "qwen2_moe", "olmoe", "minimax_m2")
@@ -16,6 +20,72 @@ GLM, FLASH, QWEN, OLMOE, MINIMAX = map(
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
+# As Kimi K2 Instruct is published: DeepSeek V3's network, with one group of experts.
+KIMI: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.3",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
 CORRECTED = RouterConfig(sigmoid=True, normalise=True, correction=True)
 
 
@@ -53,6 +123,54 @@ def test_glm_flash_is_latent_and_may_list_which_layers_are_dense(tmp_path: Path)
     assert read_config(tmp_path, listed | kinds) == cfg
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse"]}
     assert read_config(tmp_path, listed | kinds).moe_layers == (True, False, True)
+
+
+def test_kimi_k2_is_deepseek_v3_with_one_group_of_experts(tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, KIMI)
+    assert cfg.latent == LatentConfig(1536, 512, 128, 64, 128)
+    assert (cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.kv_planes) == (64, 1, 576, 1)
+    assert cfg.router == RouterConfig(
+        sigmoid=True, normalise=True, scale=2.827, correction=True, best_two=True
+    )
+    assert (cfg.num_experts, cfg.num_experts_per_tok, cfg.moe_intermediate_size) == (384, 8, 2048)
+    assert (cfg.moe_layers, cfg.num_extra_layers) == ((False,) + (True,) * 60, 0)
+    assert (cfg.shared_intermediate_size, cfg.vocab_size) == (2048, 163840)
+    assert (cfg.quantization, cfg.quantized_block) == ("fp8", (128, 128))
+
+
+@pytest.mark.parametrize(("factor", "beta_fast"), [(32.0, 1.0), (64.0, 1.0), (64.0, 32.0)])
+def test_kimi_k2_stretches_positions_as_far_as_each_of_its_models_does(
+    factor: float, beta_fast: float, tmp_path: Path
+) -> None:
+    scaling = KIMI["rope_scaling"] | {"factor": factor, "beta_fast": beta_fast}
+    positions = int(4096 * factor)
+    said = {"rope_scaling": scaling, "max_position_embeddings": positions}
+    cfg = read_config(tmp_path, KIMI | said)
+    assert (cfg.rope.kind, cfg.rope.theta, cfg.rope.factor) == ("yarn", 50000.0, factor)
+    assert (cfg.rope.beta_fast, cfg.rope.attention_factor) == (beta_fast, 1.0)
+    assert cfg.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(factor) + 1.0) ** 2)
+    frequencies = rope_frequencies(cfg.rope, cfg.rope_dim)
+    assert (frequencies[0], len(frequencies)) == (1.0, 32)
+    assert frequencies[-1] == pytest.approx(50000.0 ** (-62 / 64) / factor)
+
+
+@pytest.mark.parametrize(
+    ("said", "generation", "ends"),
+    [
+        (163586, [163586], (163586,)),
+        (163585, 163586, (163586, 163585)),  # what either file names ends an answer
+        (163586, None, (163586,)),
+    ],
+)
+def test_kimi_k2_ends_with_what_its_files_say_ends_a_turn(
+    said: int, generation: Any, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path, KIMI | {"eos_token_id": said})
+    if generation is not None:
+        more = json.dumps({"max_length": 131072, "eos_token_id": generation})
+        (folder / "generation_config.json").write_text(more)
+    cfg = ModelConfig.from_dir(folder)
+    assert (cfg.eos_token_ids, cfg.bos_token_id) == (ends, 163584)
 
 
 def test_qwen2_moe_has_a_shared_expert_behind_a_gate(tmp_path: Path) -> None:
