@@ -11,10 +11,11 @@ from serving.conversation import named_functions
 from serving.errors import bad_field, quoted
 from serving.grammar import Form, quoted_terminal, schema_rules
 from serving.parsing import Parsing
-from serving.tagged_text import THINK_BEGIN, THINK_END
+from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat
 from serving.tokenizer import Tokenizer
 
 _SPACE: Final = r"/[ \n]{0,4}/"
+_NUMBER: Final = "/0|[1-9][0-9]{0,5}/"
 _TEXT: Final = "/(?s:.*)/"
 _MAX_TOOLS: Final = 512
 
@@ -48,12 +49,13 @@ def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
     state = parsing.thought()
     if state in ("none", "over"):
         return ""
-    begin = f"({mark(THINK_BEGIN)} thought)?" if state == "perhaps" else "thought"
+    tag = mark(THINK_BEGIN)
+    begins = {"perhaps": f"({tag} thought)?", "unasked": f"({tag})? thought", "open": "thought"}
     if tokenizer.token_id(THINK_END) is None:
         end = f'thought: inner {_SPACE}\ninner[suffix="{THINK_END}"]: {_TEXT}'
     else:
         end = f"thought: {_TEXT} {mark(THINK_END)} {_SPACE}"
-    return f"start: {begin} @answer\n{end}\n"
+    return f"start: {begins[state]} @answer\n{end}\n"
 
 
 def calls_form(
@@ -137,16 +139,27 @@ def _deepseek(fenced: bool) -> "_Format":
                 return f'"function" {separator} {head} {args} "\\n```"'
             return f"{quoted_terminal(name)} {separator} {args}"
 
-        begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
         calls = _several("call", _NEWLINE if fenced else "", one)
-        around = mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>")
-        return [
-            f"start: {around[0]} {calls} {around[1]}",
-            f"call: {begin} tool {end}",
-            *_tools(write, names),
-        ]
+        return _section(CALL_FORMATS["deepseekv3"], calls, mark) + _tools(write, names)
 
     return lines
+
+
+def _kimi(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
+    """The model numbers its calls, from its first in the conversation on."""
+
+    def write(name: str, args: str) -> str:
+        head = quoted_terminal(f"functions.{name}:")
+        return f"{head} {_NUMBER} {mark('<|tool_call_argument_begin|>')} {args}"
+
+    calls = _several("call", "", one)
+    return _section(CALL_FORMATS["kimi_k2"], calls, mark) + _tools(write, names)
+
+
+def _section(form: CallFormat, calls: str, mark: Mark) -> list[str]:
+    """Calls each between markers, and all of them between two more."""
+    first, last = map(mark, form.around)
+    return [f"start: {first} {calls} {last}", f"call: {mark(form.begin)} tool {mark(form.end)}"]
 
 
 def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[str]:
@@ -169,6 +182,7 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "glm47": _hermes,
     "gpt-oss": _harmony,
     "hermes": _hermes,
+    "kimi_k2": _kimi,
     "llama3": _llama,
     "minimax-m2": _hermes,
     "mistral": _mistral,

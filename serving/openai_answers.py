@@ -366,7 +366,7 @@ class ParsedChatShape(ChatShape):
         self._num_calls[index] += len(calls)
         return [
             {
-                "id": self._parsing.new_call_id(),
+                "id": self._parsing.call_id(call),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

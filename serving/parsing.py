@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from serving.harmony import MARKERS, HarmonyText
 from serving.marked_text import MarkedText
 from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat, TaggedText
-from serving.tool_calls import Tools, parameter_types
+from serving.tool_calls import ToolCall, Tools, parameter_types
 
 ReasoningParser = Literal[
     "none",
@@ -20,6 +20,7 @@ ReasoningParser = Literal[
     "deepseek-v3",
     "glm45",
     "gpt-oss",
+    "kimi_k2",
     "minimax",
     "qwen3",
     "qwen3-thinking",
@@ -32,6 +33,7 @@ ToolCallParser = Literal[
     "glm47",
     "gpt-oss",
     "hermes",
+    "kimi_k2",
     "llama3",
     "minimax-m2",
     "mistral",
@@ -40,7 +42,7 @@ ToolCallParser = Literal[
     "qwen3_coder",
 ]
 # Of which the answer begins inside of a thought, even where its prompt does not begin one.
-_THINK_UNASKED: Final = ("deepseek-r1", "qwen3-thinking")
+_THINK_UNASKED: Final = ("deepseek-r1", "kimi_k2", "qwen3-thinking")
 
 
 def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> Tools:
@@ -89,8 +91,10 @@ class Parsing:
         # A model that must call is held to a grammar, which knows schemas of JSON.
         return CALL_FORMATS["hermes"] if self.must_call and found.untyped else found
 
-    def new_call_id(self) -> str:
-        """For a call that was told."""
+    def call_id(self, call: ToolCall) -> str:
+        """For a call that was told, each time a new one but where the model has named it."""
+        if call.call_id:
+            return call.call_id
         if self.tool_calls == "mistral":
             return secrets.token_hex(5)[:9]  # its chat templates refuse any other length
         return f"call_{secrets.token_hex(12)}"
@@ -100,10 +104,14 @@ class Parsing:
         if self.reasoning == "gpt-oss":
             return HarmonyText(self.tools, self.prompt)
         thought = self.thought()
-        return TaggedText(thought != "none", thought == "open", self._calls, self.tools)
+        is_inside = thought in ("open", "unasked")
+        return TaggedText(thought != "none", is_inside, self._calls, self.tools)
 
-    def thought(self) -> Literal["none", "open", "perhaps", "over"]:
-        """Whether an answer with tags begins inside of a thought, or may begin with one."""
+    def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
+        """Whether an answer with tags begins inside of a thought, or may begin with one.
+
+        unasked: it begins inside of one that nothing opened, and the model may say so.
+        """
         if self.reasoning == "none":
             return "none"
         if self.begun:
@@ -112,6 +120,6 @@ class Parsing:
         else:
             prompt = self.prompt.rstrip()
             opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
-        if opened or (self.reasoning in _THINK_UNASKED and not is_over):
-            return "open"
-        return "over" if is_over else "perhaps"
+        if opened or is_over:
+            return "open" if opened else "over"
+        return "unasked" if self.reasoning in _THINK_UNASKED else "perhaps"

@@ -243,7 +243,7 @@ class ResponsesAnswer:
             "id": f"fc_{secrets.token_hex(16)}",
             "type": "function_call",
             "status": "in_progress",
-            "call_id": self._parsing.new_call_id(),
+            "call_id": self._parsing.call_id(call),
             "name": call.name,
             "arguments": "",
         }

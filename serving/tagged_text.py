@@ -16,6 +16,7 @@ from serving.tool_calls import (
     deepseek_call,
     glm_call,
     json_calls,
+    kimi_call,
     minimax_calls,
     mistral_calls,
     qwen_coder_calls,
@@ -37,6 +38,7 @@ class CallFormat:
     also: str = ""  # a call may begin with this, of its own text, where a model leaves `begin` out
     bare: bool = False  # a text that begins with a brace is a call, too
     untyped: bool = False  # arguments are no JSON: the tool says what they are
+    ends_thought: bool = False  # a model may leave the end of its thought out before a call
     needs_end: bool = False  # nothing else tells a whole call from one that was cut
 
     @property
@@ -71,6 +73,14 @@ CALL_FORMATS: Final = {
     "glm45": _GLM,
     "glm47": _GLM,
     "hermes": _HERMES,
+    "kimi_k2": CallFormat(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        _json(kimi_call),
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        within=("<|tool_call_argument_begin|>",),
+        ends_thought=True,
+    ),
     "llama3": CallFormat("<|python_tag|>", "", _json(json_calls), bare=True),
     "minimax-m2": CallFormat(
         "<minimax:tool_call>", "</minimax:tool_call>", minimax_calls, untyped=True
@@ -114,7 +124,8 @@ class TaggedText(MarkedText):
         calls = self._calls
         if self._where is _Where.THOUGHT:
             # Further on it is what the model thinks about.
-            return (THINK_END, THINK_BEGIN) if self._trims else (THINK_END,)
+            tags = (THINK_END, THINK_BEGIN) if self._trims else (THINK_END,)
+            return tags + ((calls.begin, *calls.around) if calls and calls.ends_thought else ())
         if self._where is _Where.CALL:
             assert calls is not None
             return (calls.end,) if calls.end else (calls.begin,)

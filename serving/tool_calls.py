@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 # By name, the JSON types of each parameter.
@@ -12,6 +12,7 @@ Tools = Mapping[str, Mapping[str, frozenset[str]]]
 _SPACE: Final = " \t\r\n"
 _FENCE: Final = "```"
 _MOST_PARTS: Final = 20_000  # of a tool's schema that are looked at
+_NUMBER_BEHIND: Final = re.compile(r":[0-9]+\Z")
 _QUOTES: Final = _SPACE + "\"'"
 # JSON types that a value has.
 _KINDS: Final[Mapping[type, set[str]]] = {
@@ -27,10 +28,11 @@ _KINDS: Final[Mapping[type, set[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: JSON of an object."""
+    """arguments: JSON of an object. call_id: what the model itself calls it by, where it does."""
 
     name: str
     arguments: str
+    call_id: str = ""
 
 
 def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
@@ -133,6 +135,20 @@ def deepseek_call(text: str) -> list[ToolCall]:
         inner = fenced.removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json")
         return [_named(name, inner.strip())]
     return [_named(head, rest)]
+
+
+def kimi_call(text: str) -> list[ToolCall]:
+    """`functions.NAME:NUMBER`, which is the call's id, a marker, and the arguments.
+
+    Models leave one end of an id out now and then. It is kept as it came: their chat templates
+    print it again, and the tool's answer beside it.
+    """
+    call_id, separator, arguments = text.partition("<|tool_call_argument_begin|>")
+    if not separator:
+        raise ValueError("no separator")
+    call_id = call_id.strip()
+    name = _NUMBER_BEHIND.sub("", call_id.removeprefix("functions."))
+    return [replace(_named(name, arguments), call_id=call_id)]
 
 
 def channel_call(name: str, text: str) -> list[ToolCall]:

@@ -33,7 +33,7 @@ def _template(asks: str, arguments: str) -> str:
     return f"{{% for m in messages %}}{body}{{% endfor %}}"
 
 
-def _served(folder: Path, template: str) -> ServedModel:
+def served(folder: Path, template: str) -> ServedModel:
     shutil.copy(GOLDENS / "tokenizer.json", folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = ServeConfig(registry_address="127.0.0.1:1", model_path=MODEL_PATH)
@@ -66,7 +66,7 @@ def _prompt(model: ServedModel, arguments: Any) -> str:
 def test_a_call_is_printed_by_every_template_that_prints_calls(
     asks: str, arguments: str, form: CallForm, tmp_path: Path
 ) -> None:
-    model = _served(tmp_path, _template(asks, arguments))
+    model = served(tmp_path, _template(asks, arguments))
     assert model.tokenizer.call_form == form
     for given in ('{"x": "é"}', {"x": "é"}):
         assert _prompt(model, given) == '[user]a[assistant>f{"x": "é"}][tool]b'
@@ -75,7 +75,7 @@ def test_a_call_is_printed_by_every_template_that_prints_calls(
 
 @pytest.mark.parametrize("option", ["echo", "continue_final_message"])
 async def test_an_answer_may_follow_calls_beside_null(option: str, tmp_path: Path) -> None:
-    model = _served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
+    model = served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     last = {"role": "assistant", "content": None, "tool_calls": [call]}
     asked = {"messages": [{"role": "user", "content": "a"}, last], option: True, "max_tokens": 1}
@@ -88,7 +88,7 @@ async def test_an_answer_may_follow_calls_beside_null(option: str, tmp_path: Pat
 
 
 def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:
-    model = _served(tmp_path, _template("false", JOINS))
+    model = served(tmp_path, _template("false", JOINS))
     assert model.tokenizer.call_form == CallForm("", False)
     assert _prompt(model, '{"x": 1}') == "[user]a[assistant][tool]b"
 
@@ -96,7 +96,7 @@ def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("turn", [{"content": None}, {}, {"content": None, "tool_calls": None}])
 def test_an_answer_without_text_is_an_empty_turn(turn: dict[str, Any], tmp_path: Path) -> None:
     for asks in (ASKS_FOR_CALLS, ASKS_FOR_NULL):
-        model = _served(tmp_path, _template(f"m.tool_calls and {asks}", PRINTS_JSON))
+        model = served(tmp_path, _template(f"m.tool_calls and {asks}", PRINTS_JSON))
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", **turn}]
         fields = read_chat(json.dumps({"messages": messages}).encode())
         assert render(model, messages_of(fields, model), fields) == "[user]a[assistant]"
@@ -111,13 +111,13 @@ def test_an_answer_without_text_is_an_empty_turn(turn: dict[str, Any], tmp_path:
     ],
 )
 def test_null_is_the_text_of_no_other_turn(turn: dict[str, Any], tmp_path: Path) -> None:
-    model = _served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
     fields = read_chat(json.dumps({"messages": [turn]}).encode())
     with pytest.raises(ApiError, match=r"messages\[0\].content: expected text, got null"):
         messages_of(fields, model)
 
 
-def _text(model: ServedModel, *messages: dict[str, Any]) -> str:
+def rendered(model: ServedModel, *messages: dict[str, Any]) -> str:
     fields = read_chat(json.dumps({"messages": messages}).encode())
     return render(model, messages_of(fields, model), fields)
 
@@ -128,27 +128,27 @@ def test_an_answer_comes_back_as_a_client_holds_it_with_null_in_what_it_has_not(
 ) -> None:
     """Templates count the calls of a message that has the field."""
     test = "m.tool_calls is defined or 'audio' in m"
-    model = _served(tmp_path, _template(test, "(m.tool_calls | length | string)"))
+    model = served(tmp_path, _template(test, "(m.tool_calls | length | string)"))
     answer = {"role": "assistant", "content": "b", "tool_calls": calls, "audio": None}
-    assert _text(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant]b"
+    assert rendered(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant]b"
 
 
 def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
     """So it comes back from a client that joins the pieces of a stream."""
-    model = _served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
+    model = served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert _text(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant>f{}]"
+    assert rendered(model, {"role": "user", "content": "a"}, answer) == "[user]a[assistant>f{}]"
 
 
 def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path: Path) -> None:
     first = "(m.content if m.content is string else m.content[0].text)"
     shown = f"{{{{ '[' + m.role + ']' + {first} }}}}"
-    model = _served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    model = served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
     assert model.takes_parts
     parts = [{"type": "text", "text": text} for text in ("a", "b")]
     for role in ("system", "assistant", "tool"):
-        assert _text(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
+        assert rendered(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
 
 
 @pytest.mark.parametrize(
@@ -161,17 +161,17 @@ def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path
 )
 def test_what_a_developer_says_is_in_the_prompt(test: str, role: str, tmp_path: Path) -> None:
     shown = "{{ '[' + m.role + ']' + m.content }}"
-    model = _served(tmp_path, f"{{% for m in messages if {test} %}}{shown}{{% endfor %}}")
+    model = served(tmp_path, f"{{% for m in messages if {test} %}}{shown}{{% endfor %}}")
     said = {"role": "developer", "content": "RULES"}
-    assert _text(model, said, {"role": "user", "content": "a"}) == f"[{role}]RULES[user]a"
+    assert rendered(model, said, {"role": "user", "content": "a"}) == f"[{role}]RULES[user]a"
 
 
 def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path: Path) -> None:
     shown = "{{ '[' + m.role + ']' + (m.thinking or '') + m.content }}"
-    model = _served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    model = served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     turn = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
-    assert _text(model, turn) == "[assistant]"
+    assert rendered(model, turn) == "[assistant]"
     model.config = replace(model.config, reasoning_parser="gpt-oss", tool_call_parser="gpt-oss")
-    assert _text(model, turn) == "[assistant]Hm."
-    assert _text(model, {**turn, "content": "b"}) == "[assistant]b"
+    assert rendered(model, turn) == "[assistant]Hm."
+    assert rendered(model, {**turn, "content": "b"}) == "[assistant]b"

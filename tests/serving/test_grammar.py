@@ -40,6 +40,8 @@ MARKERS = (
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
     ),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     *("<｜tool▁sep｜>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
 )
@@ -281,6 +283,9 @@ OPEN, OVER = "<think>\n", "<think>\n\n</think>\n\n"
         (Parsing("qwen3", prompt=OPEN), f"Hm.</think>\n{RIGHT}", RIGHT),
         (Parsing("qwen3", prompt=OVER), RIGHT, f"<think>Hm.</think>{RIGHT}"),
         (Parsing("deepseek-r1"), f"Hm.</think>{RIGHT}", RIGHT),
+        (Parsing("kimi_k2"), f"<think>Hm.</think>{RIGHT}", f"<think>Hm.{RIGHT}"),
+        (Parsing("kimi_k2", prompt="<think>"), f"Hm.</think>{RIGHT}", RIGHT),
+        (Parsing("kimi_k2", prompt="<think></think>"), RIGHT, f"<think>Hm.</think>{RIGHT}"),
         (Parsing("deepseek-v3", begun="<think>Hm.</think>"), RIGHT, f"a</think>{RIGHT}"),
     ],
 )
@@ -372,6 +377,24 @@ async def test_one_call_is_made_where_no_more_are_wanted(either: Texts) -> None:
     one = f'<tool_call>\n{{"name": "weather", "arguments": {RIGHT}}}\n</tool_call>'
     assert either.takes(grammar, one)
     assert not either.takes(grammar, f"{one}\n{one}")
+
+
+async def test_a_call_of_kimi_has_a_number_that_the_model_chooses(either: Texts) -> None:
+    parsing = Parsing("none", "kimi_k2", NAMES, must_call=True)
+    grammar = await text_of(
+        calls_form(parsing, TOOLS, None, either.tokenizer), "", Untried(MODEL_PATH)
+    )
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    argument = "<|tool_call_argument_begin|>"
+
+    def call(named: str) -> str:
+        return f"<|tool_call_begin|>{named}{argument}{RIGHT}<|tool_call_end|>"
+
+    several = "".join(map(call, ("functions.weather:9", "functions.weather:10")))
+    assert either.takes(grammar, f"{begin}{several}{end}")
+    for named in ("weather:0", "functions.weather", "functions.weather:01", "functions.other:0"):
+        assert not either.takes(grammar, f"{begin}{call(named)}{end}")
+    assert not either.takes(grammar, several)
 
 
 @pytest.mark.parametrize(

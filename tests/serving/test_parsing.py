@@ -48,6 +48,7 @@ GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_valu
 PARAMETER = "<parameter=city>\nZürich\n</parameter>"
 CODER = f"<tool_call>\n<function=weather>\n{PARAMETER}\n</function>\n</tool_call>"
 M2, M2_END = "<minimax:tool_call>", "</minimax:tool_call>"
+KIMI = '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Zürich"}'
 MINIMAX = '<invoke name="weather">\n<parameter name="city">Zürich</parameter>\n</invoke>'
 
 
@@ -408,6 +409,7 @@ NAMES: list[Any] = list(CALL_FORMATS)
 PARSINGS = [
     *(Parsing("qwen3", name, TOOLS) for name in NAMES),
     *(Parsing("none", name, TOOLS) for name in NAMES),
+    Parsing("kimi_k2", "kimi_k2", TOOLS),
     QWEN3,
     R1,
     HARMONY,
@@ -420,6 +422,7 @@ PARTS = st.sampled_from(
         "{", "}", '{"city": 1}', "a", " ", "\n", "<", "<|", "[TOOL", ";", GLM, CODER, MINIMAX,
         "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "weather", "<function=weather>",
         "<minimax:tool_call>", "</minimax:tool_call>", "<parameter=city>", "</parameter>",
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", KIMI, "<|tool_call_end|>",
     ]
 )  # fmt: skip
 
@@ -463,6 +466,8 @@ LONG = [
     (CODER_ALONE, "<parameter=city>\na\n</parameter>\n", "<tool_call><function=weather>"),
     (MINIMAX_ALONE, MINIMAX, "<minimax:tool_call>"),
     (MINIMAX_ALONE, '<invoke name="weather">', "<minimax:tool_call>"),
+    (Parsing("kimi_k2", "kimi_k2", TOOLS), "<|tool_calls_section_end|>", "<think>"),
+    (Parsing(tool_calls="kimi_k2", tools=TOOLS), KIMI.replace("{", SPACE[:50] + "x"), ""),
 ]
 
 
