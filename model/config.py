@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from model.config_attention import LATENT, LatentConfig, read_attention
 from model.config_experts import RouterConfig, read_experts
+from model.config_quantised import read_quantization
 from model.errors import ModelError
 from model.fields import REQUIRED, Fields
 from model.rope import RopeConfig, read_rope
@@ -143,8 +144,8 @@ class ModelConfig:
     window_layers: tuple[bool, ...] = ()  # that see so many positions, their own included
     latent: LatentConfig | None = None
     num_extra_layers: int = 0  # of the checkpoint behind the last, left unread
-    quantization: str = ""  # of the checkpoint's tensors: "", fp8, mxfp4
-    quantized_block: tuple[int, int] = (128, 128)  # of fp8: rows, columns that share a scale
+    quantization: str = ""  # of the checkpoint's tensors: "", fp8, int4, mxfp4
+    quantized_block: tuple[int, int] = (128, 128)  # rows, columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float | None = None
@@ -204,7 +205,7 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         raise fields.fail("architectures", listed, f"a list of one of {', '.join(ARCHITECTURES)}")
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
     _refuse_unsupported(fields)
-    quantization = _quantization(fields, architecture)
+    quantization = read_quantization(fields, architecture)
     dtype = fields.said_once("torch_dtype", "dtype")
     dtype = dtype or ("bfloat16" if quantization else "float32")
     sources = [x for x in (generation, fields) if x is not None]
@@ -268,25 +269,3 @@ def _refuse_unsupported(fields: Fields) -> None:
     if layers > _MOST_LAYERS:
         raise fields.fail("num_hidden_layers", layers, f"at most {_MOST_LAYERS}")
     fields.only(_NEUTRAL)
-
-
-def _quantization(fields: Fields, architecture: str) -> dict[str, Any]:
-    """How tensors are stored; they are computed with as the dtype of the weights says."""
-    settings = fields.sub("quantization_config")
-    if settings is None:
-        return {}
-    mxfp4 = ("mxfp4",) if architecture == "GptOssForCausalLM" else ()
-    accepted = ("fp8", *mxfp4)
-    method = settings.raw("quant_method", REQUIRED)
-    if method not in accepted:
-        raise fields.fail("quantization_config", method, f"{', '.join(accepted)}, or null")
-    if method == "mxfp4":
-        return {"quantization": method}
-    block = settings.raw("weight_block_size", None)
-    if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
-        raise settings.fail("weight_block_size", block, "rows and columns of a block: two integers")
-    return {"quantization": method, "quantized_block": (block[0], block[1])}
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

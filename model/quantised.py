@@ -1,13 +1,14 @@
 """Checkpoints of quantised tensors, read as if they had been stored unquantised."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, UInt8, UInt16, UInt32
+from jaxtyping import Float32, UInt8, UInt16, UInt32, UInt64
 
 from model.checkpoint import Checkpoint
 from model.errors import ModelError
@@ -16,6 +17,7 @@ _GROUP: Final = 32  # values that share an MXFP4 scale
 _GROUP_BYTES: Final = 16
 # 6 · 2^(252 - 127) is the largest finite product in bfloat16, and 255 means NaN.
 _SCALE_MAX: Final = 252
+_WORD: Final = 8  # values of four bits in an i32
 _TILE: Final = 64
 
 
@@ -24,8 +26,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The tensors of a folder, those that are quantised under the name and shape they stand for.
 
-    quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is.
-    block: rows and columns of a weight that share a scale; of fp8 alone.
+    quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is, "int4" as
+    Kimi-K2-Thinking is. block: rows and columns of a weight that share a scale; mxfp4 has its own,
+    and of int4 it is a multiple of 8 columns of one row.
     Raises ModelError as Checkpoint does, and for a tensor without its scales or scales without
     their tensor, a dtype or a shape that does not fit.
     """
@@ -37,7 +40,10 @@ def open_checkpoint(
         return _Mxfp4(folder)
     if quantization == "fp8":
         return _Fp8(folder, block)
-    raise ModelError(f"{folder}: quantization {quantization!r}, accepted: '', 'mxfp4', 'fp8'")
+    if quantization == "int4":
+        return _Int4(folder, block)
+    accepted = "'', 'mxfp4', 'fp8', 'int4'"
+    raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")
 
 
 class _Quantised(Checkpoint, ABC):
@@ -50,6 +56,7 @@ class _Quantised(Checkpoint, ABC):
     _SCALES: ClassVar[str]
     _STORED: ClassVar[str]
     _SHOWN: ClassVar[str]
+    _BESIDE: ClassVar[tuple[str, ...]] = ()  # ends of names of what is there too, and not shown
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -104,7 +111,8 @@ class _Quantised(Checkpoint, ABC):
     @property
     def names(self) -> list[str]:
         """Every tensor, sorted; of quantised ones not the parts but the whole."""
-        parts = {name + end for name in self._quantised for end in (self._DATA, self._SCALES)}
+        ends = (self._DATA, self._SCALES, *self._BESIDE)
+        parts = {name + end for name in self._quantised for end in ends}
         return sorted((set(super().names) - parts) | self._quantised)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -236,6 +244,93 @@ class _Fp8(_Quantised):
         return out
 
 
+class _Int4(_Quantised):
+    """i32[out, in / 8] and a scale for some values of a row; shown as float32 [out, in].
+
+    A word holds eight values, the lowest four bits first, each from -8 to 7 with 8 added. The shape
+    of the whole is there as well.
+    Source: vllm-project/compressed-tensors: src/compressed_tensors/compressors/pack_quantized.
+    """
+
+    _DATA = "_packed"
+    _SCALES = "_scale"
+    _STORED = "I32"
+    _SHOWN = "F32"
+    _BESIDE = ("_shape",)
+    # What would be beside them were weights not what is computed here.
+    _FOREIGN: ClassVar[Mapping[str, str]] = {
+        "_zero_point": "symmetric weights, which have none",
+        "_g_idx": "groups of columns in their order, which need none",
+    }
+
+    def __init__(self, folder: Path, block: tuple[int, int]) -> None:
+        rows, self._group = block
+        if rows != 1 or self._group % _WORD:
+            accepted = f"a multiple of {_WORD} columns of one row"
+            raise ModelError(
+                f"{folder}: quantised in blocks of {list(block)}, accepted: {accepted}"
+            )
+        super().__init__(folder)
+
+    def _is_data(self, name: str) -> bool:
+        return name.endswith(self._DATA)
+
+    def _check_fit(self, data: str, scales: str) -> None:
+        name, shape = data.removesuffix(self._DATA), self.shape(data)
+        for end, accepted in self._FOREIGN.items():
+            if name + end in self._where:
+                raise ModelError(f"{self._at(name + end)}: is there; accepted: {accepted}")
+        if len(shape) != 2 or shape[1] * _WORD % self._group:
+            raise ModelError(
+                f"{self._at(data)}: shape {list(shape)}, expected [out, in / {_WORD}] with whole "
+                f"groups of {self._group} values"
+            )
+        self._check_scales(
+            scales, ("BF16", "F16", "F32"), (shape[0], shape[1] * _WORD // self._group)
+        )
+        said = name + self._BESIDE[0]
+        if said not in self._where:
+            raise ModelError(f"{self._at(data)}: no tensor {said} in {self.folder}")
+        if self.shape(said) != (2,) or self.dtype(said) not in ("I32", "I64"):
+            got = f"{self.dtype(said)} {list(self.shape(said))}"
+            raise ModelError(f"{self._at(said)}: {got}; accepted: I32 or I64 [2]")
+
+    def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        return stored[0], stored[1] * _WORD
+
+    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        self._check_said(name)
+        group, (rows, columns) = self._group, index
+        part = slice(rows.start, rows.stop)
+        # Whole groups: what is too much of the first and the last is little, and cut off below.
+        groups = slice(columns.start // group, -(-columns.stop // group))
+        words = slice(groups.start * group // _WORD, groups.stop * group // _WORD)
+        stored = self.read(name + self._DATA, (part, words))[:: rows.step]
+        pairs = np.ascontiguousarray(stored, "<i4").view(np.uint8)
+        scales = self.read(name + self._SCALES, (part, groups))[:: rows.step].astype(np.float32)
+        first = groups.start * group
+        within = slice(columns.start - first, columns.stop - first, columns.step)
+        num_columns = len(range(columns.start, columns.stop, columns.step))
+        out = np.empty((len(pairs), num_columns), np.float32)
+        for at in range(0, len(pairs), _TILE):
+            tile = slice(at, at + _TILE)
+            values = _int4_pairs().take(pairs[tile], mode="clip").view(np.float32)
+            values = values.reshape(*scales[tile].shape, group)
+            values *= scales[tile, :, None]
+            out[tile] = values.reshape(len(values), -1)[:, within]
+        return out
+
+    def _check_said(self, name: str) -> None:
+        """Raises ModelError unless the shape that is there is the tensor's.
+
+        Not before the tensor is read: of every expert that would touch a page of the files.
+        """
+        said = name + self._BESIDE[0]
+        shape, expected = self.read(said, (slice(0, 2),)).tolist(), list(self.shape(name))
+        if shape != expected:
+            raise ModelError(f"{super()._at(said)}: says {shape}, expected {expected}")
+
+
 def _unpacked(
     blocks: UInt8[np.ndarray, "rows groups 16"], scales: UInt8[np.ndarray, "rows groups"]
 ) -> UInt16[np.ndarray, "rows cols"]:
@@ -255,6 +350,14 @@ def _pairs() -> UInt32[np.ndarray, " pairs"]:
     byte = np.arange(256)
     pairs = np.stack([scaled[:, byte & 15], scaled[:, byte >> 4]], axis=-1)
     return pairs.view(np.uint32).reshape(-1)
+
+
+@cache
+def _int4_pairs() -> UInt64[np.ndarray, "256"]:
+    """Of every byte, both float32 values as one u64."""
+    byte = np.arange(256)
+    pairs = np.stack([byte & 15, byte >> 4], axis=-1) - 8
+    return pairs.astype(np.float32).view(np.uint64).reshape(-1)
 
 
 @cache

@@ -165,7 +165,7 @@ def test_gpt_oss_without_attention_bias_has_none(tmp_path: Path) -> None:
         ({"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0; accepted: 1.0"),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config is 'awq'; accepted: fp8, mxfp4, or null",
+            "quantization_config is 'awq'; accepted: fp8, mxfp4, compressed-tensors, or null",
         ),
         ({"quantization_config": {}}, "quantization_config: quant_method is missing"),
         ({"quantization_config": "mxfp4"}, "quantization_config is 'mxfp4'; accepted: an object"),
@@ -212,7 +212,7 @@ def test_what_is_not_computed_of_gpt_oss_is_refused_in_one_line(
             "use_sliding_window is True; accepted:",
         ),
         ({"layer_types": [FULL, SLIDING, FULL]}, "layer_types is ['full_attention', 'sliding_att"),
-        ({"quantization_config": MXFP4}, "quantization_config is 'mxfp4'; accepted: fp8, or null"),
+        ({"quantization_config": MXFP4}, "quantization_config is 'mxfp4'; accepted: fp8, compr"),
         (
             {"quantization_config": FP8 | {"weight_block_size": None}},
             "quantization_config: weight_block_size is None; accepted: rows and columns of a block",
@@ -302,7 +302,7 @@ GROUPS = {"topk_method": "group_limited_greedy"}
         (
             QWEN3,
             {"quantization_config": MXFP4},
-            "quantization_config is 'mxfp4'; accepted: fp8, or",
+            "quantization_config is 'mxfp4'; accepted: fp8, compressed-tensors, or",
         ),
     ],
 )

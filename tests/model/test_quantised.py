@@ -25,6 +25,9 @@ WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 SCALE_INV = f"{WEIGHT}_scale_inv"
 OUT, IN = 150, 37
 BLOCK = (64, 16)
+PACKED, SCALE, SHAPE = f"{WEIGHT}_packed", f"{WEIGHT}_scale", f"{WEIGHT}_shape"
+OUT4, IN4, GROUP = 70, 96, 32
+BLOCKS_OF = {"mxfp4": BLOCK, "fp8": BLOCK, "int4": (1, GROUP)}
 NORM = "model.norm.weight"
 
 
@@ -48,6 +51,25 @@ def _fp8_tensors() -> Tensors:
         SCALE_INV: draw.uniform(0.001, 0.1, (3, 3)).astype(np.float32),
         NORM: np.ones(5, ml_dtypes.bfloat16),
     }
+
+
+def _int4_tensors(group: int = GROUP, scales: type = ml_dtypes.bfloat16) -> Tensors:
+    draw = np.random.default_rng(0)
+    return {
+        PACKED: draw.integers(-(2**31), 2**31, (OUT4, IN4 // 8), dtype=np.int32),
+        SCALE: draw.uniform(0.001, 0.1, (OUT4, IN4 // group)).astype(scales),
+        SHAPE: np.array([OUT4, IN4], np.int32),
+        NORM: np.ones(5, ml_dtypes.bfloat16),
+    }
+
+
+def _int4_whole(tensors: Tensors) -> np.ndarray:
+    group, whole = IN4 // tensors[SCALE].shape[1], np.empty((OUT4, IN4), np.float32)
+    for row, column in np.ndindex(OUT4, IN4):
+        word = int(tensors[PACKED][row, column // 8]) % 2**32
+        value = word // 16 ** (column % 8) % 16 - 8
+        whole[row, column] = np.float32(value) * np.float32(tensors[SCALE][row, column // group])
+    return whole
 
 
 def _write(folder: Path, tensors: Tensors) -> Path:
@@ -110,7 +132,9 @@ def test_no_quantization_is_a_plain_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"quantization 'awq', accepted: '', 'mxfp4', 'fp8'"):
+    with pytest.raises(
+        ModelError, match=r"quantization 'awq', accepted: '', 'mxfp4', 'fp8', 'int4'"
+    ):
         open_checkpoint(_write(tmp_path, _mxfp4_tensors()), "awq")
 
 
@@ -137,13 +161,29 @@ def test_an_fp8_weight_is_shown_without_its_scales(tmp_path: Path) -> None:
         files.check(WEIGHT, (IN, OUT))
 
 
+def test_an_int4_weight_is_shown_without_its_scales_and_its_shape(tmp_path: Path) -> None:
+    files = open_checkpoint(_write(tmp_path, _int4_tensors()), "int4", (1, GROUP))
+    assert files.names == [WEIGHT, NORM]
+    assert (files.shape(WEIGHT), files.dtype(WEIGHT)) == ((OUT4, IN4), "F32")
+    files.check(WEIGHT, (OUT4, IN4))
+
+
+@pytest.mark.parametrize("block", [(2, 32), (1, 12)])
+def test_int4_of_several_rows_or_parts_of_words_is_refused(
+    block: tuple[int, int], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"accepted: a multiple of 8 columns of one row"):
+        open_checkpoint(_write(tmp_path, _int4_tensors()), "int4", block)
+
+
 @pytest.mark.parametrize(
-    ("tensors", "kind"), [(_mxfp4_tensors(), "mxfp4"), (_fp8_tensors(), "fp8")]
+    ("tensors", "kind"),
+    [(_mxfp4_tensors(), "mxfp4"), (_fp8_tensors(), "fp8"), (_int4_tensors(), "int4")],
 )
 def test_tensors_that_are_not_quantised_pass_through(
     tensors: Tensors, kind: str, tmp_path: Path
 ) -> None:
-    files = open_checkpoint(_write(tmp_path, tensors), kind, BLOCK)
+    files = open_checkpoint(_write(tmp_path, tensors), kind, BLOCKS_OF[kind])
     assert (files.shape(NORM), files.dtype(NORM)) == ((5,), "BF16")
     assert _same(files.read(NORM, (slice(1, 3),)), np.ones(2, ml_dtypes.bfloat16))
     with pytest.raises(ModelError, match=r"tensor model.other is missing"):
@@ -186,10 +226,22 @@ def test_every_fp8_value_is_the_product_in_float32(
     assert _same(read, _fp8_whole(tensors, block))
 
 
+@pytest.mark.parametrize("group", [8, GROUP, IN4])
+@pytest.mark.parametrize("scales", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_every_int4_value_is_the_product_in_float32(
+    group: int, scales: type, tmp_path: Path
+) -> None:
+    tensors = _int4_tensors(group, scales)
+    tensors[SHAPE] = tensors[SHAPE].astype(np.int64)
+    read = open_checkpoint(_write(tmp_path, tensors), "int4", (1, group)).read(WEIGHT, ())
+    assert read.dtype == np.float32
+    assert _same(read, _int4_whole(tensors))
+
+
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, np.ndarray]]:
     """Of each kind a checkpoint and the whole of its quantised tensor."""
-    mxfp4, fp8 = tmp_path_factory.mktemp("mxfp4"), tmp_path_factory.mktemp("fp8")
+    mxfp4, fp8, int4 = map(tmp_path_factory.mktemp, ("mxfp4", "fp8", "int4"))
     return {
         EXPERTS: (
             open_checkpoint(_write(mxfp4, _mxfp4_tensors()), "mxfp4"),
@@ -198,6 +250,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoi
         WEIGHT: (
             open_checkpoint(_write(fp8, _fp8_tensors()), "fp8", BLOCK),
             _fp8_whole(_fp8_tensors(), BLOCK),
+        ),
+        "int4": (
+            open_checkpoint(_write(int4, _int4_tensors()), "int4", (1, GROUP)),
+            _int4_whole(_int4_tensors()),
         ),
     }
 
@@ -214,6 +270,14 @@ def test_a_slice_of_mxfp4_is_the_slice_of_the_whole(opened, index: Slices) -> No
 @given(index=_slices(OUT, IN))
 def test_a_slice_of_fp8_is_the_slice_of_the_whole(opened, index: Slices) -> None:
     files, whole = opened[WEIGHT]
+    assert _same(files.read(WEIGHT, index), whole[index])
+    assert _same(files.read(WEIGHT, index[:1]), whole[index[:1]])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(index=_slices(OUT4, IN4))
+def test_a_slice_of_int4_is_the_slice_of_the_whole(opened, index: Slices) -> None:
+    files, whole = opened["int4"]
     assert _same(files.read(WEIGHT, index), whole[index])
     assert _same(files.read(WEIGHT, index[:1]), whole[index[:1]])
 
@@ -269,7 +333,7 @@ def _drop(name: str) -> Callable[[Tensors], object]:
 
 def _refused(folder: Path, tensors: Tensors, kind: str) -> str:
     with pytest.raises(ModelError) as caught:
-        open_checkpoint(_write(folder, tensors), kind, BLOCK)
+        open_checkpoint(_write(folder, tensors), kind, BLOCKS_OF[kind])
     assert f"{folder / 'model.safetensors'}: tensor " in str(caught.value)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -329,6 +393,53 @@ def test_fp8_parts_that_do_not_fit_are_refused(
     tensors = _fp8_tensors()
     damage(tensors)
     assert message in _refused(tmp_path, tensors, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_drop(SCALE), f"tensor {PACKED}: no tensor {SCALE} in "),
+        (_drop(PACKED), f"tensor {SCALE}: no tensor {PACKED} in "),
+        (_drop(SHAPE), f"tensor {PACKED}: no tensor {SHAPE} in "),
+        (_add(WEIGHT, (OUT4, IN4), np.float32), f"tensor {WEIGHT}: is there as {PACKED} and"),
+        (_retype(PACKED, np.uint32), f"tensor {PACKED}: dtype U32; accepted: I32"),
+        (_retype(SCALE, np.float64), f"tensor {SCALE}: dtype F64; accepted: BF16, F16, F32"),
+        (_cut(SCALE), f"tensor {SCALE}: shape [69, 3], expected [70, 3]"),
+        (
+            _add(PACKED, (OUT4, 13), np.int32),
+            f"tensor {PACKED}: shape [70, 13], expected [out, in / 8] with whole groups of 32",
+        ),
+        (_add(PACKED, (2, OUT4, 12), np.int32), f"tensor {PACKED}: shape [2, 70, 12], expected [o"),
+        (_cut(SHAPE), f"tensor {SHAPE}: I32 [1]; accepted: I32 or I64 [2]"),
+        (_retype(SHAPE, np.float32), f"tensor {SHAPE}: F32 [2]; accepted: I32 or I64 [2]"),
+        (
+            _add(f"{WEIGHT}_zero_point", (9, 3), np.int32),
+            f"tensor {WEIGHT}_zero_point: is there; accepted: symmetric weights",
+        ),
+        (
+            _add(f"{WEIGHT}_g_idx", (IN4,), np.int32),
+            f"tensor {WEIGHT}_g_idx: is there; accepted: groups of columns in their order",
+        ),
+    ],
+)
+def test_int4_parts_that_do_not_fit_are_refused(
+    damage: Callable[[Tensors], object], message: str, tmp_path: Path
+) -> None:
+    tensors = _int4_tensors()
+    damage(tensors)
+    assert message in _refused(tmp_path, tensors, "int4")
+
+
+@pytest.mark.parametrize("shape", [[OUT4, IN4 - 1], [IN4, OUT4]])
+def test_a_shape_that_is_not_the_tensors_is_refused_when_it_is_read(
+    shape: list[int], tmp_path: Path
+) -> None:
+    tensors = _int4_tensors() | {SHAPE: np.array(shape, np.int32)}
+    files = open_checkpoint(_write(tmp_path, tensors), "int4", (1, GROUP))
+    with pytest.raises(ModelError) as caught:
+        files.read(WEIGHT, (slice(0, 1),))
+    expected = f"model.safetensors: tensor {SHAPE}: says {shape}, expected [{OUT4}, {IN4}]"
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("scale", [253, 255])

@@ -17,7 +17,7 @@ from model.tensors import param_sources
 from model.transformer import Model
 from model.weights import load_params, model_digest
 from tests.model.checkpoints import write_config
-from tests.model.harness import GOLDENS
+from tests.model.harness import GOLDENS, Golden, Harness
 
 Tensors = dict[str, np.ndarray]
 
@@ -39,6 +39,19 @@ GPT_OSS: dict[str, Any] = json.loads(
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 # Blocks that divide neither the tensors nor their shards.
 BLOCK = (24, 20)
+INT4 = {
+    "quantization_config": {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            }
+        },
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+        "quant_method": "compressed-tensors",
+    }
+}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(BLOCK)}}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 MESHES = [(1, 1), (2, 1), (4, 2)]
@@ -83,6 +96,45 @@ def _as_fp8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return stored, scales, whole
 
 
+def _as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words, scales, and the values that they stand for: of [out, in]."""
+    groups = values.astype(np.float32).reshape(len(values), -1, 32)
+    scales = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
+    steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
+    whole = (steps * scales.astype(np.float32)[..., None]).reshape(values.shape)
+    codes = (steps + np.int8(8)).astype(np.uint32).reshape(len(values), -1, 8)
+    words = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return words.view(np.int32), scales, whole.astype(np.float32)
+
+
+def _golden_tensors(name: str) -> Tensors:
+    tensors: Tensors = {}
+    for file in sorted((GOLDENS / name / "model").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """DeepSeek V3's network with its routed experts quantised, as Kimi K2's are, and without."""
+    quantised, plain = tmp_path_factory.mktemp("int4"), tmp_path_factory.mktemp("float32")
+    tensors = _golden_tensors("deepseek_v3")
+    packed = dict(tensors)
+    experts = [name for name in tensors if ".experts." in name]
+    assert experts
+    for name in experts:
+        words, scales, tensors[name] = _as_int4(packed.pop(name))
+        packed |= {
+            f"{name}_packed": words,
+            f"{name}_scale": scales,
+            f"{name}_shape": np.array(tensors[name].shape, np.int32),
+        }
+    config = json.loads((GOLDENS / "deepseek_v3" / "model" / "config.json").read_text())
+    save_file(tensors, write_config(plain, config) / "model.safetensors")
+    save_file(packed, write_config(quantised, config | INT4) / "model.safetensors")
+    return quantised, plain
+
+
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same network, quantised and not."""
@@ -108,9 +160,7 @@ def fp8(
     """The same network with every projection quantised, and with what those then stand for."""
     quantised, plain = tmp_path_factory.mktemp("fp8"), tmp_path_factory.mktemp("float32")
     golden = GOLDENS / request.param / "model"
-    tensors: Tensors = {}
-    for file in sorted(golden.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = _golden_tensors(request.param)
     packed = dict(tensors)
     for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
         packed[name], packed[f"{name}_scale_inv"], tensors[name] = _as_fp8(tensors[name])
@@ -164,6 +214,33 @@ def test_projections_in_fp8_are_their_products_stored_in_float32(
     fp8: tuple[Path, Path], mesh: tuple[int, int]
 ) -> None:
     _check_same(fp8, mesh, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_experts_in_int4_are_their_products(
+    int4: tuple[Path, Path], mesh: tuple[int, int], dtype: str
+) -> None:
+    _check_same(int4, mesh, dtype)
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_a_network_of_int4_generates_what_its_products_do(
+    int4: tuple[Path, Path], mesh: tuple[int, int]
+) -> None:
+    prompts = list(Golden("deepseek_v3").prompts.values())[:3]
+    quantised, plain = (Harness(folder, *mesh).run(prompts, 12) for folder in int4)
+    for one, other in zip(quantised, plain, strict=True):
+        assert one.ids == other.ids
+        assert (one.logits == other.logits).all()
+        assert (one.step_logits == other.step_logits).all()
+
+
+def test_a_digest_tells_int4_from_what_it_stands_for(
+    int4: tuple[Path, Path], tmp_path: Path
+) -> None:
+    quantised, plain = _digests(int4, tmp_path / "copy")
+    assert quantised != plain
 
 
 def _digests(folders: tuple[Path, Path], elsewhere: Path) -> tuple[str, str]:

@@ -1,0 +1,135 @@
+"""Ways to store a checkpoint's tensors: what is read of compressed-tensors, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.checkpoints import QWEN2, golden_config, read_config, refusal
+
+WEIGHTS: dict[str, Any] = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": 32,
+    "num_bits": 4,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "group",
+    "symmetric": True,
+    "type": "int",
+}
+# As Kimi K2 Thinking is published.
+INT4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": WEIGHTS,
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+GROUP: dict[str, Any] = INT4["config_groups"]["group_0"]
+
+
+def _stored(change: dict[str, Any], base: dict[str, Any] = QWEN2) -> dict[str, Any]:
+    return base | {"quantization_config": INT4 | change}
+
+
+def _group(**change: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": GROUP | change}}
+
+
+def _weights(**change: Any) -> dict[str, Any]:
+    return _group(weights=WEIGHTS | change)
+
+
+@pytest.mark.parametrize("base", [QWEN2, golden_config("deepseek_v3"), golden_config("qwen3_moe")])
+def test_integers_of_four_bits_are_read_in_every_family(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    cfg = read_config(tmp_path, _stored({}, base))
+    assert (cfg.quantization, cfg.quantized_block) == ("int4", (1, 32))
+    assert read_config(tmp_path, _stored(_weights(group_size=128), base)).quantized_block[1] == 128
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sparsity_config": {}, "transform_config": {}, "version": "0.14.0"},
+        {"ignore": None, "quantization_status": None},
+        _group(format="pack-quantized", targets=["re:.*experts.*"]),
+        _weights(symmetric=None, dynamic=None, strategy=None, type=None),
+    ],
+)
+def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_path: Path) -> None:
+    cfg = read_config(tmp_path, _stored(change))
+    assert cfg == read_config(tmp_path, _stored({}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; accepted: pack-qu"),
+        ({"format": "int-quantized"}, "format is 'int-quantized'; accepted: pack-quantized"),
+        ({"format": None}, "quantization_config: format is missing"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {'num_bits': 8}; accepted: nul"),
+        ({"sparsity_config": {"format": "x"}}, "sparsity_config is {'format': 'x'}; accepted: {}"),
+        ({"transform_config": {"a": 1}}, "transform_config is {'a': 1}; accepted: {}"),
+        ({"config_groups": None}, "config_groups is None; accepted: an object of one"),
+        ({"config_groups": {}}, "config_groups is []; accepted: an object of one"),
+        (
+            {"config_groups": {"a": GROUP, "b": GROUP}},
+            "config_groups is ['a', 'b']; accepted: an object of one",
+        ),
+        ({"config_groups": {"a": None}}, "config_groups is {'a': None}; accepted: a group with"),
+        ({"config_groups": {"a": 1}}, "config_groups: a is 1; accepted: an object or null"),
+        (_group(weights=None), "accepted: a group with weights"),
+        (_group(input_activations={"num_bits": 8}), "input_activations is {'num_bits': 8}; accep"),
+        (_group(output_activations={"num_bits": 8}), "output_activations is {'num_bits': 8}; acc"),
+        (_group(format="int-quantized"), "format is 'int-quantized'; accepted: \"pack-quantized\""),
+        (_weights(num_bits=8), "num_bits is 8; accepted: 4"),
+        (_weights(num_bits=None), "num_bits is missing"),
+        (_weights(type="float"), "type is 'float'; accepted: \"int\""),
+        (_weights(symmetric=False), "symmetric is False; accepted: true"),
+        (_weights(strategy="channel"), "strategy is 'channel'; accepted: \"group\""),
+        (_weights(group_size=None), "group_size is missing"),
+        (_weights(group_size=-1), "group_size is -1; accepted: an integer of at least 1"),
+        (_weights(group_size=12), "group_size is 12; accepted: a multiple of 8"),
+        (_weights(actorder="group"), "actorder is 'group'; accepted: null"),
+        (_weights(dynamic=True), "dynamic is True; accepted: false"),
+        (_weights(block_structure=[1, 2]), "block_structure is [1, 2]; accepted: null"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    said = refusal(tmp_path, _stored(change))
+    assert message in said
+    assert f"{tmp_path / 'config.json'}: quantization_config" in said
+    assert "\n" not in said
+
+
+ODD: tuple[Any, ...] = ([[1]], {"a": 1}, True, "12", -1.5, 1e150, [True])
+
+
+def test_a_value_of_an_odd_type_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    changed = [
+        *({name: odd} for name in INT4 for odd in ODD),
+        *(_group(**{name: odd}) for name in GROUP for odd in ODD),
+        *(_weights(**{name: odd}) for name in WEIGHTS for odd in ODD),
+    ]
+    said = [text for change in changed if (text := refusal(tmp_path, _stored(change)))]
+    assert len(said) > len(changed) // 2
+    assert all("config.json: " in text and "\n" not in text for text in said)
