@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: tokenizer.json, and what tokenizer_config.json adds to it."""
+"""The tokenizer of a checkpoint: tokenizer.json or tiktoken.model, and tokenizer_config.json."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,14 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from model.config import ModelConfig
+from model.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
+from model.tokenizer_reading import (
+    TokenizerError,
+    added_tokens,
+    one_line,
+    read_text,
+    token_text,
+)
 
 # Their flags decide what stands around a text, whatever tokenizer.json has, which with DeepSeek's
 # checkpoints is nothing. Source: huggingface/transformers 4:
@@ -18,19 +26,21 @@ _OBEYS_FLAGS = (
     "CodeLlamaTokenizer",
     "CodeLlamaTokenizerFast",
 )
-_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-class TokenizerError(ValueError):
-    """A tokenizer's file is missing or malformed; one line with the file's name."""
+# Of a vocabulary in bytes, as tokenizer.json would have it.
+_BYTE_LEVEL = {"type": "ByteLevel"}
 
 
 class TokenizerFiles(NamedTuple):
-    """A tokenizer as it was read. config: tokenizer_config.json, decoder: of tokenizer.json."""
+    """A tokenizer as it was read.
+
+    config: tokenizer_config.json. decoder: as tokenizer.json has it. sorts_tools: its class puts
+    the keys of tools in order before the chat template sees them.
+    """
 
     backend: tokenizers.Tokenizer
     config: Mapping[str, Any]
     decoder: Any
+    sorts_tools: bool = False
 
     @property
     def eos_id(self) -> int | None:
@@ -43,25 +53,20 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises TokenizerError."""
     config = _read_json_object(folder / "tokenizer_config.json")
     file = folder / "tokenizer.json"
+    if (folder / TIKTOKEN_FILE).exists() and not file.exists():
+        return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
     text = read_text(file)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
-    _add_tokens(backend, config.get("added_tokens_decoder") or {})
+    _add_tokens(backend, added_tokens(config))
     if config.get("tokenizer_class") in _OBEYS_FLAGS:
         _put_around(backend, config)
     # Files may carry settings from training, which would cut or fill prompts silently.
     backend.no_truncation()
     backend.no_padding()
     return TokenizerFiles(backend, config, json.loads(text).get("decoder"))
-
-
-def read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"cannot read {file}: {one_line(error)}") from error
 
 
 def eos_ids(config: ModelConfig, eos_id: int | None) -> tuple[int, ...]:
@@ -80,28 +85,11 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def token_text(token: Any) -> str:
-    """A token of tokenizer_config.json: text, or an object with its content."""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
-    return text
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.AddedToken]) -> None:
     """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
 
     tokenizer.json may lack some of them, or not know that they are special. Raises TokenizerError.
     """
-    try:
-        said = {int(token_id): _added_token(token) for token_id, token in listed.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = "tokenizer_config.json: added_tokens_decoder: expected tokens by their ids"
-        raise TokenizerError(f"{what}, got {one_line(error)}") from error
     known = backend.get_added_tokens_decoder()
     for token_id in said.keys() & known.keys():
         # A token that either file has as special stays so.
@@ -145,9 +133,3 @@ def _marker(
     if not (by_default if said is None else said):
         return []
     return [{"id": name, "ids": [token_id], "tokens": [text]}]
-
-
-def _added_token(token: Any) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(
-        token["content"], **{name: token[name] for name in _TOKEN_FLAGS if name in token}
-    )

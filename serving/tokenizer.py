@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from model.tokenizer_files import TokenizerError, one_line, read_text, read_tokenizer, token_text
+from model.byte_level import token_bytes
+from model.tokenizer_files import read_tokenizer
+from model.tokenizer_reading import TokenizerError, one_line, read_text, token_text
 from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
@@ -54,11 +56,13 @@ class Tokenizer:
         special_tokens: Mapping[str, Any],
         templates: Mapping[str, ChatTemplate],
         is_byte_level: bool,
+        sorts_tools: bool = False,
     ) -> None:
         """special_tokens: what the template sees, bos_token and such. Use `from_dir`."""
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._templates = dict(templates)
+        self._sorts_tools = sorts_tools
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -70,7 +74,7 @@ class Tokenizer:
         if is_byte_level:
             raw = [b""] * self.vocab_size
             for token, token_id in vocab.items():
-                raw[token_id] = _byte_level_bytes(token)
+                raw[token_id] = token_bytes(token)
             self._keeping = TokenTable.of(raw)
             self._skipping = self._keeping.without(self.special_ids)
         else:
@@ -81,9 +85,9 @@ class Tokenizer:
     def from_dir(
         cls, path: str | Path, chat_template: str | Path = "", clock: Clock = SYSTEM_CLOCK
     ) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and, if there, chat_template.jinja.
+        """Read tokenizer_config.json, tokenizer.json or tiktoken.model, chat_template.jinja.
 
-        chat_template: a file to read in place of the last; "" = none. clock: what templates print
+        chat_template: a file to read in place of the last, which need not be there; "" = none. clock: what templates print
         as today's date. Raises TokenizerError.
         """
         folder = Path(path)
@@ -101,7 +105,8 @@ class Tokenizer:
             special_tokens["additional_special_tokens"] = [token_text(token) for token in extra]
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
-        return cls(files.backend, special_tokens, templates, _is_byte_level(files.decoder))
+        is_byte_level = _is_byte_level(files.decoder)
+        return cls(files.backend, special_tokens, templates, is_byte_level, files.sorts_tools)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it count as such.
@@ -187,7 +192,7 @@ class Tokenizer:
             **self._special_tokens,
             "documents": None,
             **kwargs,
-            "tools": tools,
+            "tools": _sorted_keys(tools) if self._sorts_tools else tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         return template.render(messages, continue_final_message, **variables)
@@ -273,31 +278,16 @@ def _read_templates(
     return templates
 
 
+def _sorted_keys(value: Any) -> Any:
+    """The same with the keys of all its objects in order."""
+    if isinstance(value, Mapping):
+        return {key: _sorted_keys(value[key]) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_sorted_keys(each) for each in value]
+    return value
+
+
 # --- bytes of tokens --------------------------------------------------------------------------
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The printable stand-ins in which byte-level vocabularies spell their bytes.
-
-    Bytes that print stand for themselves, the others for the characters from U+0100 on.
-    Source: GPT-2, "Language Models are Unsupervised Multitask Learners", section 2.2, and
-    the vocabularies published with it.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-BYTE_OF_CHARACTER = _byte_of_character()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    """A token with any other character is an added one, spelled as it is."""
-    try:
-        return bytes([BYTE_OF_CHARACTER[character] for character in token])
-    except KeyError:
-        return token.encode()
 
 
 def _sentencepiece_bytes(token: str) -> bytes:

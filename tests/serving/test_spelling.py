@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 
+from model.byte_level import spelled
 from serving.generation import Tokens
 from serving.protocol import ChoiceAsk, Prompt, Shown
-from serving.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from serving.tokenizer import Tokenizer
 from tests.serving.plain import Asked, PlainAnswer, PromptToken, Reason, Token
 from tests.serving.streaming import Streaming
 from transfer import wire
 
 SPECIAL = "<|special|>"
-CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 # What JSON, SSE or a decoder might stumble over, beside whatever hypothesis finds.
 AWKWARD = [
     '"', "\\", "\\u0041", "\n", "\r\n", "\n\n", "\0", "\x1b", "\x7f", "\u0085", "\u2028", "\u2029",
@@ -31,7 +31,7 @@ NO_TEXT = [b"\xff", b"\x80", b"\xc0\xaf", b"\xed\xa0\x80", b"\xed\xa0", b"\xf4\x
 
 def tokenizer_of(raw: Sequence[bytes]) -> Tokenizer:
     """A vocabulary of exactly these bytes; the last one is a special token."""
-    vocab = {"".join(CHARACTER_OF_BYTE[b] for b in data): i for i, data in enumerate(raw[:-1])}
+    vocab = {spelled(data): i for i, data in enumerate(raw[:-1])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.add_special_tokens([tokenizers.AddedToken(SPECIAL, special=True)])
     return Tokenizer(backend, {}, {}, is_byte_level=True)
