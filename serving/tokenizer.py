@@ -87,8 +87,8 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Read tokenizer_config.json, tokenizer.json or tiktoken.model, chat_template.jinja.
 
-        chat_template: a file to read in place of the last, which need not be there; "" = none. clock: what templates print
-        as today's date. Raises TokenizerError.
+        The last may be missing. chat_template: a file to read in its place; "" = none. clock: what
+        templates print as today's date. Raises TokenizerError.
         """
         folder = Path(path)
         files = read_tokenizer(folder)

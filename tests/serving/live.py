@@ -85,18 +85,20 @@ async def live_server(
     decodes: int = 1,
     context_length: int = 512,
     send_buffer_bytes: int = 0,
+    tokenizer: Tokenizer | None = None,
     **config: Any,
 ) -> AsyncIterator[Live]:
     """uvicorn with our connections, as `kvferry serve` runs it, in this process and loop.
 
-    send_buffer_bytes: of the server's sockets; 0 leaves it to the system.
+    send_buffer_bytes: of the server's sockets; 0 leaves it to the system. tokenizer: another than
+    the model's own.
     """
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     async with FakeCluster(
         network=network, decodes=decodes, auto_step=auto_step, context_length=context_length
     ) as cluster:
         dispatcher = await cluster.dispatcher(**settings)
-        tokenizer = tokenizer_of_tests()
+        tokenizer = tokenizer or tokenizer_of_tests()
         app = create_app(
             dispatcher, tokenizer, cluster.config(**settings), ModelConfig.from_dir(MODEL_PATH)
         )
