@@ -177,9 +177,8 @@ def make_pool(
     wanted = max_total_tokens // page_size if exact else max(natural_pages, least)
 
     def plan(scratch: int) -> MemoryPlan:
-        mine = plan_memory(
-            budget, weights, scratch, page_bytes, wanted, exact, least, opened.dp_size
-        )
+        sizes = budget, weights, scratch, page_bytes
+        mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
         return replace(mine, num_pages=least_of_all(mine.num_pages))
 
     page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
@@ -220,7 +219,7 @@ def _check_memory(
     wanted = max_total_tokens // kv.page_size if exact else least
     ranks = num_ranks(model.mesh)
     page_bytes = ranks * kv.all_layers_bytes * len(own) // model.mesh.size
-    plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks)
+    plan_memory(budget, weights, 0, page_bytes, wanted, exact, least, ranks, kv.groups)
 
 
 class _Progress:

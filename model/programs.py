@@ -157,9 +157,10 @@ class MemoryPlan:
     page_bytes: int  # of one page of every group and data-parallel rank
     num_pages: int  # of each rank
     num_ranks: int = 1
+    num_groups: int = 1
 
     def __str__(self) -> str:
-        pages = _pages(self.num_pages, self.page_bytes, self.num_ranks)
+        pages = _pages(self.num_pages, self.page_bytes, self.num_ranks, self.num_groups)
         return (
             f"weights {mib(self.weights_bytes)}, scratch {mib(self.scratch_bytes)}, "
             f"{pages}, of a budget of {mib(self.budget_bytes)}"
@@ -170,9 +171,10 @@ def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _pages(num_pages: int, page_bytes: int, num_ranks: int) -> str:
+def _pages(num_pages: int, page_bytes: int, num_ranks: int, num_groups: int) -> str:
+    of_groups = f" of each of {num_groups} groups of layers" if num_groups > 1 else ""
     each = f" for each of {num_ranks} ranks" if num_ranks > 1 else ""
-    return f"{num_pages} pages{each} {mib(num_pages * page_bytes)}"
+    return f"{num_pages} pages{of_groups}{each} {mib(num_pages * page_bytes)}"
 
 
 def plan_memory(
@@ -184,6 +186,7 @@ def plan_memory(
     exact: bool,
     least_pages: int,
     num_ranks: int = 1,
+    num_groups: int = 1,
 ) -> MemoryPlan:
     """Give the pool what is left, up to wanted_pages.
 
@@ -197,9 +200,9 @@ def plan_memory(
         need = wanted_pages if exact else least_pages
         raise ModelError(
             f"too little memory: weights {mib(weights_bytes)} + scratch {mib(scratch_bytes)} + "
-            f"{_pages(need, page_bytes, num_ranks)} do not fit in {mib(budget_bytes)}; lower "
-            "--max-total-tokens, --context-length or --max-running-requests, or raise "
-            "--mem-fraction-static"
+            f"{_pages(need, page_bytes, num_ranks, num_groups)} do not fit in "
+            f"{mib(budget_bytes)}; lower --max-total-tokens, --context-length or "
+            "--max-running-requests, or raise --mem-fraction-static"
         )
     if exact and wanted_pages < least_pages:
         raise ModelError(
@@ -207,5 +210,11 @@ def plan_memory(
             f"needs {least_pages}; raise it or lower --context-length"
         )
     return MemoryPlan(
-        budget_bytes, weights_bytes, scratch_bytes, page_bytes, min(fit, wanted_pages), num_ranks
+        budget_bytes,
+        weights_bytes,
+        scratch_bytes,
+        page_bytes,
+        min(fit, wanted_pages),
+        num_ranks,
+        num_groups,
     )

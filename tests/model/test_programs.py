@@ -87,6 +87,11 @@ def test_a_plan_for_several_ranks_says_what_each_has() -> None:
         plan_memory(100 * MIB, 40 * MIB, 10 * MIB, 4 * MIB, 13, True, 5, num_ranks=2)
 
 
+def test_pages_are_told_for_each_group_of_layers() -> None:
+    planned = plan_memory(100 * MIB, 40 * MIB, 10 * MIB, 4 * MIB, 12, True, 5, num_groups=2)
+    assert "12 pages of each of 2 groups of layers 48.0 MiB" in str(planned)
+
+
 ROW = jax.device_put(np.arange(4, dtype=np.float32))
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -56,6 +57,24 @@ def test_a_grant_of_an_earlier_incarnation_is_not_taken() -> None:
     worker.handle(Granted((alone.grant(1, epoch=7),)))
     assert not alone.turn()
     assert worker.counters["grants_stale"] == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("window", "num_pages"), [(0, 1), (0, 3), (4, 1), (4, 5)])
+def test_a_grant_of_a_number_of_pages_that_its_prompt_cannot_have_ends_the_room(
+    early: bool, window: int, num_pages: int
+) -> None:
+    alone, worker = prefill(window=window)
+    grant = msgspec.structs.replace(alone.grant(1), page_ids=wire.pack_i32(range(num_pages)))
+    if early:
+        worker.handle(Granted((grant,)))
+    alone.submit(1, num_tokens=8)
+    if not early:
+        worker.handle(Granted((grant,)))
+    while alone.turn():
+        pass
+    assert alone.events() == [("failed", 1, "stale")]
+    worker.check_idle()
 
 
 def test_first_tokens_of_a_chunk_are_read_while_the_next_one_computes() -> None:
