@@ -18,9 +18,7 @@ class Held(HeldRoom):
     prompt: Prompt
     grant: wire.Grant | None = None
     shipped_pages: int = 0  # of the prompt; those of layers with a window are not counted
-    first_windowed: int = (
-        0  # of the prompt's pages, those that go to decode a second time, for them
-    )
+    first_windowed: int = 0  # from this page of the prompt on, theirs go, too
     chunks: list[ChunkTimes] = field(default_factory=list)
     shipped: Shipped | None = None
     logprobs: CollectedLogprobs | None = None  # where they are asked
