@@ -35,7 +35,7 @@ from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
 from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
-from model.page_groups import Place, decode_groups, of_groups, place_of
+from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
 from model.programs import Program, compile_all, mib
 from model.sampling import empty_rows, sample
 from model.sharding import make_mesh, replicated
@@ -262,8 +262,7 @@ class KernelBench:
         positions, table = map(jnp.asarray, self._table(slots))
         sizes = self.shape.page_size, self.num_pages
         rows = decode_groups(self.shape.cfg, *sizes, positions, table, positions, None)
-        group = self._place(layer).group
-        own = rows.positions[group], rows.page_table[group]
+        own = rows.of(self._place(layer).group)
         return (self._queries(slots), *self._of_layer(layer, *own))
 
     def prefill_attention_inputs(self, tokens: int, layer: int) -> tuple[Any, ...]:
@@ -321,7 +320,8 @@ class KernelBench:
         return [(queries, pool, self._place(layer).layer, *rest) for layer in layers]
 
     def _place(self, layer: int) -> Place:
-        return place_of(self.shape.cfg, jnp.int32(layer))
+        cfg = self.shape.cfg
+        return place_of(cfg, jnp.int32(layer), group_of_layer(cfg, layer))
 
     def _ids(self, count: int) -> np.ndarray:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)

@@ -75,7 +75,8 @@ class Admission:
         self._pools = pools
         self.caches = tuple(PrefixCache(pool, page_size, caching) for pool in pools)
         self._page_size = page_size
-        self._headroom_pages = headroom_pages
+        # A seat that grows takes two pages until its ring is whole.
+        self._headroom_pages = headroom_pages * (2 if ring_pages else 1)
         self._ring_pages = ring_pages
         self._free_slots = [
             list(range((rank + 1) * rank_slots - 1, rank * rank_slots - 1, -1))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from decode.config import ANY_PROMPT, DecodeConfig
 from decode.engine import DecodeEngine
 from decode.local import local_buckets
+from decode.rings import ringed_window
 from model.buckets import PrefillBuckets, decode_buckets
 from model.opening import OpenedModel, on_cpu
 from transfer.role import PoolFacts, open_configured
@@ -27,7 +28,7 @@ def build_engine(config: DecodeConfig) -> Built:
     rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
     page_size = opened.kv.page_size
     local, local_tokens = None, most_local(config, opened.context_length)
-    window = 0 if local_tokens else PoolFacts.of(opened).window  # see decode/rings.py
+    window = ringed_window(PoolFacts.of(opened), local_tokens)
     buckets = decode_buckets(rank_slots, opened.context_length, page_size, config.drafting, window)
     if local_tokens:
         local = local_buckets(local_tokens, chunk, page_size)

@@ -1,8 +1,8 @@
 """Pages of layers with a window, where they are apart from the others: a slot's ring. Pure.
 
-A ring has as many pages as the window touches, drafts included: the page of place j in a page table
-is entry j % size, so that what is written next takes the place of what nobody looks at any more.
-Prefill sends the last pages of a prompt, those into which the window of the next token reaches.
+A ring has as many pages as the window touches: the page of place j in a page table is entry
+j % size, so that what is written next takes the place of what nobody looks at any more. Prefill
+sends the last pages of a prompt, those into which the window of the next token reaches.
 
 A worker that computes prompts has no rings: it keeps all pages of both groups, since a prefix that
 another prompt shares needs them. There page p of the second group is that of the first, of which
@@ -15,6 +15,14 @@ from dataclasses import dataclass
 from decode.admission import Seat
 from model.buckets import pages_for
 from transfer.role import PoolFacts
+
+
+def ringed_window(facts: PoolFacts, local_tokens: int) -> int:
+    """Positions of which a decode worker keeps windowed pages; 0: of all, in no ring.
+
+    local_tokens: of the longest prompt that it computes itself.
+    """
+    return 0 if local_tokens else facts.window
 
 
 def first_seen(num_tokens: int, window: int, page_size: int) -> int:

@@ -72,7 +72,7 @@ def decode_step(
 
     page_table = _entered(state.page_table, slots, new_pages, places)
     table = page_table[safe, :num_pages]
-    # New pages come before a ring is full: their places are the same there.
+    # Pages are new in a ring before it is whole, and until then places are the same there.
     ring = state.ring if state.ring is None else _entered(state.ring, slots, new_in_ring, places)
     rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
 

@@ -134,6 +134,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         local: chunks of prompts that are computed here; None: there are none. ring_pages: see
         decode/rings.py.
         """
+        assert local is None or not ring_pages, "chunks of prompts look further back than rings"
         self._engine = engine
         self._facts = facts
         self._num_pages = engine.num_pages

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
 from model.layers import product, rms_norm, rms_norm_of_all, rotate
-from model.page_groups import Place, place_of
+from model.page_groups import Place
 from model.sharding import num_shards, sum_shards
 
 
@@ -62,12 +62,14 @@ def attention(
     x: Float[Array, "rows hidden"],
     pool: PagePool,
     layer: Int32[Array, ""],
+    place: Place,
     rows: Rows,
     attend: Attend,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """Attention of this shard's heads, summed over shards; float32. Returns also the pool.
 
-    weights: one layer's. The rows' keys and values are in the pool before they attend.
+    weights: one layer's. place: where the pool has it. The rows' keys and values are there before
+    they attend.
     Source: grouped queries arXiv:2305.13245; pages arXiv:2309.06180, section 4.1.
     """
     with jax.named_scope("attention"):
@@ -87,7 +89,6 @@ def attention(
             q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
         q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
         k = rotate(k, rows.cos, rows.sin)
-        place = place_of(cfg, layer)
         pool = write_tokens(pool, place.layer, jnp.stack([k, v], axis=1), rows.kv_idx[place.group])
         q = q.reshape(-1, heads, group, head_dim)
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))

@@ -151,9 +151,9 @@ def decode_buckets(
             f"{page_size}: a step enters one page for each slot"
         )
     per_slot = pages_for(context_length, page_size)
-    drafts = drafting.num_tokens if drafting is not None else 0
-    # What a step writes must not lie where the first of its tokens still looks.
-    ring = touched_pages(window + drafts, page_size) if window else 0
+    # What a step writes does not lie where the first of its tokens still looks: beyond a window a
+    # ring has room for a page's positions less one at least, and drafts are fewer than a page has.
+    ring = touched_pages(window, page_size) if window else 0
     slots = [1]
     while slots[-1] < max_running:
         slots.append(min(slots[-1] * 2, max_running))

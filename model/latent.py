@@ -17,7 +17,7 @@ from model.attention import Attend, Rows, window_of
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
 from model.layers import contract, product, rms_norm, rotate
-from model.page_groups import place_of
+from model.page_groups import Place
 from model.sharding import sum_shards
 
 # Of the norms of latent vectors, whatever the config says of the others: transformers,
@@ -31,6 +31,7 @@ def latent_attention(
     x: Float[Array, "rows hidden"],
     pool: PagePool,
     layer: Int32[Array, ""],
+    place: Place,
     rows: Rows,
     attend: Attend,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
@@ -48,7 +49,6 @@ def latent_attention(
         kv = rms_norm(both[:, :rank], weights["kv_a_norm"], _EPS)
         key = rotate(both[:, None, rank:], rows.cos, rows.sin)[:, 0]
         row = jnp.concatenate([kv, key], axis=-1)
-        place = place_of(cfg, layer)
         pool = write_tokens(pool, place.layer, row[:, None, None], rows.kv_idx[place.group])
         q = _queries(cfg, weights, x)
         turned = rotate(q[..., nope:], rows.cos, rows.sin)

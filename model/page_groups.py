@@ -25,9 +25,12 @@ WINDOWED: Final = 1  # of those with a window, where there are two groups
 
 
 class Place(NamedTuple):
-    """Where a pool has a layer: in pages of which group, and where within them."""
+    """Where a pool has a layer: in pages of which group, and where within them.
 
-    group: Int32[Array, ""]
+    group: known while programs are traced, or, in a loop over layers of both, not before they run.
+    """
+
+    group: Int32[Array, ""] | int
     layer: Int32[Array, ""]
 
 
@@ -35,18 +38,31 @@ class DecodeRows(NamedTuple):
     """What decode attention takes beside queries, for each group."""
 
     positions: Int32[Array, "groups rows"]  # counted from where the page table begins
-    page_table: Int32[Array, "groups rows pages"]
+    page_tables: tuple[Int32[Array, "rows pages"], ...]  # one a group, no wider than it sees
+    any_table: Int32[Array, "groups rows most"]  # the same, of one width
     kv_idx: Int32[Array, "groups rows"]
 
+    def of(
+        self, group: Int32[Array, ""] | int
+    ) -> tuple[Int32[Array, " rows"], Int32[Array, "rows pages"]]:
+        """Positions and page table of one group."""
+        table = self.page_tables[group] if isinstance(group, int) else self.any_table[group]
+        return self.positions[group], table
 
-def place_of(cfg: ModelConfig, layer: Int32[Array, ""]) -> Place:
+
+def group_of_layer(cfg: ModelConfig, layer: int) -> int:
     """Of one layer, counted over all."""
+    return WINDOWED if cfg.page_groups > 1 and cfg.window_layers[layer] else FULL
+
+
+def place_of(cfg: ModelConfig, layer: Int32[Array, ""], group: int | None) -> Place:
+    """Of one layer, counted over all. group: its own, where that is known; None: it is not."""
     if cfg.page_groups == 1:
-        return Place(jnp.zeros((), jnp.int32), layer)
+        return Place(FULL, layer)
     windows = np.asarray(cfg.window_layers)
-    ranks = np.where(windows, np.cumsum(windows), np.cumsum(~windows)) - 1
-    groups, places = windows.astype(np.int32), ranks.astype(np.int32)
-    return Place(jnp.asarray(groups)[layer], jnp.asarray(places)[layer])
+    within = np.where(windows, np.cumsum(windows), np.cumsum(~windows)) - 1
+    own = jnp.asarray(windows.astype(np.int32))[layer] if group is None else group
+    return Place(own, jnp.asarray(within.astype(np.int32))[layer])
 
 
 def of_groups(cfg: ModelConfig, ids: Array, num_pages: int, page_size: int = 1) -> Array:
@@ -56,7 +72,7 @@ def of_groups(cfg: ModelConfig, ids: Array, num_pages: int, page_size: int = 1) 
     """
     base = np.arange(cfg.page_groups, dtype=np.int32) * np.int32(num_pages * page_size)
     shifted: Array = jnp.asarray(base).reshape(-1, *(1,) * ids.ndim) + ids
-    return jnp.where(ids >= 0, shifted, np.int32(-1))
+    return or_dropped(ids >= 0, shifted)
 
 
 def decode_groups(
@@ -76,27 +92,28 @@ def decode_groups(
     """
     all_idx = of_groups(cfg, kv_idx, num_pages, page_size)
     if cfg.page_groups == 1:
-        return DecodeRows(positions[None], page_table[None], all_idx)
-    live, most = positions >= 0, page_table.shape[1]
+        return DecodeRows(positions[None], (page_table,), page_table[None], all_idx)
+    most = page_table.shape[1]
     first = jnp.maximum(positions - np.int32(cfg.sliding_window - 1), 0) // np.int32(page_size)
     count = min(touched_pages(cfg.sliding_window, page_size), most)
     places = first[:, None] + jnp.arange(count, dtype=jnp.int32)
     if ring is None:
-        seen = _at(page_table, jnp.minimum(places, np.int32(most - 1))) + np.int32(num_pages)
+        seen = _at(page_table, places) + np.int32(num_pages)
     else:
         size = np.int32(ring.shape[1])
         seen = _at(ring, places % size)
         page, offset = jnp.divmod(positions, np.int32(page_size))
         own = _at(ring, (page % size)[:, None])[:, 0] * np.int32(page_size) + offset
-        all_idx = all_idx.at[WINDOWED].set(_or_dropped(kv_idx >= 0, own))
-    table = jnp.zeros_like(page_table).at[:, :count].set(seen)
-    since = _or_dropped(live, positions - first * np.int32(page_size))
-    return DecodeRows(jnp.stack([positions, since]), jnp.stack([page_table, table]), all_idx)
+        all_idx = all_idx.at[WINDOWED].set(or_dropped(kv_idx >= 0, own))
+    since = or_dropped(positions >= 0, positions - first * np.int32(page_size))
+    wide = jnp.stack([page_table, jnp.pad(seen, ((0, 0), (0, most - count)))])
+    return DecodeRows(jnp.stack([positions, since]), (page_table, seen), wide, all_idx)
 
 
 def _at(table: Int32[Array, "rows pages"], places: Int32[Array, "rows n"]) -> Array:
     return jnp.take_along_axis(table, places, axis=1, mode="clip")
 
 
-def _or_dropped(kept: Bool[Array, " rows"], values: Int32[Array, " rows"]) -> Array:
+def or_dropped(kept: Bool[Array, "..."], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """Where a token's key and value go, or -1: nowhere."""
     return jnp.where(kept, values, np.int32(-1))

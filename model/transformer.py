@@ -22,7 +22,14 @@ from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, product, rms_norm, rope_tables
 from model.moe import ExpertMap, moe, shared_experts, with_rows
-from model.page_groups import Place, decode_groups, of_groups
+from model.page_groups import (
+    Place,
+    decode_groups,
+    group_of_layer,
+    of_groups,
+    or_dropped,
+    place_of,
+)
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
@@ -111,6 +118,13 @@ def _fastest(platform: str, dense_bytes: int) -> Stacks:
 Weights = dict[str, Array]
 
 
+class _Kind(NamedTuple):
+    """What programs are traced anew for. group: of pages; None: of layers of both."""
+
+    moe: bool
+    group: int | None
+
+
 class _Inputs(NamedTuple):
     """What both kinds of step share, per row."""
 
@@ -167,7 +181,7 @@ def decode_rows(
     `prefill_rows`.
     """
     live = positions >= 0
-    dropped = jnp.where(live, kv_idx, np.int32(-1))
+    dropped = or_dropped(live, kv_idx)
     num_pages = pool.shape[2] // model.cfg.page_groups
     rows = decode_groups(
         model.cfg, model.page_size, num_pages, positions, page_table, dropped, ring
@@ -176,9 +190,8 @@ def decode_rows(
     def attend(
         q: Array, pool: Array, place: Place, sinks: Array | None, window: Array | None
     ) -> Array:
-        kernel, own = model.kernels.decode_attention, place.group
-        at, table = rows.positions[own], rows.page_table[own]
-        out: Array = kernel(q, pool, place.layer, at, table, sinks, window)
+        kernel = model.kernels.decode_attention
+        out: Array = kernel(q, pool, place.layer, *rows.of(place.group), sinks, window)
         return out
 
     inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
@@ -300,7 +313,7 @@ def _prefill(
         return out
 
     live = (batch.kv_idx >= 0) & (batch.kv_idx < num_pages * page_size)
-    dropped = jnp.where(live, batch.kv_idx, np.int32(-1))
+    dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
     inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
     return _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, capture)
@@ -332,14 +345,14 @@ def _layers(
     rows = Rows(*tables, inputs.kv_idx)
     carry = _Carry(x, pool, loads, nothing_captured(cfg, x) if capture else None)
 
-    @partial(jax.jit, static_argnums=0)  # traced once, however many layers have own arrays
-    def block(moe_layer: bool, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
-        return _block(
-            model, moe_layer, idx, layer, weights, carry, inputs, rows, expert_map, attend
-        )
+    # Traced once for layers of a kind, however many have own arrays.
+    @partial(jax.jit, static_argnums=0)
+    def block(kind: _Kind, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
+        return _block(model, kind, idx, layer, weights, carry, inputs, rows, expert_map, attend)
 
     for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
-        carry = _run(run, stacks, carry, block)
+        group = group_of_layer(cfg, run.first) if run.num_layers == 1 else None
+        carry = _run(run, stacks, carry, partial(block, _Kind(run.moe, group)))
     with jax.named_scope("final_norm"):
         return carry._replace(x=rms_norm(carry.x, params["norm"], cfg.rms_norm_eps))
 
@@ -354,7 +367,7 @@ def _run(run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Car
 
     def layer_body(i: Array, carry: _Carry) -> _Carry:
         own = {name: lax.dynamic_index_in_dim(stacks[name], i, keepdims=False) for name in small}
-        return block(run.moe, i, i + np.int32(run.first), stacks | own, carry)
+        return block(i, i + np.int32(run.first), stacks | own, carry)
 
     with jax.named_scope(f"layers_{run.first}_to_{run.first + run.num_layers - 1}"):
         return lax.fori_loop(np.int32(0), np.int32(run.num_layers), layer_body, carry)
@@ -362,7 +375,7 @@ def _run(run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Car
 
 def _block(
     model: Model,
-    moe_layer: bool,
+    kind: _Kind,
     idx: Array,
     layer: Array,
     weights: Weights,
@@ -377,11 +390,12 @@ def _block(
     x, pool, loads, captured = carry
     inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
     attend_layer = latent_attention if cfg.latent else attention
-    out, pool = attend_layer(cfg, weights, inner, pool, layer, rows, attend)
+    place = place_of(cfg, layer, kind.group)
+    out, pool = attend_layer(cfg, weights, inner, pool, layer, place, rows, attend)
     x = x + out.astype(x.dtype)
     inner = rms_norm(x, weights["mlp_norm"], cfg.rms_norm_eps)
     routing = None
-    if moe_layer:
+    if kind.moe:
         out, routing = moe(
             cfg,
             inner,

@@ -10,7 +10,7 @@ from decode.admission import Admission
 from decode.engine import DecodeEngine, SlotStart
 from decode.rings import Rings
 from decode.scheduler import DecodeScheduler
-from model.buckets import decode_buckets, prefill_buckets
+from model.buckets import Drafting, decode_buckets, prefill_buckets
 from model.chunks import FirstSample
 from model.opening import OpenedModel, open_model
 from prefill.engine import PrefillEngine
@@ -31,15 +31,21 @@ POOL_TOKENS = 2 * CONTEXT
 class OneProcess:
     """One request at a time through both engines, with no transfer, cache or preemption."""
 
-    def __init__(self, path: Path, has_rings: bool = False) -> None:
-        """has_rings: decode keeps no more than windows, as a worker does; else all pages."""
+    def __init__(
+        self, path: Path, has_rings: bool = False, drafting: Drafting | None = None
+    ) -> None:
+        """has_rings: decode keeps no more than windows, as a worker does; else all pages.
+
+        drafting: of every step; None: of none.
+        """
         self._opened = _opened(path)
         self._facts = PoolFacts.of(self._opened)
         self._grammars = Grammars(path, self._opened.model.cfg)
         self._buckets = prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE)
         self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
         window = self._facts.window if has_rings else 0
-        buckets = decode_buckets(1, CONTEXT, PAGE_SIZE, window=window)
+        self._drafting = drafting
+        buckets = decode_buckets(1, CONTEXT, PAGE_SIZE, drafting, window)
         self._decode = DecodeEngine(_opened(path), buckets, 0.0, POOL_TOKENS)
         self.rings = Rings(self._facts, self._decode.num_pages, buckets.ring_pages)
 
@@ -49,7 +55,8 @@ class OneProcess:
         constraint = self._constraint(ids, params) if params.grammar else None
         pool, ring_pages = PagePool(self.rings.pool_pages), self.rings.ring_pages
         admission = Admission([pool], 1, PAGE_SIZE, 0, ring_pages=ring_pages)
-        scheduler = DecodeScheduler(admission, PAGE_SIZE)
+        drafts = self._drafting.num_tokens if self._drafting is not None else 0
+        scheduler = DecodeScheduler(admission, PAGE_SIZE, drafts)
         admission.add(0, len(ids), 0.0)
         (seat,) = admission.admit()
         mask = constraint.first_mask if constraint is not None else None
@@ -60,11 +67,11 @@ class OneProcess:
         start = SlotStart(seat.slot, known, len(ids), seat.pages, params, seat.ring)
         self._decode.start_slots([start])
         scheduler.start(seat, "api", params, len(ids))
-        while (plan := scheduler.plan()) is not None:
+        while (plan := scheduler.plan(drafts > 0)) is not None:
             if constraint is not None:
                 assert constraint.take(tokens[-1])
                 self._decode.set_masks(plan.slots, self._grammars.masks([constraint]))
-            flight = self._decode.step(*plan.arrays)
+            flight = self._decode.step(*plan.arrays, drafts > 0)
             result = scheduler.finish(plan, flight.token_ids()[0])
             tokens += result.token_ids.tolist()
             if result.finish[-1]:

@@ -1,37 +1,68 @@
 """Pages of layers with a window go round in rings, and nobody sees it in the tokens."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.admission import Admission
+from decode.rings import ringed_window
+from model.buckets import Drafting
+from tests.model.checkpoints import write_config
 from tests.model.harness import GOLDENS
 from tests.one_process import OneProcess
 from transfer.pages import PagePool
+from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
 
 PAGE, RING = 4, 3
 
 
-@pytest.fixture(scope="module")
-def both() -> tuple[OneProcess, OneProcess]:
-    """Windows of one page: decode with all pages, and with rings of two."""
-    path = GOLDENS / "gpt_oss" / "model"
-    return OneProcess(path), OneProcess(path, has_rings=True)
+# Window, pages of its ring, drafts of a step. The tightest has as many drafts as a page allows, and
+# every page begins to be written over while its last position is still seen.
+KINDS = {
+    "a window of one page": (16, 2, 0),
+    "of a page and a bit": (18, 3, 3),
+    "with as many drafts as can be": (17, 2, 15),
+}
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 31, 32, 33, 100])
+@pytest.fixture(scope="module", params=KINDS)
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OneProcess, OneProcess]:
+    """Decode with all pages, and with rings and perhaps drafts."""
+    window, ring_pages, drafts = KINDS[request.param]
+    golden, path = GOLDENS / "gpt_oss" / "model", tmp_path_factory.mktemp("windows")
+    shutil.copytree(golden, path, dirs_exist_ok=True)
+    config = json.loads((golden / "config.json").read_text())
+    write_config(path, config | {"sliding_window": window})
+    ringed = OneProcess(path, has_rings=True, drafting=Drafting(drafts, 1, 3) if drafts else None)
+    whole = OneProcess(path)
+    assert (whole.rings.ring_pages, ringed.rings.ring_pages) == (0, ring_pages)
+    return whole, ringed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 31, 33, 100])
 def test_the_same_tokens_are_drawn_from_a_ring(
-    both: tuple[OneProcess, OneProcess], num_tokens: int
+    both: tuple[OneProcess, OneProcess], num_tokens: int, temperature: float
 ) -> None:
     whole, ringed = both
-    assert (whole.rings.ring_pages, ringed.rings.ring_pages) == (0, 2)
     ids = np.random.default_rng(num_tokens).integers(0, 500, num_tokens).tolist()
-    params = SamplingParams(70, temperature=0.8, seed=num_tokens)
+    params = SamplingParams(70, temperature=temperature, seed=num_tokens)
     drawn = whole.run(ids, params)
-    assert len(set(drawn)) > 5
+    assert len(set(drawn)) > 5 or not temperature
     assert ringed.run(ids, params) == drawn
+
+
+def test_a_worker_that_computes_prompts_has_no_rings() -> None:
+    facts = PoolFacts(16, 512, 1, 1, window=32)
+    assert ringed_window(facts, local_tokens=0) == 32
+    assert ringed_window(facts, local_tokens=1) == 0
 
 
 def a_desk(num_pages: int, ring_pages: int = RING) -> Admission:
@@ -57,6 +88,13 @@ def test_a_seat_that_grows_takes_a_page_for_its_ring_until_that_is_whole() -> No
     desk.check()
     desk.release(1)
     desk.check()
+
+
+def test_headroom_is_left_for_the_two_pages_of_who_grows() -> None:
+    desk = Admission([PagePool(10)], 4, PAGE, 1, ring_pages=RING)
+    desk.add(1, 3, 0.0)  # a page and one of its ring
+    desk.add(2, 12, 1.0)  # four and three: that would leave one, and the first could not grow
+    assert [seat.room for seat in desk.admit()] == [1]
 
 
 def test_who_cannot_have_both_pages_takes_none() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from decode.config import DecodeConfig
 from decode.held import Finished, PagesArrived, SenderLost
 from decode.local import MAX_SEQS
+from decode.rings import ringed_window
 from decode.worker import DecodeWorker
 from model.buckets import PrefillBuckets, decode_buckets, pages_for
 from model.config import KVSpec
@@ -206,7 +207,7 @@ class SimDecode(DecodeWorker):
             on_lost=lambda *lost: self.inbox.post(SenderLost(*lost)),
         )
         self.receiver = receiver
-        window = 0 if plan.local_tokens else plan.window
+        window = ringed_window(facts, plan.local_tokens)
         sizes = plan.num_slots, plan.context, plan.page_size
         ring_pages = decode_buckets(*sizes, config.drafting, window).ring_pages
         engine = StepEngine(
