@@ -113,10 +113,10 @@ def moe_cost(shape: Shape, tokens: int) -> Cost:
     """One layer of routed experts with its router."""
     cfg, size = shape.cfg, shape.dtype_bytes
     router = cfg.hidden_size * cfg.num_experts
-    expert = expert_params(cfg) + expert_biases(cfg)
-    params = experts_touched(cfg, tokens) * expert + router + router_biases(cfg)
+    expert = expert_params(cfg) * shape.expert_weight_bytes + expert_biases(cfg) * size
+    weights = experts_touched(cfg, tokens) * expert + (router + router_biases(cfg)) * size
     active = cfg.num_experts_per_tok * expert_params(cfg) + router
-    return Cost(params * size + 2 * tokens * cfg.hidden_size * size, 2.0 * tokens * active)
+    return Cost(weights + 2 * tokens * cfg.hidden_size * size, 2.0 * tokens * active)
 
 
 def decode_attention_cost(shape: Shape, slots: int, context: int, windowed: bool = False) -> Cost:

@@ -35,6 +35,7 @@ from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
 from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
+from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
 from model.programs import Program, compile_all, mib
 from model.sampling import empty_rows, sample
@@ -79,7 +80,8 @@ def _pool_pages(shape: Shape) -> int:
 
 def model_of(shape: Shape) -> Model:
     """On the first device."""
-    return Model.create(shape.cfg, make_mesh(1, 1, jax.devices()[:1]), shape.dtype, shape.page_size)
+    mesh = make_mesh(1, 1, jax.devices()[:1])
+    return Model.create(shape.cfg, mesh, shape.dtype, shape.page_size, coded=shape.coded)
 
 
 def fitting(shape: Shape, memory_bytes: int) -> Shape:
@@ -285,20 +287,11 @@ class KernelBench:
 
     def _experts(self) -> list[tuple[Any, ...]]:
         """Arguments of an experts kernel behind rows and choices, of each layer that has some."""
-        found = []
-        for stacks in self.params["layers"]:
-            for layer in range(len(stacks.get("experts_down", ()))):
-                args: tuple[Any, ...] = (
-                    stacks["experts_gate_up"],
-                    stacks["experts_down"],
-                    jnp.int32(layer),
-                )
-                if self.shape.cfg.experts_bias:
-                    # Of the devices that share an expert, here one, each has a down bias.
-                    down_bias = stacks["experts_down_bias"][:, :, 0]
-                    args = (*args, stacks["experts_gate_up_bias"], down_bias)
-                found.append(args)
-        return found
+        return [
+            (expert_stacks(stacks), jnp.int32(layer))
+            for stacks in self.params["layers"]
+            for layer in range(len(stacks.get("experts_down", ())))
+        ]
 
     def _of_expert_layers(self, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return [(*args[:3], *own) for own in self._experts()]

@@ -8,7 +8,7 @@ space of intermediate results are left out of the times, so a real step takes lo
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,6 +28,7 @@ from bench.floors import (
 from bench.shapes import Shape
 from decode.rings import first_seen
 from model.buckets import check_page_size, pages_for, touched_pages
+from model.coded import kept_codes
 from model.config import FP8, ModelConfig
 from model.errors import ModelError
 from model.params import Leaf, param_leaves
@@ -50,6 +51,7 @@ class GroupConfig:
     ep_num_redundant_experts: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
+    quantization: Literal["auto", "none", "fp8"] = "auto"
     page_size: int = 64
     mem_fraction_static: float = 0.85
 
@@ -101,6 +103,7 @@ HELP = {
     "ep_num_redundant_experts": "copies of experts that a layer has beside one of each",
     "dtype": "type of weights; auto: the checkpoint's",
     "kv_cache_dtype": "type of pages; auto follows --dtype",
+    "quantization": "experts' weights; fp8: a byte each",
     "page_size": "tokens in a page",
     "mem_fraction_static": "share of a device's memory for weights, scratch and pages",
     "input_tokens": "tokens of a prompt",
@@ -188,6 +191,9 @@ def plan_group(
     mesh = abstract_mesh(config.tp_size, config.ep_size, config.dp_size)
     shared = config.ep_size > config.tp_size
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
+    # "auto" keeps none on an accelerator, which devices that are asked about are.
+    coded = kept_codes(config.quantization, dims.expert_inputs, cfg.scale_inputs, by_default=False)
+    dims = replace(dims, coded=coded)
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
     check_page_size(config.page_size, config.page_size, config.page_size)
@@ -199,14 +205,14 @@ def plan_group(
     page_bytes = kv_spec(cfg, dims, config.page_size, pages).all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # As a worker reckons until it knows the scratch memory of its programs.
-    left = budget - budget // 16 - weights
+    left, experts = budget - budget // 16 - weights, cfg.num_experts
     if left < page_bytes:
         raise ModelError(
             f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
             f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
-            "raise --tp-size or --ep-size"
+            f"raise --tp-size or --ep-size{', or give --quantization fp8' * bool(experts)}"
         )
-    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages)
+    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, coded)
     apart = has_rings and cfg.page_groups > 1
     ring = touched_pages(cfg.sliding_window, config.page_size) if apart else 0
     return Group(config, shape, dims, weights, page_bytes, left // page_bytes, ring)

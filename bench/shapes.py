@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from model.coded import SCALE_INPUTS
 from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, ModelConfig
 from model.config_attention import LatentConfig
 from model.config_experts import RouterConfig
@@ -24,6 +25,12 @@ class Shape:
     context: int
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
+    coded: int = 0  # see model.sharding.Dims
+
+    @property
+    def expert_weight_bytes(self) -> float:
+        """Bytes of one weight of an expert, its part of a scale included."""
+        return 1 + 4 / self.coded if self.coded else float(self.dtype_bytes)
 
     @property
     def dtype_bytes(self) -> int:
@@ -318,6 +325,12 @@ GPT_OSS_20B = Shape(
     chunks=(2048, 8192),
 )
 
+
+def with_codes(shape: Shape) -> Shape:
+    """The same, its experts kept as codes of a byte (model/coded.py)."""
+    return replace(shape, name=f"{shape.name}-fp8", coded=SCALE_INPUTS)
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -327,8 +340,10 @@ SHAPES = {
         DEMO_GPT_OSS,
         MIDDLE,
         MIDDLE_MOE,
+        with_codes(MIDDLE_MOE),
         QWEN3_8B,
         QWEN3_30B_A3B,
+        with_codes(QWEN3_30B_A3B),
         DEEPSEEK_V2_LITE,
         GPT_OSS_20B,
     )

@@ -163,6 +163,11 @@ class ModelConfig:
         return 1 if self.latent else 2
 
     @property
+    def scale_inputs(self) -> int:
+        """Inputs of a quantised weight that share a scale in the checkpoint; 0: it has none."""
+        return self.quantized_block[1] if self.quantization else 0
+
+    @property
     def page_groups(self) -> int:
         """Pages that positions have: 2 where half of the layers have a window, else 1."""
         return 2 if 0 < 2 * sum(self.window_layers) == self.num_layers else 1

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from model.fields import REQUIRED, Fields
 
+MXFP4_GROUP: Final = 32  # values that share a scale
 _PACKED: Final = "pack-quantized"
 _WORD: Final = 8  # values of four bits that a word has
 # What changes the numbers and is not computed, each with the one value beside null that does not.
@@ -42,7 +43,7 @@ def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
     if method not in accepted:
         raise fields.fail("quantization_config", method, f"{', '.join(accepted)}, or null")
     if method == "mxfp4":
-        return {"quantization": method}
+        return {"quantization": method, "quantized_block": (1, MXFP4_GROUP)}
     if method == "compressed-tensors":
         return _groups_of_integers(settings)
     block = settings.raw("weight_block_size", None)

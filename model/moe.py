@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from model.coded import ExpertStacks
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.layers import feed_forward, product
@@ -37,8 +38,7 @@ class Routing(NamedTuple):
     weights: Float[Array, "rows chosen"]
 
 
-# (x, local expert ids, weights, gate_up stack, down stack, index into the stacks, and where there
-# are any the stacks of biases) -> f32 like x.
+# (x, local expert ids, weights, stacks, index into the stacks) -> f32 like x.
 Experts = Callable[..., Array]
 _LEAST = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
 
@@ -97,17 +97,27 @@ def moe(
         rows, weights = x, routing.weights
         if share_experts:
             physical, rows, weights = map(gather_ranks, (physical, rows, weights))
-        gate_up, down = params["experts_gate_up"], params["experts_down"]
-        biases: tuple[Array, ...] = ()
-        if cfg.experts_bias:
-            # Of the devices that share an expert's width only the first has a down bias.
-            biases = params["experts_gate_up_bias"], params["experts_down_bias"][:, :, 0]
-        num_local = gate_up.shape[1]
+        stacks = expert_stacks(params)
+        num_local = stacks.down.shape[1]
         local = physical - expert_shard_idx(share_experts) * np.int32(num_local)
         mine = (physical >= 0) & (local >= 0) & (local < num_local)
         local = jnp.where(mine, local, np.int32(num_local))
-        out = experts(rows, local, weights, gate_up, down, idx, *biases)
+        out = experts(rows, local, weights, stacks, idx)
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
+
+
+def expert_stacks(params: dict[str, Array]) -> ExpertStacks:
+    """Those of a run of layers, on this device."""
+    down_bias = params.get("experts_down_bias")
+    return ExpertStacks(
+        params["experts_gate_up"],
+        params["experts_down"],
+        params.get("experts_gate_up_bias"),
+        # Of the devices that share an expert's width only the first has one.
+        None if down_bias is None else down_bias[:, :, 0],
+        params.get("experts_gate_up_scale"),
+        params.get("experts_down_scale"),
+    )
 
 
 def shared_experts(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from model.buckets import check_page_size, pages_for
+from model.coded import kept_codes
 from model.config import FP8, KVSpec, ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
@@ -26,12 +27,13 @@ from model.programs import (
     plan_memory,
     tree_bytes,
 )
-from model.sharding import kv_spec, make_mesh, num_ranks, own_devices
+from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model
-from model.weights import load_params, model_digest, stored_bytes
+from model.weights import is_orbax, load_params, model_digest, stored_bytes
 
 log = logging.getLogger(__name__)
 
+ROUNDED = "-fp8"  # behind the digest of a model whose weights were rounded as they were loaded
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
 
 
@@ -80,6 +82,7 @@ def open_model(
     max_total_tokens: int = 0,
     dp_size: int = 1,
     placing: ExpertPolicy = AS_TRAINED,
+    quantization: str = "auto",
 ) -> OpenedModel:
     """Read config and weights onto a mesh of dp_size * tp_size devices.
 
@@ -90,6 +93,9 @@ def open_model(
     chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
     that what cannot fit is told before the weights are read, which may take minutes.
     placing: where experts are, and when they move.
+    quantization: "fp8" keeps experts' weights as codes of a byte, those of a quantised checkpoint
+    as they are, others rounded; "none" brings all to dtype; "auto" keeps those of a quantised
+    checkpoint on CPU.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
@@ -116,18 +122,22 @@ def open_model(
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
+    shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
+    dims = Dims.of(cfg, mesh, shared, redundant)
+    keeps = on_cpu() and not is_orbax(path)
     model = Model.create(
         cfg,
         mesh,
         jnp.dtype(dtype),
         page_size,
-        share_experts=ep_size > tp_size,
-        redundant_experts=placing.ep_num_redundant_experts,
+        share_experts=shared,
+        redundant_experts=redundant,
+        coded=kept_codes(quantization, dims.expert_inputs, cfg.scale_inputs, keeps),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
-    digest = model_digest(path)
+    digest = model_digest(path) + (ROUNDED if model.dims.coded and not cfg.quantization else "")
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
     params = load_params(path, model, progress=_Progress())
     return OpenedModel(

@@ -1,5 +1,6 @@
 """Every parameter of a network: its sizes as trained and as stored, its sharding, random values."""
 
+import enum
 import functools
 import math
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,14 @@ from model.sharding import SHARDS, TENSOR, Dims, Stacks
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
 Params = dict[str, Any]
+
+
+class Holds(enum.Enum):
+    """What a parameter is: weights, or weights' codes and the scales of these (model/coded.py)."""
+
+    VALUES = "values"
+    CODES = "codes"
+    SCALES = "scales"
 
 
 class Segment(NamedTuple):
@@ -49,6 +58,7 @@ class Leaf:
     group, followed (tail > 0) by `tail` entries per kv head that are copied, not dealt out.
     std: deviation of random values; 0 means ones.
     repeats: an axis whose entries are stored again from the first on, not padded with zeros.
+    group: of codes and scales, inputs that share one.
     """
 
     canonical: tuple[int, ...]
@@ -60,6 +70,8 @@ class Leaf:
     tail: int = 0
     replicas: int = 1
     repeats: int | None = None
+    holds: Holds = Holds.VALUES
+    group: int = 1
 
     def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
         """Where the parameter lives."""
@@ -271,6 +283,10 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
             repeats=again,
         ),
     }
+    if dims.coded:
+        names = "experts_gate_up", "experts_down"
+        for name, group in zip(names, dims.coded_groups, strict=True):
+            tree |= _coded(name, tree[name], group)
     if cfg.router.bias:
         tree["router_bias"] = _plain((n, experts), float32, 0.1)
     if cfg.router.correction:
@@ -297,6 +313,25 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
     return tree
 
 
+def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
+    """Codes in place of weights, and their scales, of which a group of inputs has one."""
+
+    def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:2], -(-shape[2] // group), *shape[3:])
+
+    codes = replace(leaf, dtype=np.dtype(np.uint8), holds=Holds.CODES, group=group)
+    return {
+        name: codes,
+        f"{name}_scale": replace(
+            codes,
+            canonical=fewer(leaf.canonical),
+            shape=fewer(leaf.shape),
+            dtype=np.dtype(np.float32),
+            holds=Holds.SCALES,
+        ),
+    }
+
+
 def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
     """Random parameters, made where they live. The same seed gives every mesh the same network."""
     flat, tree = jax.tree.flatten(leaves)
@@ -308,6 +343,8 @@ def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
 def _random_leaf(leaf: Leaf, mesh: Mesh, key: Array) -> Array:
     if leaf.std == 0:
         return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding(mesh))
+    if leaf.holds is Holds.SCALES:
+        return jnp.full(leaf.shape, leaf.std, leaf.dtype, device=leaf.sharding(mesh))
     return _random_maker(leaf, mesh)(key)
 
 
@@ -317,6 +354,8 @@ def _random_maker(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
 
     def draw(key: Array, shape: tuple[int, ...]) -> Array:
         values = jax.random.normal(key, shape, jnp.float32)
+        if leaf.holds is Holds.CODES:
+            return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8)
         return (values * np.float32(leaf.std)).astype(leaf.dtype)
 
     def make(key: Array) -> Array:

@@ -11,13 +11,15 @@ import numpy as np
 from jaxtyping import Float32, UInt8, UInt16, UInt32, UInt64
 
 from model.checkpoint import Checkpoint
+from model.config_quantised import MXFP4_GROUP as _GROUP
 from model.errors import ModelError
 
-_GROUP: Final = 32  # values that share an MXFP4 scale
 _GROUP_BYTES: Final = 16
 # 6 · 2^(252 - 127) is the largest finite product in bfloat16, and 255 means NaN.
 _SCALE_MAX: Final = 252
 _WORD: Final = 8  # values of four bits in an i32
+_MAGNITUDES: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FOUR_BITS: Final = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # by what they say, e2m1
 _TILE: Final = 64
 
 
@@ -46,7 +48,7 @@ def open_checkpoint(
     raise ModelError(f"{folder}: quantization {quantization!r}, accepted: {accepted}")
 
 
-class _Quantised(Checkpoint, ABC):
+class Quantised(Checkpoint, ABC):
     """Shows one tensor for each pair of data and scales; all others pass through.
 
     Shapes and dtypes of the pairs are checked here, values when they are read.
@@ -100,6 +102,29 @@ class _Quantised(Checkpoint, ABC):
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a quantised tensor; every axis has a start, a stop and a step."""
 
+    @abstractmethod
+    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a quantised tensor, without steps, as e4m3 codes before they are scaled."""
+
+    @abstractmethod
+    def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        """f32: what such a slice's codes are scaled by, of every `group` entries along axis 1 one.
+
+        index: begins at a group along that axis, every axis has a start and a stop. group: divides
+        the entries that share a scale.
+        """
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor has codes and scales."""
+        return name in self._quantised
+
+    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a quantised tensor as e4m3 codes. Raises ModelError for one that says NaN."""
+        codes = self._codes(name, index)
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ModelError(f"{self._at(name)}: has a weight that is no number")
+        return codes
+
     def _check_scales(self, scales: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
         if self.dtype(scales) not in dtypes:
             got, accepted = self.dtype(scales), ", ".join(dtypes)
@@ -146,7 +171,7 @@ class _Quantised(Checkpoint, ABC):
         return super()._at(name)
 
 
-class _Mxfp4(_Quantised):
+class _Mxfp4(Quantised):
     """u8[experts, rows, cols / 32, 16] and a scale per 32 values; shown as [experts, cols, rows].
 
     A byte holds two values, the lower four bits first, each a sign, two bits of exponent and one
@@ -183,6 +208,7 @@ class _Mxfp4(_Quantised):
         blocks = self.read_bytes(name + self._DATA, part)
         scales = self.read_bytes(name + self._SCALES, part)
         within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP, columns.step)
+        self._check_largest(name, scales)
         num_experts, num_rows = blocks.shape[:2]
         num_columns = len(range(columns.start, columns.stop, columns.step))
         out = np.empty((num_experts, num_columns, num_rows), np.uint16)
@@ -190,18 +216,44 @@ class _Mxfp4(_Quantised):
             # Some rows at a time stay in the cache while they are turned.
             for at in range(0, num_rows, _TILE):
                 tile = slice(at, at + _TILE)
-                largest = int(scales[expert, tile].max())
-                if largest > _SCALE_MAX:
-                    raise ModelError(
-                        f"{super()._at(name + self._SCALES)}: a scale of {largest}; accepted: 0 to "
-                        f"{_SCALE_MAX}, whose products are finite in bfloat16"
-                    )
                 values = _unpacked(blocks[expert, tile], scales[expert, tile])
                 out[expert, :, tile] = values[:, within].T
         return out.view(ml_dtypes.bfloat16)
 
+    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        experts, columns, rows = index
+        first = columns.start // _GROUP
+        part = experts, rows, slice(first, -(-columns.stop // _GROUP))
+        blocks = self.read_bytes(name + self._DATA, part)
+        within = slice(columns.start - first * _GROUP, columns.stop - first * _GROUP)
+        num_experts, num_rows = blocks.shape[:2]
+        out = np.empty((num_experts, columns.stop - columns.start, num_rows), np.uint8)
+        for expert in range(num_experts):
+            for at in range(0, num_rows, _TILE):
+                tile = slice(at, at + _TILE)
+                codes = _mxfp4_codes().take(blocks[expert, tile], mode="clip")
+                out[expert, :, tile] = codes.view(np.uint8).reshape(len(codes), -1)[:, within].T
+        return out
 
-class _Fp8(_Quantised):
+    def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        experts, columns, rows = index
+        groups = np.arange(columns.start, columns.stop, group) // _GROUP
+        part = experts, rows, slice(int(groups[0]), int(groups[-1]) + 1)
+        scales = self.read_bytes(name + self._SCALES, part)
+        self._check_largest(name, scales)
+        exponents = scales[:, :, groups - groups[0]].transpose(0, 2, 1).astype(np.int32) - 127
+        return np.ldexp(np.float32(1), exponents)
+
+    def _check_largest(self, name: str, scales: UInt8[np.ndarray, "..."]) -> None:
+        largest = int(scales.max())
+        if largest > _SCALE_MAX:
+            raise ModelError(
+                f"{super()._at(name + self._SCALES)}: a scale of {largest}; accepted: 0 to "
+                f"{_SCALE_MAX}, whose products are finite in bfloat16"
+            )
+
+
+class _Fp8(Quantised):
     """F8_E4M3 [out, in] times the scale of its block; shown as float32.
 
     Source: deepseek-ai/DeepSeek-V3: README_WEIGHTS.md, and inference/kernel.py for the product.
@@ -231,20 +283,35 @@ class _Fp8(_Quantised):
 
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (np.arange(s.start, s.stop, s.step) for s in index)
-        row_blocks, column_blocks = rows // self._block[0], columns // self._block[1]
-        blocks = tuple(slice(int(of[0]), int(of[-1]) + 1) for of in (row_blocks, column_blocks))
-        scales = self.read(name + self._SCALES, blocks).astype(np.float32)
-        scales = scales[:, column_blocks - column_blocks[0]]
+        scales, row_blocks = self._scales_of(name, rows, columns)
         stored = self.read_bytes(name, index)
         out = np.empty(stored.shape, np.float32)
         for at in range(0, len(rows), _TILE):
             tile = slice(at, at + _TILE)
             values = _e4m3().take(stored[tile], mode="clip")
-            np.multiply(values, scales[row_blocks[tile] - row_blocks[0]], out=out[tile])
+            np.multiply(values, scales[row_blocks[tile]], out=out[tile])
         return out
 
+    def _scales_of(
+        self, name: str, rows: np.ndarray, columns: np.ndarray
+    ) -> tuple[Float32[np.ndarray, "blocks columns"], np.ndarray]:
+        """Of blocks of rows, at these columns, and in which block each row is."""
+        row_blocks, column_blocks = rows // self._block[0], columns // self._block[1]
+        blocks = tuple(slice(int(of[0]), int(of[-1]) + 1) for of in (row_blocks, column_blocks))
+        scales = self.read(name + self._SCALES, blocks).astype(np.float32)
+        return scales[:, column_blocks - column_blocks[0]], row_blocks - row_blocks[0]
 
-class _Int4(_Quantised):
+    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self.read_bytes(name, index)
+
+    def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        rows, columns = index
+        firsts = np.arange(columns.start, columns.stop, group)
+        scales, row_blocks = self._scales_of(name, np.arange(rows.start, rows.stop), firsts)
+        return scales[row_blocks]
+
+
+class _Int4(Quantised):
     """i32[out, in / 8] and a scale for some values of a row; shown as float32 [out, in].
 
     A word holds eight values, the lowest four bits first, each from -8 to 7 with 8 added. The shape
@@ -299,16 +366,11 @@ class _Int4(_Quantised):
         return stored[0], stored[1] * _WORD
 
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        self._check_said(name)
-        group, (rows, columns) = self._group, index
-        part = slice(rows.start, rows.stop)
-        # Whole groups: what is too much of the first and the last is little, and cut off below.
-        groups = slice(columns.start // group, -(-columns.stop // group))
-        words = slice(groups.start * group // _WORD, groups.stop * group // _WORD)
-        stored = self.read(name + self._DATA, (part, words))[:: rows.step]
-        pairs = np.ascontiguousarray(stored, "<i4").view(np.uint8)
-        scales = self.read(name + self._SCALES, (part, groups))[:: rows.step].astype(np.float32)
-        first = groups.start * group
+        (rows, columns), group = index, self._group
+        first, pairs = self._pairs(name, index)
+        groups = slice(first // group, -(-columns.stop // group))
+        scales = self.read(name + self._SCALES, (slice(rows.start, rows.stop), groups))
+        scales = scales[:: rows.step].astype(np.float32)
         within = slice(columns.start - first, columns.stop - first, columns.step)
         num_columns = len(range(columns.start, columns.stop, columns.step))
         out = np.empty((len(pairs), num_columns), np.float32)
@@ -319,6 +381,31 @@ class _Int4(_Quantised):
             values *= scales[tile, :, None]
             out[tile] = values.reshape(len(values), -1)[:, within]
         return out
+
+    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        first, pairs = self._pairs(name, index)
+        codes = _int4_codes().take(pairs, mode="clip").view(np.uint8).reshape(len(pairs), -1)
+        return codes[:, index[1].start - first : index[1].stop - first]
+
+    def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        groups = np.arange(index[1].start, index[1].stop, group) // self._group
+        part = index[0], slice(int(groups[0]), int(groups[-1]) + 1)
+        scales = self.read(name + self._SCALES, part).astype(np.float32)
+        return scales[:, groups - groups[0]]
+
+    def _pairs(
+        self, name: str, index: tuple[slice, ...]
+    ) -> tuple[int, UInt8[np.ndarray, "rows pairs"]]:
+        """Bytes of two values each, of whole groups, and the first of their columns.
+
+        What is too much of the first group and the last is little, and the caller's to cut off.
+        """
+        self._check_said(name)
+        group, (rows, columns) = self._group, index
+        first, last = columns.start // group * group, -(-columns.stop // group) * group
+        words = slice(first // _WORD, last // _WORD)
+        stored = self.read(name + self._DATA, (slice(rows.start, rows.stop), words))[:: rows.step]
+        return first, np.ascontiguousarray(stored, "<i4").view(np.uint8)
 
     def _check_said(self, name: str) -> None:
         """Raises ModelError unless the shape that is there is the tensor's.
@@ -343,10 +430,8 @@ def _unpacked(
 @cache
 def _pairs() -> UInt32[np.ndarray, " pairs"]:
     """Of every scale and every byte under it, the bits of both bfloat16 values as one u32."""
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    four_bits = np.concatenate([magnitudes, -magnitudes])
     exponents = np.arange(_SCALE_MAX + 1)[:, None] - 127
-    scaled = np.ldexp(four_bits, exponents).astype(ml_dtypes.bfloat16)
+    scaled = np.ldexp(_FOUR_BITS, exponents).astype(ml_dtypes.bfloat16)
     byte = np.arange(256)
     pairs = np.stack([scaled[:, byte & 15], scaled[:, byte >> 4]], axis=-1)
     return pairs.view(np.uint32).reshape(-1)
@@ -358,6 +443,23 @@ def _int4_pairs() -> UInt64[np.ndarray, "256"]:
     byte = np.arange(256)
     pairs = np.stack([byte & 15, byte >> 4], axis=-1) - 8
     return pairs.astype(np.float32).view(np.uint64).reshape(-1)
+
+
+@cache
+def _mxfp4_codes() -> UInt16[np.ndarray, "256"]:
+    return _codes_of(_FOUR_BITS)
+
+
+@cache
+def _int4_codes() -> UInt16[np.ndarray, "256"]:
+    return _codes_of(np.arange(-8, 8, dtype=np.float32))
+
+
+def _codes_of(four_bits: Float32[np.ndarray, "16"]) -> UInt16[np.ndarray, "256"]:
+    """Of every byte, both values as e4m3 codes, which can say each of them."""
+    codes = four_bits.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    byte = np.arange(256)
+    return np.stack([codes[byte & 15], codes[byte >> 4]], axis=-1).view(np.uint16).reshape(-1)
 
 
 @cache

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from model.coded import LEAST_GROUP, group_of
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.members import first_devices
@@ -136,6 +137,7 @@ class Dims:
     dp: int = 1
     stacks: Stacks = Stacks.ALL
     redundant: int = 0  # physical experts of a layer beyond the logical ones
+    coded: int = 0  # inputs of an expert that share a scale at most; 0: experts are no codes
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
@@ -149,11 +151,12 @@ class Dims:
         mesh: Mesh | AbstractMesh,
         share_experts: bool = False,
         redundant: int = 0,
+        coded: int = 0,
     ) -> "Dims":
         """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
-        parts = dp * ep if share_experts else ep
-        return Dims(cfg, ep * mesh.shape[TENSOR], parts, dp, redundant=redundant)
+        parts, tp = dp * ep if share_experts else ep, ep * mesh.shape[TENSOR]
+        return Dims(cfg, tp, parts, dp, redundant=redundant, coded=coded)
 
     def _check_experts(self) -> None:
         experts, redundant = self.cfg.num_experts, self.redundant
@@ -168,6 +171,25 @@ class Dims:
         if self.physical_experts % self.ep:
             extra = f" + {redundant} redundant" if redundant else ""
             raise ModelError(f"ep_size {self.ep} must divide {experts}{extra} experts")
+        if self.coded and not experts:
+            raise ModelError(f"codes are kept of experts: {self.cfg.architecture} has none")
+        if self.coded and min(self.coded_groups) < LEAST_GROUP:
+            hidden, width = self.expert_inputs
+            raise ModelError(
+                f"experts of {hidden} and {width} inputs on a device are not kept as codes of "
+                f"which {self.coded} share a scale; accepted: multiples of {LEAST_GROUP}"
+            )
+
+    @property
+    def expert_inputs(self) -> tuple[int, int]:
+        """Inputs of an expert's two products on a device."""
+        return self.cfg.hidden_size, self.moe_intermediate // self.expert_shards
+
+    @property
+    def coded_groups(self) -> tuple[int, int]:
+        """Of these, how many share a scale, which no two devices do; of experts kept as codes."""
+        first, last = (group_of(size, self.coded) for size in self.expert_inputs)
+        return first, last
 
     @property
     def ranks_share_experts(self) -> bool:

@@ -6,11 +6,18 @@ from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from model.checkpoint import Checkpoint
-
 _TILE: Final = 64
 
 Index = tuple[slice, ...]
+
+
+@runtime_checkable
+class Files(Protocol):
+    """Where tensors are read: a checkpoint, or what is shown of one."""
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """A slice, not an empty one, of a tensor."""
+        ...
 
 
 @runtime_checkable
@@ -21,7 +28,7 @@ class Source(Protocol):
         """Names and shapes of the tensors that are needed."""
         ...
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         """Write the part `index` (start and stop known) of the stored parameter to `out`."""
         ...
 
@@ -36,7 +43,7 @@ class Plain:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, self.shape
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         part = tuple(_within(s, size) for s, size in zip(index, self.shape, strict=True))
         if all(map(_length, part)):  # the last shards may be nothing but padding
             out[tuple(slice(0, _length(s)) for s in part)] = files.read(self.name, part)
@@ -57,7 +64,7 @@ class Turned:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.size_out, self.size_in)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         rows, columns = _within(index[1], self.size_out), _within(index[0], self.size_in)
         if _length(rows) and _length(columns):
             values = files.read(self.name, (rows, columns))
@@ -78,7 +85,7 @@ class GateUp:
         yield from self.gate.expected()
         yield from self.up.expected()
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         assert index[1] == slice(0, 2), index
         for i, half in enumerate((self.gate, self.up)):
             half.fill(files, (index[0], index[2]), out[:, i])
@@ -129,7 +136,7 @@ class QKV:
         for name, size in zip(self.names, self.heads.sizes, strict=False):
             yield name, (size,) if self.hidden is None else (size, self.hidden)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         first_axis = () if self.hidden is None else (slice(0, self.hidden),)
         stored_heads = index[len(first_axis)]
         group, head_dim = self.heads.stored_group, self.heads.head_dim
@@ -160,7 +167,7 @@ class Output:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.hidden, self.heads.sizes[0])
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         head_dim = self.heads.head_dim
         for i, stored in enumerate(range(index[0].start, index[0].stop)):
             columns = self.heads.queries(stored)
@@ -185,7 +192,7 @@ class Queries:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.heads.sizes[0], self.size_in)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         head_dim = self.heads.head_dim
         order = list(self.order) or slice(None)
         for i, stored in enumerate(range(index[1].start, index[1].stop)):
@@ -211,7 +218,7 @@ class OutOfLatent:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.heads.sizes[0], self.rank)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         for i, stored in enumerate(range(index[0].start, index[0].stop)):
             rows = self.heads.queries(stored)
             if _length(rows):
@@ -230,7 +237,7 @@ class OfHeads:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (self.heads.sizes[0],)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         for i, stored in enumerate(range(index[0].start, index[0].stop)):
             rows = self.heads.queries(stored)
             if _length(rows):
@@ -251,7 +258,7 @@ class Interleaved:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, (*self.lead, 2 * self.size)
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         assert index[-2] == slice(0, 2), index
         columns = _within(index[-1], self.size)
         if not _length(columns):
@@ -274,7 +281,7 @@ class OnFirst:
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, self.shape
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         if index[1].start == 0:
             out[:, 0] = files.read(self.name, (index[0], index[2]))
 
@@ -289,10 +296,23 @@ class Stack:
         for part in self.parts:
             yield from part.expected()
 
-    def fill(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         for i, part in enumerate(self.parts[index[0]]):
             # A one-dimensional part is still an array to write into.
             part.fill(files, index[1:], out[i])
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of codes, as their tensors lie, one for each group of inputs; see model/coded.py."""
+
+    of: Source
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        return iter(())  # the codes' own
+
+    def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
+        self.of.fill(files, index, out)
 
 
 def _within(part: slice, size: int) -> slice:

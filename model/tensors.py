@@ -21,6 +21,7 @@ from model.sources import (
     Output,
     Plain,
     Queries,
+    Scales,
     Source,
     Stack,
     Turned,
@@ -59,9 +60,9 @@ def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str
     if not moe:
         found["gate_up"], found["down"] = _gated(hidden, cfg.intermediate_size, f"{at}.mlp", _NAMES)
     elif cfg.architecture == "GptOssForCausalLM":
-        found |= _stacked_expert_sources(cfg, at)
+        found |= _stacked_expert_sources(cfg, dims, at)
     else:
-        found |= _expert_sources(cfg, at)
+        found |= _expert_sources(cfg, dims, at)
     if moe and cfg.shared_intermediate_size:
         found |= _shared_sources(cfg, f"{at}.mlp")
     return found
@@ -142,19 +143,26 @@ def _halves_last(before: int, size: int) -> tuple[int, ...]:
     return (*range(before), *pairs[::2], *pairs[1::2])
 
 
-def _expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
+def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     mixtral = cfg.architecture in _NAMED_AS_MIXTRAL
     block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
     names = ("w1", "w3", "w2") if mixtral else _NAMES
-    pairs = [
-        _gated(cfg.hidden_size, cfg.moe_intermediate_size, f"{block}.experts.{e}", names)
-        for e in range(cfg.num_experts)
-    ]
+
+    def stacks(hidden: int, width: int) -> tuple[Stack, Stack]:
+        each = [f"{block}.experts.{e}" for e in range(cfg.num_experts)]
+        sizes = (hidden, cfg.moe_intermediate_size), (width, cfg.hidden_size)
+        pairs = [_products(*sizes, expert, names) for expert in each]
+        return Stack(tuple(pair[0] for pair in pairs)), Stack(tuple(pair[1] for pair in pairs))
+
+    both = stacks(cfg.hidden_size, cfg.moe_intermediate_size)
     found: dict[str, Source] = {
         "router": Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts),
-        "experts_gate_up": Stack(tuple(pair[0] for pair in pairs)),
-        "experts_down": Stack(tuple(pair[1] for pair in pairs)),
+        "experts_gate_up": both[0],
+        "experts_down": both[1],
     }
+    if dims.coded:
+        scales = map(Scales, stacks(*_groups(cfg, dims)))
+        found["experts_gate_up_scale"], found["experts_down_scale"] = scales
     if cfg.router.correction:
         holder = block if mixtral else f"{block}.gate"
         bias = f"{holder}.e_score_correction_bias"
@@ -162,24 +170,48 @@ def _expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
     return found
 
 
-def _stacked_expert_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
+def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     """Of GPT-OSS, where one tensor has all experts, and they have biases."""
     hidden, width, experts = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
     block = f"{at}.mlp.experts"
-    return {
+
+    def stacks(inputs: int, inner: int) -> tuple[Source, Source]:
+        return (
+            Interleaved(f"{block}.gate_up_proj", (experts, inputs), width),
+            Plain(f"{block}.down_proj", (experts, inner, hidden)),
+        )
+
+    both = stacks(hidden, width)
+    found: dict[str, Source] = {
         "router": Turned(f"{at}.mlp.router.weight", hidden, experts),
         "router_bias": Plain(f"{at}.mlp.router.bias", (experts,)),
-        "experts_gate_up": Interleaved(f"{block}.gate_up_proj", (experts, hidden), width),
+        "experts_gate_up": both[0],
         "experts_gate_up_bias": Interleaved(f"{block}.gate_up_proj_bias", (experts,), width),
-        "experts_down": Plain(f"{block}.down_proj", (experts, width, hidden)),
+        "experts_down": both[1],
         "experts_down_bias": OnFirst(f"{block}.down_proj_bias", (experts, hidden)),
     }
+    if dims.coded:
+        scales = map(Scales, stacks(*_groups(cfg, dims)))
+        found["experts_gate_up_scale"], found["experts_down_scale"] = scales
+    return found
+
+
+def _groups(cfg: ModelConfig, dims: Dims) -> tuple[int, int]:
+    """How many scales each output of an expert's products has; see model.params."""
+    first, last = dims.coded_groups
+    return -(-cfg.hidden_size // first), -(-cfg.moe_intermediate_size // last)
 
 
 def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tuple[Source, Source]:
+    return _products((hidden, width), (width, hidden), at, names)
+
+
+def _products(
+    first: tuple[int, int], last: tuple[int, int], at: str, names: tuple[str, str, str]
+) -> tuple[Source, Source]:
+    """first, last: inputs and outputs of both."""
     gate, up, down = (f"{at}.{name}.weight" for name in names)
-    both = GateUp(Turned(gate, hidden, width), Turned(up, hidden, width))
-    return both, Turned(down, width, hidden)
+    return GateUp(Turned(gate, *first), Turned(up, *first)), Turned(down, *last)
 
 
 def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:

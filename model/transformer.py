@@ -69,10 +69,11 @@ class Model:
         stacks: Stacks | None = None,
         redundant_experts: int = 0,
         platform: str = "",
+        coded: int = 0,
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts: see Dims; None: as is fastest.
+        share_experts, stacks, redundant_experts, coded: see Dims; None: as is fastest.
         platform: for which the forms of operations are chosen; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
@@ -80,7 +81,7 @@ class Model:
         kind = jnp.dtype(dtype)
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
-        dims = Dims.of(cfg, mesh, share_experts, redundant_experts)
+        dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded)
         platform = platform or mesh.devices.flat[0].platform
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))

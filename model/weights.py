@@ -12,11 +12,13 @@ from jax.sharding import Mesh
 
 from model import orbax
 from model.checkpoint import Checkpoint
+from model.coded_tensors import check_coded, shown
 from model.config import ModelConfig
+from model.errors import ModelError
 from model.orbax import is_orbax, save_orbax
-from model.params import Leaf, Params
+from model.params import Holds, Leaf, Params
 from model.quantised import open_checkpoint
-from model.sources import Source
+from model.sources import Files, Source
 from model.tensors import checked_sources
 from model.transformer import Model, random_params
 
@@ -43,9 +45,15 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     leaves, tree = jax.tree.flatten(model.param_leaves())
     meter = _Meter(progress, stored_bytes(model))
     if is_orbax(folder):
+        if model.dims.coded:
+            raise ModelError(
+                f"{folder}: in Orbax form; accepted with --quantization fp8: safetensors"
+            )
         return orbax.load_params(folder, model, meter.add)
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
+    coded = [s for s, leaf in zip(sources, leaves, strict=True) if leaf.holds is Holds.CODES]
+    check_coded(files, [name for source in coded for name, _ in source.expected()])
     made = [
         _place(files, source, leaf, model.mesh, meter)
         for source, leaf in zip(sources, leaves, strict=True)
@@ -91,7 +99,7 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Me
     shards: list[Array] = []
     for bounds, devices in homes.items():
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        _fill(files, source, leaf, tuple(slice(*b) for b in bounds), out)
+        _fill(shown(files, leaf), source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
             meter.add(out.nbytes)
@@ -100,7 +108,7 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Me
 
 
 def _fill(
-    files: Checkpoint, source: Source, leaf: Leaf, index: tuple[slice, ...], out: np.ndarray
+    files: Files, source: Source, leaf: Leaf, index: tuple[slice, ...], out: np.ndarray
 ) -> None:
     """A part of a parameter; what is stored again is read again."""
     axis = leaf.repeats

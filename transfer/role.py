@@ -336,6 +336,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             "served_model_name": self.config.model_name,
             "dtype": opened.model.dtype.name,
             "kv_cache_dtype": kv.dtype,
+            "quantization": "fp8" if opened.model.dims.coded else "none",
             "context_length": opened.context_length,
             "page_size": kv.page_size,
             "max_total_tokens": num_pages * kv.page_size,
@@ -430,6 +431,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         config.max_total_tokens,
         config.dp_size,
         config.placing,
+        config.quantization,
     )
 
 

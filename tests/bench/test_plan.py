@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.floors import Ceilings, decode_step_cost, prefill_chunk_cost
+from bench.floors import Ceilings, decode_step_cost, experts_touched, prefill_chunk_cost
 from bench.plan import GroupConfig, PlanConfig, plan_group, report
 from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, QWEN3_8B, QWEN3_30B_A3B, Shape
 from model.config import ModelConfig
@@ -109,6 +109,20 @@ def test_pages_of_a_byte_a_number_are_half_as_large_and_read_in_half_the_time() 
     gained = wide.step_s(64, 8192, H200) - narrow.step_s(64, 8192, H200)
     kv_bytes = 36 * 2 * 8 * 128 * 64 * 8192
     assert gained == pytest.approx(kv_bytes / 4300e9)
+
+
+def test_experts_kept_as_codes_take_half_of_the_memory_and_are_read_in_half_the_time() -> None:
+    cfg, config = QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16")
+    wide = plan_group(cfg, config, 139.0)
+    narrow = plan_group(cfg, dataclasses.replace(config, quantization="fp8"), 139.0)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert wide.weights_bytes - narrow.weights_bytes == experts * (2 - 1 - 4 / 128)
+    touched = experts_touched(cfg, 64) / 128 * experts
+    gained = wide.step_s(64, 1024, H200) - narrow.step_s(64, 1024, H200)
+    assert gained == pytest.approx(touched * (1 - 4 / 128) / 4300e9)
+    # Of two devices that share each expert, scales are no two devices' either.
+    halves = plan_group(cfg, dataclasses.replace(config, quantization="fp8", tp_size=2), 139.0)
+    assert halves.dims.coded_groups == (128, 128)
 
 
 def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:

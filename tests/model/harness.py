@@ -67,10 +67,13 @@ class Harness:
         dp: int = 1,  # ranks, which all do the same
         stacks: Stacks | None = None,
         platform: str = "",  # as if on this one
+        coded: int = 0,
     ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
-        self.model = Model.create(cfg, mesh, dtype, PAGE_SIZE, ep > tp, stacks, platform=platform)
+        self.model = Model.create(
+            cfg, mesh, dtype, PAGE_SIZE, ep > tp, stacks, platform=platform, coded=coded
+        )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()
         if page_dtype:

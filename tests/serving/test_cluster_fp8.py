@@ -1,12 +1,15 @@
-"""Pages of fp8 between processes: half the bytes, and numbers near those of whole pages."""
+"""Pages, and experts' weights, of fp8 in processes apart: the same numbers, or near ones."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
 from tests.cluster import up
+from tests.model.harness import Golden, Harness
+from tests.model.quantised_checkpoints import int4_pair
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "qwen3"
 STEPS = 12
@@ -39,5 +42,31 @@ def test_a_system_with_fp8_pages_answers_alike_each_time_and_near_the_recorded()
             assert abs(logprob - recorded) < 0.3, prompt["name"]
         for worker in cluster.settled():
             assert worker["config"]["kv_cache_dtype"] == "float8_e4m3fn"
+            assert worker["compiles_after_ready"] == 0
+            assert worker["pages_held"] == 0
+
+
+def test_experts_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path: Path) -> None:
+    golden, path = Golden("deepseek_v3"), tmp_path / "int4"
+    shutil.copytree(
+        golden.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json")
+    )
+    _, plain = int4_pair(path, tmp_path / "plain")
+    prompts = list(golden.prompts.values())[:3]
+    expected = [ran.ids for ran in Harness(plain).run(prompts, STEPS)]
+    with up(
+        f"--model-path={path}",
+        "--prefill-quantization=none",
+        "--decode-tp-size=2",
+        "--decode-ep-size=2",
+        "--chunked-prefill-size=64",
+        "--decode-max-running-requests=4",
+    ) as cluster:
+        for ids, wanted in zip(prompts, expected, strict=True):
+            answer = cluster.generate(ids, max_new_tokens=STEPS, temperature=0)
+            assert answer["output_ids"] == wanted
+        for role, kept in (("prefill", "none"), ("decode", "fp8")):
+            assert cluster.worker(role)["config"]["quantization"] == kept
+        for worker in cluster.settled():
             assert worker["compiles_after_ready"] == 0
             assert worker["pages_held"] == 0

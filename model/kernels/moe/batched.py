@@ -6,7 +6,7 @@ experts where they lie, or all experts are in them. Which is cheaper follows fro
 (docs/adr/0045).
 """
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
+from model.coded import ExpertStacks, decoded
 from model.layers import contract, gated, zeros_after
 
 # Up to here reading an expert takes longer than multiplying as many rows with it: on an H200 up to
@@ -25,12 +26,28 @@ _ROOM: Final = 2  # for rows of an expert in one round, over its even share of t
 class _Own(NamedTuple):
     """One layer's experts of this shard."""
 
-    gate_up: Float[Array, "experts hidden 2 f"]
-    down: Float[Array, "experts f hidden"]
-    gate_up_bias: Float[Array, "experts 2 f"] | None
-    down_bias: Float[Array, "experts hidden"] | None
+    stacks: ExpertStacks  # without the axis of layers
+    dtype: Any  # of products
     limit: float
     alpha: float
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.stacks.down.shape[0])
+
+    def gate_up(self, at: Array | None = None) -> Float[Array, "experts hidden 2 f"]:
+        """Of all experts, or of these."""
+        return self._weights(self.stacks.gate_up, self.stacks.gate_up_scale, at)
+
+    def down(self, at: Array | None = None) -> Float[Array, "experts f hidden"]:
+        """Of all experts, or of these."""
+        return self._weights(self.stacks.down, self.stacks.down_scale, at)
+
+    def _weights(self, stack: Array, scales: Array | None, at: Array | None) -> Array:
+        own = stack if at is None else stack[at]
+        if scales is None:
+            return own
+        return decoded(own, scales if at is None else scales[at], 1, self.dtype, native=True)
 
     def inner(self, both: Array, bias: Array | None) -> Array:
         """What goes into the second product: both, [..., 2, f], with its bias, made one."""
@@ -44,20 +61,16 @@ def experts(
     x: Float[Array, "rows hidden"],
     local_ids: Int32[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: Float[Array, "layers experts hidden 2 f"],
-    down: Float[Array, "layers experts f hidden"],
+    stacks: ExpertStacks,
     layer: Int32[Array, ""],
-    gate_up_bias: Float[Array, "layers experts 2 f"] | None = None,
-    down_bias: Float[Array, "layers experts hidden"] | None = None,
     limit: float = 0.0,
     alpha: float = 1.0,
 ) -> Float[Array, "rows hidden"]:
     """See model.kernels.moe.reference.experts."""
     rows, chosen = local_ids.shape
-    first, last = (None if of is None else of[layer] for of in (gate_up_bias, down_bias))
-    own = _Own(gate_up[layer], down[layer], first, last, limit, alpha)
+    own = _Own(jax.tree.map(lambda stack: stack[layer], stacks), x.dtype, limit, alpha)
     with jax.named_scope("experts"):
-        if rows * chosen < gate_up.shape[1]:
+        if rows * chosen < own.num_experts:
             return _by_pair(x, local_ids, weights, own)
         if rows <= _ROWS_FOR_ALL:
             return _by_all(x, local_ids, weights, own)
@@ -70,35 +83,36 @@ def _by_pair(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     Sums of products, since XLA fuses taking an expert into a sum and not into a product.
     """
     rows, chosen = ids.shape
-    at = jnp.minimum(ids.reshape(-1), np.int32(own.down.shape[0] - 1))
+    first_bias, last_bias = own.stacks.gate_up_bias, own.stacks.down_bias
+    at = jnp.minimum(ids.reshape(-1), np.int32(own.num_experts - 1))
     wide = jnp.repeat(x.astype(jnp.float32), chosen, axis=0)
-    both = jnp.sum(wide[:, :, None, None] * own.gate_up[at].astype(jnp.float32), axis=1)
-    bias = None if own.gate_up_bias is None else own.gate_up_bias[at]
-    inner = own.inner(both, bias).astype(own.down.dtype).astype(jnp.float32)
-    out = jnp.sum(inner[:, :, None] * own.down[at].astype(jnp.float32), axis=1)
-    if own.down_bias is not None:
-        out += own.down_bias[at].astype(jnp.float32)
+    both = jnp.sum(wide[:, :, None, None] * own.gate_up(at).astype(jnp.float32), axis=1)
+    inner = own.inner(both, None if first_bias is None else first_bias[at])
+    inner = inner.astype(own.dtype).astype(jnp.float32)
+    out = jnp.sum(inner[:, :, None] * own.down(at).astype(jnp.float32), axis=1)
+    if last_bias is not None:
+        out += last_bias[at].astype(jnp.float32)
     out = out.reshape(rows, chosen, -1) * weights[:, :, None]
-    here = ids[:, :, None] < own.down.shape[0]
+    here = ids[:, :, None] < own.num_experts
     return jnp.sum(jnp.where(here, out, np.float32(0)), axis=1)
 
 
 def _by_all(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     """All rows by all experts, in two products, of which a row takes what it chose."""
-    num_experts, rows = own.down.shape[0], x.shape[0]
+    num_experts, rows = own.num_experts, x.shape[0]
+    down, first_bias, last_bias = own.down(), own.stacks.gate_up_bias, own.stacks.down_bias
     is_chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)
     share = jnp.sum(jnp.where(is_chosen, weights[:, :, None], np.float32(0)), axis=1)
     spread = jnp.broadcast_to(x, (num_experts, *x.shape))
-    both = contract(spread, own.gate_up, ((2,), (1,)), ((0,), (0,)))
-    bias = None if own.gate_up_bias is None else own.gate_up_bias[:, None]
-    inner = own.inner(both, bias)
+    both = contract(spread, own.gate_up(), ((2,), (1,)), ((0,), (0,)))
+    inner = own.inner(both, None if first_bias is None else first_bias[:, None])
     # A row that did not choose an expert may overflow in it: nothing times infinity is no number.
     share_of = share.T[:, :, None]
     inner = jnp.where(share_of > 0, inner * share_of, np.float32(0))
     turned = inner.transpose(1, 0, 2).reshape(rows, -1)
-    out = contract(turned, own.down.reshape(-1, own.down.shape[2]), ((1,), (0,)))
-    if own.down_bias is not None:
-        out += contract(share, own.down_bias.astype(jnp.float32), ((1,), (0,)))
+    out = contract(turned, down.reshape(-1, down.shape[2]), ((1,), (0,)))
+    if last_bias is not None:
+        out += contract(share, last_bias.astype(jnp.float32), ((1,), (0,)))
     return out
 
 
@@ -107,7 +121,9 @@ def _by_rounds(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
 
     The number of rounds is data: one, where rows are spread evenly enough.
     """
-    num_experts, (rows, chosen) = own.down.shape[0], ids.shape
+    num_experts, (rows, chosen) = own.num_experts, ids.shape
+    gate_up, down = own.gate_up(), own.down()
+    first_bias, last_bias = own.stacks.gate_up_bias, own.stacks.down_bias
     even = -(-rows * chosen // num_experts)
     size = min(rows, 2 ** (_ROOM * even - 1).bit_length())
     flat = ids.reshape(-1)
@@ -123,11 +139,11 @@ def _by_rounds(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     def turn(round_: Array, out: Array) -> Array:
         places = round_ * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
         pairs = order.at[firsts[:, None] + places].get(mode="clip")
-        both = contract(x[pairs // chosen], own.gate_up, ((2,), (1,)), ((0,), (0,)))
-        bias = None if own.gate_up_bias is None else own.gate_up_bias[:, None]
-        done = contract(own.inner(both, bias), own.down, ((2,), (1,)), ((0,), (0,)))
-        if own.down_bias is not None:
-            done += own.down_bias[:, None].astype(jnp.float32)
+        both = contract(x[pairs // chosen], gate_up, ((2,), (1,)), ((0,), (0,)))
+        inner = own.inner(both, None if first_bias is None else first_bias[:, None])
+        done = contract(inner, down, ((2,), (1,)), ((0,), (0,)))
+        if last_bias is not None:
+            done += last_bias[:, None].astype(jnp.float32)
         at = before - round_ * np.int32(size)
         mine = (flat < num_experts) & (at >= 0) & (at < size)
         taken = done[jnp.minimum(flat, np.int32(num_experts - 1)), jnp.clip(at, 0, size - 1)]

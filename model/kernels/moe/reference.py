@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
+from model.coded import ExpertStacks, taken
 from model.layers import gated, product
 
 _MANY: Final = 16  # rows of an expert, so that products are bound by operations
@@ -31,21 +32,18 @@ def experts(
     x: Float[Array, "rows hidden"],
     local_ids: Int32[Array, "rows chosen"],
     weights: Float[Array, "rows chosen"],
-    gate_up: Float[Array, "layers experts hidden 2 f"],
-    down: Float[Array, "layers experts f hidden"],
+    stacks: ExpertStacks,
     layer: Int32[Array, ""],
-    gate_up_bias: Float[Array, "layers experts 2 f"] | None = None,
-    down_bias: Float[Array, "layers experts hidden"] | None = None,
     limit: float = 0.0,
     alpha: float = 1.0,
 ) -> Float[Array, "rows hidden"]:
     """Weighted sum of the chosen experts that live here; float32.
 
-    local_ids: experts of this shard; the number of experts means "elsewhere", adding nothing.
-    limit, alpha: see model.layers.gated.
+    x: of the products' dtype. local_ids: experts of this shard; the number of experts means
+    "elsewhere", adding nothing. layer: of the stacks. limit, alpha: see model.layers.gated.
     """
     num_rows, chosen = local_ids.shape
-    hidden, width, num_experts = x.shape[1], gate_up.shape[4], gate_up.shape[1]
+    hidden, num_experts, width = x.shape[1], *stacks.down.shape[1:3]
     size = block_rows(num_rows, chosen, num_experts)
     flat = local_ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -60,15 +58,14 @@ def experts(
         first_row = jnp.where(e > 0, row_ends[e - 1], np.int32(0))
         start = first_row + (b - first_block) * np.int32(size)
         rows = lax.dynamic_slice(by_expert, (start, np.int32(0)), (size, hidden))
-        zero = jnp.zeros((), jnp.int32)
-        both = lax.dynamic_slice(gate_up, (layer, e, zero, zero, zero), (1, 1, hidden, 2, width))
-        last = lax.dynamic_slice(down, (layer, e, zero, zero), (1, 1, width, hidden))
+        both = taken(stacks.gate_up, stacks.gate_up_scale, layer, e, x.dtype)
+        last = taken(stacks.down, stacks.down_scale, layer, e, x.dtype)
         both_out = product(rows, both.reshape(hidden, 2 * width))
-        if gate_up_bias is not None:
-            both_out += gate_up_bias[layer, e].reshape(2 * width).astype(jnp.float32)
-        done = product(gated(both_out, limit, alpha), last.reshape(width, hidden))
-        if down_bias is not None:
-            done += down_bias[layer, e].astype(jnp.float32)
+        if stacks.gate_up_bias is not None:
+            both_out += stacks.gate_up_bias[layer, e].reshape(2 * width).astype(jnp.float32)
+        done = product(gated(both_out, limit, alpha), last)
+        if stacks.down_bias is not None:
+            done += stacks.down_bias[layer, e].astype(jnp.float32)
         # Rows past this expert's last belong to the next block, which comes later and
         # overwrites them, or to nobody here, and then they must be zero.
         own = start + jnp.arange(size, dtype=jnp.int32) < row_ends[e]

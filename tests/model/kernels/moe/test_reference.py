@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from model import kernels
+from model.coded import ExpertStacks
 from model.kernels.moe.reference import block_rows
 from tests.model.harness import i32
 
@@ -47,8 +48,9 @@ def test_every_row_gets_the_weighted_sum_of_its_local_experts(
             if expert < EXPERTS:
                 gate, up = np.einsum("d,dxf->xf", x[row], gate_up[1, expert])
                 expected[row] += weight * (gate / (1 + np.exp(-gate)) * up @ down[1, expert])
-    arrays = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights, gate_up, down)]
-    out = np.asarray(jax.jit(experts)(*arrays, i32(1)))
+    rows_of = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights)]
+    stacks = ExpertStacks(jnp.asarray(gate_up), jnp.asarray(down))
+    out = np.asarray(jax.jit(experts)(*rows_of, stacks, i32(1)))
     np.testing.assert_allclose(out, expected, atol=2e-4)
 
 
@@ -102,9 +104,9 @@ def test_biases_are_added_and_activations_clamped_where_the_rows_are(
     if kind == "spread":  # both bounds of both halves count for something
         assert np.abs(seen).max(axis=(0, 2)).min() > GPT_OSS.limit
         assert np.min(seen) < -GPT_OSS.limit
-    arrays = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights, *stacks[:2])]
-    given = map(jnp.asarray, biases) if shape.bias else ()
-    out = np.asarray(jax.jit(experts)(*arrays, i32(1), *given))
+    rows_of = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights)]
+    given = ExpertStacks(*map(jnp.asarray, stacks if shape.bias else stacks[:2]))
+    out = np.asarray(jax.jit(experts)(*rows_of, given, i32(1)))
     np.testing.assert_allclose(out, expected, atol=2e-4)
     if kind == "elsewhere":
         assert (out == 0).all()

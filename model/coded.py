@@ -1,0 +1,99 @@
+"""Experts' weights that stay fp8 in memory: a byte a weight, and a scale for some of its inputs.
+
+A weight is its code's value times a scale, brought to the dtype of the products where it is
+multiplied. Codes are e4m3 (arXiv:2209.05433), of which MXFP4's and four-bit values are a part, so
+checkpoints of either are kept without rounding. The axis behind layers and experts is that of
+inputs, of whose `group` neighbours each output has one scale.
+"""
+
+import math
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Float32, UInt8
+
+LARGEST: Final = np.float32(448)  # of e4m3
+SCALE_INPUTS: Final = 128  # that share a scale where the checkpoint has none, at most
+LEAST_GROUP: Final = 8  # below that, scales would take as much memory as half of the codes
+
+
+class ExpertStacks(NamedTuple):
+    """One shard's experts of some layers of equal structure.
+
+    gate_up, down: of the products' dtype, or codes where there are scales. Scales are f32, with
+    fewer entries along the axis of inputs. Biases: of GPT-OSS.
+    """
+
+    gate_up: Array  # [layers, experts, hidden, 2, f]
+    down: Array  # [layers, experts, f, hidden]
+    gate_up_bias: Array | None = None  # [layers, experts, 2, f]
+    down_bias: Array | None = None  # [layers, experts, hidden]
+    gate_up_scale: Array | None = None  # [layers, experts, groups, 2, f]
+    down_scale: Array | None = None  # [layers, experts, groups, hidden]
+
+
+def kept_codes(quantization: str, inputs: tuple[int, int], share: int, by_default: bool) -> int:
+    """Dims.coded for a value of --quantization: "auto", "none" or "fp8".
+
+    inputs: of an expert's two products, on a device. share: inputs that share a scale in the
+    checkpoint; 0: it has none. by_default: whether "auto" keeps codes that are there, if it can.
+    """
+    if quantization == "fp8":
+        return share or SCALE_INPUTS
+    fits = share > 0 and min(group_of(size, share) for size in inputs) >= LEAST_GROUP
+    return share if quantization == "auto" and by_default and fits else 0
+
+
+def group_of(inputs: int, share: int) -> int:
+    """Inputs that share a scale, of so many on one device, if `share` do in the checkpoint."""
+    return math.gcd(inputs, share)
+
+
+def taken(
+    stack: Array, scales: Array | None, layer: Array, expert: Array, dtype: Any
+) -> Float[Array, "inputs ..."]:
+    """One expert's weights, of the stack's dtype or decoded, by a processor."""
+    own = _one(stack, layer, expert)
+    return own if scales is None else decoded(own, _one(scales, layer, expert), 0, dtype, False)
+
+
+def _one(stack: Array, layer: Array, expert: Array) -> Array:
+    zeros = (jnp.zeros((), jnp.int32),) * (stack.ndim - 2)
+    return lax.dynamic_slice(stack, (layer, expert, *zeros), (1, 1, *stack.shape[2:]))[0, 0]
+
+
+def decoded(
+    codes: UInt8[Array, "..."],
+    scales: Float32[Array, "..."],
+    axis: int,
+    dtype: Any,
+    native: bool,
+) -> Float[Array, "..."]:
+    """Codes times scales, rounded to dtype. axis: of inputs, of which scales have fewer.
+
+    native: whether the device converts e4m3 itself. A processor does not, and XLA's own conversion
+    takes 20 times as long as these operations on whole integers, which XLA makes vectors of.
+    """
+    size = codes.shape[axis] // scales.shape[axis]
+    before, behind = codes.shape[:axis], codes.shape[axis + 1 :]
+    values = (_converted if native else _from_bits)(codes)
+    apart = values.reshape(*before, scales.shape[axis], size, *behind)
+    return (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape).astype(dtype)
+
+
+def _converted(codes: Array) -> Array:
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _from_bits(codes: Array) -> Array:
+    """e4m3 has a sign, four bits of exponent, whose bias is 7, and three of mantissa."""
+    wide = codes.astype(jnp.int32)
+    size = wide & np.int32(0x7F)
+    normal = lax.bitcast_convert_type(
+        (size + np.int32((127 - 7) << 3)) << np.int32(20), jnp.float32
+    )
+    small = size.astype(jnp.float32) * np.float32(2.0**-9)  # an exponent of zero: no leading one
+    value = jnp.where(size < 8, small, normal)
+    return jnp.where(wide >= 128, -value, value)

@@ -1,0 +1,171 @@
+"""Checkpoints in each quantised form, beside what they stand for, written where a test wants."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from model.config import ModelConfig
+from model.sharding import Dims
+from model.tensors import param_sources
+from tests.model.checkpoints import write_config
+from tests.model.harness import GOLDENS
+
+Tensors = dict[str, np.ndarray]
+
+# Widths that are multiples of 32, and of which halves and quarters are not.
+GPT_OSS: dict[str, Any] = json.loads(
+    (GOLDENS / "gpt_oss" / "model" / "config.json").read_text()
+) | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "layer_types": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "experts_per_token": None,
+    "head_dim": 16,
+    "vocab_size": 50,
+    "eos_token_id": 7,
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+INT4 = {
+    "quantization_config": {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            }
+        },
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+        "quant_method": "compressed-tensors",
+    }
+}
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _random(folder: Path) -> Tensors:
+    """Every tensor of the checkpoint whose configuration is there."""
+    cfg = ModelConfig.from_dir(folder)
+    draw = np.random.default_rng(6)
+    return {
+        name: draw.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for source in jax.tree.leaves(param_sources(cfg, Dims(cfg, 1, 1)))
+        for name, shape in source.expected()
+    }
+
+
+def _as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks, scales, and the nearest values that they can say: of [experts, in, out]."""
+    groups = np.ascontiguousarray(values.astype(np.float32).transpose(0, 2, 1))
+    groups = groups.reshape(*groups.shape[:2], -1, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2  # the largest comes to 4 to 8
+    scaled = groups / np.exp2(exponents)[..., None]
+    codes = np.abs(scaled[..., None] - E2M1).argmin(-1).astype(np.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    decoded = E2M1[codes] * np.exp2(exponents)[..., None]
+    shape = values.shape[0], values.shape[2], values.shape[1]
+    whole = np.ascontiguousarray(decoded.reshape(shape).transpose(0, 2, 1))
+    return blocks, (exponents + 127).astype(np.uint8), whole.astype(ml_dtypes.bfloat16)
+
+
+def _as_fp8(
+    values: np.ndarray, block: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes, scales, and the values that they stand for: of [out, in]."""
+    wide = values.astype(np.float32)
+    counts = [-(-size // by) for size, by in zip(wide.shape, block, strict=True)]
+    stored = np.empty(wide.shape, ml_dtypes.float8_e4m3fn)
+    scales, whole = np.empty(counts, np.float32), np.empty(wide.shape, np.float32)
+    for at in np.ndindex(*counts):
+        part = tuple(slice(i * by, (i + 1) * by) for i, by in zip(at, block, strict=True))
+        scales[at] = np.abs(wide[part]).max() / 448.0
+        stored[part] = (wide[part] / scales[at]).astype(ml_dtypes.float8_e4m3fn)
+        whole[part] = stored[part].astype(np.float32) * scales[at]
+    return stored, scales, whole
+
+
+def _as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words, scales, and the values that they stand for: of [out, in]."""
+    groups = values.astype(np.float32).reshape(len(values), -1, 32)
+    scales = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
+    steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
+    whole = (steps * scales.astype(np.float32)[..., None]).reshape(values.shape)
+    codes = (steps + np.int8(8)).astype(np.uint32).reshape(len(values), -1, 8)
+    words = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return words.view(np.int32), scales, whole.astype(np.float32)
+
+
+def _golden_tensors(name: str) -> Tensors:
+    tensors: Tensors = {}
+    for file in sorted((GOLDENS / name / "model").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def int4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
+    """DeepSeek V3's network with its routed experts quantised, as Kimi K2's are, and without."""
+    tensors = _golden_tensors("deepseek_v3")
+    packed = dict(tensors)
+    experts = [name for name in tensors if ".experts." in name]
+    assert experts
+    for name in experts:
+        words, scales, tensors[name] = _as_int4(packed.pop(name))
+        packed |= {
+            f"{name}_packed": words,
+            f"{name}_scale": scales,
+            f"{name}_shape": np.array(tensors[name].shape, np.int32),
+        }
+    config = json.loads((GOLDENS / "deepseek_v3" / "model" / "config.json").read_text())
+    save_file(tensors, write_config(plain, config) / "model.safetensors")
+    save_file(packed, write_config(quantised, config | INT4) / "model.safetensors")
+    return quantised, plain
+
+
+def mxfp4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
+    """GPT-OSS's network, quantised and not."""
+    tensors = _random(write_config(plain, GPT_OSS))
+    packed: Tensors = {}
+    for name, values in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales, tensors[name] = _as_mxfp4(values)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            packed[name] = values
+    assert len(packed) == len(tensors) + 4
+    save_file(tensors, plain / "model.safetensors")
+    save_file(packed, write_config(quantised, GPT_OSS | MXFP4) / "model.safetensors")
+    return quantised, plain
+
+
+def fp8_pair(
+    golden: str,
+    quantised: Path,
+    plain: Path,
+    block: tuple[int, int],
+    change: Callable[[Tensors], None] = lambda _: None,
+) -> tuple[Path, Path]:
+    """A network with every projection quantised, and with what those then stand for.
+
+    change: what is done to the quantised tensors before they are written.
+    """
+    tensors = _golden_tensors(golden)
+    packed = dict(tensors)
+    for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
+        values, scales, whole = _as_fp8(tensors[name], block)
+        packed[name], packed[f"{name}_scale_inv"], tensors[name] = values, scales, whole
+    change(packed)
+    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
+    save_file(tensors, write_config(plain, config) / "model.safetensors")
+    fp8 = {"quant_method": "fp8", "weight_block_size": list(block)}
+    save_file(
+        packed,
+        write_config(quantised, config | {"quantization_config": fp8}) / "model.safetensors",
+    )
+    return quantised, plain
