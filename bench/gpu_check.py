@@ -4,8 +4,8 @@
     python -m bench.gpu_check --only steps  one part (repeat for more)
 
 Each part runs in a process of its own with a time limit, so that it has the device's memory to
-itself and cannot take the others along. The last two are all that other parts do, for a shape each,
-in the time that those have left. Rows are appended as they are measured, by default to
+itself and cannot take the others along. The last three are all that other parts do, for a shape
+each, in the time that those have left. Rows are appended as they are measured, by default to
 bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo shapes stand in for
 the large ones. Batches whose pages do not fit beside the weights are left out.
 """
@@ -35,13 +35,18 @@ LIMITS_S = {
     "kernels": 60,
     "pages": 30,
     "serving": 100,
+    "qwen3-30b-a3b-fp8": 90,
     "deepseek-v2-lite": 90,
     "gpt-oss-20b": 90,
 }
 TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
 STOP_TIMEOUT_S = 10.0
 # Parts named after their shape, and what stands in for it on a CPU.
-OTHER_SHAPES = {"deepseek-v2-lite": "demo-latent", "gpt-oss-20b": "demo-gpt-oss"}
+OTHER_SHAPES = {
+    "qwen3-30b-a3b-fp8": "demo-moe-fp8",
+    "deepseek-v2-lite": "demo-latent",
+    "gpt-oss-20b": "demo-gpt-oss",
+}
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
 
 
@@ -228,6 +233,7 @@ PARTS: dict[str, Callable[[Report, Shape, float], bool]] = {
     "kernels": _kernels("attention", "experts", "sampling"),
     "pages": _kernels("pages"),
     "serving": _serving,
+    "qwen3-30b-a3b-fp8": _other_shape,
     "deepseek-v2-lite": _other_shape,
     "gpt-oss-20b": _other_shape,
 }

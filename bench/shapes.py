@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
-from model.coded import SCALE_INPUTS
 from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, ModelConfig
 from model.config_attention import LatentConfig
 from model.config_experts import RouterConfig
+from model.config_quantised import SCALE_INPUTS
 from model.rope import RopeConfig
 
 
@@ -336,6 +336,7 @@ SHAPES = {
     for shape in (
         DEMO,
         DEMO_MOE,
+        with_codes(DEMO_MOE),
         DEMO_LATENT,
         DEMO_GPT_OSS,
         MIDDLE,

@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Float32, UInt8
 
+from model.config_quantised import SCALE_INPUTS
+
 LARGEST: Final = np.float32(448)  # of e4m3
-SCALE_INPUTS: Final = 128  # that share a scale where the checkpoint has none, at most
 LEAST_GROUP: Final = 8  # below that, scales would take as much memory as half of the codes
 
 

@@ -5,6 +5,7 @@ from typing import Any, Final
 from model.fields import REQUIRED, Fields
 
 MXFP4_GROUP: Final = 32  # values that share a scale
+SCALE_INPUTS: Final = 128  # that share one at most, of weights that are rounded as they are read
 _PACKED: Final = "pack-quantized"
 _WORD: Final = 8  # values of four bits that a word has
 # What changes the numbers and is not computed, each with the one value beside null that does not.
