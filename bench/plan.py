@@ -28,7 +28,6 @@ from bench.floors import (
 from bench.shapes import Shape
 from decode.rings import first_seen
 from model.buckets import check_page_size, pages_for, touched_pages
-from model.coded import kept_codes
 from model.config import FP8, ModelConfig
 from model.errors import ModelError
 from model.params import Leaf, param_leaves
@@ -192,7 +191,7 @@ def plan_group(
     shared = config.ep_size > config.tp_size
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
     # "auto" keeps none on an accelerator, which devices that are asked about are.
-    coded = kept_codes(config.quantization, dims.expert_inputs, cfg.scale_inputs, by_default=False)
+    coded = dims.coded_by(config.quantization, by_default=False)
     dims = replace(dims, coded=coded)
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
@@ -205,12 +204,13 @@ def plan_group(
     page_bytes = kv_spec(cfg, dims, config.page_size, pages).all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # As a worker reckons until it knows the scratch memory of its programs.
-    left, experts = budget - budget // 16 - weights, cfg.num_experts
+    left = budget - budget // 16 - weights
+    could_shrink = cfg.num_experts > 0 and not coded
     if left < page_bytes:
         raise ModelError(
             f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
             f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
-            f"raise --tp-size or --ep-size{', or give --quantization fp8' * bool(experts)}"
+            f"raise --tp-size or --ep-size{', or give --quantization fp8' * could_shrink}"
         )
     shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, coded)
     apart = has_rings and cfg.page_groups > 1

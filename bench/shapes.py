@@ -29,8 +29,14 @@ class Shape:
 
     @property
     def expert_weight_bytes(self) -> float:
-        """Bytes of one weight of an expert, its part of a scale included."""
-        return 1 + 4 / self.coded if self.coded else float(self.dtype_bytes)
+        """Bytes of one weight of an expert on one device, its part of a scale included."""
+        if not self.coded:
+            return float(self.dtype_bytes)
+        first, last = (
+            math.gcd(size, self.coded)
+            for size in (self.cfg.hidden_size, self.cfg.moe_intermediate_size)
+        )
+        return 1 + 4 * (2 / first + 1 / last) / 3
 
     @property
     def dtype_bytes(self) -> int:

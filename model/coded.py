@@ -6,7 +6,6 @@ checkpoints of either are kept without rounding. The axis behind layers and expe
 inputs, of whose `group` neighbours each output has one scale.
 """
 
-import math
 from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
@@ -14,10 +13,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Float32, UInt8
 
-from model.config_quantised import SCALE_INPUTS
-
 LARGEST: Final = np.float32(448)  # of e4m3
-LEAST_GROUP: Final = 8  # below that, scales would take as much memory as half of the codes
+LEAST_GROUP: Final = 8  # whose scales take half as much memory as the codes
 
 
 class ExpertStacks(NamedTuple):
@@ -33,23 +30,6 @@ class ExpertStacks(NamedTuple):
     down_bias: Array | None = None  # [layers, experts, hidden]
     gate_up_scale: Array | None = None  # [layers, experts, groups, 2, f]
     down_scale: Array | None = None  # [layers, experts, groups, hidden]
-
-
-def kept_codes(quantization: str, inputs: tuple[int, int], share: int, by_default: bool) -> int:
-    """Dims.coded for a value of --quantization: "auto", "none" or "fp8".
-
-    inputs: of an expert's two products, on a device. share: inputs that share a scale in the
-    checkpoint; 0: it has none. by_default: whether "auto" keeps codes that are there, if it can.
-    """
-    if quantization == "fp8":
-        return share or SCALE_INPUTS
-    fits = share > 0 and min(group_of(size, share) for size in inputs) >= LEAST_GROUP
-    return share if quantization == "auto" and by_default and fits else 0
-
-
-def group_of(inputs: int, share: int) -> int:
-    """Inputs that share a scale, of so many on one device, if `share` do in the checkpoint."""
-    return math.gcd(inputs, share)
 
 
 def taken(
@@ -81,7 +61,12 @@ def decoded(
     before, behind = codes.shape[:axis], codes.shape[axis + 1 :]
     values = (_converted if native else _from_bits)(codes)
     apart = values.reshape(*before, scales.shape[axis], size, *behind)
-    return (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape).astype(dtype)
+    scaled = (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape)
+    kind = jnp.finfo(dtype)
+    if kind.dtype != scaled.dtype:
+        # Where the result is widened again, XLA would leave the rounding out.
+        scaled = lax.reduce_precision(scaled, kind.nexp, kind.nmant)
+    return scaled.astype(dtype)
 
 
 def _converted(codes: Array) -> Array:
@@ -89,7 +74,10 @@ def _converted(codes: Array) -> Array:
 
 
 def _from_bits(codes: Array) -> Array:
-    """e4m3 has a sign, four bits of exponent, whose bias is 7, and three of mantissa."""
+    """e4m3 has a sign, four bits of exponent, whose bias is 7, and three of mantissa.
+
+    Of what is no number, which the loader refuses, it makes 480.
+    """
     wide = codes.astype(jnp.int32)
     size = wide & np.int32(0x7F)
     normal = lax.bitcast_convert_type(

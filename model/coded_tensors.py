@@ -3,6 +3,7 @@
 The second axis is that of inputs, in tensors of one expert and in those of all.
 """
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from jaxtyping import Float32, UInt8
 
 from model.checkpoint import Checkpoint
 from model.coded import LARGEST
+from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
 from model.params import Holds, Leaf
 from model.quantised import Quantised
@@ -20,13 +22,12 @@ from model.sources import Files, Index
 @dataclass(frozen=True)
 class _Codes:
     files: Checkpoint
-    group: int
 
     def read(self, name: str, index: Index) -> np.ndarray:
         if isinstance(self.files, Quantised):
             return self.files.read_codes(name, index)
-        values = self.files.read(name, index).astype(np.float32)
-        return _encoded(values, _scales(values, self.group), self.group)
+        rounded = _Rounded.of(self.files, name, index)
+        return rounded.codes()
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,49 @@ class _Scales:
     group: int
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        first, end = index[1].start * self.group, index[1].stop * self.group
-        inputs = slice(first, min(end, self.files.shape(name)[1]))
+        inputs = slice(index[1].start * self.group, index[1].stop * self.group)
         part = (index[0], inputs, *index[2:])
         if isinstance(self.files, Quantised):
             return self.files.read_scales(name, part, self.group)
-        return _scales(self.files.read(name, part).astype(np.float32), self.group)
+        return _Rounded.of(self.files, name, part).scales()[:, :: self.group]
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A slice of a tensor that is not quantised, and what the whole has for scales there.
+
+    Which inputs share one follows from the tensor alone: on every mesh the codes are the same.
+    """
+
+    values: Float32[np.ndarray, "a inputs *more"]  # of whole groups
+    share: int
+    inner: slice  # of these, what was asked for
+
+    @staticmethod
+    def of(files: Checkpoint, name: str, index: Index) -> "_Rounded":
+        """Raises ModelError for a weight that is not finite: its group would have no scale."""
+        size = files.shape(name)[1]
+        share, asked = math.gcd(size, SCALE_INPUTS), index[1]
+        first, end = asked.start // share * share, -(-asked.stop // share) * share
+        part = (index[0], slice(first, min(end, size)), *index[2:])
+        values = files.read(name, part).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{files.folder}: tensor {name}: has a weight that is not finite")
+        return _Rounded(values, share, slice(asked.start - first, asked.stop - first))
+
+    def scales(self) -> Float32[np.ndarray, "a inputs *more"]:
+        """Of every input."""
+        return np.repeat(self._each(), self.share, axis=1)[:, self.inner]
+
+    def codes(self) -> UInt8[np.ndarray, "a inputs *more"]:
+        """The nearest to each weight."""
+        values = self.values[:, self.inner] / self.scales()
+        return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+    def _each(self) -> Float32[np.ndarray, "a groups *more"]:
+        firsts = np.arange(0, self.values.shape[1], self.share)
+        scales = np.maximum.reduceat(np.abs(self.values), firsts, axis=1) / LARGEST
+        return np.where(scales > 0, scales, np.float32(1))
 
 
 def shown(files: Checkpoint, leaf: Leaf) -> Files:
@@ -53,37 +91,24 @@ def shown(files: Checkpoint, leaf: Leaf) -> Files:
     """
     match leaf.holds:
         case Holds.CODES:
-            return _Codes(files, leaf.group)
+            return _Codes(files)
         case Holds.SCALES:
             return _Scales(files, leaf.group)
         case Holds.VALUES:
             return files
 
 
+class PartlyQuantised(ModelError):
+    """Some experts are quantised and some are not."""
+
+
 def check_coded(files: Checkpoint, names: list[str]) -> None:
-    """Raises ModelError for a tensor that is none of codes in a checkpoint where others are."""
+    """Raises PartlyQuantised for a tensor without codes in a checkpoint that should have them."""
     if not isinstance(files, Quantised):
         return
     for name in names:
         if not files.is_quantised(name):
-            raise ModelError(
-                f"{files.folder}: tensor {name} is not quantised, others are; accepted: all "
-                "experts alike, or --quantization none"
+            raise PartlyQuantised(
+                f"{files.folder}: tensor {name} is not quantised, as experts are by config.json; "
+                "accepted with --quantization fp8: all or none"
             )
-
-
-def _scales(
-    values: Float32[np.ndarray, "a inputs *more"], group: int
-) -> Float32[np.ndarray, "a groups *more"]:
-    firsts = np.arange(0, values.shape[1], group)
-    largest = np.maximum.reduceat(np.abs(values), firsts, axis=1)
-    return np.where(largest > 0, largest / LARGEST, np.float32(1)).astype(np.float32)
-
-
-def _encoded(
-    values: Float32[np.ndarray, "a inputs *more"],
-    scales: Float32[np.ndarray, "a groups *more"],
-    group: int,
-) -> UInt8[np.ndarray, "a inputs *more"]:
-    each = np.repeat(scales, group, axis=1)[:, : values.shape[1]]
-    return (values / each).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from model.buckets import check_page_size, pages_for
-from model.coded import kept_codes
+from model.coded_tensors import PartlyQuantised
 from model.config import FP8, KVSpec, ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
@@ -98,6 +98,7 @@ def open_model(
     checkpoint on CPU.
     Raises ModelError, one line, for anything that does not fit.
     """
+    given = dict(locals())  # no more than the arguments yet
     cfg = ModelConfig.from_dir(path)
     num_devices = dp_size * tp_size
     if num_devices > len(jax.devices()):
@@ -124,7 +125,6 @@ def open_model(
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
     shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
     dims = Dims.of(cfg, mesh, shared, redundant)
-    keeps = on_cpu() and not is_orbax(path)
     model = Model.create(
         cfg,
         mesh,
@@ -132,14 +132,20 @@ def open_model(
         page_size,
         share_experts=shared,
         redundant_experts=redundant,
-        coded=kept_codes(quantization, dims.expert_inputs, cfg.scale_inputs, keeps),
+        coded=dims.coded_by(quantization, by_default=on_cpu() and not is_orbax(path)),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path) + (ROUNDED if model.dims.coded and not cfg.quantization else "")
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
-    params = load_params(path, model, progress=_Progress())
+    try:
+        params = load_params(path, model, progress=_Progress())
+    except PartlyQuantised as error:
+        if quantization != "auto":
+            raise
+        log.warning("all experts become %s: %s", dtype, error)
+        return open_model(**given | {"quantization": "none"})
     return OpenedModel(
         model=model,
         params=params,

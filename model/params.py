@@ -317,7 +317,7 @@ def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
     """Codes in place of weights, and their scales, of which a group of inputs has one."""
 
     def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:2], -(-shape[2] // group), *shape[3:])
+        return (*shape[:2], shape[2] // group, *shape[3:])
 
     codes = replace(leaf, dtype=np.dtype(np.uint8), holds=Holds.CODES, group=group)
     return {

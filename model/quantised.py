@@ -1,4 +1,4 @@
-"""Checkpoints of quantised tensors, read as if they had been stored unquantised."""
+"""Checkpoints of quantised tensors, read as if they were not, or as e4m3 codes and scales."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -103,8 +103,11 @@ class Quantised(Checkpoint, ABC):
         """A slice of a quantised tensor; every axis has a start, a stop and a step."""
 
     @abstractmethod
-    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a quantised tensor, without steps, as e4m3 codes before they are scaled."""
+    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a quantised tensor, without steps, as e4m3 codes before they are scaled.
+
+        Raises ModelError where it cannot be read, or has one that is no number.
+        """
 
     @abstractmethod
     def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
@@ -117,13 +120,6 @@ class Quantised(Checkpoint, ABC):
     def is_quantised(self, name: str) -> bool:
         """Whether a tensor has codes and scales."""
         return name in self._quantised
-
-    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a quantised tensor as e4m3 codes. Raises ModelError for one that says NaN."""
-        codes = self._codes(name, index)
-        if ((codes & 0x7F) == 0x7F).any():
-            raise ModelError(f"{self._at(name)}: has a weight that is no number")
-        return codes
 
     def _check_scales(self, scales: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
         if self.dtype(scales) not in dtypes:
@@ -220,7 +216,7 @@ class _Mxfp4(Quantised):
                 out[expert, :, tile] = values[:, within].T
         return out.view(ml_dtypes.bfloat16)
 
-    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         experts, columns, rows = index
         first = columns.start // _GROUP
         part = experts, rows, slice(first, -(-columns.stop // _GROUP))
@@ -301,8 +297,11 @@ class _Fp8(Quantised):
         scales = self.read(name + self._SCALES, blocks).astype(np.float32)
         return scales[:, column_blocks - column_blocks[0]], row_blocks - row_blocks[0]
 
-    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        return self.read_bytes(name, index)
+    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        codes = self.read_bytes(name, index)
+        if ((codes & 0x7F) == 0x7F).any():
+            raise ModelError(f"{self._at(name)}: has a weight that is no number")
+        return codes
 
     def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
         rows, columns = index
@@ -382,7 +381,7 @@ class _Int4(Quantised):
             out[tile] = values.reshape(len(values), -1)[:, within]
         return out
 
-    def _codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def read_codes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         first, pairs = self._pairs(name, index)
         codes = _int4_codes().take(pairs, mode="clip").view(np.uint8).reshape(len(pairs), -1)
         return codes[:, index[1].start - first : index[1].stop - first]

@@ -1,6 +1,7 @@
 """Where arrays live: the only file that names mesh axes, and the sizes padding makes of a model."""
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,8 +12,9 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model.coded import LEAST_GROUP, group_of
+from model.coded import LEAST_GROUP
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
+from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
 from model.members import first_devices
 
@@ -177,7 +179,8 @@ class Dims:
             hidden, width = self.expert_inputs
             raise ModelError(
                 f"experts of {hidden} and {width} inputs on a device are not kept as codes of "
-                f"which {self.coded} share a scale; accepted: multiples of {LEAST_GROUP}"
+                f"which {self.coded} share a scale: on a device {min(self.coded_groups)} could; "
+                f"accepted: {LEAST_GROUP} and more"
             )
 
     @property
@@ -188,8 +191,24 @@ class Dims:
     @property
     def coded_groups(self) -> tuple[int, int]:
         """Of these, how many share a scale, which no two devices do; of experts kept as codes."""
-        first, last = (group_of(size, self.coded) for size in self.expert_inputs)
-        return first, last
+        return self._groups(self.coded)
+
+    def _groups(self, share: int) -> tuple[int, int]:
+        """They divide those that share one in the checkpoint, or would on any mesh."""
+        hidden, width = self.expert_inputs
+        whole = math.gcd(self.cfg.moe_intermediate_size, share)
+        return math.gcd(hidden, share), math.gcd(width, whole)
+
+    def coded_by(self, quantization: str, by_default: bool) -> int:
+        """`coded` for a value of --quantization: "auto", "none" or "fp8".
+
+        by_default: whether "auto" keeps the codes of a quantised checkpoint, if it can.
+        """
+        share = self.cfg.scale_inputs
+        if quantization == "fp8":
+            return share or SCALE_INPUTS
+        keeps = quantization == "auto" and by_default and self.cfg.num_experts > 0 and share > 0
+        return share if keeps and min(self._groups(share)) >= LEAST_GROUP else 0
 
     @property
     def ranks_share_experts(self) -> bool:

@@ -199,7 +199,7 @@ def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, 
 def _groups(cfg: ModelConfig, dims: Dims) -> tuple[int, int]:
     """How many scales each output of an expert's products has; see model.params."""
     first, last = dims.coded_groups
-    return -(-cfg.hidden_size // first), -(-cfg.moe_intermediate_size // last)
+    return cfg.hidden_size // first, cfg.moe_intermediate_size // last
 
 
 def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tuple[Source, Source]:

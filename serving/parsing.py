@@ -114,11 +114,11 @@ class Parsing:
         """
         if self.reasoning == "none":
             return "none"
-        if self.begun:
-            opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
-            is_over = THINK_END in self.begun
-        else:
-            prompt = self.prompt.rstrip()
+        opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
+        is_over = THINK_END in self.begun
+        if not (opened or is_over):
+            # Templates write the thought of an answer that they begin themselves.
+            prompt = self.prompt.rstrip().removesuffix(self.begun.rstrip()).rstrip()
             opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
         if opened or is_over:
             return "open" if opened else "over"

@@ -116,6 +116,7 @@ class TaggedText(MarkedText):
         self._calls = calls
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
         self._trims = in_thought  # space that comes next
+        self._left_open = False  # a thought, by a call; its end may come yet
         self._space: list[str] = []  # at the end of what was passed
         self._begun = ""  # of the call that it is in: space before, and marker
         self._call: list[str] = []
@@ -132,6 +133,8 @@ class TaggedText(MarkedText):
         found = (calls.begin, *calls.around) if calls is not None else ()
         if calls is not None and calls.also:
             found += (calls.also,)
+        if self._left_open:
+            found += (THINK_END,)
         return (*found, THINK_BEGIN) if self._thinks and self._where is _Where.BEGIN else found
 
     def _passed(self, text: str) -> None:
@@ -164,6 +167,10 @@ class TaggedText(MarkedText):
     def _found(self, marker: str) -> None:
         if self._where is _Where.CALL:
             self._end_call(marker)
+        if marker == THINK_END:
+            self._left_open = False
+        elif self._where is _Where.THOUGHT and marker != THINK_BEGIN:
+            self._left_open = True
         if self._calls is not None and marker == self._calls.begin:
             self._begin_call(marker)
         elif self._calls is not None and marker == self._calls.also:

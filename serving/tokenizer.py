@@ -192,7 +192,7 @@ class Tokenizer:
             **self._special_tokens,
             "documents": None,
             **kwargs,
-            "tools": _sorted_keys(tools) if self._sorts_tools else tools,
+            "tools": _in_order(tools) if self._sorts_tools else tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         return template.render(messages, continue_final_message, **variables)
@@ -276,6 +276,13 @@ def _read_templates(
         except ChatTemplateError as error:
             raise TokenizerError(f"{file}: {one_line(error)}") from error
     return templates
+
+
+def _in_order(tools: Any) -> Any:
+    try:
+        return _sorted_keys(tools)
+    except RecursionError:
+        raise ChatTemplateError("tools have objects within each other without end") from None
 
 
 def _sorted_keys(value: Any) -> Any:

@@ -61,7 +61,7 @@ def _random(folder: Path) -> Tensors:
     }
 
 
-def _as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Blocks, scales, and the nearest values that they can say: of [experts, in, out]."""
     groups = np.ascontiguousarray(values.astype(np.float32).transpose(0, 2, 1))
     groups = groups.reshape(*groups.shape[:2], -1, 32)
@@ -75,9 +75,7 @@ def _as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return blocks, (exponents + 127).astype(np.uint8), whole.astype(ml_dtypes.bfloat16)
 
 
-def _as_fp8(
-    values: np.ndarray, block: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Bytes, scales, and the values that they stand for: of [out, in]."""
     wide = values.astype(np.float32)
     counts = [-(-size // by) for size, by in zip(wide.shape, block, strict=True)]
@@ -91,7 +89,7 @@ def _as_fp8(
     return stored, scales, whole
 
 
-def _as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Words, scales, and the values that they stand for: of [out, in]."""
     groups = values.astype(np.float32).reshape(len(values), -1, 32)
     scales = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
@@ -116,7 +114,7 @@ def int4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
     experts = [name for name in tensors if ".experts." in name]
     assert experts
     for name in experts:
-        words, scales, tensors[name] = _as_int4(packed.pop(name))
+        words, scales, tensors[name] = as_int4(packed.pop(name))
         packed |= {
             f"{name}_packed": words,
             f"{name}_scale": scales,
@@ -134,7 +132,7 @@ def mxfp4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
     packed: Tensors = {}
     for name, values in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            blocks, scales, tensors[name] = _as_mxfp4(values)
+            blocks, scales, tensors[name] = as_mxfp4(values)
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         else:
             packed[name] = values
@@ -158,7 +156,7 @@ def fp8_pair(
     tensors = _golden_tensors(golden)
     packed = dict(tensors)
     for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
-        values, scales, whole = _as_fp8(tensors[name], block)
+        values, scales, whole = as_fp8(tensors[name], block)
         packed[name], packed[f"{name}_scale_inv"], tensors[name] = values, scales, whole
     change(packed)
     config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())

@@ -1,10 +1,12 @@
 """Experts kept as codes of a byte: the same numbers as expanded ones, and what is refused."""
 
 import json
+import logging
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.coded import decoded, kept_codes
+from model import kernels
+from model.coded import ExpertStacks, decoded
 from model.config import ModelConfig
-from model.eplb import ExpertPolicy
+from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.opening import ROUNDED, OpenedModel, open_model
 from model.programs import abstract_like, compile_all
-from model.sharding import make_mesh
+from model.sharding import Dims, make_mesh
 from model.transformer import Model
-from model.weights import load_params, stored_bytes
+from model.weights import load_params, save_orbax, stored_bytes
 from tests.model.checkpoints import write_config
 from tests.model.harness import GOLDENS, Golden, Harness
-from tests.model.quantised_checkpoints import fp8_pair, int4_pair, mxfp4_pair
+from tests.model.quantised_checkpoints import INT4, fp8_pair, int4_pair, mxfp4_pair
 
 PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "mxfp4": mxfp4_pair,
@@ -53,10 +56,15 @@ def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, coded: int) -> 
     return Model.create(cfg, devices, dtype, 16, ep > tp, redundant_experts=again, coded=coded)
 
 
-def _open(folder: Path, quantization: str, policy: ExpertPolicy | None = None) -> OpenedModel:
-    more: dict[str, Any] = {} if policy is None else {"placing": policy}
-    tp = 2 if policy else 1
-    return open_model(folder, "auto", "auto", tp, tp, 16, 128, quantization=quantization, **more)
+def _open(
+    folder: Path,
+    quantization: str,
+    policy: ExpertPolicy = AS_TRAINED,
+    tp: int = 1,
+    ep: int = 1,
+) -> OpenedModel:
+    sizes = tp, ep, 16, 128
+    return open_model(folder, "auto", "auto", *sizes, placing=policy, quantization=quantization)
 
 
 def _values(
@@ -98,17 +106,23 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
 
 # Each form of products with whole experts, and with parts of them or parts that ranks share.
 @pytest.mark.parametrize(
-    ("platform", "mesh"),
-    [("cpu", MESHES[0]), ("cpu", MESHES[2]), ("cuda", MESHES[0]), ("cuda", MESHES[3])],
+    ("platform", "dtype", "mesh"),
+    [
+        ("cpu", "bfloat16", MESHES[0]),
+        ("cpu", "float32", MESHES[2]),
+        ("cuda", "bfloat16", MESHES[0]),
+        ("cuda", "float32", MESHES[3]),
+    ],
 )
 def test_a_network_of_codes_generates_what_its_weights_do(
-    folders: tuple[Path, Path], platform: str, mesh: tuple[int, int, int]
+    folders: tuple[Path, Path], platform: str, dtype: str, mesh: tuple[int, int, int]
 ) -> None:
     cfg = ModelConfig.from_dir(folders[0])
     prompts = [[i % cfg.vocab_size for i in range(1, n)] for n in (5, 40, 23)]
+    (tp, ep, dp), sizes = mesh, (cfg.scale_inputs, 0)
     kept, expanded = (
-        Harness(folders[0], *mesh[:2], dp=mesh[2], platform=platform, coded=coded).run(prompts, 8)
-        for coded in (cfg.scale_inputs, 0)
+        Harness(folders[0], tp, ep, dtype, dp=dp, platform=platform, coded=coded).run(prompts, 8)
+        for coded in sizes
     )
     for one, other in zip(kept, expanded, strict=True):
         assert one.ids == other.ids
@@ -116,23 +130,50 @@ def test_a_network_of_codes_generates_what_its_weights_do(
         np.testing.assert_allclose(one.step_logits, other.step_logits, rtol=0, atol=1e-5)
 
 
-def test_weights_without_codes_are_rounded_to_the_nearest() -> None:
+@pytest.mark.parametrize("backend", kernels.EXPERTS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("rows", [1, 20, 300])
+def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
+    backend: kernels.Backend, rows: int
+) -> None:
+    """One row by the experts that it chose, all rows by all, and rounds of many."""
+    experts = backend.build(kernels.ExpertsShape("cuda", "bfloat16", 64, 32, 16, 4))
+    draw = np.random.default_rng(3)
+    codes = [
+        draw.integers(0, 127, size, dtype=np.uint8)
+        for size in ((1, 16, 64, 2, 32), (1, 16, 32, 64))
+    ]
+    scales = [
+        draw.uniform(1e-4, 1e-3, (1, 16, of.shape[2] // 16, *of.shape[3:])).astype(np.float32)
+        for of in codes
+    ]
+    weights = [
+        jnp.asarray(_values(of, by, 2, "bfloat16")) for of, by in zip(codes, scales, strict=True)
+    ]
+    ids = np.array([draw.permutation(16)[:4] for _ in range(rows)], np.int32)
+    x = jnp.asarray(draw.standard_normal((rows, 64)), jnp.bfloat16)
+    args = x, jnp.asarray(ids), jnp.asarray(draw.random((rows, 4)), jnp.float32)
+    stacks = ExpertStacks(*weights)
+    gate_up, down, gate_up_scale, down_scale = map(jnp.asarray, (*codes, *scales))
+    kept = ExpertStacks(gate_up, down, None, None, gate_up_scale, down_scale)
+    expected, found = (
+        np.asarray(jax.jit(experts)(*args, given, jnp.int32(0))) for given in (stacks, kept)
+    )
+    assert np.abs(expected).max() > 0
+    assert (found == expected).all()
+
+
+def test_weights_without_codes_are_the_same_codes_on_every_mesh() -> None:
     folder = GOLDENS / "qwen3_moe" / "model"
-    opened = _open(folder, "fp8")
-    whole = _open(folder, "none")
-    for run, stacks in zip(opened.params["layers"], whole.params["layers"], strict=True):
+    whole, parts = _open(folder, "fp8"), _open(folder, "fp8", tp=2)
+    assert whole.model.dims.coded_groups != parts.model.dims.coded_groups
+    assert whole.digest == parts.digest == _open(folder, "none").digest + ROUNDED
+    for run, stacks in zip(whole.params["layers"], parts.params["layers"], strict=True):
         for name in ("experts_gate_up", "experts_down") if "experts_down" in run else ():
-            codes, scales = np.asarray(run[name]), np.asarray(run[f"{name}_scale"])
-            values = _values(codes, scales, 2, "float32")
-            exact = np.asarray(stacks[name])
-            size = exact.shape[2] // scales.shape[2]
-            largest = np.abs(exact).reshape(*scales.shape[:3], size, *exact.shape[3:]).max(axis=3)
-            np.testing.assert_allclose(scales, largest / 448, rtol=1e-6)
-            # Half of a step: of three bits behind the leading one, or of the smallest number.
-            each = np.repeat(scales, size, axis=2)
-            bound = np.maximum(np.abs(exact) / 16, each * 2.0**-10) * (1 + 1e-5)
-            assert (np.abs(values - exact) <= bound).all()
-    assert opened.digest == whole.digest + ROUNDED
+            one, other = (
+                _values(np.asarray(of[name]), np.asarray(of[f"{name}_scale"]), 2, "float32")
+                for of in (run, stacks)
+            )
+            assert (one == other).all()
 
 
 def test_answers_of_rounded_weights_are_near_the_recorded() -> None:
@@ -147,7 +188,7 @@ def test_answers_of_rounded_weights_are_near_the_recorded() -> None:
 def test_codes_and_their_scales_move_together() -> None:
     """Placed anew by the rows that chose them, experts stand for what they stood for."""
     policy = ExpertPolicy(2, enable_eplb=True, eplb_rebalance_num_iterations=1)
-    opened = _open(GOLDENS / "qwen3_moe" / "model", "fp8", policy)
+    opened = _open(GOLDENS / "qwen3_moe" / "model", "fp8", policy, 2, 2)
     trained = _open(GOLDENS / "qwen3_moe" / "model", "fp8").params["layers"]
     experts, params = opened.experts, opened.params
     compile_all(experts.programs(abstract_like(params)))
@@ -180,51 +221,80 @@ def test_a_quantised_checkpoint_stays_so_unless_asked_otherwise(
 
 
 @given(
-    inputs=st.tuples(st.integers(1, 512), st.integers(1, 512)),
-    share=st.sampled_from((0, 16, 32, 128)),
+    hidden=st.integers(1, 64).map(lambda n: 4 * n),
+    width=st.integers(1, 64).map(lambda n: 4 * n),
+    tp=st.sampled_from((1, 2, 4)),
+    quantised=st.sampled_from((("", (128, 128)), ("fp8", (128, 128)), ("int4", (1, 32)))),
+    experts=st.sampled_from((0, 8)),
     by_default=st.booleans(),
 )
 def test_codes_are_kept_by_default_where_scales_are_few(
-    inputs: tuple[int, int], share: int, by_default: bool
+    hidden: int,
+    width: int,
+    tp: int,
+    quantised: tuple[str, tuple[int, int]],
+    experts: int,
+    by_default: bool,
 ) -> None:
-    kept = kept_codes("auto", inputs, share, by_default)
-    fits = share and all(size % 8 == 0 for size in inputs)
-    assert kept == (share if by_default and fits else 0)
-    assert kept_codes("none", inputs, share, by_default) == 0
-    assert kept_codes("fp8", inputs, share, by_default) == (share or 128)
+    cfg = replace(
+        ModelConfig.from_dir(GOLDENS / "qwen3_moe" / "model"),
+        hidden_size=hidden,
+        moe_intermediate_size=width if experts else 0,
+        num_experts=experts,
+        quantization=quantised[0],
+        quantized_block=quantised[1],
+    )
+    dims = Dims(cfg, tp, 1)
+    fits = quantised[0] and experts and hidden % 8 == width % (8 * tp) == 0
+    kept = dims.coded_by("auto", by_default)
+    assert kept == (quantised[1][1] if by_default and fits else 0)
+    assert replace(dims, coded=kept).coded == kept
+    assert dims.coded_by("none", by_default) == 0
+    assert dims.coded_by("fp8", by_default) == quantised[1][1]
 
 
-NAME = "model.layers.1.mlp.experts.1.down_proj.weight"
-
-
-def _changed(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> Path:
-    folders = tmp_path / "fp8", tmp_path / "plain"
-    return fp8_pair("deepseek_v3", *folders, (24, 16), change)[0]
-
-
-def test_a_code_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        tensors[NAME].view(np.uint8)[5, 7] = 0xFF
-
-    with pytest.raises(ModelError, match=f"tensor {NAME}: has a weight that is no number"):
-        _open(_changed(tmp_path, change), "auto")
-
-
-def test_experts_that_are_quantised_in_part_are_refused_by_name(tmp_path: Path) -> None:
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        tensors[NAME] = tensors[NAME].astype(np.float32)
-        del tensors[f"{NAME}_scale_inv"]
-
-    broken = _changed(tmp_path, change)
-    with pytest.raises(ModelError, match=f"{NAME} is not quantised, others are; .* none"):
-        _open(broken, "auto")
-    assert _open(broken, "none").model.dims.coded == 0
-
-
-def test_what_has_no_experts_or_none_that_fit_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_quantised_network_without_experts_is_expanded(kind: str, tmp_path: Path) -> None:
+    folders = tmp_path / kind, tmp_path / "plain"
+    folder, _ = fp8_pair("qwen3", *folders, (24, 16))
+    if kind == "int4":
+        shutil.copytree(GOLDENS / "qwen3" / "model", tmp_path / "dense")
+        config = json.loads((GOLDENS / "qwen3" / "model" / "config.json").read_text())
+        folder = write_config(tmp_path / "dense", config | INT4)
+    assert _open(folder, "auto").model.dims.coded == 0
     with pytest.raises(ModelError, match="Qwen3ForCausalLM has none"):
-        _open(GOLDENS / "qwen3" / "model", "fp8")
+        _open(folder, "fp8")
+
+
+def test_an_orbax_folder_has_no_codes(tmp_path: Path) -> None:
+    quantised, _ = int4_pair(tmp_path / "int4", tmp_path / "plain")
+    cfg = ModelConfig.from_dir(quantised)
+    save_orbax(quantised, tmp_path / "orbax", Model.create(cfg, make_mesh(1, 1), "float32", 16))
+    assert _open(tmp_path / "orbax", "auto").model.dims.coded == 0
+    with pytest.raises(ModelError, match="in Orbax form; accepted with --quantization fp8"):
+        _open(tmp_path / "orbax", "fp8")
+
+
+def test_experts_that_are_quantised_in_part_are_expanded_unless_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.mlp.experts.1.down_proj.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = tensors[name].astype(np.float32)
+        del tensors[f"{name}_scale_inv"]
+
+    folders = tmp_path / "fp8", tmp_path / "plain"
+    broken, _ = fp8_pair("deepseek_v3", *folders, (24, 16), change)
+    with pytest.raises(ModelError, match=f"{name} is not quantised, as experts are by config"):
+        _open(broken, "fp8")
+    with caplog.at_level(logging.WARNING):
+        assert _open(broken, "auto").model.dims.coded == 0
+    assert "all experts become float32" in caplog.text
+
+
+def test_inputs_that_can_share_few_scales_are_refused(tmp_path: Path) -> None:
     config = json.loads((GOLDENS / "qwen3_moe" / "model" / "config.json").read_text())
     odd = write_config(tmp_path, config | {"moe_intermediate_size": 36})
-    with pytest.raises(ModelError, match=r"64 and 36 inputs .* multiples of 8"):
+    with pytest.raises(ModelError, match=r"64 and 36 inputs .* 128 share a scale: .* 4 could"):
         _open(odd, "fp8")

@@ -110,7 +110,7 @@ def test_blocks_of_fp8_are_read_in_every_family(base: dict[str, Any], tmp_path: 
 
 def test_gpt_oss_may_be_quantised_as_it_is_published(tmp_path: Path) -> None:
     cfg = read_config(tmp_path, GPT_OSS | {"quantization_config": MXFP4})
-    assert (cfg.quantization, cfg.quantized_block) == ("mxfp4", (128, 128))
+    assert (cfg.quantization, cfg.quantized_block) == ("mxfp4", (1, 32))
 
 
 @pytest.mark.parametrize(

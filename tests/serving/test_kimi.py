@@ -99,9 +99,20 @@ def test_what_is_no_call_or_was_cut_stays_text(text: str) -> None:
         (BOTH, f"<think>Hm.\n{SECTION}", Read("Hm.", "", CALLS)),
         (BOTH, f"<think>Hm.{_call('functions.weather:3')}", Read("Hm.", "", CALLS[:1])),
         (BOTH, f"<think>{SECTION}Yes.", Read("", "Yes.", CALLS)),
+        # It comes behind the calls.
+        (BOTH, f"<think>Hm.{SECTION}</think>", Read("Hm.", "", CALLS)),
+        (BOTH, f"<think>Hm.{SECTION}\n</think>\nYes.", Read("Hm.", "Yes.", CALLS)),
+        (BOTH, f"<think>Hm.{SECTION}</think></think>", Read("Hm.", "</think>", CALLS)),
         (BOTH, "<think>Cut", Read("Cut")),
         (Parsing("kimi_k2", prompt="<|im_middle|><think>"), "Hm.</think>Yes.", Read("Hm.", "Yes.")),
         (Parsing("kimi_k2", prompt="<|im_middle|><think></think>"), "Yes.", Read("", "Yes.")),
+        # The answer goes on where its prompt ends.
+        (
+            Parsing("kimi_k2", prompt="<think></think>It is ", begun="It is "),
+            "wet.",
+            Read("", "wet."),
+        ),
+        (Parsing("kimi_k2", prompt="<think>It is", begun="It is"), " wet.", Read("wet.")),
         # Without tools nothing is a call.
         (
             Parsing("kimi_k2", "kimi_k2"),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.config import ModelConfig
+from serving.chat_template import ChatTemplateError
 from serving.grammar import schema_rules
 from serving.grammar_trial import GrammarTrial
 from serving.tokenizer import Tokenizer
@@ -191,3 +192,12 @@ async def test_texts_and_ids_are_translated_over_http():
         assert data["tokens"] == TOKENIZER.encode(TOKENIZER.apply_chat_template(messages))
         back = (await live.post("/detokenize", {"tokens": data["tokens"][:4]})).json()
         assert back["text"] == TOKENIZER.decode(data["tokens"][:4], skip_special_tokens=False)
+
+
+def test_tools_nested_without_end_are_the_requests_fault():
+    nested: dict[str, object] = {"type": "string"}
+    for _ in range(20_000):
+        nested = {"type": "object", "properties": nested}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    with pytest.raises(ChatTemplateError, match="within each other without end"):
+        TOKENIZER.apply_chat_template([{"role": "user", "content": "Hi"}], tools=[tool])

@@ -1,0 +1,145 @@
+"""Slices of tensors as codes and scales, of every quantised form and of none."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+from model.checkpoint import Checkpoint
+from model.coded_tensors import shown
+from model.errors import ModelError
+from model.params import Holds, Leaf
+from model.quantised import open_checkpoint
+from tests.model.quantised_checkpoints import Tensors, as_fp8, as_int4, as_mxfp4
+
+NAME = "model.experts"
+OUT, IN = 70, 160
+BLOCKS = {"": (128, 128), "mxfp4": (1, 32), "int4": (1, 32), "fp8": (24, 16)}
+
+
+def _tensors(kind: str) -> Tensors:
+    values = np.random.default_rng(1).standard_normal((OUT, IN)).astype(np.float32)
+    match kind:
+        case "mxfp4":
+            blocks, scales, _ = as_mxfp4(values.T[None])
+            return {f"{NAME}_blocks": blocks, f"{NAME}_scales": scales}
+        case "int4":
+            words, scales, _ = as_int4(values)
+            shape = np.array(values.shape, np.int32)
+            return {f"{NAME}_packed": words, f"{NAME}_scale": scales, f"{NAME}_shape": shape}
+        case "fp8":
+            codes, scales, _ = as_fp8(values, BLOCKS[kind])
+            return {NAME: codes, f"{NAME}_scale_inv": scales}
+        case _:
+            values[3, 32:64] = 0  # what no other form has a scale for
+            return {NAME: values}
+
+
+def _opened(folder: Path, kind: str, change: Callable[[Tensors], None]) -> Checkpoint:
+    tensors = _tensors(kind)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return open_checkpoint(folder, kind, BLOCKS[kind])
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    return {
+        kind: _opened(tmp_path_factory.mktemp(f"kind{kind}"), kind, lambda _: None)
+        for kind in BLOCKS
+    }
+
+
+def _read(files: Checkpoint, holds: Holds, index: tuple[slice, ...], group: int = 8) -> np.ndarray:
+    leaf = Leaf((1,), (1,), P(), np.dtype(np.uint8), 1.0, holds=holds, group=group)
+    if len(files.shape(NAME)) == 3:
+        index = (slice(0, 1), index[1], index[0])
+        return shown(files, leaf).read(NAME, index)[0].T
+    return shown(files, leaf).read(NAME, index)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.tuples(st.integers(0, OUT - 1), st.integers(1, OUT)),
+    groups=st.tuples(st.integers(0, IN // 8 - 1), st.integers(1, IN // 8)),
+)
+def test_codes_times_scales_are_what_a_slice_stands_for(
+    opened: dict[str, Checkpoint], kind: str, rows: tuple[int, int], groups: tuple[int, int]
+) -> None:
+    files = opened[kind]
+    out = slice(rows[0], min(rows[0] + rows[1], OUT))
+    of_groups = slice(groups[0], min(groups[0] + groups[1], IN // 8))
+    inputs = slice(8 * of_groups.start, 8 * of_groups.stop)
+    codes = _read(files, Holds.CODES, (out, inputs))
+    scales = _read(files, Holds.SCALES, (out, of_groups))
+    assert codes.dtype == np.uint8
+    assert scales.dtype == np.float32
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(scales, 8, axis=1)
+    exact = _read(files, Holds.VALUES, (out, inputs)).astype(np.float32)
+    if kind:
+        assert (values == exact).all()
+        return
+    # Half of a step, of three bits behind the leading one or of the smallest number. 32 inputs,
+    # which is gcd(160, 128), share a scale.
+    each = np.repeat(scales, 8, axis=1)
+    assert (np.abs(values - exact) <= np.maximum(np.abs(exact) / 16, each / 1024) * 1.00001).all()
+    whole = np.abs(files.read(NAME, (out, slice(0, IN)))).reshape(-1, IN // 32, 32).max(axis=2)
+    expected = np.repeat(np.where(whole > 0, whole / np.float32(448), 1), 4, axis=1)[:, of_groups]
+    np.testing.assert_allclose(scales, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_is_refused(code: int, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[NAME].view(np.uint8)[5, 7] = code
+
+    files = _opened(tmp_path, "fp8", change)
+    _read(files, Holds.CODES, (slice(0, 5), slice(0, IN)))
+    with pytest.raises(ModelError, match=f"tensor {NAME}: has a weight that is no number"):
+        _read(files, Holds.CODES, (slice(0, 6), slice(0, IN)))
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("holds", [Holds.CODES, Holds.SCALES])
+def test_a_weight_that_is_not_finite_is_not_rounded(
+    weight: float, holds: Holds, tmp_path: Path
+) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[NAME][5, 7] = weight
+
+    with pytest.raises(ModelError, match=f"tensor {NAME}: has a weight that is not finite"):
+        _read(_opened(tmp_path, "", change), holds, (slice(5, 6), slice(0, 8)))
+
+
+def test_weights_too_small_for_a_scale_are_nothing(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[NAME][5, :32] = 1e-44
+
+    files = _opened(tmp_path, "", change)
+    with np.errstate(all="raise", under="ignore"):
+        assert not _read(files, Holds.CODES, (slice(5, 6), slice(0, 32))).any()
+    assert (_read(files, Holds.SCALES, (slice(5, 6), slice(0, 4))) == 1).all()
+
+
+def test_parts_that_do_not_fit_are_refused_for_codes_too(tmp_path: Path) -> None:
+    def scale(tensors: Tensors) -> None:
+        tensors[f"{NAME}_scales"][0, 5, 0] = 253
+
+    def shape(tensors: Tensors) -> None:
+        tensors[f"{NAME}_shape"][0] = 8
+
+    for kind, change, holds, message in (
+        ("mxfp4", scale, Holds.SCALES, "a scale of 253; accepted"),
+        ("int4", shape, Holds.CODES, r"says \[8, 160\], expected"),
+    ):
+        folder = tmp_path / kind
+        folder.mkdir()
+        with pytest.raises(ModelError, match=message):
+            _read(_opened(folder, kind, change), holds, (slice(5, 6), slice(0, 8)))
