@@ -104,15 +104,18 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     assert stored_bytes(kept) < stored_bytes(whole)
 
 
-# Each form of products with whole experts, and with parts of them or parts that ranks share.
+# Each kind in each form of products, with whole experts, parts of them or parts that ranks share.
 @pytest.mark.parametrize(
-    ("platform", "dtype", "mesh"),
+    ("folders", "platform", "dtype", "mesh"),
     [
-        ("cpu", "bfloat16", MESHES[0]),
-        ("cpu", "float32", MESHES[2]),
-        ("cuda", "bfloat16", MESHES[0]),
-        ("cuda", "float32", MESHES[3]),
+        ("mxfp4", "cpu", "bfloat16", MESHES[0]),
+        ("mxfp4", "cuda", "float32", MESHES[3]),
+        ("int4", "cpu", "float32", MESHES[2]),
+        ("int4", "cuda", "bfloat16", MESHES[0]),
+        ("fp8", "cpu", "float32", MESHES[3]),
+        ("fp8", "cuda", "bfloat16", MESHES[1]),
     ],
+    indirect=["folders"],
 )
 def test_a_network_of_codes_generates_what_its_weights_do(
     folders: tuple[Path, Path], platform: str, dtype: str, mesh: tuple[int, int, int]
