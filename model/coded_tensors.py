@@ -26,8 +26,7 @@ class _Codes:
     def read(self, name: str, index: Index) -> np.ndarray:
         if isinstance(self.files, Quantised):
             return self.files.read_codes(name, index)
-        rounded = _Rounded.of(self.files, name, index)
-        return rounded.codes()
+        return _Rounded.of(self.files, name, index).codes()
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Which tensors of a checkpoint make which parameter, and whether all are there."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -148,21 +149,14 @@ def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
     names = ("w1", "w3", "w2") if mixtral else _NAMES
 
-    def stacks(hidden: int, width: int) -> tuple[Stack, Stack]:
+    def stacks(hidden: int, width: int) -> tuple[Source, Source]:
         each = [f"{block}.experts.{e}" for e in range(cfg.num_experts)]
         sizes = (hidden, cfg.moe_intermediate_size), (width, cfg.hidden_size)
         pairs = [_products(*sizes, expert, names) for expert in each]
         return Stack(tuple(pair[0] for pair in pairs)), Stack(tuple(pair[1] for pair in pairs))
 
-    both = stacks(cfg.hidden_size, cfg.moe_intermediate_size)
-    found: dict[str, Source] = {
-        "router": Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts),
-        "experts_gate_up": both[0],
-        "experts_down": both[1],
-    }
-    if dims.coded:
-        scales = map(Scales, stacks(*_groups(cfg, dims)))
-        found["experts_gate_up_scale"], found["experts_down_scale"] = scales
+    found = _expert_products(cfg, dims, stacks)
+    found["router"] = Turned(f"{block}.gate.weight", cfg.hidden_size, cfg.num_experts)
     if cfg.router.correction:
         holder = block if mixtral else f"{block}.gate"
         bias = f"{holder}.e_score_correction_bias"
@@ -181,25 +175,29 @@ def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, 
             Plain(f"{block}.down_proj", (experts, inner, hidden)),
         )
 
-    both = stacks(hidden, width)
-    found: dict[str, Source] = {
+    return _expert_products(cfg, dims, stacks) | {
         "router": Turned(f"{at}.mlp.router.weight", hidden, experts),
         "router_bias": Plain(f"{at}.mlp.router.bias", (experts,)),
-        "experts_gate_up": both[0],
         "experts_gate_up_bias": Interleaved(f"{block}.gate_up_proj_bias", (experts,), width),
-        "experts_down": both[1],
         "experts_down_bias": OnFirst(f"{block}.down_proj_bias", (experts, hidden)),
     }
+
+
+def _expert_products(
+    cfg: ModelConfig, dims: Dims, stacks: Callable[[int, int], tuple[Source, Source]]
+) -> dict[str, Source]:
+    """Both products of all experts and, where these are codes, their scales.
+
+    stacks: of products of so many inputs; a group of inputs that share a scale counts as one.
+    """
+    names = "experts_gate_up", "experts_down"
+    inputs = cfg.hidden_size, cfg.moe_intermediate_size
+    found = dict(zip(names, stacks(*inputs), strict=True))
     if dims.coded:
-        scales = map(Scales, stacks(*_groups(cfg, dims)))
-        found["experts_gate_up_scale"], found["experts_down_scale"] = scales
+        first, last = dims.coded_groups
+        scales = stacks(inputs[0] // first, inputs[1] // last)
+        found |= {f"{name}_scale": Scales(of) for name, of in zip(names, scales, strict=True)}
     return found
-
-
-def _groups(cfg: ModelConfig, dims: Dims) -> tuple[int, int]:
-    """How many scales each output of an expert's products has; see model.params."""
-    first, last = dims.coded_groups
-    return cfg.hidden_size // first, cfg.moe_intermediate_size // last
 
 
 def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tuple[Source, Source]:
