@@ -1,7 +1,7 @@
 """Paged attention in plain XLA: online softmax over blocks of pages, as many as are in use.
 
-The trip count is data, so one program serves every context length. Scores, softmax and sums
-are float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
+The trip count is data, so one program serves every context length. Scores, softmax and sums are
+float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
 
 On an accelerator products take operands of the model's dtype, which is what its matrix units are
 for, and blocks of decode are larger: each costs a few launches, and the host waits for the device
@@ -111,6 +111,28 @@ def _pad(list_: Array, multiple: int, value: int) -> Array:
     return jnp.pad(list_, [(0, 0)] * (list_.ndim - 1) + [(0, short)], constant_values=value)
 
 
+def _by_tiles(attended: Callable[..., Array], tile: int, q: Array, *of_rows: Array) -> Array:
+    """attended(q, *of_rows) for so many rows at a time. What pads the last tile is -1."""
+    rows = len(q)
+    num_tiles = -(-rows // tile)
+    if num_tiles == 1:
+        return attended(q, *of_rows)
+
+    def tiled(rows_: Array) -> Array:
+        padding = [(0, num_tiles * tile - rows)] + [(0, 0)] * (rows_.ndim - 1)
+        return jnp.pad(rows_, padding, constant_values=-1).reshape(-1, tile, *rows_.shape[1:])
+
+    parts = [tiled(part) for part in of_rows]
+    # What comes out takes the place of what went in: see zeros_after for what it saves.
+    out = lax.fori_loop(
+        np.int32(0),
+        np.int32(num_tiles),
+        lambda i, out: out.at[i].set(attended(out[i], *(part[i] for part in parts))),
+        tiled(q),
+    )
+    return out.reshape(-1, *q.shape[1:])[:rows]
+
+
 def prefill(
     q: Float[Array, "tokens kv_heads group head_dim"],
     pool: PagePool,
@@ -131,7 +153,6 @@ def prefill(
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
     tile, block = prefill_tile(tokens, accelerator)
-    num_tiles = -(-tokens // tile)
     per_block = max(1, block // page_size)
     span = per_block * page_size
     num_listed = len(batch.page_ids)
@@ -175,23 +196,9 @@ def prefill(
         out = lax.fori_loop(np.int32(0), trips, block, _start(queries, own)).value()
         return out.reshape(heads, group, -1, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
-    def tiled(rows: Array) -> Array:
-        padding = [(0, num_tiles * tile - tokens)] + [(0, 0)] * (rows.ndim - 1)
-        return jnp.pad(rows, padding, constant_values=-1).reshape(-1, tile, *rows.shape[1:])
-
     with jax.named_scope("prefill_attention"):
-        if num_tiles == 1:
-            return attended(q, batch.positions, batch.seq_idx)
         # A token of padding belongs to no sequence in the list, which numbers them from zero.
-        queries, positions, seq_idx = map(tiled, (q, batch.positions, batch.seq_idx))
-        # What comes out takes the place of what went in: see zeros_after for what it saves.
-        out = lax.fori_loop(
-            np.int32(0),
-            np.int32(num_tiles),
-            lambda i, rows: rows.at[i].set(attended(rows[i], positions[i], seq_idx[i])),
-            queries,
-        )
-        return out.reshape(-1, *q.shape[1:])[:tokens]
+        return _by_tiles(attended, tile, q, batch.positions, batch.seq_idx)
 
 
 def add_by_products(
@@ -229,39 +236,45 @@ def decode(
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
-    sinks, window, scale, accelerator: see `prefill`. add: how a block is computed. Cost follows
-    rows times the longest row, or what lies between the earliest position that any row sees and the
+    sinks, window, scale, accelerator: see `prefill`. add: how a block is computed. On a processor
+    each row goes by itself, and cost follows what all of them see; on an accelerator it follows
+    rows times the longest, or what lies between the earliest position that any row sees and the
     last.
     """
     page_size = pool.shape[3]
     capacity = page_table.shape[1] * page_size
     per_block = max(1, decode_block(len(positions), capacity, accelerator) // page_size)
     span = per_block * page_size
-    table = _pad(page_table, per_block, 0)
     offsets = jnp.arange(span, dtype=jnp.int32)
-    queries = _operand(q, accelerator)
-    earliest = None if window is None else positions - window + np.int32(1)
 
-    def allowed_in(b: Array) -> Bool[Array, "rows 1 1 span"]:
-        pos = b * np.int32(span) + offsets
-        allowed = pos <= positions[:, None]
+    def attended(q: Array, positions: Array, table: Array) -> Array:
+        """Rows that go together, by the positions that any of them sees."""
+        queries = _operand(q, accelerator)
+        earliest = None if window is None else positions - window + np.int32(1)
+
+        def allowed_in(b: Array) -> Bool[Array, "rows 1 1 span"]:
+            pos = b * np.int32(span) + offsets
+            allowed = pos <= positions[:, None]
+            if earliest is not None:
+                allowed &= pos >= earliest[:, None]
+            return allowed[:, None, None, :]
+
+        def block(b: Array, running: Running) -> Running:
+            ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
+            return add(queries, pool, layer, ids, allowed_in(b), running, _scale(q, scale))
+
+        first = jnp.zeros((), jnp.int32)
         if earliest is not None:
-            allowed &= pos >= earliest[:, None]
-        return allowed[:, None, None, :]
-
-    def block(b: Array, running: Running) -> Running:
-        ids = lax.dynamic_slice_in_dim(table, b * np.int32(per_block), per_block, axis=1)
-        return add(queries, pool, layer, ids, allowed_in(b), running, _scale(q, scale))
-
-    first = jnp.zeros((), jnp.int32)
-    if earliest is not None:
-        of_live = jnp.where(positions >= 0, earliest, np.iinfo(np.int32).max)
-        first = jnp.maximum(jnp.min(of_live), first) // np.int32(span)
-    trips = jnp.max(positions) // np.int32(span) + np.int32(1)
-    with jax.named_scope("decode_attention"):
+            of_live = jnp.where(positions >= 0, earliest, np.iinfo(np.int32).max)
+            first = jnp.maximum(jnp.min(of_live), first) // np.int32(span)
+        trips = jnp.max(positions) // np.int32(span) + np.int32(1)
         running = _start(q, sinks)
         if table.shape[1] == per_block:
             running = block(jnp.zeros((), jnp.int32), running)
         else:
             running = lax.fori_loop(first, trips, block, running)
-    return running.value().astype(q.dtype)
+        return running.value().astype(q.dtype)
+
+    with jax.named_scope("decode_attention"):
+        together = len(q) if accelerator else 1
+        return _by_tiles(attended, together, q, positions, _pad(page_table, per_block, 0))

@@ -213,6 +213,28 @@ def test_decoding_reads_no_block_before_every_rows_window(
     assert not np.isfinite(np.asarray(run(*arrays, None, i32(window)))).all()
 
 
+@pytest.mark.parametrize(("decode", "shape"), DECODE)
+def test_on_a_processor_each_row_reads_its_own_blocks_and_finds_what_it_finds_alone(
+    decode: Callable[..., jax.Array], shape: kernels.AttentionShape
+) -> None:
+    if shape.platform != "cpu":
+        return
+    pool, q = _pool_and_queries(shape, 4)
+    positions, table = [287, 20, -1, 140], np.tile([*LISTED[2], 0], (4, 1)).astype(np.int32)
+    pool[:, :, 1] = np.nan  # the second block of the short row
+    table[1, 8:] = 1
+    run = jax.jit(decode)
+
+    def rows(of: slice) -> np.ndarray:
+        arrays = jnp.asarray(q[of]), jnp.asarray(pool), i32(LAYER), i32(positions[of])
+        return np.asarray(run(*arrays, i32(table[of]), *_extras(shape, None)))
+
+    together = rows(slice(None))
+    assert np.isfinite(together).all()
+    for row in range(4):
+        assert (together[row] == rows(slice(row, row + 1))[0]).all()
+
+
 def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
     """Of prefill: a token whose sequence has no page in use."""
     shape = SHAPES["sinks"]
