@@ -199,7 +199,7 @@ def engine_of(dp_size: int) -> DecodeEngine:
     opened = open_model(path, "float32", "auto", 1, 1, DEVICE_PAGE, CONTEXT, dp_size=dp_size)
     buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, HOW)
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
-    local = local_buckets(64, 64, DEVICE_PAGE)
+    local = local_buckets(48, 48, DEVICE_PAGE)
     return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local)
 
 

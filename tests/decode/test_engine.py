@@ -12,10 +12,11 @@ from decode import engine as engine_module
 from decode.admission import Seat, Sharing
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
-from model.buckets import decode_buckets, mask_words
+from model.buckets import mask_words
 from model.opening import open_model
 from model.programs import Program
 from serving.demo import demo_model_path
+from tests.model.harness import full_steps
 from transfer.wire import SamplingParams
 
 
@@ -46,7 +47,7 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
 ) -> None:
     page_size, context = 16, 128
     opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
-    buckets = decode_buckets(1, context, page_size)
+    buckets = full_steps(1, context, page_size)
     engine = DecodeEngine(opened, buckets, 0.0, 4 * context)
     longest = buckets.run_pages[-1]
     assert engine.plan.scratch_bytes > engine._most_placing * engine.plan.page_bytes
@@ -74,10 +75,10 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     led, told = (
         DecodeEngine(
             open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context),
-            decode_buckets(2, context, page_size),
+            full_steps(2, context, page_size),
             0.0,
             4 * context,
-            local_buckets(64, 64, page_size),
+            local_buckets(48, 48, page_size),
         )
         for _ in range(2)
     )
@@ -122,7 +123,7 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
     for short in (0, 48):
         monkeypatch.setattr(engine_module, "short_context", lambda *_, short=short: short)
         opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
-        engine = DecodeEngine(opened, decode_buckets(2, context, page_size), 0.0, 2 * context)
+        engine = DecodeEngine(opened, full_steps(2, context, page_size), 0.0, 2 * context)
         names: list[str] = []
         for kind, program in engine._step.items():
             engine._step[kind] = cast(Program, _Noted(program, names))
@@ -158,7 +159,7 @@ def test_each_slot_draws_what_its_own_mask_leaves() -> None:
     """Of two ranks, whose slots are counted one behind the other; more than one call's worth."""
     page_size, context = 16, 128
     opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context, dp_size=2)
-    engine = DecodeEngine(opened, decode_buckets(6, context, page_size), 0.0, 12 * context)
+    engine = DecodeEngine(opened, full_steps(6, context, page_size), 0.0, 12 * context)
     free = SamplingParams(max_new_tokens=9, temperature=1.0, seed=7)
     held = msgspec.structs.replace(free, grammar="any")
     slots = np.array([0, 3, 4, 6, 7, 10, 11], np.int32)

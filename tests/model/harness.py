@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+from model.buckets import DecodeBuckets, decode_buckets
 from model.captured import Captured
 from model.config import ModelConfig
 from model.kv import init_pool
@@ -138,6 +139,12 @@ class Harness:
         run = jax.jit(prefill_captured, static_argnums=0, donate_argnums=2)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)
+
+
+def full_steps(slots: int, context: int, page_size: int, window: int = 0) -> DecodeBuckets:
+    """Buckets whose only step is one of all slots: compiling is what takes time in tests."""
+    buckets = decode_buckets(slots, context, page_size, window=window)
+    return dataclasses.replace(buckets, slots=(slots,))
 
 
 def i32(values: Any) -> jax.Array:

@@ -70,8 +70,7 @@ def _gather(model: Model, num_pages: int, pages: str = "") -> Any:
     return jax.jit(gather_pages).lower(_array(model, num_pages, pages), _i32(8)).compile()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "tp"), [("float32", 1), ("bfloat16", 2)])
 @pytest.mark.parametrize("program", [_decode, _prefill, _write, _gather])
 def test_scratch_memory_does_not_grow_with_the_pool(program: Any, dtype: str, tp: int) -> None:
     model = _model("mixtral", dtype, tp)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from decode.engine import DecodeEngine
 from decode.rings import Rings
 from model import opening
-from model.buckets import decode_buckets, prefill_buckets, touched_pages
+from model.buckets import prefill_buckets, touched_pages
 from model.config import ModelConfig
 from model.opening import open_model
 from model.page_groups import FULL, WINDOWED, decode_groups, group_of_layer, of_groups, place_of
 from prefill.engine import PrefillEngine
-from tests.model.harness import GOLDENS, NUM_PAGES, PAGE_SIZE, Harness, chunks, i32
+from tests.model.harness import GOLDENS, NUM_PAGES, PAGE_SIZE, Harness, chunks, full_steps, i32
 from transfer.role import PoolFacts
 
 PATH = GOLDENS / "gpt_oss" / "model"
@@ -107,10 +107,10 @@ def test_a_pool_has_what_slots_can_use_of_both_groups() -> None:
     context, slots = 512, 3
     opened = open_model(PATH, "float32", "auto", 1, 1, 16, context)
     facts, each = PoolFacts.of(opened), context // 16
-    whole = DecodeEngine(opened, decode_buckets(slots, context, 16), 0.0, 0)
+    whole = DecodeEngine(opened, full_steps(slots, context, 16), 0.0, 0)
     assert whole.num_pages == slots * each
     assert Rings(facts, whole.num_pages).pool_pages == slots * each
-    buckets = decode_buckets(slots, context, 16, window=facts.window)
+    buckets = full_steps(slots, context, 16, facts.window)
     ringed = DecodeEngine(opened, buckets, 0.0, 0)
     assert buckets.ring_pages == 2
     assert ringed.num_pages == slots * (each + 2) // 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decode.engine import DecodeEngine, SlotStart
-from model.buckets import decode_buckets, prefill_buckets
+from model.buckets import prefill_buckets
 from model.config import ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
@@ -23,7 +23,7 @@ from model.transformer import Model
 from model.weights import load_params, random_params
 from prefill.engine import PrefillEngine
 from prefill.scheduler import PrefillScheduler, Prompt
-from tests.model.harness import GOLDENS, Golden, Harness
+from tests.model.harness import GOLDENS, Golden, Harness, full_steps
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.wire import SamplingParams
@@ -117,9 +117,9 @@ def test_rows_are_counted_once_for_every_expert_that_they_choose() -> None:
     prompts = list(recorded.prompts.values())
     policy = ExpertPolicy(enable_eplb=True, eplb_rebalance_num_iterations=1000)
     opened = _open("qwen3_moe", 2, 4, 2, policy)
-    engine = PrefillEngine(opened, prefill_buckets(64, 2, 128, 16), 0.0, 512, 1)
+    engine = PrefillEngine(opened, prefill_buckets(16, 2, 128, 16), 0.0, 512, 1)
     pool = PagePool(engine.num_pages)
-    scheduler = PrefillScheduler(pool, PrefixCache(pool, 16, False), 16, 64, 2, 64)
+    scheduler = PrefillScheduler(pool, PrefixCache(pool, 16, False), 16, 16, 2, 64)
     mine = [prompt[:100] for prompt in prompts]
     for room, ids in enumerate(mine):
         scheduler.add(Prompt(room, np.array(ids, np.int32), 0.0))
@@ -157,7 +157,7 @@ def test_steps_draw_the_same_tokens_while_experts_move() -> None:
 
 
 def _decoded(opened: OpenedModel) -> list[list[int]]:
-    engine = DecodeEngine(opened, decode_buckets(2, 128, 16), 0.0, 512)
+    engine = DecodeEngine(opened, full_steps(2, 128, 16), 0.0, 512)
     params = SamplingParams(max_new_tokens=100)
     engine.start_slots(
         [

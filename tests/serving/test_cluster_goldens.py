@@ -70,8 +70,9 @@ def system(
         path = _converted(path, tmp_path_factory.mktemp("orbax") / name)
     with up(
         f"--model-path={path}",
-        "--chunked-prefill-size=64",
-        "--decode-max-running-requests=4",
+        # Few programs: compiling is what takes time here.
+        "--chunked-prefill-size=16",
+        "--decode-max-running-requests=2",
         *SYSTEMS[name],
     ) as cluster:
         yield name, cluster
