@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ class OneProcess:
         self._opened = _opened(path)
         self._facts = PoolFacts.of(self._opened)
         self._grammars = Grammars(path, self._opened.model.cfg)
-        self._buckets = prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE)
+        # One program of a chunk: compiling is what takes time here.
+        self._buckets = replace(prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE), tokens=(CHUNK,))
         self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
         window = self._facts.window if has_rings else 0
         self._drafting = drafting

@@ -20,12 +20,12 @@ START_TIMEOUT_S = 240.0
 # Small pools and chunks: prompts of several chunks, and requests that push each other out.
 SIZES = {
     "prefill": (
-        "--chunked-prefill-size=64",
+        "--chunked-prefill-size=32",
         "--max-seqs-per-chunk=4",
         "--transfer-connections=2",
     ),
     "decode": (
-        "--max-running-requests=8",
+        "--max-running-requests=4",
         "--max-total-tokens=640",
         "--speculative-algorithm=NGRAM",
     ),

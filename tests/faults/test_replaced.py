@@ -15,7 +15,7 @@ from tests.serving.commands import MODEL
 PATIENCE_S = 60.0
 # Few programs to compile: seven lives of a worker on as many cores as there are.
 SIZES = {
-    "prefill": ("--chunked-prefill-size=64", "--max-seqs-per-chunk=1"),
+    "prefill": ("--chunked-prefill-size=32", "--max-seqs-per-chunk=1"),
     "decode": ("--max-running-requests=4", "--max-total-tokens=1024"),
 }
 

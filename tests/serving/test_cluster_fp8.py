@@ -24,7 +24,7 @@ def test_a_system_with_fp8_pages_answers_alike_each_time_and_near_the_recorded()
         "--decode-kv-cache-dtype=fp8_e4m3",
         "--prefill-tp-size=2",
         "--disable-radix-cache",
-        "--chunked-prefill-size=64",
+        "--chunked-prefill-size=16",
         "--decode-max-running-requests=1",
     ) as cluster:
         for prompt in prompts:
@@ -59,8 +59,8 @@ def test_experts_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path
         "--prefill-quantization=none",
         "--decode-tp-size=2",
         "--decode-ep-size=2",
-        "--chunked-prefill-size=64",
-        "--decode-max-running-requests=4",
+        "--chunked-prefill-size=16",
+        "--decode-max-running-requests=1",
     ) as cluster:
         for ids, wanted in zip(prompts, expected, strict=True):
             answer = cluster.generate(ids, max_new_tokens=STEPS, temperature=0)

@@ -34,7 +34,7 @@ LONG = (
     "--page-size=16",
     "--chunked-prefill-size=32",
     "--prefill-max-seqs-per-chunk=1",
-    "--decode-max-running-requests=2",
+    "--decode-max-running-requests=4",
 )
 
 

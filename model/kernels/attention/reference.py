@@ -118,11 +118,11 @@ def _by_tiles(attended: Callable[..., Array], tile: int, q: Array, *of_rows: Arr
     if num_tiles == 1:
         return attended(q, *of_rows)
 
-    def tiled(rows_: Array) -> Array:
-        padding = [(0, num_tiles * tile - rows)] + [(0, 0)] * (rows_.ndim - 1)
-        return jnp.pad(rows_, padding, constant_values=-1).reshape(-1, tile, *rows_.shape[1:])
+    def tiled(values: Array) -> Array:
+        padding = [(0, num_tiles * tile - rows)] + [(0, 0)] * (values.ndim - 1)
+        return jnp.pad(values, padding, constant_values=-1).reshape(-1, tile, *values.shape[1:])
 
-    parts = [tiled(part) for part in of_rows]
+    parts = [tiled(values) for values in of_rows]
     # What comes out takes the place of what went in: see zeros_after for what it saves.
     out = lax.fori_loop(
         np.int32(0),
