@@ -115,10 +115,12 @@ class Notices:
         return wrong
 
     def _may_have_dropped(self, strike: Strike, lag_s: float) -> bool:
-        """Whether the rooms of a connection may have ended with their API or decode process.
+        """Whether the rooms of a connection may have ended with an API process or with decode's.
 
         Then it owes nothing, and nobody asks it for signs of life until it has a room again.
         """
         until_s = strike.at_s + strike.bound_s + lag_s
-        enders = [*self._system.named("api"), self._system.members[strike.target]]
-        return any(member.hurt(strike.at_s, until_s) for member in enders)
+        ends = self._system.members[strike.target].hurt(strike.at_s, until_s)
+        if any(trouble.kind != "freeze" for trouble in ends):
+            return True
+        return any(api.hurt(strike.at_s, until_s) for api in self._system.named("api"))
