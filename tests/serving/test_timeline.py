@@ -55,6 +55,8 @@ async def test_a_request_is_told_of_while_it_runs_and_after_it_ended() -> None:
         (attempt,) = running["choices"][0]["attempts"]
         assert attempt["room"] == room
         assert not attempt["prefill"]["reported"]
+        while attempt["decode"]["submit_answered_ms"] is None:  # tokens may come sooner otherwise
+            (attempt,) = (await timeline(live))["choices"][0]["attempts"]
         await finished(live, asking)
 
         told = await timeline(live)
