@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests import compiling
+
 READY = re.compile(r"kvferry is ready: (http://\S+)  \(model (.+)\)")
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
@@ -97,15 +99,22 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def environment() -> dict[str, str]:
-    """What a user's shell would give: none of this test process's own JAX flags."""
+def environment(as_users: bool = False) -> dict[str, str]:
+    """What a user's shell would give, and quick compilation where this process has it.
+
+    as_users: without the latter.
+    """
     kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return {**kept, "PYTHONUNBUFFERED": "1"}
+    quick = {} if as_users else compiling.of_systems()
+    return {**kept, **quick, "PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
-def up(*flags: str) -> Iterator[Cluster]:
-    """`kvferry up` with these flags on a free port; stopped by Ctrl-C, and nothing is left."""
+def up(*flags: str, as_users: bool = False) -> Iterator[Cluster]:
+    """`kvferry up` with these flags on a free port; stopped by Ctrl-C, and nothing is left.
+
+    as_users: see `environment`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as stream:
@@ -113,7 +122,7 @@ def up(*flags: str) -> Iterator[Cluster]:
                 [sys.executable, "-m", "serving.launch", "up", "--port", "0", *flags],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment(as_users),
                 text=True,
                 start_new_session=True,
             )

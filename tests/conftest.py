@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import compiling
+
 ROOT = Path(__file__).resolve().parents[1]
-DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 def _prepare_environment() -> None:
     """Set what jax reads once, at its import; processes started by tests inherit it."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if DEVICES_FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {DEVICES_FLAG}=8".strip()
+    compiling.prepare()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     # A program compiled by one test process is read from disk by the next.

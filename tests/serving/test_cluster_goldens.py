@@ -74,6 +74,7 @@ def system(
         "--chunked-prefill-size=16",
         "--decode-max-running-requests=2",
         *SYSTEMS[name],
+        as_users=True,
     ) as cluster:
         yield name, cluster
 

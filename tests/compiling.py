@@ -1,0 +1,29 @@
+"""How XLA compiles in tests: in half the time, for programs that take longer. No test minds.
+
+Programs as they are compiled for whoever starts a server are those of tests/serving/
+test_cluster_goldens.py, of every benchmark, and of a campaign of faults outside of pytest.
+"""
+
+import os
+
+QUICKLY = (
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters,xla_cpu_disable_loop_unrolling"
+)
+_DEVICES = "--xla_force_host_platform_device_count"
+
+
+def prepare() -> None:
+    """Before jax is imported: what this process compiles, and on how many devices.
+
+    Whoever has set one of the flags is left it.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag in (f"{_DEVICES}=8", QUICKLY):
+        if flag.split("=")[0] not in flags:
+            flags = f"{flags} {flag}".strip()
+    os.environ["XLA_FLAGS"] = flags
+
+
+def of_systems() -> dict[str, str]:
+    """The part of that which processes under test are given, too."""
+    return {"XLA_FLAGS": QUICKLY} if QUICKLY in os.environ.get("XLA_FLAGS", "") else {}
