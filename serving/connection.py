@@ -191,8 +191,26 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
     return writer
 
 
+class _UntilClosed(int):
+    """Of a body that ends with its connection: always what is left of it, as uvicorn counts."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> "_UntilClosed":
+        return self
+
+    __hash__ = int.__hash__
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter.
+
+    A client of HTTP/1.0, which knows of no chunks, gets a body of unknown length as it is, and its
+    end with the connection's (RFC 9112, 6.1 and 6.3); uvicorn's sends chunks.
 
     It reads requests as uvicorn's does, but for five things: there is a bound to how many clients
     may be connected, a head has a bound and a deadline, what is no request is answered as any
@@ -302,6 +320,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = _UntilClosed()
         super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: memoryview) -> None:

@@ -360,8 +360,17 @@ def test_an_answer_by_an_older_http_is_whole_and_lends_nothing(
     async def play() -> None:
         async with live_server() as live:
             data = await answer_to(live.url, "POST /v1/completions HTTP/1.0", NUM_TOKENS)
-        assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
+            refused = await answer_to(live.url, "POST /v1/nothing HTTP/1.0", NUM_TOKENS)
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert b"connection: close" in head.lower()
+        assert b"transfer-encoding" not in head.lower()  # it knows of none
+        assert body.startswith(b"data: ")
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert text_of([body]) == text_after(NUM_TOKENS)
         assert not lent
+        head, _, body = refused.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404 ")
+        assert b"content-length: %d\r\n" % len(body) in head.lower() + b"\r\n"
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(play())
