@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import compiling
 
@@ -29,6 +30,9 @@ _prepare_environment()
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("model", "beartype.beartype")
+# A host that does other things stops a test for as long as it likes.
+settings.register_profile("patient", settings(), deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

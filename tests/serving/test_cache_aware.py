@@ -16,6 +16,7 @@ PREFIX_PAGES = 12
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with up("--prefill=2", "--policy=cache_aware", "--decode-policy=round_robin", *CROWD) as system:
+        wait_until(lambda: len(system.workers()) == 3)  # it is ready with one of each role
         yield system
 
 

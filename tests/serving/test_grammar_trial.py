@@ -11,6 +11,8 @@ import pytest
 
 from serving.demo import demo_model_path
 from serving.grammar_trial import LANES, TOO_MUCH, GrammarTrial
+from tests.cluster import has_ended
+from tests.recording import until
 from tests.serving.trials import lark, processes, schema
 from transfer.errors import Code, RequestError
 
@@ -64,6 +66,7 @@ async def test_a_process_that_was_killed_is_replaced(trial: GrammarTrial) -> Non
     before = processes()
     for process in before:
         os.kill(process.pid, signal.SIGKILL)
+    await until(lambda: all(map(has_ended, before)))
     assert await trial.fault(schema({"const": 2})) == ""
     assert not set(before) & set(processes())
 

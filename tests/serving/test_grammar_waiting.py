@@ -260,5 +260,7 @@ async def test_a_request_waits_for_its_trial_until_its_deadline() -> None:
         with held(process):
             late = await asked(live, {"const": 0})
             assert processes() == [process]  # which is given up later than that
+        # The process takes one after the other: with this one the first is over, too.
+        assert (await asked(live, {"const": 1})).status_code == 200
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "deadline"

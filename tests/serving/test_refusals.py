@@ -11,7 +11,6 @@ import serving.choice
 import serving.endpoints
 from serving.openai_answers import CompletionShape
 from serving.tokenizer import Tokenizer
-from tests.recording import until
 from tests.serving.live import live_server
 from transfer.errors import Code
 
@@ -74,12 +73,14 @@ async def test_each_request_answered_with_429_is_counted_once(stream: bool) -> N
             return f"kvferry_requests_rejected_total {count}.0" in text
 
         ask = {**ASK, "stream": stream}
-        live.cluster.decode[0].refusals.extend([Code.QUEUE_FULL] * 1000)
         full = asyncio.create_task(live.post("/v1/completions", {**ask, "n": 2}))
-        await until(lambda: live.dispatcher.num_running() == 2)
+        rooms = await live.cluster.submitted(2)
         # There is no place, nor any to wait in.
         assert (await live.post("/v1/completions", ask)).status_code == 429
         assert counted(1)
+        live.cluster.decode[0].refusals.extend([Code.QUEUE_FULL] * 1000)
+        for room in rooms:
+            live.cluster.decode[0].fail(room, Code.QUEUE_FULL, "no more of it")
         # Both of its choices were refused by a worker until its time was over.
         assert (await full).status_code == 429
         assert counted(2)

@@ -401,7 +401,7 @@ async def test_a_heartbeat_from_before_a_restart_is_answered_with_unknown() -> N
 
 
 async def test_a_heartbeat_with_news_does_not_wait_for_its_turn() -> None:
-    async with a_registry() as registry:
+    async with a_registry(ManualClock()) as registry:
         client = registry.client()
         news = [False]
         beating = client.run_worker(
