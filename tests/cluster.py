@@ -1,6 +1,7 @@
 """A real system for tests: `kvferry up` in processes of its own, reached over HTTP."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -47,6 +48,23 @@ class Cluster:
         more |= {k: sampling.pop(k) for k in list(sampling) if k.startswith("top_logprobs")}
         body = {"input_ids": input_ids, "sampling_params": sampling, **more}
         return self.post("/generate", body)
+
+    def stream(
+        self, input_ids: list[int], began: Callable[[], object], **sampling: Any
+    ) -> list[int]:
+        """The ids that POST /generate streams. began: called at the first event."""
+        body = {"input_ids": input_ids, "sampling_params": sampling, "stream": True}
+        ids: list[int] = []
+        with self.http.stream("POST", "/generate", json=body) as reply:
+            assert reply.status_code == 200
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    if not ids:
+                        began()
+                    ids = event["output_ids"]
+        return ids
 
     def workers(self) -> list[dict[str, Any]]:
         """The state of each worker, as /get_server_info tells it, once all of them answer.

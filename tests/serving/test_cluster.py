@@ -6,9 +6,7 @@ that a handful of them preempt each other.
 
 import asyncio
 import json
-import os
 import random
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
@@ -145,11 +143,8 @@ def test_a_killed_worker_is_a_pause_not_another_text(
         job = (tokenizer.encode(TEXTS[0]), sampling)
         (want,) = expected(one_process, [job])
         epoch = cluster.worker(role)["epoch"]
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(cluster.generate, job[0], **sampling)
-            wait_until(lambda: cluster.worker("decode")["load"]["running_requests"] > 0)
-            os.kill(cluster.children()[role].pid, signal.SIGKILL)
-            assert answer.result(120)["output_ids"] == want, role
+        doomed = cluster.children()[role]
+        assert cluster.stream(job[0], doomed.kill, **sampling) == want, role
         wait_until(lambda r=role, e=epoch: _epoch(cluster, r) > e, 120)  # type: ignore[misc]
         again = cluster.generate(job[0], **sampling)
         assert again["output_ids"] == want

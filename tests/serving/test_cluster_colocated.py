@@ -1,9 +1,8 @@
 """Both roles in one process: the words of two, with no prefill worker anywhere."""
 
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import pytest
@@ -122,9 +121,14 @@ def test_a_killed_worker_is_a_pause_not_another_text(
     jobs = jobs_of(tokenizer, 100)
     want = expected(one_process, jobs)
     epochs = {worker["epoch"] for worker in cluster.workers()}
+    doomed = cluster.children()["decode"]
+    begun = count(1)
+
+    def began() -> None:
+        if next(begun) == len(jobs) // 2:  # at either worker, mostly
+            doomed.kill()
+
     with ThreadPoolExecutor(len(jobs)) as pool:
-        answers = [pool.submit(cluster.generate, ids, **sampling) for ids, sampling in jobs]
-        wait_until(lambda: all(w["load"]["running_requests"] > 0 for w in cluster.workers()))
-        os.kill(cluster.children()["decode"].pid, signal.SIGKILL)
-        assert [answer.result(120)["output_ids"] for answer in answers] == want
+        answers = [pool.submit(cluster.stream, ids, began, **sampling) for ids, sampling in jobs]
+        assert [answer.result(120) for answer in answers] == want
     wait_until(lambda: len({w["epoch"] for w in cluster.workers()} - epochs) == 1, 120)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STALL_S = 0.3
+FROZEN_S = 2.0  # for ends of which one is frozen: until then a busy host must not look like that
 NEVER_S = 60.0
 
 _RECEIVER = """
@@ -29,7 +30,7 @@ from tests.transfer.samples import SECURITY, a_grant, logical_pages, sharded
 from transfer.layout import plan_heads
 from {module} import {kind}
 sender = {kind}(SECURITY, "child", lambda event: print(event.kind, flush=True), 16 << 20,
-                {stall_s}, **{more})
+                60.0, **{more})
 shards = sharded(logical_pages(4), 4, 1, ml_dtypes.bfloat16)
 grant = a_grant(1, sys.argv[1], 4)
 for start in (0, 2):
@@ -45,10 +46,10 @@ def receiving(what: str, num_pages: int = 4, **more: object) -> str:
     return _RECEIVER.format(module=module, kind=kind, num_pages=num_pages, more=more)
 
 
-def sending(what: str, stall_s: float, **more: object) -> str:
+def sending(what: str, **more: object) -> str:
     """A program: sends two of four pages of room 1, and after a line the others."""
     module, _, kind = what.rpartition(".")
-    return _SENDER.format(module=module, kind=kind, stall_s=stall_s, more=more)
+    return _SENDER.format(module=module, kind=kind, more=more)
 
 
 @contextlib.contextmanager

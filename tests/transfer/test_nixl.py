@@ -12,7 +12,16 @@ import psutil
 import pytest
 
 from tests.contract.transfer_ends import NixlEnds, TcpEnds
-from tests.transfer.children import NEVER_S, STALL_S, child, receiving, said, sending, tell
+from tests.transfer.children import (
+    FROZEN_S,
+    NEVER_S,
+    STALL_S,
+    child,
+    receiving,
+    said,
+    sending,
+    tell,
+)
 from tests.transfer.samples import KV, NEEDS_NIXL, SECURITY, a_grant, logical_pages
 from tests.transfer.shm_ends import deliver, wait_until
 from transfer import nixl
@@ -25,7 +34,7 @@ from transfer.staging import SlotShape
 
 pytestmark = NEEDS_NIXL
 RECEIVER = receiving("transfer.nixl.NixlReceiver", num_pages=4096)
-SENDER = sending("transfer.nixl.NixlSender", STALL_S)
+SENDER = sending("transfer.nixl.NixlSender")
 SHAPE = SlotShape(slot_bytes=1 << 16, num_slots=4)
 Open = Callable[..., NixlEnds]
 
@@ -237,7 +246,7 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     open_ends: Open, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, transports: str
 ) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
-    ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    ends = open_ends(stall_timeout_s=FROZEN_S if how is signal.SIGSTOP else NEVER_S)
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
@@ -252,7 +261,7 @@ def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
     open_ends: Open, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, transports: str
 ) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
-    ends = open_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    ends = open_ends(stall_timeout_s=FROZEN_S if how is signal.SIGSTOP else NEVER_S)
     ends.receiver.expect(1, 1, 4)
     with child(SENDER, ends.address) as process:
         ends.until(lambda: bool(ends.diary.pages))
@@ -262,7 +271,7 @@ def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
 
 
 def test_what_a_thawed_sender_still_writes_reaches_nobody(open_ends: Open) -> None:
-    ends = open_ends(stall_timeout_s=STALL_S)
+    ends = open_ends(stall_timeout_s=FROZEN_S)
     ends.receiver.expect(1, 1, 4)
     with child(SENDER, ends.address) as process:
         ends.until(lambda: bool(ends.diary.pages))

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.contract.transfer_ends import ShmEnds
-from tests.transfer.children import NEVER_S, STALL_S, child, receiving, said, sending, tell
+from tests.transfer.children import FROZEN_S, NEVER_S, child, receiving, said, sending, tell
 from tests.transfer.samples import KV, a_grant, logical_pages
 from tests.transfer.shm_ends import OpenEnds, deliver, mapped
 from transfer.backend import FirstToken
@@ -61,14 +61,14 @@ def test_a_connection_leaves_no_descriptor_and_no_memory(open_shm_ends: OpenEnds
 # --- processes that die or freeze -----------------------------------------------------------------
 
 RECEIVER = receiving("transfer.shm.ShmReceiver", is_demand=True)
-SENDER = sending("transfer.shm.ShmSender", STALL_S, is_demand=True)
+SENDER = sending("transfer.shm.ShmSender", is_demand=True)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
     open_shm_ends: OpenEnds, how: signal.Signals
 ) -> None:
-    ends = open_shm_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    ends = open_shm_ends(stall_timeout_s=FROZEN_S if how is signal.SIGSTOP else NEVER_S)
     with child(RECEIVER) as process:
         ends.address = said(process)
         ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
@@ -84,7 +84,7 @@ def test_a_receiving_process_that_is_killed_or_frozen_loses_the_room(
 def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
     open_shm_ends: OpenEnds, how: signal.Signals
 ) -> None:
-    ends = open_shm_ends(stall_timeout_s=STALL_S if how is signal.SIGSTOP else NEVER_S)
+    ends = open_shm_ends(stall_timeout_s=FROZEN_S if how is signal.SIGSTOP else NEVER_S)
     ends.receiver.expect(1, 1, 4)
     with child(SENDER, ends.address) as process:
         ends.until(lambda: bool(ends.diary.pages))
@@ -95,7 +95,7 @@ def test_a_sending_process_that_is_killed_or_frozen_loses_the_room(
 
 
 def test_what_a_thawed_sender_still_writes_reaches_nobody(open_shm_ends: OpenEnds) -> None:
-    ends = open_shm_ends(stall_timeout_s=STALL_S)
+    ends = open_shm_ends(stall_timeout_s=FROZEN_S)
     ends.receiver.expect(1, 1, 4)
     with child(SENDER, ends.address) as process:
         ends.until(lambda: bool(ends.diary.pages))
