@@ -57,6 +57,11 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     front = flags.config_from(ServeConfig, args, registry_address="")
     if not model_path.is_dir():
         raise ConfigError(f"--model-path {model_path} is not a folder")
+    if front.chat_template:
+        try:
+            Path(front.chat_template).open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"cannot read {front.chat_template}: {error}") from error
     for role in roles:
         count = getattr(args, role)
         if not 1 <= count <= _MOST_GROUPS and (role, count) != ("prefill", 0):
