@@ -59,7 +59,7 @@ class _Bench:
         self._path = path
         self._tokens = tokens
         self._warm: set[int] = set()
-        self._piece_bytes = _FLOOR_PIECE_BYTES
+        self._piece_bytes = 0  # of one token; 0: not seen yet
 
     def measure(self, case: Case) -> dict[Design, list[Measured]]:
         """Rounds of every design, in turns; one that was never loaded is warmed up first."""
@@ -84,10 +84,12 @@ class _Bench:
         )
         measured = Measured()
         self._play(cell, design, measured)
-        # Unhurried, no server merges pieces, so these are of one token; a peer spells its own way.
-        if design.interval <= 1 and not design.is_peer:
-            self._piece_bytes = measured.piece_bytes
-        self._warm.add(self._ready[design].pid)
+        # Unhurried, servers merge no pieces, unless the host stopped one for a while: the smallest
+        # are of one token. A peer spells its own way, and a floor as it is told.
+        target = self._ready[design]
+        if design.interval <= 1 and not design.is_peer and target.floor is None:
+            self._piece_bytes = min(self._piece_bytes or measured.piece_bytes, measured.piece_bytes)
+        self._warm.add(target.pid)
 
     def _round(self, cell: Cell, design: Design) -> Measured:
         """Enough requests to make up the tokens of a round; paced cells take their time anyway."""
@@ -104,7 +106,9 @@ class _Bench:
         target = self._ready[design]
         engine, client = target.load.engine, target.load.client
         if target.floor is not None:
-            target.floor.ask(cell=cell.to_json(), piece_bytes=self._piece_bytes)
+            target.floor.ask(
+                cell=cell.to_json(), piece_bytes=self._piece_bytes or _FLOOR_PIECE_BYTES
+            )
         engine.ask(cell=cell.to_json())
         client.ask(
             cell=cell.to_json(),
