@@ -15,7 +15,7 @@ class WorkloadConfig:
     times the mean, 0 sends exactly the mean. shared_prefix_tokens: the same for every request.
     rate_per_s: Poisson arrivals; None keeps `concurrency` requests in flight instead. repeat_token:
     id that answers consist of, by bias: what drafts of tokens gain at most; None: as drawn.
-    Raises ValueError naming the field that makes no sense.
+    Raises ValueError naming the flag that makes no sense.
     """
 
     num_requests: int = 64
@@ -32,18 +32,19 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         for name in ("num_requests", "input_tokens", "output_tokens", "concurrency"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} must be at least 1, got {getattr(self, name)}")
         if not 0.0 <= self.spread < 1.0:
-            raise ValueError(f"spread must be in [0, 1), got {self.spread}")
+            raise ValueError(f"--spread must be in [0, 1), got {self.spread}")
         if self.rate_per_s is not None and self.rate_per_s <= 0:
-            raise ValueError(f"rate_per_s must be above 0, got {self.rate_per_s}")
+            raise ValueError(f"--rate must be above 0, got {self.rate_per_s}")
         if not 0 <= self.shared_prefix_tokens <= self.input_tokens:
             raise ValueError(
-                f"shared_prefix_tokens must be in [0, {self.input_tokens}], "
+                f"--shared-prefix-tokens must be in [0, {self.input_tokens}], "
                 f"got {self.shared_prefix_tokens}"
             )
         if self.vocab_size < 2:
-            raise ValueError(f"vocab_size must be at least 2, got {self.vocab_size}")
+            raise ValueError(f"--vocab-size must be at least 2, got {self.vocab_size}")
 
 
 @dataclass(frozen=True)

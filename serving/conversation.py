@@ -38,6 +38,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
+    named_functions(fields.tools or ())
     return [_message(message, i, model) for i, message in enumerate(fields.messages)]
 
 
@@ -49,10 +50,28 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The functions that a request offers, those with a name."""
-    given = (tool.get("function") for tool in tools)
-    functions = (function for function in given if isinstance(function, dict))
-    return [function for function in functions if isinstance(function.get("name"), str)]
+    """The functions that a request offers. Raises ApiError for what looks like one and is none."""
+    found = []
+    for place, tool in enumerate(tools):
+        if tool.get("type", "function") == "function":  # others are for the template to know
+            where, function = f"tools[{place}].function", tool.get("function")
+            if not isinstance(function, dict):
+                raise wrong_type(where, f"an object, got {quoted(function)}")
+            check_function(function, where)
+            found.append(function)
+    return found
+
+
+def check_function(function: Mapping[str, Any], where: str) -> None:
+    """It has a name, and if it has parameters they are an object. Raises ApiError.
+
+    where: its path.
+    """
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str):
+        raise wrong_type(f"{where}.name", f"text, got {quoted(name)}")
+    if not isinstance(parameters, dict | None):
+        raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
 
 
 def render(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
 from serving.grammar import JsonSchemaFormat, ResponseFormat
 from serving.json_fields import read_json, refuse, refuse_unless
@@ -184,22 +185,16 @@ def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], st
     for place, tool in enumerate(fields.tools or ()):
         where = f"tools[{place}]"
         if tool.get("type") == "function":
-            yield _checked(tool, where), ""
+            check_function(tool, where)
+            yield tool, ""
         elif tool.get("type") == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list):
                 raise wrong_type(f"{where}.tools", f"a list, got {quoted(inner)}")
             for i, one in enumerate(inner):
                 if isinstance(one, dict) and one.get("type") == "function":
-                    yield _checked(one, f"{where}.tools[{i}]"), _name_of(tool, where)
-
-
-def _checked(function: dict[str, Any], where: str) -> dict[str, Any]:
-    _name_of(function, where)
-    parameters = function.get("parameters")
-    if not isinstance(parameters, dict | None):
-        raise wrong_type(f"{where}.parameters", f"an object, got {quoted(parameters)}")
-    return function
+                    check_function(one, f"{where}.tools[{i}]")
+                    yield one, _name_of(tool, where)
 
 
 def _name_of(tool: dict[str, Any], where: str) -> str:

@@ -46,15 +46,15 @@ def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "message"),
     [
-        {"num_requests": 0},
-        {"spread": 1.0},
-        {"rate_per_s": 0.0},
-        {"shared_prefix_tokens": 513},
-        {"vocab_size": 1},
+        ({"num_requests": 0}, "--num-requests must be at least 1, got 0"),
+        ({"spread": 1.0}, "--spread must be in"),
+        ({"rate_per_s": 0.0}, "--rate must be above 0, got 0.0"),
+        ({"shared_prefix_tokens": 513}, "--shared-prefix-tokens must be in"),
+        ({"vocab_size": 1}, "--vocab-size must be at least 2, got 1"),
     ],
 )
-def test_a_config_that_makes_no_sense_names_its_field(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
+def test_a_config_that_makes_no_sense_names_its_flag(bad, message):
+    with pytest.raises(ValueError, match=message):
         WorkloadConfig(**bad)

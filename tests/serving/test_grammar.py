@@ -402,7 +402,8 @@ async def test_a_call_of_kimi_has_a_number_that_the_model_chooses(either: Texts)
     [
         ([], None, "tool_choice"),
         (TOOLS, "nobody", "tool_choice"),
-        ([{"type": "function"}], None, "tool_choice"),
+        ([{"type": "web_search"}], None, "tool_choice"),
+        ([{"type": "function"}], None, "tools"),
         (TOOLS * 300, None, "tools"),
         ([{"function": {"name": "x", "parameters": [1]}}], None, "tools"),
         ([{"function": {"name": "x", "parameters": "no json"}}], None, "tools"),

@@ -150,6 +150,30 @@ async def test_what_nobody_could_serve_is_refused_before_anybody_works_on_it(
                 assert message in error["message"]
 
 
+async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
+    function = {"name": "look"}
+    async with live_server() as live:
+        for tools, message in (
+            ([{}], "tools[0].function: expected an object, got None"),
+            (
+                [{"function": function}, {"type": "function", "function": "look"}],
+                "tools[1].function",
+            ),
+            ([{"function": {"name": 5}}], "tools[0].function.name: expected text, got 5"),
+            ([{"function": function | {"parameters": 5}}], "parameters: expected an object, got 5"),
+        ):
+            for path in ("/v1/chat/completions", "/tokenize"):
+                response = await live.post(path, {**parts(2), "tools": tools})
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert (error["param"], error["code"]) == ("tools", "invalid_type")
+                assert message in error["message"]
+        # What other servers run themselves is left to the template.
+        given = [{"function": function | {"parameters": None}}, {"type": "web_search"}]
+        answer = await live.post("/v1/chat/completions", {**parts(2), "tools": given})
+        assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("wrong", ["x" * 100_000, ["x"] * 100_000, {"x": [{}] * 100_000}])
 async def test_an_error_tells_of_what_is_wrong_and_does_not_repeat_all_of_it(wrong: Any) -> None:
     called = conversation("no JSON")
