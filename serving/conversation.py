@@ -38,7 +38,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
-    named_functions(fields.tools or ())
+    named_functions(fields.tools or ())  # whether they are some, though a template takes anything
     return [_message(message, i, model) for i, message in enumerate(fields.messages)]
 
 

@@ -282,9 +282,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
         assert self.desk.waiting_tokens == sum(tokens for _, tokens in self.waiting.values())
 
 
-AdmissionBesideModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+AdmissionBesideModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAdmissionBesideModel = AdmissionBesideModel.TestCase
 
 

@@ -58,7 +58,7 @@ def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
 )
 @example([[1, 2, 3, 9, 1, 2]], Drafting(3, 2, 4))
 @example([[7], [7, 7]], Drafting(2, 1, 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_followed_the_longest_and_latest_match_is_proposed(
     rows: list[list[int]], how: Drafting
 ) -> None:

@@ -65,7 +65,7 @@ def _read(files: Checkpoint, holds: Holds, index: tuple[slice, ...], group: int 
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.tuples(st.integers(0, OUT - 1), st.integers(1, OUT)),
     groups=st.tuples(st.integers(0, IN // 8 - 1), st.integers(1, IN // 8)),

@@ -21,7 +21,7 @@ def layers(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     return np.array(loads), placed, parts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layers())
 def test_every_expert_is_placed_and_no_part_has_one_twice(
     layer: tuple[np.ndarray, np.ndarray, int],
@@ -33,7 +33,7 @@ def test_every_expert_is_placed_and_no_part_has_one_twice(
     assert all(len(set(row.tolist())) == len(row) for row in new.reshape(parts, -1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layers())
 def test_a_second_look_at_the_same_loads_moves_nothing(
     layer: tuple[np.ndarray, np.ndarray, int],
@@ -43,7 +43,7 @@ def test_a_second_look_at_the_same_loads_moves_nothing(
     assert eplb.balanced(loads, once, parts).tolist() == once.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layers())
 def test_weights_come_from_a_place_that_had_that_expert(
     layer: tuple[np.ndarray, np.ndarray, int],
@@ -60,7 +60,7 @@ def test_weights_come_from_a_place_that_had_that_expert(
         assert source // size == place // size or new[place] not in part
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(layers())
 def test_the_map_names_every_place_of_every_expert_and_no_other(
     layer: tuple[np.ndarray, np.ndarray, int],

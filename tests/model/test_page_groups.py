@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.engine import DecodeEngine
@@ -54,7 +54,6 @@ def test_nowhere_is_nowhere_in_every_group() -> None:
     assert rows.kv_idx.tolist() == [[-1, 11], [-1, 35]]
 
 
-@settings(deadline=None)  # the first examples compile
 @given(
     position=st.integers(0, 95),
     window=st.integers(1, 40),

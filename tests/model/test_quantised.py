@@ -258,7 +258,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoi
     }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(index=_slices(NUM_EXPERTS, COLS, ROWS))
 def test_a_slice_of_mxfp4_is_the_slice_of_the_whole(opened, index: Slices) -> None:
     files, whole = opened[EXPERTS]
@@ -266,7 +266,7 @@ def test_a_slice_of_mxfp4_is_the_slice_of_the_whole(opened, index: Slices) -> No
     assert _same(files.read(EXPERTS, index[:2]).astype(np.float64), whole[index[:2]])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(index=_slices(OUT, IN))
 def test_a_slice_of_fp8_is_the_slice_of_the_whole(opened, index: Slices) -> None:
     files, whole = opened[WEIGHT]
@@ -274,7 +274,7 @@ def test_a_slice_of_fp8_is_the_slice_of_the_whole(opened, index: Slices) -> None
     assert _same(files.read(WEIGHT, index[:1]), whole[index[:1]])
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(index=_slices(OUT4, IN4))
 def test_a_slice_of_int4_is_the_slice_of_the_whole(opened, index: Slices) -> None:
     files, whole = opened["int4"]

@@ -138,7 +138,7 @@ requests_strategy = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), requests=st.lists(requests_strategy, min_size=4, max_size=4))
 def test_greedy_takes_the_best_edited_logit_as_the_numpy_model_does(seed, requests):
     logits = logits_of(seed)
@@ -148,7 +148,7 @@ def test_greedy_takes_the_best_edited_logit_as_the_numpy_model_does(seed, reques
         assert want[out.ids[row]] >= want.max() - 1e-4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     filters=st.lists(
@@ -176,7 +176,7 @@ def test_a_draw_stays_within_top_k_top_p_and_min_p(seed, filters):
             assert int(ids[row]) in wide
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     requests=st.lists(requests_strategy, min_size=4, max_size=4),

@@ -48,7 +48,7 @@ def test_nothing_is_put_around_a_text():
     assert BACKEND.encode("a").ids == BACKEND.encode("a", add_special_tokens=False).ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text_comes_back(text):
     assert BACKEND.decode(encode(BACKEND, text), skip_special_tokens=False) == text
@@ -72,7 +72,7 @@ def joined_by_rank(text, ranks):
 tokens_of_two_letters = st.lists(st.text("ab", min_size=2, max_size=6), unique=True, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(more=tokens_of_two_letters, texts=st.lists(st.text("ab", min_size=1, max_size=16)))
 def test_merges_do_what_ranks_say_whatever_the_vocabulary(more, texts):
     """Also where a token comes before its parts, or nothing but itself makes it."""

@@ -288,7 +288,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS, st.booleans())
 def test_random_events_keep_budgets_order_and_pages(events: list, cached: bool) -> None:
     bench = Bench(num_pages=12, chunk_tokens=12, chunk_seqs=2, chunk_pages=11, cached=cached)

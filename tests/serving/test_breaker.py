@@ -112,7 +112,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EVENTS)
 def test_whatever_happens_it_is_tried_by_one_at_a_time_and_never_out_for_good(events):
     breakers = Breakers[str](2)

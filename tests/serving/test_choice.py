@@ -105,7 +105,7 @@ async def test_halves_of_a_character_make_no_event() -> None:
     interval=st.integers(1, 5),
     detailed=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_streams_of_any_cut_join_into_the_whole_text(
     ids: list[int], cuts: list[int], stops: list[str], interval: int, detailed: bool
 ) -> None:

@@ -45,7 +45,7 @@ def test_many_ids_at_once_show_what_they_show_one_by_one():
 ids_strategy = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=40)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=ids_strategy, skip=st.booleans())
 def test_pieces_and_flush_join_into_the_decoding_of_any_ids(ids, skip):
     stream = TOKENIZER.stream(skip)
@@ -53,7 +53,7 @@ def test_pieces_and_flush_join_into_the_decoding_of_any_ids(ids, skip):
     assert text == TOKENIZER.decode(ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_no_replacement_is_shown_for_a_character_on_its_way(text):
     stream = TOKENIZER.stream()
@@ -79,7 +79,7 @@ def window_stream(before=()):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(alphabet=" abthe.é世😀", max_size=20), place=st.integers(0, 20))
 def test_a_window_shows_the_whole_text_with_special_tokens_anywhere(text, place):
     ids = LLAMA.encode(text).ids
@@ -91,7 +91,7 @@ def test_a_window_shows_the_whole_text_with_special_tokens_anywhere(text, place)
     assert REPLACEMENT not in "".join(pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text(alphabet=" abthe.é世😀", max_size=30),
     cut=st.integers(0, 30),
@@ -143,7 +143,7 @@ def first_match(text, stops):
     return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pieces=st.lists(st.text(alphabet="ab", max_size=4), max_size=12),
     stops=st.lists(letters, max_size=3).map(tuple),

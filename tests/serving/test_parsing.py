@@ -428,7 +428,7 @@ PARTS = st.sampled_from(
 
 
 @given(st.sampled_from(PARSINGS), st.lists(PARTS, max_size=12), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_cuts_change_nothing_and_nothing_is_lost(
     parsing: Parsing, parts: list[str], data: st.DataObject
 ) -> None:

@@ -256,7 +256,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.randoms(use_true_random=False),
     actions,

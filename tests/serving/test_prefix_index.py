@@ -178,4 +178,4 @@ class Beside(RuleBasedStateMachine):
 
 
 TestBesideNaive = Beside.TestCase
-TestBesideNaive.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBesideNaive.settings = settings(max_examples=60, stateful_step_count=30)

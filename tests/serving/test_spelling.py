@@ -218,7 +218,7 @@ def spliced(script: Script) -> list[Any]:
 
 
 @given(scripts())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_every_chunk_is_what_plain_code_spells(script: Script) -> None:
     plain = PlainAnswer(script.asked, script.num_choices, script.prompt)
     script.play(plain)
@@ -242,7 +242,7 @@ def text_of(events: Sequence[Any], index: int) -> str:
     st.integers(1, 64),
     st.lists(st.integers(1, 9), min_size=1, max_size=20),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_joined_text_is_the_same_for_every_interval_and_every_cut(
     script: Script, interval: int, cuts: list[int]
 ) -> None:
@@ -280,7 +280,7 @@ def cut_anew(tokens: list[Token], cuts: Sequence[int]) -> list[list[Token]]:
     runs=st.lists(st.integers(1, 12), min_size=1, max_size=30),
     is_chat=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_are_the_first_tokens_then_every_full_interval_then_the_rest(
     interval: int, runs: list[int], is_chat: bool
 ) -> None:

@@ -131,7 +131,7 @@ async def test_the_first_write_may_wait_as_well() -> None:
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=8), st.booleans(), st.booleans())))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_the_client_does_it_reads_every_byte_once(
     writes: list[tuple[bytes, bool, bool]],
 ) -> None:
@@ -403,7 +403,7 @@ async def test_continuous_usage_counts_in_every_event() -> None:
     index=st.integers(0, 200),
     request_id=st.text(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_fast_path_spells_what_a_plain_encoder_spells(
     text: str, is_chat: bool, include_usage: bool, index: int, request_id: str
 ) -> None:

@@ -59,7 +59,7 @@ def test_a_stream_of_single_ids_shows_the_recorded_text(skip):
         assert text == TOKENIZER.decode(case["ids"], skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=40), skip=st.booleans())
 def test_pieces_of_any_ids_join_into_their_decoding(ids, skip):
     stream = TOKENIZER.stream(skip)

@@ -16,7 +16,7 @@ import sys
 from tests.transfer.samples import KV, SECURITY
 from {module} import {kind}
 receiver = {kind}(SECURITY, "127.0.0.1", 0, KV, 1, lambda *a: print("pages", flush=True),
-                  lambda *a: print("finish", flush=True), lambda *a: None, 60.0, **{more})
+                  lambda *a: print("finish", flush=True), lambda *a: None, {never_s}, **{more})
 address = receiver.start()
 receiver.expect(1, 1, {num_pages})
 print(address, flush=True)
@@ -30,7 +30,7 @@ from tests.transfer.samples import SECURITY, a_grant, logical_pages, sharded
 from transfer.layout import plan_heads
 from {module} import {kind}
 sender = {kind}(SECURITY, "child", lambda event: print(event.kind, flush=True), 16 << 20,
-                60.0, **{more})
+                {never_s}, **{more})
 shards = sharded(logical_pages(4), 4, 1, ml_dtypes.bfloat16)
 grant = a_grant(1, sys.argv[1], 4)
 for start in (0, 2):
@@ -43,13 +43,15 @@ for start in (0, 2):
 def receiving(what: str, num_pages: int = 4, **more: object) -> str:
     """A program: expects room 1, prints its address, then what comes. what: module and class."""
     module, _, kind = what.rpartition(".")
-    return _RECEIVER.format(module=module, kind=kind, num_pages=num_pages, more=more)
+    return _RECEIVER.format(
+        module=module, kind=kind, num_pages=num_pages, never_s=NEVER_S, more=more
+    )
 
 
 def sending(what: str, **more: object) -> str:
     """A program: sends two of four pages of room 1, and after a line the others."""
     module, _, kind = what.rpartition(".")
-    return _SENDER.format(module=module, kind=kind, more=more)
+    return _SENDER.format(module=module, kind=kind, never_s=NEVER_S, more=more)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer import wire
@@ -37,7 +37,6 @@ frames = st.builds(
 
 
 @given(frames)
-@settings(deadline=None)
 def test_a_header_comes_out_as_it_went_in(frame: Frame) -> None:
     data = frame.pack()
     assert len(data) == HEADER_BYTES
@@ -46,7 +45,6 @@ def test_a_header_comes_out_as_it_went_in(frame: Frame) -> None:
 
 
 @given(frames, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-@settings(deadline=None)
 def test_a_changed_header_is_refused_or_another_legal_one(frame: Frame, at: int, xor: int) -> None:
     data = bytearray(frame.pack())
     data[at] ^= xor
@@ -60,7 +58,6 @@ def test_a_changed_header_is_refused_or_another_legal_one(frame: Frame, at: int,
 
 
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
-@settings(deadline=None)
 def test_foreign_bytes_are_no_header(data: bytes) -> None:
     if data.startswith(b"KVF1"):
         return

@@ -47,7 +47,7 @@ def spread(runs: tuple[HeadRun, ...]) -> list[tuple[tuple[int, int], tuple[int, 
 
 
 @given(shardings())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_each_stored_head_is_written_once_with_the_logical_head_it_stands_for(
     numbers: tuple[int, int, int, int, int],
 ) -> None:
@@ -60,7 +60,7 @@ def test_each_stored_head_is_written_once_with_the_logical_head_it_stands_for(
 
 
 @given(shardings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_two_neighbouring_runs_could_be_one(numbers: tuple[int, int, int, int, int]) -> None:
     runs = plan_heads(*numbers)
     for left, right in itertools.pairwise(runs):

@@ -135,7 +135,7 @@ def test_a_page_that_somebody_holds_is_never_evicted() -> None:
     assert pool.num_held == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(TOKENS, st.integers(1, 4)), max_size=12))
 def test_eviction_takes_tails_before_heads_so_all_that_stays_can_be_found(
     events: list[list[int] | int],
@@ -236,9 +236,7 @@ class CacheBesideModel(RuleBasedStateMachine):
         return sum(page in pages for _, _, pages in self.live)
 
 
-CacheBesideModel.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
-)
+CacheBesideModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestCacheBesideModel = CacheBesideModel.TestCase
 
 

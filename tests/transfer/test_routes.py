@@ -200,7 +200,7 @@ events = st.lists(
 
 
 @given(events)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_however_messages_are_lost_doubled_or_late_the_end_is_what_is_live(
     played: list[tuple[str, int | bool | None]],
 ) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.transfer.samples import a_grant, a_worker
@@ -80,7 +80,6 @@ def test_arrays_within_arrays_without_end_are_no_message() -> None:
 
 @given(st.binary(max_size=64))
 @example(b"\x93\xa2\x00\x80")  # a text of no such encoding
-@settings(deadline=None)
 def test_foreign_bytes_never_raise_anything_but_bad_message(data: bytes) -> None:
     for kind in (wire.SubmitBatch, wire.StepBatch, wire.Register, wire.Heartbeat, wire.Routes):
         try:
