@@ -11,8 +11,9 @@ from jaxtyping import Float, Int32
 
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
-from model.layers import product, rms_norm, rms_norm_of_all, rotate
+from model.layers import rms_norm, rms_norm_of_all, rotate
 from model.page_groups import Place
+from model.products import LayerWeights, product
 from model.sharding import num_shards, sum_shards
 
 
@@ -58,7 +59,7 @@ def window_of(cfg: ModelConfig, layer: Int32[Array, ""]) -> Int32[Array, ""] | N
 
 def attention(
     cfg: ModelConfig,
-    weights: dict[str, Array],
+    weights: LayerWeights,
     x: Float[Array, "rows hidden"],
     pool: PagePool,
     layer: Int32[Array, ""],
@@ -74,8 +75,7 @@ def attention(
     """
     with jax.named_scope("attention"):
         heads, group, head_dim = weights["o"].shape[:3]
-        flat = weights["qkv"].reshape(cfg.hidden_size, heads * (group + 2) * head_dim)
-        qkv = product(x, flat).reshape(-1, heads, group + 2, head_dim)
+        qkv = product(x, weights.matrix("qkv")).reshape(-1, heads, group + 2, head_dim)
         if cfg.qkv_bias:
             qkv = qkv + weights["qkv_bias"].astype(jnp.float32)
         qkv = qkv.astype(x.dtype)
@@ -93,7 +93,7 @@ def attention(
         q = q.reshape(-1, heads, group, head_dim)
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
-        out = sum_shards(product(out, weights["o"].reshape(-1, cfg.hidden_size)))
+        out = sum_shards(product(out, weights.matrix("o", inputs=3)))
         if cfg.o_bias:
             out = out + weights["o_bias"].astype(jnp.float32)
         return out, pool

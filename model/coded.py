@@ -32,19 +32,6 @@ class ExpertStacks(NamedTuple):
     down_scale: Array | None = None  # [layers, experts, groups, hidden]
 
 
-def taken(
-    stack: Array, scales: Array | None, layer: Array, expert: Array, dtype: Any
-) -> Float[Array, "inputs ..."]:
-    """One expert's weights, of the stack's dtype or decoded, by a processor."""
-    own = _one(stack, layer, expert)
-    return own if scales is None else decoded(own, _one(scales, layer, expert), 0, dtype, False)
-
-
-def _one(stack: Array, layer: Array, expert: Array) -> Array:
-    zeros = (jnp.zeros((), jnp.int32),) * (stack.ndim - 2)
-    return lax.dynamic_slice(stack, (layer, expert, *zeros), (1, 1, *stack.shape[2:]))[0, 0]
-
-
 def decoded(
     codes: UInt8[Array, "..."],
     scales: Float32[Array, "..."],

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int32
 from model.attention import Attend, Rows, window_of
 from model.config import ModelConfig
 from model.kv import PagePool, write_tokens
-from model.layers import contract, product, rms_norm, rotate
+from model.layers import rms_norm, rotate
 from model.page_groups import Place
+from model.products import LayerWeights, contract, product
 from model.sharding import sum_shards
 
 # Of the norms of latent vectors, whatever the config says of the others: transformers,
@@ -27,7 +28,7 @@ _EPS: Final = 1e-6
 
 def latent_attention(
     cfg: ModelConfig,
-    weights: dict[str, Array],
+    weights: LayerWeights,
     x: Float[Array, "rows hidden"],
     pool: PagePool,
     layer: Int32[Array, ""],
@@ -45,7 +46,7 @@ def latent_attention(
     with jax.named_scope("attention"):
         one, heads, nope, rank = weights["k_b"].shape
         assert one == 1, "a shard has one copy of the latent head"
-        both = product(x, weights["kv_a"]).astype(x.dtype)
+        both = product(x, weights.matrix("kv_a")).astype(x.dtype)
         kv = rms_norm(both[:, :rank], weights["kv_a_norm"], _EPS)
         key = rotate(both[:, None, rank:], rows.cos, rows.sin)[:, 0]
         row = jnp.concatenate([kv, key], axis=-1)
@@ -56,23 +57,22 @@ def latent_attention(
         q = jnp.concatenate([inside, turned], axis=-1)[:, None]
         found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0, :, :rank]
         out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
-        out = product(out, weights["o"].reshape(-1, cfg.hidden_size))
+        out = product(out, weights.matrix("o", inputs=3))
         return sum_shards(out), pool
 
 
 def _queries(
-    cfg: ModelConfig, weights: dict[str, Array], x: Float[Array, "rows hidden"]
+    cfg: ModelConfig, weights: LayerWeights, x: Float[Array, "rows hidden"]
 ) -> Float[Array, "rows heads head_dim"]:
     """Of this shard's heads, not rotated yet, of x's dtype."""
     name = "q"
     inner = x
     if cfg.latent is not None and cfg.latent.q_rank:
         name = "q_b"
-        inner = product(x, weights["q_a"]).astype(x.dtype)
+        inner = product(x, weights.matrix("q_a")).astype(x.dtype)
         inner = rms_norm(inner, weights["q_a_norm"], _EPS)
-    size, _, heads, head_dim = weights[name].shape
-    flat = product(inner, weights[name].reshape(size, heads * head_dim))
-    return flat.reshape(-1, heads, head_dim).astype(x.dtype)
+    flat = product(inner, weights.matrix(name))
+    return flat.reshape(-1, *weights[name].shape[2:]).astype(x.dtype)
 
 
 def _by_head(

@@ -1,4 +1,4 @@
-"""The small parts of a layer: products, norms, rotary embedding, the dense feed-forward."""
+"""The small parts of a layer: norms, rotary embedding, the dense feed-forward."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
+from model.products import Matrix, product
 from model.sharding import shard_idx, sum_shards
 
 
@@ -16,39 +17,6 @@ def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:
     all: 194 MiB a layer of an 8k chunk of Qwen3-30B.
     """
     return x.astype(jnp.float32) * np.float32(0)
-
-
-Axes = tuple[int, ...]
-
-
-def contract(
-    x: Float[Array, "..."],
-    w: Float[Array, "..."],
-    over: tuple[Axes, Axes],
-    each: tuple[Axes, Axes] = ((), ()),
-) -> Float[Array, "..."]:
-    """The sum of x * w over axes, for each of others, in float32, from operands of w's dtype.
-
-    Axes are named, those of x and those of w, so nothing is moved: see lax.dot_general.
-    """
-    exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        x.astype(w.dtype), w, (over, each), precision=exact, preferred_element_type=jnp.float32
-    )
-
-
-def product(
-    x: Float[Array, "rows a"], w: Float[Array, "..."], transposed: bool = False
-) -> Float[Array, "rows b"]:
-    """x @ w in float32, from operands of w's dtype.
-
-    w: [a, b], or [b, a] when transposed: the contraction is named, so nothing is moved.
-    """
-    rows = x.shape[0]
-    if rows == 1 and w.dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # XLA's CPU product of one bfloat16 row is slower than that of two.
-        x = jnp.concatenate([x, x])
-    return contract(x, w, ((1,), (1 if transposed else 0,)))[:rows]
 
 
 def rms_norm(
@@ -121,15 +89,14 @@ def gated(
 
 
 def feed_forward(
-    x: Float[Array, "rows hidden"],
-    gate_up: Float[Array, "hidden 2 f"],
-    down: Float[Array, "f hidden"],
+    x: Float[Array, "rows hidden"], gate_up: Matrix, down: Matrix
 ) -> Float[Array, "rows hidden"]:
-    """Dense SwiGLU over this shard's part of the intermediate, summed over shards; float32."""
+    """Dense SwiGLU over this shard's part of the intermediate, summed over shards; float32.
+
+    gate_up: its outputs are all gates, then all ups.
+    """
     with jax.named_scope("mlp"):
-        hidden, two, width = gate_up.shape
-        inner = gated(product(x, gate_up.reshape(hidden, two * width)))
-        return sum_shards(product(inner, down))
+        return sum_shards(product(gated(product(x, gate_up)), down))
 
 
 def embed(

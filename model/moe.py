@@ -4,7 +4,7 @@ Where data-parallel ranks share the experts, each rank's rows are first brought 
 the sums of its own rows brought back. All ranks have as many rows, padding included.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int32
 from model.coded import ExpertStacks
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
-from model.layers import feed_forward, product
+from model.layers import feed_forward
+from model.products import LayerWeights, contract, product
 from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
 
 
@@ -43,14 +44,14 @@ Experts = Callable[..., Array]
 _LEAST = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
 
 
-def route(cfg: ModelConfig, x: Float[Array, "rows hidden"], params: dict[str, Array]) -> Routing:
+def route(cfg: ModelConfig, x: Float[Array, "rows hidden"], params: Mapping[str, Array]) -> Routing:
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
     params: one layer's. Source: arXiv:2401.04088, section 2.1, and those of RouterConfig.
     """
     how = cfg.router
     with jax.named_scope("router"):
-        logits = product(x.astype(jnp.float32), params["router"])
+        logits = contract(x, params["router"], ((1,), (0,)))
         if how.bias:
             logits += params["router_bias"]
         scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
@@ -78,7 +79,7 @@ def _in_best_groups(
 def moe(
     cfg: ModelConfig,
     x: Float[Array, "rows hidden"],
-    params: dict[str, Array],
+    params: LayerWeights,
     idx: Int32[Array, ""],
     placed: ExpertMap,
     live: Bool[Array, " rows"],
@@ -106,7 +107,7 @@ def moe(
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
 
 
-def expert_stacks(params: dict[str, Array]) -> ExpertStacks:
+def expert_stacks(params: Mapping[str, Array]) -> ExpertStacks:
     """Those of a run of layers, on this device."""
     down_bias = params.get("experts_down_bias")
     return ExpertStacks(
@@ -121,12 +122,12 @@ def expert_stacks(params: dict[str, Array]) -> ExpertStacks:
 
 
 def shared_experts(
-    x: Float[Array, "rows hidden"], params: dict[str, Array]
+    x: Float[Array, "rows hidden"], params: LayerWeights
 ) -> Float[Array, "rows hidden"]:
     """Those that all rows go to; float32. params: one layer's."""
-    out = feed_forward(x, params["shared_gate_up"], params["shared_down"])
+    out = feed_forward(x, params.matrix("shared_gate_up"), params.matrix("shared_down"))
     if "shared_gate" in params:
-        out *= jax.nn.sigmoid(product(x, params["shared_gate"]))
+        out *= jax.nn.sigmoid(product(x, params.matrix("shared_gate")))
     return out
 
 

@@ -20,7 +20,7 @@ from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kv import PagePool
 from model.latent import latent_attention
-from model.layers import embed, feed_forward, product, rms_norm, rope_tables
+from model.layers import embed, feed_forward, rms_norm, rope_tables
 from model.moe import ExpertMap, moe, shared_experts, with_rows
 from model.page_groups import (
     Place,
@@ -31,6 +31,7 @@ from model.page_groups import (
     place_of,
 )
 from model.params import Params, Segment, dense_layer_bytes, param_leaves, random_leaves, segments
+from model.products import LayerWeights, Matrix, product
 from model.rope import rope_frequencies
 from model.sharding import POOL_SPEC, Dims, Stacks, gather_shards, kv_spec, on_ranks
 
@@ -94,6 +95,11 @@ class Model:
             kernels.choose("experts", kernels.EXPERTS, routed),
         )
         return Model(cfg, dims, mesh, kind, page_size, chosen, platform)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether forms of operations are those for a processor."""
+        return self.platform == "cpu"
 
     def kv_spec(self, dtype: str | None = None) -> KVSpec:
         """The pages of this model, of its own dtype unless another is given."""
@@ -206,8 +212,9 @@ def row_logits(
     """Logits of hidden states of one rank: f32[rows, vocab_size]; inside `on_ranks`."""
     tied = model.cfg.tie_word_embeddings
     with jax.named_scope("logits"):
-        head = params["embed" if tied else "lm_head"]
-        return gather_shards(product(hidden, head, transposed=tied))[:, : model.cfg.vocab_size]
+        table = params["embed" if tied else "lm_head"]
+        head = Matrix(table, None, model.dtype, model.on_cpu, turned=tied)
+        return gather_shards(product(hidden, head))[:, : model.cfg.vocab_size]
 
 
 # --- the same over a whole mesh, all but parameters and pool replicated ---------------------------
@@ -379,16 +386,17 @@ def _block(
     kind: _Kind,
     idx: Array,
     layer: Array,
-    weights: Weights,
+    arrays: Weights,
     carry: _Carry,
     inputs: _Inputs,
     rows: Rows,
     expert_map: ExpertMap,
     attend: Attend,
 ) -> _Carry:
-    """One layer. weights: its own, but for experts' stacks, of which `idx` is this layer's."""
+    """One layer. arrays: its own, but for experts' stacks, of which `idx` is this layer's."""
     cfg = model.cfg
     x, pool, loads, captured = carry
+    weights = LayerWeights(arrays, model.dtype, model.on_cpu)
     inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
     attend_layer = latent_attention if cfg.latent else attention
     place = place_of(cfg, layer, kind.group)
@@ -413,7 +421,7 @@ def _block(
         if cfg.shared_intermediate_size:
             out += shared_experts(inner, weights)
     else:
-        out = feed_forward(inner, weights["gate_up"], weights["down"])
+        out = feed_forward(inner, weights.matrix("gate_up"), weights.matrix("down"))
     x = x + out.astype(x.dtype)
     if captured is not None:
         captured = capture_layer(captured, layer, x, routing)

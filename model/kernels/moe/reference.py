@@ -12,8 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int32
 
-from model.coded import ExpertStacks, taken
-from model.layers import gated, product
+from model.coded import ExpertStacks
+from model.layers import gated
+from model.products import Matrix, product
 
 _MANY: Final = 16  # rows of an expert, so that products are bound by operations
 
@@ -52,18 +53,21 @@ def experts(
     block_ends = jnp.cumsum(-(-counts.astype(jnp.int32) // np.int32(size)))
     by_expert = jnp.pad(x[order // chosen], ((0, size), (0, 0)))
 
+    def of_expert(stack: Array, scales: Array | None, e: Array) -> Matrix:
+        flat = stack.reshape(*stack.shape[:3], -1)
+        own = None if scales is None else scales.reshape(*scales.shape[:3], -1)
+        return Matrix(flat, own, x.dtype, on_cpu=True, at=(layer, e))
+
     def block(b: Array, out: Array) -> Array:
         e = jnp.searchsorted(block_ends, b, side="right").astype(jnp.int32)
         first_block = jnp.where(e > 0, block_ends[e - 1], np.int32(0))
         first_row = jnp.where(e > 0, row_ends[e - 1], np.int32(0))
         start = first_row + (b - first_block) * np.int32(size)
         rows = lax.dynamic_slice(by_expert, (start, np.int32(0)), (size, hidden))
-        both = taken(stacks.gate_up, stacks.gate_up_scale, layer, e, x.dtype)
-        last = taken(stacks.down, stacks.down_scale, layer, e, x.dtype)
-        both_out = product(rows, both.reshape(hidden, 2 * width))
+        both_out = product(rows, of_expert(stacks.gate_up, stacks.gate_up_scale, e))
         if stacks.gate_up_bias is not None:
             both_out += stacks.gate_up_bias[layer, e].reshape(2 * width).astype(jnp.float32)
-        done = product(gated(both_out, limit, alpha), last)
+        done = product(gated(both_out, limit, alpha), of_expert(stacks.down, stacks.down_scale, e))
         if stacks.down_bias is not None:
             done += stacks.down_bias[layer, e].astype(jnp.float32)
         # Rows past this expert's last belong to the next block, which comes later and

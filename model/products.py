@@ -1,0 +1,178 @@
+"""Products of rows with weights, which are numbers or codes; a processor takes them tile by tile.
+
+A tile is copied, or decoded, into the processor's cache and multiplied there. XLA on CPU moves the
+whole matrix first where it is codes, or one expert of a stack, or where rows are few but more than
+one: it packs weights for every product (docs/adr/0051).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, Int32
+
+from model.coded import decoded
+
+# 256 inputs by 4,096 outputs are 4 MiB in float32, and half that or more was best on all shapes
+# tried; narrower strips of many outputs lose to those of all of them.
+_INPUTS: Final = 256
+_OUTPUTS: Final = 4096
+_NARROW: Final = 6144  # outputs up to here are one strip
+_LEAST: Final = 64  # inputs or outputs of a tile; a size that has no such divisor stays whole
+# Of numbers that no index takes out of a stack: XLA's own product is faster outside of these.
+_FEW_ROWS: Final = range(2, 33)
+_LARGE: Final = 2 * 2**20  # weights; smaller ones stay in the processor's cache
+
+Axes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights [inputs, outputs], or those at a place in a stack of such.
+
+    values: [*stack, inputs, outputs], of the products' dtype, or codes where there are scales.
+    scales: [*stack, groups, outputs], float32; see model/coded.py.
+    dtype: of products. on_cpu: of the platform that products are made for.
+    at: the place, an index for each axis of the stack.
+    turned: values are [outputs, inputs], which have neither scales nor a stack.
+    """
+
+    values: Array
+    scales: Array | None
+    dtype: Any
+    on_cpu: bool
+    at: tuple[Int32[Array, ""], ...] = ()
+    turned: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        inputs, outputs = self.values.shape[len(self.at) :]
+        return (outputs, inputs) if self.turned else (inputs, outputs)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 1 without scales."""
+        return 1 if self.scales is None else self.shape[0] // int(self.scales.shape[-2])
+
+    def part(
+        self, first: tuple[Array, Array], size: tuple[int, int]
+    ) -> Float[Array, "inputs outputs"]:
+        """So many inputs, whole groups of them, by so many outputs, as numbers."""
+        values = self._slice(self.values, first, size)
+        if self.scales is None:
+            return values
+        group = np.int32(self.group)
+        of_groups = (lax.div(first[0], group), first[1]), (size[0] // self.group, size[1])
+        scales = self._slice(self.scales, *of_groups)
+        return decoded(values, scales, 0, self.dtype, native=not self.on_cpu)
+
+    def _slice(self, array: Array, first: tuple[Array, Array], size: tuple[int, int]) -> Array:
+        ones = (1,) * len(self.at)
+        return lax.dynamic_slice(array, (*self.at, *first), (*ones, *size)).reshape(size)
+
+    def tile(self, rows: int) -> tuple[int, int]:
+        """Inputs and outputs that are multiplied at a time with so many rows."""
+        inputs, outputs = self.shape
+        if self.turned or not self.on_cpu:
+            return inputs, outputs
+        as_they_lie = self.scales is None and not self.at
+        if as_they_lie and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
+            return inputs, outputs
+        narrow = outputs if outputs <= _NARROW else _divisor(outputs, _OUTPUTS, 1)
+        return _divisor(inputs, _INPUTS, self.group), narrow
+
+
+def _divisor(size: int, most: int, multiple: int) -> int:
+    """The largest divisor of size up to most that is such a multiple, if it is worth a tile."""
+    fits = [n for n in range(multiple, most + 1, multiple) if size % n == 0 and n >= _LEAST]
+    return max(fits, default=size)
+
+
+@dataclass(frozen=True)
+class LayerWeights(Mapping[str, Array]):
+    """One layer's parameters by name; of experts, and what goes with them, the whole stacks.
+
+    dtype: of products. on_cpu: see Matrix.
+    """
+
+    arrays: Mapping[str, Array]
+    dtype: Any
+    on_cpu: bool
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def matrix(self, name: str, inputs: int = 1) -> Matrix:
+        """A parameter for a product over its first axes, so many."""
+
+        def flat(array: Array) -> Array:
+            return array.reshape(math.prod(array.shape[:inputs]), -1)
+
+        scales = self.arrays.get(f"{name}_scale")
+        own = None if scales is None else flat(scales)
+        return Matrix(flat(self.arrays[name]), own, self.dtype, self.on_cpu)
+
+
+def contract(
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    over: tuple[Axes, Axes],
+    each: tuple[Axes, Axes] = ((), ()),
+) -> Float[Array, "..."]:
+    """The sum of x * w over axes, for each of others, in float32, from operands of w's dtype.
+
+    Axes are named, those of x and those of w, so nothing is moved: see lax.dot_general.
+    """
+    exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        x.astype(w.dtype), w, (over, each), precision=exact, preferred_element_type=jnp.float32
+    )
+
+
+def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
+    """x @ w in float32, from operands of the products' dtype."""
+    rows = x.shape[0]
+    if rows == 1 and w.on_cpu and jnp.dtype(w.dtype) == jnp.bfloat16:
+        # XLA's CPU product of one bfloat16 row is slower than that of two.
+        return product(jnp.concatenate([x, x]), w)[:1]
+    outputs, (some, narrow), zero = w.shape[1], w.tile(rows), jnp.int32(0)
+    if narrow == outputs:
+        return _strip(x, w, zero, (some, narrow))
+
+    def put_strip(i: Array, out: Array) -> Array:
+        first = i * np.int32(narrow)
+        own = _strip(x, w, first, (some, narrow))
+        return lax.dynamic_update_slice(out, own, (zero, first))
+
+    nothing = jnp.zeros((rows, outputs), jnp.float32)
+    return lax.fori_loop(np.int32(0), np.int32(outputs // narrow), put_strip, nothing)
+
+
+def _strip(
+    x: Float[Array, "rows a"], w: Matrix, first_output: Int32[Array, ""], size: tuple[int, int]
+) -> Float[Array, "rows c"]:
+    """x by some of the outputs. size: of a tile."""
+    (inputs, _), (some, narrow), zero = w.shape, size, jnp.int32(0)
+    if w.turned:
+        return contract(x, w.values, ((1,), (1,)))
+    if some == inputs:
+        return contract(x, w.part((zero, first_output), size), ((1,), (0,)))
+
+    def add_tile(i: Array, out: Array) -> Array:
+        first = i * np.int32(some)
+        own = lax.dynamic_slice(x, (zero, first), (x.shape[0], some))
+        return out + contract(own, w.part((first, first_output), size), ((1,), (0,)))
+
+    nothing = jnp.zeros((x.shape[0], narrow), jnp.float32)
+    return lax.fori_loop(np.int32(0), np.int32(inputs // some), add_tile, nothing)

@@ -1,0 +1,107 @@
+"""Products tile by tile: the numbers of whole ones, and memory for no more than a tile."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.coded import decoded
+from model.products import LayerWeights, Matrix, product
+
+SIZES = st.sampled_from((8, 24, 64, 96, 320, 520, 1536))
+OUTPUTS = st.sampled_from((1, 40, 1024, 6144, 7000, 8192))
+
+
+def _codes(draw: np.random.Generator, shape: tuple[int, ...], group: int) -> tuple[Any, Any]:
+    of_groups = (*shape[:-2], shape[-2] // group, shape[-1])
+    codes = draw.integers(0, 127, shape, dtype=np.uint8)
+    return jnp.asarray(codes), jnp.asarray(draw.uniform(1e-4, 1e-3, of_groups), jnp.float32)
+
+
+def _expected(x: Any, weights: Any) -> np.ndarray:
+    return np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.sampled_from((1, 2, 8, 33, 70)),
+    inputs=SIZES,
+    outputs=OUTPUTS,
+    group=st.sampled_from((0, 8, 16, 32, 128)),
+    stacked=st.booleans(),
+    on_cpu=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
+    rows: int, inputs: int, outputs: int, group: int, stacked: bool, on_cpu: bool, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    group = np.gcd(group, inputs)
+    shape = (2, 3, inputs, outputs) if stacked else (inputs, outputs)
+    at = (jnp.int32(1), jnp.int32(2)) if stacked else ()
+    scales = None
+    if group > 1:
+        values, scales = _codes(draw, shape, group)
+        numbers = decoded(values, scales, len(shape) - 2, jnp.float32, True)
+    else:
+        values = numbers = jnp.asarray(draw.standard_normal(shape), jnp.float32)
+    x = jnp.asarray(draw.standard_normal((rows, inputs)), jnp.float32)
+    matrix = Matrix(values, scales, jnp.float32, on_cpu, at)
+    some, narrow = matrix.tile(rows)
+    assert inputs % some == outputs % narrow == 0
+    assert some % matrix.group == 0
+    found = jax.jit(
+        lambda x, values, scales: product(x, Matrix(values, scales, jnp.float32, on_cpu, at))
+    )(x, values, scales)
+    expected = _expected(x, numbers[at])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_turned_matrix_and_one_row_are_multiplied_as_they_lie(dtype: str) -> None:
+    draw = np.random.default_rng(5)
+    table = jnp.asarray(draw.standard_normal((48, 32)), dtype)
+    x = jnp.asarray(draw.standard_normal((1, 32)), dtype)
+    found = product(x, Matrix(table, None, jnp.dtype(dtype), True, turned=True))
+    other = product(x, Matrix(table.T, None, jnp.dtype(dtype), False))
+    assert (found.dtype, found.shape) == (jnp.float32, (1, 48))
+    np.testing.assert_allclose(found, other, rtol=0, atol=1e-5)
+
+
+def test_a_parameter_of_several_axes_of_inputs_is_one_matrix() -> None:
+    draw = np.random.default_rng(6)
+    codes, scales = _codes(draw, (2, 3, 32, 40), 16)
+    weights = LayerWeights({"o": codes, "o_scale": scales}, jnp.float32, True)
+    matrix = weights.matrix("o", inputs=3)
+    assert (matrix.shape, matrix.group) == ((192, 40), 16)
+    x = jnp.asarray(draw.standard_normal((5, 192)), jnp.float32)
+    numbers = decoded(codes, scales, 2, jnp.float32, True).reshape(192, 40)
+    np.testing.assert_allclose(product(x, matrix), _expected(x, numbers), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["codes", "an expert", "an expert's codes", "few rows"])
+def test_a_processor_has_memory_for_a_tile_and_not_for_all(kind: str) -> None:
+    """Of 32 MiB in float32; one row by all of them is multiplied as it lies."""
+    inputs, outputs = 2048, 4096
+    lead, at = ((1, 2), (jnp.int32(0),)) if "expert" in kind else ((), ())
+    coded = "codes" in kind
+
+    def run(x: Any, values: Any, scales: Any, i: Any) -> Any:
+        return product(x, Matrix(values, scales, jnp.float32, True, (*at, i) if at else ()))
+
+    def of(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype)
+
+    program = jax.jit(run).lower(
+        jax.ShapeDtypeStruct((8, inputs), jnp.float32),
+        of((inputs, outputs), jnp.uint8 if coded else jnp.float32),
+        of((inputs // 128, outputs), jnp.float32) if coded else None,
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    memory = program.compile().memory_analysis()
+    assert memory is not None
+    assert 0 < memory.temp_size_in_bytes < inputs * outputs
