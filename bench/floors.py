@@ -42,17 +42,25 @@ class Cost:
         return Cost(self.num_bytes * count, self.flops * count)
 
 
-def attention_params(cfg: ModelConfig) -> int:
-    """Weights of one layer's projections; of latent attention, those into and out of its space."""
+# Numbers of weights of some parameters of a layer, by the parameters' names.
+Weights = dict[str, int]
+
+
+def attention_weights(cfg: ModelConfig) -> Weights:
+    """Of one layer's projections; of latent attention, with those into and out of its space."""
     if cfg.latent is None:
-        heads = 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-        return cfg.hidden_size * heads * cfg.head_dim
+        queries = cfg.hidden_size * cfg.num_heads * cfg.head_dim
+        keys = cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
+        return {"qkv": queries + 2 * keys, "o": queries}
     latent, hidden = cfg.latent, cfg.hidden_size
     query = cfg.num_heads * (latent.nope_dim + latent.rope_dim)
-    q = latent.q_rank * (hidden + query) if latent.q_rank else hidden * query
-    kv_a = hidden * (latent.kv_rank + latent.rope_dim)
-    k_b_and_v_b = cfg.num_heads * latent.kv_rank * (latent.nope_dim + latent.value_dim)
-    return q + kv_a + k_b_and_v_b + cfg.num_heads * latent.value_dim * hidden
+    q_b = {"q_a": latent.q_rank * hidden, "q_b": latent.q_rank * query}
+    return (q_b if latent.q_rank else {"q": hidden * query}) | {
+        "kv_a": hidden * (latent.kv_rank + latent.rope_dim),
+        "k_b": cfg.num_heads * latent.kv_rank * latent.nope_dim,
+        "v_b": cfg.num_heads * latent.kv_rank * latent.value_dim,
+        "o": cfg.num_heads * latent.value_dim * hidden,
+    }
 
 
 def attention_biases(cfg: ModelConfig) -> int:
@@ -61,9 +69,10 @@ def attention_biases(cfg: ModelConfig) -> int:
     return qkv + cfg.hidden_size * cfg.o_bias + cfg.num_heads * cfg.sinks
 
 
-def expert_params(cfg: ModelConfig) -> int:
-    """Weights of one expert: gate, up, down."""
-    return 3 * cfg.hidden_size * cfg.moe_intermediate_size
+def expert_weights(cfg: ModelConfig) -> Weights:
+    """Of one expert: gate and up, down."""
+    one = cfg.hidden_size * cfg.moe_intermediate_size
+    return {"experts_gate_up": 2 * one, "experts_down": one}
 
 
 def expert_biases(cfg: ModelConfig) -> int:
@@ -76,14 +85,23 @@ def router_biases(cfg: ModelConfig) -> int:
     return cfg.num_experts * (cfg.router.bias + cfg.router.correction)
 
 
-def shared_params(cfg: ModelConfig) -> int:
-    """Weights of one layer's shared experts, which all tokens go to, and of their gate."""
-    return cfg.hidden_size * (3 * cfg.shared_intermediate_size + cfg.shared_gate)
+def shared_weights(cfg: ModelConfig) -> Weights:
+    """Of one layer's shared experts, which all tokens go to, and of their gate."""
+    one = cfg.hidden_size * cfg.shared_intermediate_size
+    gate = cfg.hidden_size * cfg.shared_gate
+    return {"shared_gate_up": 2 * one, "shared_down": one, "shared_gate": gate}
 
 
-def dense_params(cfg: ModelConfig) -> int:
-    """Weights of one dense layer's gate, up, down."""
-    return 3 * cfg.hidden_size * cfg.intermediate_size
+def dense_weights(cfg: ModelConfig) -> Weights:
+    """Of one dense layer's gate and up, down."""
+    one = cfg.hidden_size * cfg.intermediate_size
+    return {"gate_up": 2 * one, "down": one}
+
+
+def weights_cost(shape: Shape, weights: Weights, rows: int = 0) -> Cost:
+    """Reading them once, and multiplying rows with them."""
+    num_bytes = sum(count * shape.weight_bytes(name) for name, count in weights.items())
+    return Cost(num_bytes, 2.0 * rows * sum(weights.values()))
 
 
 def experts_touched(cfg: ModelConfig, tokens: int) -> float:
@@ -113,10 +131,11 @@ def moe_cost(shape: Shape, tokens: int) -> Cost:
     """One layer of routed experts with its router."""
     cfg, size = shape.cfg, shape.dtype_bytes
     router = cfg.hidden_size * cfg.num_experts
-    expert = expert_params(cfg) * shape.expert_weight_bytes + expert_biases(cfg) * size
-    weights = experts_touched(cfg, tokens) * expert + (router + router_biases(cfg)) * size
-    active = cfg.num_experts_per_tok * expert_params(cfg) + router
-    return Cost(weights + 2 * tokens * cfg.hidden_size * size, 2.0 * tokens * active)
+    expert = weights_cost(shape, expert_weights(cfg), tokens)
+    one = expert.num_bytes + expert_biases(cfg) * size
+    weights = experts_touched(cfg, tokens) * one + (router + router_biases(cfg)) * size
+    flops = cfg.num_experts_per_tok * expert.flops + 2.0 * tokens * router
+    return Cost(weights + 2 * tokens * cfg.hidden_size * size, flops)
 
 
 def decode_attention_cost(shape: Shape, slots: int, context: int, windowed: bool = False) -> Cost:
@@ -173,8 +192,8 @@ def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
     cfg, size = shape.cfg, shape.dtype_bytes
     total = Cost(0.0, 0.0)
     for routed in cfg.moe_layers:
-        params = attention_params(cfg) + (shared_params(cfg) if routed else dense_params(cfg))
-        total += Cost((params + attention_biases(cfg)) * size, 2.0 * tokens * params)
+        each = attention_weights(cfg) | (shared_weights(cfg) if routed else dense_weights(cfg))
+        total += weights_cost(shape, each, tokens) + Cost(attention_biases(cfg) * size, 0.0)
         if routed:
             total += moe_cost(shape, tokens)
     head = cfg.hidden_size * cfg.vocab_size

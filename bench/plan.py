@@ -102,7 +102,7 @@ HELP = {
     "ep_num_redundant_experts": "copies of experts that a layer has beside one of each",
     "dtype": "type of weights; auto: the checkpoint's",
     "kv_cache_dtype": "type of pages; auto follows --dtype",
-    "quantization": "experts' weights; fp8: a byte each",
+    "quantization": "layers' weights; fp8: a byte each",
     "page_size": "tokens in a page",
     "mem_fraction_static": "share of a device's memory for weights, scratch and pages",
     "input_tokens": "tokens of a prompt",
@@ -191,8 +191,7 @@ def plan_group(
     shared = config.ep_size > config.tp_size
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
     # "auto" keeps none on an accelerator, which devices that are asked about are.
-    coded = dims.coded_by(config.quantization, by_default=False)
-    dims = replace(dims, coded=coded)
+    dims = replace(dims, coded=dims.coded_as_published(config.quantization))
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
     check_page_size(config.page_size, config.page_size, config.page_size)
@@ -205,14 +204,13 @@ def plan_group(
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
     # As a worker reckons until it knows the scratch memory of its programs.
     left = budget - budget // 16 - weights
-    could_shrink = cfg.num_experts > 0 and not coded
     if left < page_bytes:
         raise ModelError(
             f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
             f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
-            f"raise --tp-size or --ep-size{', or give --quantization fp8' * could_shrink}"
+            f"raise --tp-size or --ep-size{', or give --quantization fp8' * (not dims.coded)}"
         )
-    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, coded)
+    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, bool(dims.coded))
     apart = has_rings and cfg.page_groups > 1
     ring = touched_pages(cfg.sliding_window, config.page_size) if apart else 0
     return Group(config, shape, dims, weights, page_bytes, left // page_bytes, ring)

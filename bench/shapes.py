@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from model.config import DTYPE_BYTES, PAGE_DTYPE_BYTES, ModelConfig
 from model.config_attention import LatentConfig
 from model.config_experts import RouterConfig
-from model.config_quantised import SCALE_INPUTS
 from model.rope import RopeConfig
 
 
@@ -25,18 +25,25 @@ class Shape:
     context: int
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
-    coded: int = 0  # see model.sharding.Dims
+    fp8: bool = False  # whether layers' weights are codes (model/coded.py)
 
     @property
-    def expert_weight_bytes(self) -> float:
-        """Bytes of one weight of an expert on one device, its part of a scale included."""
-        if not self.coded:
+    def coded(self) -> tuple[str, ...]:
+        """Which of them are."""
+        return self._dims.coded_as_published("fp8") if self.fp8 else ()
+
+    def weight_bytes(self, name: str) -> float:
+        """Bytes of one weight of a parameter of layers, its part of a scale included."""
+        if name not in self.coded:
             return float(self.dtype_bytes)
-        first, last = (
-            math.gcd(size, self.coded)
-            for size in (self.cfg.hidden_size, self.cfg.moe_intermediate_size)
-        )
-        return 1 + 4 * (2 / first + 1 / last) / 3
+        _, group = self._dims.coded_inputs[name]
+        return 1 + 4 / group
+
+    @property
+    def _dims(self) -> Any:
+        from model.sharding import Dims  # which starts JAX
+
+        return Dims(self.cfg, 1, 1)
 
     @property
     def dtype_bytes(self) -> int:
@@ -333,8 +340,8 @@ GPT_OSS_20B = Shape(
 
 
 def with_codes(shape: Shape) -> Shape:
-    """The same, its experts kept as codes of a byte (model/coded.py)."""
-    return replace(shape, name=f"{shape.name}-fp8", coded=SCALE_INPUTS)
+    """The same, its layers' weights kept as codes of a byte (model/coded.py)."""
+    return replace(shape, name=f"{shape.name}-fp8", fp8=True)
 
 
 SHAPES = {
@@ -346,9 +353,11 @@ SHAPES = {
         DEMO_LATENT,
         DEMO_GPT_OSS,
         MIDDLE,
+        with_codes(MIDDLE),
         MIDDLE_MOE,
         with_codes(MIDDLE_MOE),
         QWEN3_8B,
+        with_codes(QWEN3_8B),
         QWEN3_30B_A3B,
         with_codes(QWEN3_30B_A3B),
         DEEPSEEK_V2_LITE,

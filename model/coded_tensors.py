@@ -3,20 +3,26 @@
 The second axis is that of inputs, in tensors of one expert and in those of all.
 """
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, UInt8
 
 from model.checkpoint import Checkpoint
-from model.coded import LARGEST
+from model.coded import LARGEST, LEAST_GROUP
+from model.config import ModelConfig
 from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
 from model.params import Holds, Leaf
 from model.quantised import Quantised
+from model.sharding import EXPERT_WEIGHTS, Dims
 from model.sources import Files, Index
+from model.tensors import param_sources
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,17 +103,34 @@ def shown(files: Checkpoint, leaf: Leaf) -> Files:
             return files
 
 
-class PartlyQuantised(ModelError):
-    """Some experts are quantised and some are not."""
+def codes_to_keep(
+    files: Checkpoint, cfg: ModelConfig, dims: Dims, quantization: str, by_default: bool
+) -> tuple[str, ...]:
+    """Which parameters are to be codes, for a value of --quantization.
 
-
-def check_coded(files: Checkpoint, names: list[str]) -> None:
-    """Raises PartlyQuantised for a tensor without codes in a checkpoint that should have them."""
+    "fp8": of a quantised checkpoint those that it has quantised in every layer, of any other all.
+    "auto": the same of a quantised one, if by_default, and none of others. "none": none.
+    Where few inputs could share a scale, those of a quantised checkpoint are expanded: the numbers
+    are the same. Raises ModelError where "fp8" asks for codes of experts that are not quantised.
+    """
+    asked = quantization == "fp8"
+    if not asked and (quantization == "none" or not by_default):
+        return ()
     if not isinstance(files, Quantised):
-        return
-    for name in names:
-        if not files.is_quantised(name):
-            raise PartlyQuantised(
-                f"{files.folder}: tensor {name} is not quantised, as experts are by config.json; "
-                "accepted with --quantization fp8: all or none"
+        return tuple(dims.coded_inputs) if asked else ()
+    layers = param_sources(cfg, replace(dims, coded=()))["layers"]
+    found: list[str] = []
+    for name, (_, group) in dims.coded_inputs.items():
+        names = [tensor for run in layers if name in run for tensor, _ in run[name].expected()]
+        others = [tensor for tensor in names if not files.is_quantised(tensor)]
+        expert = name in EXPERT_WEIGHTS
+        if others and asked and expert:
+            raise ModelError(
+                f"{files.folder}: tensor {others[0]} is not quantised, as experts are by "
+                "config.json; accepted with --quantization fp8: all of them"
             )
+        if others and (expert or len(others) < len(names)):
+            log.warning("%s: expanded, since tensor %s is not quantised", name, others[0])
+        if not others and (group >= LEAST_GROUP or (asked and expert)):
+            found.append(name)
+    return tuple(found)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from model.buckets import check_page_size, pages_for
-from model.coded_tensors import PartlyQuantised
 from model.config import FP8, KVSpec, ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
@@ -29,11 +28,13 @@ from model.programs import (
 )
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model
-from model.weights import is_orbax, load_params, model_digest, stored_bytes
+from model.weights import coded_parameters, load_params, model_digest, stored_bytes
 
 log = logging.getLogger(__name__)
 
-ROUNDED = "-fp8"  # behind the digest of a model whose weights were rounded as they were loaded
+ROUNDED = (
+    "-fp8-layers"  # behind the digest of a model whose weights were rounded as they were loaded
+)
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
 
 
@@ -93,12 +94,11 @@ def open_model(
     chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
     that what cannot fit is told before the weights are read, which may take minutes.
     placing: where experts are, and when they move.
-    quantization: "fp8" keeps experts' weights as codes of a byte, those of a quantised checkpoint
-    as they are, others rounded; "none" brings all to dtype; "auto" keeps those of a quantised
-    checkpoint on CPU.
+    quantization: "fp8" keeps layers' weights as codes of a byte, those of a quantised checkpoint
+    that are quantised there, of another all, rounded; "none" brings all to dtype; "auto" keeps
+    those of a quantised checkpoint on CPU.
     Raises ModelError, one line, for anything that does not fit.
     """
-    given = dict(locals())  # no more than the arguments yet
     cfg = ModelConfig.from_dir(path)
     num_devices = dp_size * tp_size
     if num_devices > len(jax.devices()):
@@ -132,20 +132,14 @@ def open_model(
         page_size,
         share_experts=shared,
         redundant_experts=redundant,
-        coded=dims.coded_by(quantization, by_default=on_cpu() and not is_orbax(path)),
+        coded=coded_parameters(path, cfg, dims, quantization, by_default=on_cpu()),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     digest = model_digest(path) + (ROUNDED if model.dims.coded and not cfg.quantization else "")
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
-    try:
-        params = load_params(path, model, progress=_Progress())
-    except PartlyQuantised as error:
-        if quantization != "auto":
-            raise
-        log.warning("all experts become %s: %s", dtype, error)
-        return open_model(**given | {"quantization": "none"})
+    params = load_params(path, model, progress=_Progress())
     return OpenedModel(
         model=model,
         params=params,

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from model.sharding import SHARDS, TENSOR, Dims, Stacks
 # {"embed": [V, D], "layers": (segment, ...), "norm": [D], "lm_head": [D, V]}; a segment maps
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
 Params = dict[str, Any]
+
+# The axis of inputs, or the last of several, where it is not that behind layers.
+_INPUTS_AT: Final = {"experts_gate_up": 2, "experts_down": 2, "o": 3}
 
 
 class Holds(enum.Enum):
@@ -147,10 +150,14 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
             tree |= _gated_leaves(names, hidden, old, new, dtype, n)
         if cfg.shared_gate:
             tree["shared_gate"] = _plain((n, hidden, 1), dtype, 1.0 / math.sqrt(hidden))
-        return tree
-    names = ("gate_up", "down")
-    old, new = cfg.intermediate_size, dims.intermediate
-    return tree | _gated_leaves(names, hidden, old, new, dtype, n)
+    else:
+        names = ("gate_up", "down")
+        old, new = cfg.intermediate_size, dims.intermediate
+        tree |= _gated_leaves(names, hidden, old, new, dtype, n)
+    for name in dims.coded:
+        if name in tree:
+            tree |= _coded(name, tree[name], dims.coded_inputs[name][1])
+    return tree
 
 
 def _gated_leaves(
@@ -283,10 +290,6 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
             repeats=again,
         ),
     }
-    if dims.coded:
-        names = "experts_gate_up", "experts_down"
-        for name, group in zip(names, dims.coded_groups, strict=True):
-            tree |= _coded(name, tree[name], group)
     if cfg.router.bias:
         tree["router_bias"] = _plain((n, experts), float32, 0.1)
     if cfg.router.correction:
@@ -315,9 +318,10 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
 
 def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
     """Codes in place of weights, and their scales, of which a group of inputs has one."""
+    axis = _INPUTS_AT.get(name, 1)
 
     def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:2], shape[2] // group, *shape[3:])
+        return (*shape[:axis], shape[axis] // group, *shape[axis + 1 :])
 
     codes = replace(leaf, dtype=np.dtype(np.uint8), holds=Holds.CODES, group=group)
     return {

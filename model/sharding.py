@@ -27,6 +27,7 @@ EXPERT: Final = "expert"
 TENSOR: Final = "tensor"
 SHARDS: Final = (EXPERT, TENSOR)
 ALL_EXPERTS: Final = (DATA, EXPERT)
+EXPERT_WEIGHTS: Final = ("experts_gate_up", "experts_down")
 
 # [layers, planes, pages, page_size, kv_heads, head_dim], and a page list of the same rank. The
 # pages of rank 0 stand first; each rank counts its own from 0.
@@ -139,13 +140,14 @@ class Dims:
     dp: int = 1
     stacks: Stacks = Stacks.ALL
     redundant: int = 0  # physical experts of a layer beyond the logical ones
-    coded: int = 0  # inputs of an expert that share a scale at most; 0: experts are no codes
+    coded: tuple[str, ...] = ()  # parameters of layers that are codes (model/coded.py)
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
         if max(self.tp, heads) % min(self.tp, heads):
             raise ModelError(f"tp_size {self.tp} and {heads} kv heads: one must divide the other")
         self._check_experts()
+        self._check_codes()
 
     @staticmethod
     def of(
@@ -153,7 +155,7 @@ class Dims:
         mesh: Mesh | AbstractMesh,
         share_experts: bool = False,
         redundant: int = 0,
-        coded: int = 0,
+        coded: tuple[str, ...] = (),
     ) -> "Dims":
         """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
@@ -173,42 +175,59 @@ class Dims:
         if self.physical_experts % self.ep:
             extra = f" + {redundant} redundant" if redundant else ""
             raise ModelError(f"ep_size {self.ep} must divide {experts}{extra} experts")
-        if self.coded and not experts:
-            raise ModelError(f"codes are kept of experts: {self.cfg.architecture} has none")
-        if self.coded and min(self.coded_groups) < LEAST_GROUP:
-            hidden, width = self.expert_inputs
-            raise ModelError(
-                f"experts of {hidden} and {width} inputs on a device are not kept as codes of "
-                f"which {self.coded} share a scale: on a device {min(self.coded_groups)} could; "
-                f"accepted: {LEAST_GROUP} and more"
-            )
+
+    def _check_codes(self) -> None:
+        for name in self.coded:
+            inputs, group = self.coded_inputs[name]
+            if group < LEAST_GROUP:
+                raise ModelError(
+                    f"{name} of {inputs} inputs on a device is not kept as codes: {group} of them "
+                    f"could share a scale; accepted: {LEAST_GROUP} and more"
+                )
 
     @property
-    def expert_inputs(self) -> tuple[int, int]:
-        """Inputs of an expert's two products on a device."""
-        return self.cfg.hidden_size, self.moe_intermediate // self.expert_shards
+    def coded_inputs(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter that may be codes: inputs of it on a device, and how many of them share
+        a scale, which no two devices do.
 
-    @property
-    def coded_groups(self) -> tuple[int, int]:
-        """Of these, how many share a scale, which no two devices do; of experts kept as codes."""
-        return self._groups(self.coded)
-
-    def _groups(self, share: int) -> tuple[int, int]:
-        """They divide those that share one in the checkpoint, or would on any mesh."""
-        hidden, width = self.expert_inputs
-        whole = math.gcd(self.cfg.moe_intermediate_size, share)
-        return math.gcd(hidden, share), math.gcd(width, whole)
-
-    def coded_by(self, quantization: str, by_default: bool) -> int:
-        """`coded` for a value of --quantization: "auto", "none" or "fp8".
-
-        by_default: whether "auto" keeps the codes of a quantised checkpoint, if it can.
+        They divide those that share one in the checkpoint, or would on any mesh.
         """
-        share = self.cfg.scale_inputs
-        if quantization == "fp8":
-            return share or SCALE_INPUTS
-        keeps = quantization == "auto" and by_default and self.cfg.num_experts > 0 and share > 0
-        return share if keeps and min(self._groups(share)) >= LEAST_GROUP else 0
+        cfg, share = self.cfg, self.cfg.scale_inputs or SCALE_INPUTS
+
+        def of(whole: int, on_device: int = 0) -> tuple[int, int]:
+            own = on_device or whole
+            return own, math.gcd(own, math.gcd(whole, share))
+
+        hidden = of(cfg.hidden_size)
+        if cfg.latent:
+            found = {"kv_a": hidden, "o": of(cfg.latent.value_dim)}
+            rank = cfg.latent.q_rank
+            found |= {"q_a": hidden, "q_b": of(rank)} if rank else {"q": hidden}
+        else:
+            found = {"qkv": hidden, "o": of(cfg.head_dim)}
+        if not all(cfg.moe_layers):
+            found["gate_up"] = hidden
+            found["down"] = of(cfg.intermediate_size, self.intermediate // self.tp)
+        if cfg.num_experts:
+            width = self.moe_intermediate // self.expert_shards
+            found["experts_gate_up"] = hidden
+            found["experts_down"] = of(cfg.moe_intermediate_size, width)
+        if cfg.shared_intermediate_size:
+            found["shared_gate_up"] = hidden
+            width = self.shared_intermediate // self.tp
+            found["shared_down"] = of(cfg.shared_intermediate_size, width)
+        return found
+
+    def coded_as_published(self, quantization: str) -> tuple[str, ...]:
+        """`coded` for a value of --quantization, of a checkpoint as models of its kind have it.
+
+        Where config.json says int4 or mxfp4 of a mixture of experts, only experts are quantised.
+        """
+        if quantization != "fp8":
+            return ()
+        only_experts = self.cfg.num_experts > 0 and self.cfg.quantization in ("int4", "mxfp4")
+        names = self.coded_inputs
+        return tuple(name for name in names if name in EXPERT_WEIGHTS or not only_experts)
 
     @property
     def ranks_share_experts(self) -> bool:

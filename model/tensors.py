@@ -59,23 +59,47 @@ def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str
     found["attn_norm"] = Plain(f"{at}.input_layernorm.weight", (hidden,))
     found["mlp_norm"] = Plain(f"{at}.post_attention_layernorm.weight", (hidden,))
     if not moe:
-        found["gate_up"], found["down"] = _gated(hidden, cfg.intermediate_size, f"{at}.mlp", _NAMES)
+        found |= _gated_sources(dims, cfg.intermediate_size, f"{at}.mlp", ("gate_up", "down"))
     elif cfg.architecture == "GptOssForCausalLM":
         found |= _stacked_expert_sources(cfg, dims, at)
     else:
         found |= _expert_sources(cfg, dims, at)
     if moe and cfg.shared_intermediate_size:
-        found |= _shared_sources(cfg, f"{at}.mlp")
+        found |= _shared_sources(cfg, dims, f"{at}.mlp")
     return found
 
 
-def _shared_sources(cfg: ModelConfig, at: str) -> dict[str, Source]:
+def _with_scales(dims: Dims, name: str, source: Callable[[int], Source]) -> dict[str, Source]:
+    """A parameter and, where it is codes, their scales.
+
+    source: of the parameter if so many inputs, of those that share a scale, counted as one.
+    """
+    found = {name: source(1)}
+    if name in dims.coded:
+        found[f"{name}_scale"] = Scales(source(dims.coded_inputs[name][1]))
+    return found
+
+
+def _gated_sources(dims: Dims, width: int, at: str, names: tuple[str, str]) -> dict[str, Source]:
+    """Of a feed-forward that all tokens go through. names: of its two parameters."""
+    hidden = dims.cfg.hidden_size
+
+    def gate_up(group: int) -> Source:
+        return _products((hidden // group, width), (width, hidden), at, _NAMES)[0]
+
+    def down(group: int) -> Source:
+        return _products((hidden, width), (width // group, hidden), at, _NAMES)[1]
+
+    return _with_scales(dims, names[0], gate_up) | _with_scales(dims, names[1], down)
+
+
+def _shared_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     """Of the experts that all tokens go to; where they are one, it has a gate."""
-    hidden, name = cfg.hidden_size, "shared_expert" if cfg.shared_gate else "shared_experts"
-    both = _gated(hidden, cfg.shared_intermediate_size, f"{at}.{name}", _NAMES)
-    found: dict[str, Source] = {"shared_gate_up": both[0], "shared_down": both[1]}
+    at_all = f"{at}.{'shared_expert' if cfg.shared_gate else 'shared_experts'}"
+    names = "shared_gate_up", "shared_down"
+    found = _gated_sources(dims, cfg.shared_intermediate_size, at_all, names)
     if cfg.shared_gate:
-        found["shared_gate"] = Turned(f"{at}.shared_expert_gate.weight", hidden, 1)
+        found["shared_gate"] = Turned(f"{at}.shared_expert_gate.weight", cfg.hidden_size, 1)
     return found
 
 
@@ -91,10 +115,11 @@ def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
             f"{at}.self_attn.v_proj.{kind}",
         )
 
-    found: dict[str, Source] = {
-        "qkv": QKV(qkv("weight"), heads, hidden),
-        "o": Output(f"{at}.self_attn.o_proj.weight", heads, hidden),
-    }
+    def output(group: int) -> Source:
+        return _output(f"{at}.self_attn.o_proj.weight", heads, hidden, group)
+
+    found = _with_scales(dims, "qkv", lambda group: QKV(qkv("weight"), heads, hidden // group))
+    found |= _with_scales(dims, "o", output)
     if cfg.qkv_bias:
         found["qkv_bias"] = QKV(qkv("bias"), heads, None)
     if cfg.o_bias:
@@ -122,20 +147,35 @@ def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
     keys, values = slice(0, nope), slice(nope, all_dim)
     kv_b = f"{at}.kv_b_proj.weight"
     kv_order, q_order = _halves_last(rank, rope), _halves_last(nope, rope)
+    out = replace(heads, head_dim=latent.value_dim)
     found: dict[str, Source] = {
-        "kv_a": Turned(f"{at}.kv_a_proj_with_mqa.weight", hidden, rank + rope, kv_order),
         "kv_a_norm": Plain(f"{at}.kv_a_layernorm.weight", (rank,)),
         "k_b": OutOfLatent(kv_b, of_both, rank, keys, turned=False),
         "v_b": OutOfLatent(kv_b, of_both, rank, values, turned=True),
-        "o": Output(f"{at}.o_proj.weight", replace(heads, head_dim=latent.value_dim), hidden),
     }
+
+    def kv_a(group: int) -> Source:
+        name = f"{at}.kv_a_proj_with_mqa.weight"
+        return Turned(name, hidden // group, rank + rope, kv_order)
+
+    def queries(name: str, inputs: int) -> Callable[[int], Source]:
+        return lambda group: Queries(f"{at}.{name}.weight", heads, inputs // group, q_order)
+
+    def q_a(group: int) -> Source:
+        return Turned(f"{at}.q_a_proj.weight", hidden // group, latent.q_rank)
+
+    found |= _with_scales(dims, "kv_a", kv_a)
+    found |= _with_scales(dims, "o", lambda g: _output(f"{at}.o_proj.weight", out, hidden, g))
     if not latent.q_rank:
-        return found | {"q": Queries(f"{at}.q_proj.weight", heads, hidden, q_order)}
-    return found | {
-        "q_a": Turned(f"{at}.q_a_proj.weight", hidden, latent.q_rank),
-        "q_a_norm": Plain(f"{at}.q_a_layernorm.weight", (latent.q_rank,)),
-        "q_b": Queries(f"{at}.q_b_proj.weight", heads, latent.q_rank, q_order),
-    }
+        return found | _with_scales(dims, "q", queries("q_proj", hidden))
+    found["q_a_norm"] = Plain(f"{at}.q_a_layernorm.weight", (latent.q_rank,))
+    found |= _with_scales(dims, "q_a", q_a)
+    return found | _with_scales(dims, "q_b", queries("q_b_proj", latent.q_rank))
+
+
+def _output(name: str, heads: Heads, hidden: int, group: int) -> Source:
+    """What brings heads together, if so many entries of a head counted as one."""
+    return Output(name, replace(heads, head_dim=heads.head_dim // group), hidden)
 
 
 def _halves_last(before: int, size: int) -> tuple[int, ...]:
@@ -188,20 +228,12 @@ def _expert_products(
 ) -> dict[str, Source]:
     """Both products of all experts and, where these are codes, their scales.
 
-    stacks: of products of so many inputs; a group of inputs that share a scale counts as one.
+    stacks: of products of so many inputs.
     """
-    names = "experts_gate_up", "experts_down"
-    inputs = cfg.hidden_size, cfg.moe_intermediate_size
-    found = dict(zip(names, stacks(*inputs), strict=True))
-    if dims.coded:
-        first, last = dims.coded_groups
-        scales = stacks(inputs[0] // first, inputs[1] // last)
-        found |= {f"{name}_scale": Scales(of) for name, of in zip(names, scales, strict=True)}
-    return found
-
-
-def _gated(hidden: int, width: int, at: str, names: tuple[str, str, str]) -> tuple[Source, Source]:
-    return _products((hidden, width), (width, hidden), at, names)
+    hidden, width = cfg.hidden_size, cfg.moe_intermediate_size
+    first = _with_scales(dims, "experts_gate_up", lambda group: stacks(hidden // group, width)[0])
+    last = _with_scales(dims, "experts_down", lambda group: stacks(hidden, width // group)[1])
+    return first | last
 
 
 def _products(

@@ -70,7 +70,7 @@ class Model:
         stacks: Stacks | None = None,
         redundant_experts: int = 0,
         platform: str = "",
-        coded: int = 0,
+        coded: tuple[str, ...] = (),
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 

@@ -12,17 +12,19 @@ from jax.sharding import Mesh
 
 from model import orbax
 from model.checkpoint import Checkpoint
-from model.coded_tensors import check_coded, shown
+from model.coded_tensors import codes_to_keep, shown
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.orbax import is_orbax, save_orbax
-from model.params import Holds, Leaf, Params
+from model.params import Leaf, Params
 from model.quantised import open_checkpoint
+from model.sharding import Dims
 from model.sources import Files, Source
 from model.tensors import checked_sources
 from model.transformer import Model, random_params
 
 __all__ = [
+    "coded_parameters",
     "is_orbax",
     "load_params",
     "model_digest",
@@ -45,20 +47,32 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     leaves, tree = jax.tree.flatten(model.param_leaves())
     meter = _Meter(progress, stored_bytes(model))
     if is_orbax(folder):
-        if model.dims.coded:
-            raise ModelError(
-                f"{folder}: in Orbax form; accepted with --quantization fp8: safetensors"
-            )
         return orbax.load_params(folder, model, meter.add)
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
-    coded = [s for s, leaf in zip(sources, leaves, strict=True) if leaf.holds is Holds.CODES]
-    check_coded(files, [name for source in coded for name, _ in source.expected()])
     made = [
         _place(files, source, leaf, model.mesh, meter)
         for source, leaf in zip(sources, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, made)
+
+
+def coded_parameters(
+    path: str | Path, cfg: ModelConfig, dims: Dims, quantization: str, by_default: bool
+) -> tuple[str, ...]:
+    """`Dims.coded` for a checkpoint folder; see codes_to_keep. An Orbax folder has no codes.
+
+    Raises ModelError where they are asked for and not to be had, and as load_params does.
+    """
+    folder = Path(path)
+    if is_orbax(folder):
+        if quantization == "fp8":
+            raise ModelError(
+                f"{folder}: in Orbax form; accepted with --quantization fp8: safetensors"
+            )
+        return ()
+    files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
+    return codes_to_keep(files, cfg, dims, quantization, by_default)
 
 
 def stored_bytes(model: Model) -> int:

@@ -10,20 +10,21 @@ import pytest
 from bench.floors import (
     Ceilings,
     Cost,
+    Weights,
     attention_biases,
-    attention_params,
+    attention_weights,
     decode_attention_cost,
     decode_step_cost,
-    dense_params,
+    dense_weights,
     expert_biases,
-    expert_params,
+    expert_weights,
     experts_touched,
     kv_bytes_per_token,
     moe_cost,
     prefill_attention_cost,
     prefill_chunk_cost,
     router_biases,
-    shared_params,
+    shared_weights,
 )
 from bench.shapes import (
     DEEPSEEK_V2_LITE,
@@ -86,12 +87,15 @@ def total_params(shape: Shape) -> int:
     """All but norms, of what the floors count."""
     cfg = shape.cfg
     tables = cfg.vocab_size * cfg.hidden_size * (1 if cfg.tie_word_embeddings else 2)
-    expert = expert_params(cfg) + expert_biases(cfg) + cfg.hidden_size
-    routed = cfg.num_experts * expert + router_biases(cfg) + shared_params(cfg)
-    attention = attention_params(cfg) + attention_biases(cfg)
-    return tables + sum(
-        attention + (routed if moe else dense_params(cfg)) for moe in cfg.moe_layers
-    )
+    expert = _count(expert_weights(cfg)) + expert_biases(cfg) + cfg.hidden_size
+    routed = cfg.num_experts * expert + router_biases(cfg) + _count(shared_weights(cfg))
+    attention = _count(attention_weights(cfg)) + attention_biases(cfg)
+    dense = _count(dense_weights(cfg))
+    return tables + sum(attention + (routed if moe else dense) for moe in cfg.moe_layers)
+
+
+def _count(weights: Weights) -> int:
+    return sum(weights.values())
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -174,7 +178,7 @@ def test_a_prompt_of_its_own_may_attend_with_keys_and_values_of_each_head():
 def test_queries_of_low_rank_are_two_products():
     # q_a and q_b, kv_a, k_b and v_b, o.
     each = (256 * 96 + 96 * 8 * 48, 256 * 80, 8 * 64 * (32 + 32), 8 * 32 * 256)
-    assert attention_params(DEMO_LATENT.cfg) == sum(each)
+    assert _count(attention_weights(DEMO_LATENT.cfg)) == sum(each)
 
 
 def test_a_layer_with_a_window_reads_no_more_keys_than_are_in_it():

@@ -111,18 +111,28 @@ def test_pages_of_a_byte_a_number_are_half_as_large_and_read_in_half_the_time() 
     assert gained == pytest.approx(kv_bytes / 4300e9)
 
 
-def test_experts_kept_as_codes_take_half_of_the_memory_and_are_read_in_half_the_time() -> None:
+def test_codes_take_half_of_the_memory_and_are_read_in_half_the_time() -> None:
     cfg, config = QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16")
     wide = plan_group(cfg, config, 139.0)
     narrow = plan_group(cfg, dataclasses.replace(config, quantization="fp8"), 139.0)
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert wide.weights_bytes - narrow.weights_bytes == experts * (2 - 1 - 4 / 128)
-    touched = experts_touched(cfg, 64) / 128 * experts
+    experts, dense = 48 * 128 * 3 * 2048 * 768, 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    assert wide.weights_bytes - narrow.weights_bytes == (experts + dense) * (2 - 1 - 4 / 128)
+    touched = experts_touched(cfg, 64) / 128 * experts + dense
     gained = wide.step_s(64, 1024, H200) - narrow.step_s(64, 1024, H200)
     assert gained == pytest.approx(touched * (1 - 4 / 128) / 4300e9)
     # Of two devices that share each expert, scales are no two devices' either.
     halves = plan_group(cfg, dataclasses.replace(config, quantization="fp8", tp_size=2), 139.0)
-    assert halves.dims.coded_groups == (128, 128)
+    assert halves.dims.coded_inputs["experts_down"] == (384, 128)
+
+
+def test_of_a_mixture_published_in_four_bits_only_experts_are_codes() -> None:
+    cfg, config = QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16", quantization="fp8")
+    four = dataclasses.replace(cfg, quantization="int4", quantized_block=(1, 32))
+    assert plan_group(four, config, 139.0).dims.coded == ("experts_gate_up", "experts_down")
+    eight = dataclasses.replace(cfg, quantization="fp8")
+    assert plan_group(eight, config, 139.0).dims.coded == tuple(
+        plan_group(cfg, config, 139.0).dims.coded_inputs
+    )
 
 
 def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:

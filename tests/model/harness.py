@@ -16,7 +16,7 @@ from model.buckets import DecodeBuckets, decode_buckets
 from model.captured import Captured
 from model.config import ModelConfig
 from model.kv import init_pool
-from model.sharding import Stacks, make_mesh
+from model.sharding import Dims, Stacks, make_mesh
 from model.transformer import (
     ChunkBatch,
     Model,
@@ -25,7 +25,7 @@ from model.transformer import (
     prefill_captured,
     prefill_hidden,
 )
-from model.weights import load_params
+from model.weights import coded_parameters, load_params
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 PAGE_SIZE = 16
@@ -68,12 +68,20 @@ class Harness:
         dp: int = 1,  # ranks, which all do the same
         stacks: Stacks | None = None,
         platform: str = "",  # as if on this one
-        coded: int = 0,
+        coded: bool = False,  # whether weights that may be codes are
     ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
+        names = coded_parameters(checkpoint, cfg, Dims.of(cfg, mesh, ep > tp), "fp8", True)
         self.model = Model.create(
-            cfg, mesh, dtype, PAGE_SIZE, ep > tp, stacks, platform=platform, coded=coded
+            cfg,
+            mesh,
+            dtype,
+            PAGE_SIZE,
+            ep > tp,
+            stacks,
+            platform=platform,
+            coded=names if coded else (),
         )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()

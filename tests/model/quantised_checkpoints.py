@@ -107,20 +107,21 @@ def _golden_tensors(name: str) -> Tensors:
     return tensors
 
 
-def int4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
-    """DeepSeek V3's network with its routed experts quantised, as Kimi K2's are, and without."""
-    tensors = _golden_tensors("deepseek_v3")
+def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tuple[Path, Path]:
+    """A network with its routed experts quantised, as Kimi K2's are, or of one that has none its
+    projections, and without.
+    """
+    tensors = _golden_tensors(golden)
     packed = dict(tensors)
     experts = [name for name in tensors if ".experts." in name]
-    assert experts
-    for name in experts:
+    for name in experts or [name for name in tensors if "_proj.weight" in name]:
         words, scales, tensors[name] = as_int4(packed.pop(name))
         packed |= {
             f"{name}_packed": words,
             f"{name}_scale": scales,
             f"{name}_shape": np.array(tensors[name].shape, np.int32),
         }
-    config = json.loads((GOLDENS / "deepseek_v3" / "model" / "config.json").read_text())
+    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
     save_file(tensors, write_config(plain, config) / "model.safetensors")
     save_file(packed, write_config(quantised, config | INT4) / "model.safetensors")
     return quantised, plain

@@ -1,8 +1,6 @@
-"""Experts kept as codes of a byte: the same numbers as expanded ones, and what is refused."""
+"""Weights kept as codes of a byte: the same numbers as expanded ones, and what is refused."""
 
-import json
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,15 +23,19 @@ from model.opening import ROUNDED, OpenedModel, open_model
 from model.programs import abstract_like, compile_all
 from model.sharding import Dims, make_mesh
 from model.transformer import Model
-from model.weights import load_params, save_orbax, stored_bytes
-from tests.model.checkpoints import write_config
+from model.weights import coded_parameters, load_params, save_orbax, stored_bytes
+from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS, Golden, Harness
-from tests.model.quantised_checkpoints import INT4, fp8_pair, int4_pair, mxfp4_pair
+from tests.model.quantised_checkpoints import fp8_pair, int4_pair, mxfp4_pair
 
 PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "mxfp4": mxfp4_pair,
     "int4": int4_pair,
     "fp8": partial(fp8_pair, "deepseek_v3", block=(24, 16)),
+}
+DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
+    "int4": partial(int4_pair, golden="qwen3"),
+    "fp8": partial(fp8_pair, "qwen3", block=(24, 16)),
 }
 # tp, ep, dp: whole experts, experts that devices share, that ranks share.
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
@@ -49,11 +51,17 @@ def folders(
     )
 
 
-def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, coded: int) -> Model:
+def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, how: str) -> Model:
     tp, ep, dp = mesh
     cfg, devices = ModelConfig.from_dir(folder), make_mesh(tp, ep, dp_size=dp)
     again = ep if ep > 1 else 0  # copies of experts
-    return Model.create(cfg, devices, dtype, 16, ep > tp, redundant_experts=again, coded=coded)
+    names = coded_parameters(folder, cfg, Dims.of(cfg, devices, ep > tp, again), how, True)
+    return Model.create(cfg, devices, dtype, 16, ep > tp, redundant_experts=again, coded=names)
+
+
+def _axis(name: str) -> int:
+    """Of inputs."""
+    return {"experts_gate_up": 2, "experts_down": 2, "o": 3}.get(name, 1)
 
 
 def _open(
@@ -88,19 +96,25 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     folders: tuple[Path, Path], mesh: tuple[int, int, int], dtype: str
 ) -> None:
     quantised, plain = folders
-    share = ModelConfig.from_dir(quantised).scale_inputs
-    kept, whole = _model(quantised, mesh, dtype, share), _model(plain, mesh, dtype, 0)
+    kept, whole = _model(quantised, mesh, dtype, "auto"), _model(plain, mesh, dtype, "auto")
+    assert {"experts_gate_up", "experts_down"} <= set(kept.dims.coded)
+    # Of fp8 everything is quantised but what latent attention multiplies by heads.
+    every = ModelConfig.from_dir(quantised).quantization == "fp8"
+    assert every == ("o" in kept.dims.coded) == ("shared_down" in kept.dims.coded)
+    seen = set()
     for run, stacks in zip(
         load_params(quantised, kept)["layers"], load_params(plain, whole)["layers"], strict=True
     ):
-        for name in ("experts_gate_up", "experts_down") if "experts_down" in run else ():
+        for name in (name for name in kept.dims.coded if name in run):
             codes, scales = run[name], run[f"{name}_scale"]
             assert (codes.dtype, scales.dtype) == (jnp.uint8, jnp.float32)
             assert codes.shape == stacks[name].shape
             assert codes.sharding == stacks[name].sharding
-            values = _values(np.asarray(codes), np.asarray(scales), 2, dtype)
+            values = _values(np.asarray(codes), np.asarray(scales), _axis(name), dtype)
             expected = np.asarray(stacks[name])
             assert (values.view(np.uint8) == expected.view(np.uint8)).all(), name
+            seen.add(name)
+    assert seen == set(kept.dims.coded)
     assert stored_bytes(kept) < stored_bytes(whole)
 
 
@@ -122,10 +136,10 @@ def test_a_network_of_codes_generates_what_its_weights_do(
 ) -> None:
     cfg = ModelConfig.from_dir(folders[0])
     prompts = [[i % cfg.vocab_size for i in range(1, n)] for n in (5, 40, 23)]
-    (tp, ep, dp), sizes = mesh, (cfg.scale_inputs, 0)
+    tp, ep, dp = mesh
     kept, expanded = (
         Harness(folders[0], tp, ep, dtype, dp=dp, platform=platform, coded=coded).run(prompts, 8)
-        for coded in sizes
+        for coded in (True, False)
     )
     for one, other in zip(kept, expanded, strict=True):
         assert one.ids == other.ids
@@ -165,25 +179,31 @@ def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     assert (found == expected).all()
 
 
-def test_weights_without_codes_are_the_same_codes_on_every_mesh() -> None:
-    folder = GOLDENS / "qwen3_moe" / "model"
+@pytest.mark.parametrize("golden", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_weights_without_codes_are_the_same_codes_on_every_mesh(golden: str) -> None:
+    folder = GOLDENS / golden / "model"
     whole, parts = _open(folder, "fp8"), _open(folder, "fp8", tp=2)
-    assert whole.model.dims.coded_groups != parts.model.dims.coded_groups
+    assert whole.model.dims.coded == parts.model.dims.coded == tuple(whole.model.dims.coded_inputs)
+    assert whole.model.dims.coded_inputs != parts.model.dims.coded_inputs
     assert whole.digest == parts.digest == _open(folder, "none").digest + ROUNDED
     for run, stacks in zip(whole.params["layers"], parts.params["layers"], strict=True):
-        for name in ("experts_gate_up", "experts_down") if "experts_down" in run else ():
+        for name in (name for name in whole.model.dims.coded if name in run):
             one, other = (
-                _values(np.asarray(of[name]), np.asarray(of[f"{name}_scale"]), 2, "float32")
-                for of in (run, stacks)
+                _values(np.asarray(codes), np.asarray(scales), _axis(name), "float32")
+                for codes, scales in ((of[name], of[f"{name}_scale"]) for of in (run, stacks))
             )
-            assert (one == other).all()
+            # Heads that are dealt out over copies of a kv head stand in the same order.
+            other = other.reshape(one.shape)
+            assert (one == other).all(), name
 
 
-def test_answers_of_rounded_weights_are_near_the_recorded() -> None:
-    recorded = Golden("qwen3_moe")
+@pytest.mark.parametrize("golden", ["qwen3", "qwen3_moe"])
+def test_answers_of_rounded_weights_are_near_the_recorded(golden: str) -> None:
+    recorded = Golden(golden)
     prompts = list(recorded.prompts.values())[:3]
-    ran = Harness(GOLDENS / "qwen3_moe" / "model", 2, 2, coded=128).run(prompts, 2)
-    exact = Harness(GOLDENS / "qwen3_moe" / "model", 2, 2).run(prompts, 2)
+    sizes = (2, 1 if golden == "qwen3" else 2)
+    ran = Harness(GOLDENS / golden / "model", *sizes, coded=True).run(prompts, 2)
+    exact = Harness(GOLDENS / golden / "model", *sizes).run(prompts, 2)
     for one, other in zip(ran, exact, strict=True):
         assert 0 < np.abs(one.logits - other.logits).max() < 0.5 * np.abs(other.logits).max()
 
@@ -216,64 +236,89 @@ def test_a_quantised_checkpoint_stays_so_unless_asked_otherwise(
     folders: tuple[Path, Path],
 ) -> None:
     kept, asked, expanded = (_open(folders[0], how) for how in ("auto", "fp8", "none"))
-    assert kept.model.dims.coded == asked.model.dims.coded > 0
-    assert expanded.model.dims.coded == 0
+    assert kept.model.dims.coded == asked.model.dims.coded
+    assert "experts_down" in kept.model.dims.coded
+    assert expanded.model.dims.coded == ()
     # The numbers are the same, so workers that differ in it may serve one request.
     assert kept.digest == asked.digest == expanded.digest
-    assert _open(folders[1], "auto").model.dims.coded == 0
+    assert _open(folders[1], "auto").model.dims.coded == ()
 
 
 @given(
     hidden=st.integers(1, 64).map(lambda n: 4 * n),
     width=st.integers(1, 64).map(lambda n: 4 * n),
+    head_dim=st.integers(1, 32).map(lambda n: 4 * n),
     tp=st.sampled_from((1, 2, 4)),
     quantised=st.sampled_from((("", (128, 128)), ("fp8", (128, 128)), ("int4", (1, 32)))),
     experts=st.sampled_from((0, 8)),
-    by_default=st.booleans(),
 )
-def test_codes_are_kept_by_default_where_scales_are_few(
+def test_no_two_devices_share_a_scale_and_few_inputs_are_refused_one(
     hidden: int,
     width: int,
+    head_dim: int,
     tp: int,
     quantised: tuple[str, tuple[int, int]],
     experts: int,
-    by_default: bool,
 ) -> None:
     cfg = replace(
         ModelConfig.from_dir(GOLDENS / "qwen3_moe" / "model"),
         hidden_size=hidden,
+        head_dim=head_dim,
+        intermediate_size=width,
         moe_intermediate_size=width if experts else 0,
         num_experts=experts,
+        moe_layers=(experts > 0,) * 2,
+        num_layers=2,
         quantization=quantised[0],
         quantized_block=quantised[1],
     )
     dims = Dims(cfg, tp, 1)
-    fits = quantised[0] and experts and hidden % 8 == width % (8 * tp) == 0
-    kept = dims.coded_by("auto", by_default)
-    assert kept == (quantised[1][1] if by_default and fits else 0)
-    assert replace(dims, coded=kept).coded == kept
-    assert dims.coded_by("none", by_default) == 0
-    assert dims.coded_by("fp8", by_default) == quantised[1][1]
+    first, last = ("experts_gate_up", "experts_down") if experts else ("gate_up", "down")
+    sizes = {"qkv": hidden, "o": head_dim, first: hidden, last: -(-width // tp)}
+    assert {name: inputs for name, (inputs, _) in dims.coded_inputs.items()} == sizes
+    for name, (inputs, group) in dims.coded_inputs.items():
+        assert inputs % group == quantised[1][1] % group == 0
+        if group < 8:
+            with pytest.raises(ModelError, match=f"{name} of {inputs} .*: {group} of them"):
+                replace(dims, coded=(name,))
+        else:
+            assert replace(dims, coded=(name,)).coded == (name,)
+    assert dims.coded_as_published("none") == dims.coded_as_published("auto") == ()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_a_quantised_network_without_experts_is_expanded(kind: str, tmp_path: Path) -> None:
-    folders = tmp_path / kind, tmp_path / "plain"
-    folder, _ = fp8_pair("qwen3", *folders, (24, 16))
-    if kind == "int4":
-        shutil.copytree(GOLDENS / "qwen3" / "model", tmp_path / "dense")
-        config = json.loads((GOLDENS / "qwen3" / "model" / "config.json").read_text())
-        folder = write_config(tmp_path / "dense", config | INT4)
-    assert _open(folder, "auto").model.dims.coded == 0
-    with pytest.raises(ModelError, match="Qwen3ForCausalLM has none"):
-        _open(folder, "fp8")
+def test_a_quantised_network_without_experts_keeps_its_codes(kind: str, tmp_path: Path) -> None:
+    folder, plain = DENSE_PAIRS[kind](tmp_path / kind, tmp_path / "plain")
+    kept, whole = _open(folder, "auto"), _open(plain, "auto")
+    assert kept.model.dims.coded == ("qkv", "o", "gate_up", "down")
+    assert stored_bytes(kept.model) < stored_bytes(whole.model)
+    prompts = [[i % 64 for i in range(1, n)] for n in (5, 40, 23)]
+    one, other = (Harness(at, 2, coded=at is folder).run(prompts, 8) for at in (folder, plain))
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.ids == theirs.ids
+        np.testing.assert_allclose(mine.step_logits, theirs.step_logits, rtol=0, atol=1e-5)
+
+
+def test_what_is_quantised_in_some_layers_alone_is_expanded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = tensors[name].astype(np.float32)
+        del tensors[f"{name}_scale_inv"]
+
+    folder, _ = fp8_pair("qwen3", tmp_path / "fp8", tmp_path / "plain", (24, 16), change)
+    with caplog.at_level(logging.WARNING):
+        assert _open(folder, "fp8").model.dims.coded == ("qkv", "gate_up", "down")
+    assert f"o: expanded, since tensor {name} is not quantised" in caplog.text
 
 
 def test_an_orbax_folder_has_no_codes(tmp_path: Path) -> None:
     quantised, _ = int4_pair(tmp_path / "int4", tmp_path / "plain")
     cfg = ModelConfig.from_dir(quantised)
     save_orbax(quantised, tmp_path / "orbax", Model.create(cfg, make_mesh(1, 1), "float32", 16))
-    assert _open(tmp_path / "orbax", "auto").model.dims.coded == 0
+    assert _open(tmp_path / "orbax", "auto").model.dims.coded == ()
     with pytest.raises(ModelError, match="in Orbax form; accepted with --quantization fp8"):
         _open(tmp_path / "orbax", "fp8")
 
@@ -292,12 +337,13 @@ def test_experts_that_are_quantised_in_part_are_expanded_unless_asked_for(
     with pytest.raises(ModelError, match=f"{name} is not quantised, as experts are by config"):
         _open(broken, "fp8")
     with caplog.at_level(logging.WARNING):
-        assert _open(broken, "auto").model.dims.coded == 0
-    assert "all experts become float32" in caplog.text
+        coded = _open(broken, "auto").model.dims.coded
+    assert "experts_gate_up" in coded
+    assert "experts_down" not in coded
+    assert f"experts_down: expanded, since tensor {name} is not quantised" in caplog.text
 
 
 def test_inputs_that_can_share_few_scales_are_refused(tmp_path: Path) -> None:
-    config = json.loads((GOLDENS / "qwen3_moe" / "model" / "config.json").read_text())
-    odd = write_config(tmp_path, config | {"moe_intermediate_size": 36})
-    with pytest.raises(ModelError, match=r"64 and 36 inputs .* 128 share a scale: .* 4 could"):
-        _open(odd, "fp8")
+    write_checkpoint(tmp_path, QWEN2)
+    with pytest.raises(ModelError, match=r"o of 10 inputs .*: 2 of them could share a scale"):
+        _open(tmp_path, "fp8")
