@@ -74,7 +74,7 @@ def attention(
     Source: grouped queries arXiv:2305.13245; pages arXiv:2309.06180, section 4.1.
     """
     with jax.named_scope("attention"):
-        heads, group, head_dim = weights["o"].shape[:3]
+        heads, group, head_dim = weights.shape("o")[:3]
         qkv = product(x, weights.matrix("qkv")).reshape(-1, heads, group + 2, head_dim)
         if cfg.qkv_bias:
             qkv = qkv + weights["qkv_bias"].astype(jnp.float32)

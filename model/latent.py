@@ -72,7 +72,7 @@ def _queries(
         inner = product(x, weights.matrix("q_a")).astype(x.dtype)
         inner = rms_norm(inner, weights["q_a_norm"], _EPS)
     flat = product(inner, weights.matrix(name))
-    return flat.reshape(-1, *weights[name].shape[2:]).astype(x.dtype)
+    return flat.reshape(-1, *weights.shape(name)[2:]).astype(x.dtype)
 
 
 def _by_head(

@@ -78,7 +78,7 @@ class Matrix:
     def tile(self, rows: int) -> tuple[int, int]:
         """Inputs and outputs that are multiplied at a time with so many rows."""
         inputs, outputs = self.shape
-        if self.turned or not self.on_cpu:
+        if self.turned or not self.on_cpu or inputs * outputs <= _INPUTS * _OUTPUTS:
             return inputs, outputs
         as_they_lie = self.scales is None and not self.at
         if as_they_lie and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
@@ -98,11 +98,14 @@ class LayerWeights(Mapping[str, Array]):
     """One layer's parameters by name; of experts, and what goes with them, the whole stacks.
 
     dtype: of products. on_cpu: see Matrix.
+    stacked, idx: parameters of which there are whole stacks too, and which of these is the layer's.
     """
 
     arrays: Mapping[str, Array]
     dtype: Any
     on_cpu: bool
+    stacked: frozenset[str] = frozenset()
+    idx: Int32[Array, ""] | None = None
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -113,15 +116,21 @@ class LayerWeights(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self.arrays)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the layer's own."""
+        return self.arrays[name].shape[name in self.stacked :]
+
     def matrix(self, name: str, inputs: int = 1) -> Matrix:
         """A parameter for a product over its first axes, so many."""
+        at = (self.idx,) if name in self.stacked and self.idx is not None else ()
 
         def flat(array: Array) -> Array:
-            return array.reshape(math.prod(array.shape[:inputs]), -1)
+            lead, own = array.shape[: len(at)], array.shape[len(at) :]
+            return array.reshape(*lead, math.prod(own[:inputs]), -1)
 
         scales = self.arrays.get(f"{name}_scale")
         own = None if scales is None else flat(scales)
-        return Matrix(flat(self.arrays[name]), own, self.dtype, self.on_cpu)
+        return Matrix(flat(self.arrays[name]), own, self.dtype, self.on_cpu, at)
 
 
 def contract(

@@ -126,10 +126,14 @@ Weights = dict[str, Array]
 
 
 class _Kind(NamedTuple):
-    """What programs are traced anew for. group: of pages; None: of layers of both."""
+    """What programs are traced anew for. group: of pages; None: of layers of both.
+
+    alone: whether the layer is no stack's.
+    """
 
     moe: bool
     group: int | None
+    alone: bool
 
 
 class _Inputs(NamedTuple):
@@ -359,19 +363,28 @@ def _layers(
         return _block(model, kind, idx, layer, weights, carry, inputs, rows, expert_map, attend)
 
     for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
-        group = group_of_layer(cfg, run.first) if run.num_layers == 1 else None
-        carry = _run(run, stacks, carry, partial(block, _Kind(run.moe, group)))
+        alone = run.num_layers == 1
+        group = group_of_layer(cfg, run.first) if alone else None
+        carry = _run(model, run, stacks, carry, partial(block, _Kind(run.moe, group, alone)))
     with jax.named_scope("final_norm"):
         return carry._replace(x=rms_norm(carry.x, params["norm"], cfg.rms_norm_eps))
 
 
-def _run(run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Carry]) -> _Carry:
-    """Layers of identical structure. Expert stacks go whole to their kernel, which indexes them.
+def _run(
+    model: Model, run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Carry]
+) -> _Carry:
+    """Layers of identical structure. Stacks of experts, and those that products read tiles of, go
+    whole to where they are indexed.
 
-    XLA on CPU takes each layer's part out of a stack by copying it, unless there is but one layer:
-    then it drops the loop, and the stack is the layer.
+    XLA on CPU takes each layer's part out of any other stack by copying it, unless there is but one
+    layer: then it drops the loop, and the stack is the layer.
     """
-    small = [name for name in stacks if not name.startswith("experts_")]
+    whole = _read_in_stacks(model, run.num_layers == 1)
+    small = [
+        name
+        for name in stacks
+        if not name.startswith("experts_") and name.removesuffix("_scale") not in whole
+    ]
 
     def layer_body(i: Array, carry: _Carry) -> _Carry:
         own = {name: lax.dynamic_index_in_dim(stacks[name], i, keepdims=False) for name in small}
@@ -379,6 +392,11 @@ def _run(run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Car
 
     with jax.named_scope(f"layers_{run.first}_to_{run.first + run.num_layers - 1}"):
         return lax.fori_loop(np.int32(0), np.int32(run.num_layers), layer_body, carry)
+
+
+def _read_in_stacks(model: Model, alone: bool) -> frozenset[str]:
+    """Parameters that products read where they are stacked. alone: whether they are not."""
+    return frozenset() if alone or not model.on_cpu else frozenset(model.dims.coded_inputs)
 
 
 def _block(
@@ -393,10 +411,11 @@ def _block(
     expert_map: ExpertMap,
     attend: Attend,
 ) -> _Carry:
-    """One layer. arrays: its own, but for experts' stacks, of which `idx` is this layer's."""
+    """One layer. arrays: its own, but for stacks (see `_run`), of which `idx` is this layer's."""
     cfg = model.cfg
     x, pool, loads, captured = carry
-    weights = LayerWeights(arrays, model.dtype, model.on_cpu)
+    stacked = _read_in_stacks(model, kind.alone)
+    weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx)
     inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
     attend_layer = latent_attention if cfg.latent else attention
     place = place_of(cfg, layer, kind.group)
