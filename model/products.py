@@ -17,11 +17,13 @@ from jaxtyping import Float, Int32
 
 from model.coded import decoded
 
-# 256 inputs by 4,096 outputs are 4 MiB in float32, and half that or more was best on all shapes
-# tried; narrower strips of many outputs lose to those of all of them.
+# Tiles of one or two million weights, which were best or nearly so on all shapes tried, and as wide
+# as that allows: strips of fewer outputs are slower, of codes by up to a third.
 _INPUTS: Final = 256
-_OUTPUTS: Final = 4096
-_NARROW: Final = 6144  # outputs up to here are one strip
+_OUTPUTS: Final = 6144  # of a tile with so many inputs; a wider one has half as many
+_WIDEST: Final = 16384  # outputs; more of them are multiplied strip by strip
+_STRIP: Final = 8192
+_SMALL: Final = 2**20  # weights that are one tile
 _LEAST: Final = 64  # inputs or outputs of a tile; a size that has no such divisor stays whole
 # Of numbers that no index takes out of a stack: XLA's own product is faster outside of these.
 _FEW_ROWS: Final = range(2, 33)
@@ -78,13 +80,14 @@ class Matrix:
     def tile(self, rows: int) -> tuple[int, int]:
         """Inputs and outputs that are multiplied at a time with so many rows."""
         inputs, outputs = self.shape
-        if self.turned or not self.on_cpu or inputs * outputs <= _INPUTS * _OUTPUTS:
+        if self.turned or not self.on_cpu or inputs * outputs <= _SMALL:
             return inputs, outputs
         as_they_lie = self.scales is None and not self.at
         if as_they_lie and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
             return inputs, outputs
-        narrow = outputs if outputs <= _NARROW else _divisor(outputs, _OUTPUTS, 1)
-        return _divisor(inputs, _INPUTS, self.group), narrow
+        narrow = outputs if outputs <= _WIDEST else _divisor(outputs, _STRIP, 1)
+        most = _INPUTS if narrow <= _OUTPUTS else _INPUTS // 2
+        return _divisor(inputs, most, self.group), narrow
 
 
 def _divisor(size: int, most: int, multiple: int) -> int:

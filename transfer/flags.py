@@ -438,7 +438,7 @@ WORKER_HELP = {
     "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "
     "memory on CPU, else 0.85",
     "kv_cache_dtype": "type of pages; auto follows --dtype, fp8_e4m3 has a byte a value",
-    "quantization": "layers' weights in memory; fp8: a byte each, what a quantised checkpoint has so "
+    "quantization": "layers' weights in memory; fp8: a byte each, what a quantised checkpoint has "
     "as it is, of any other all, rounded; none: of --dtype; auto: what a quantised checkpoint has "
     "as it is on CPU, else of --dtype",
     "max_queued_requests": "requests held at most, running ones included",

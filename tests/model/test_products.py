@@ -13,11 +13,14 @@ from model.coded import decoded
 from model.products import LayerWeights, Matrix, product
 
 SIZES = st.sampled_from((8, 24, 64, 96, 320, 520, 1536))
-OUTPUTS = st.sampled_from((1, 40, 1024, 6144, 7000, 8192))
+OUTPUTS = st.sampled_from((1, 40, 1024, 6144, 7000, 16385, 20000))
 
 
-def _codes(draw: np.random.Generator, shape: tuple[int, ...], group: int) -> tuple[Any, Any]:
-    of_groups = (*shape[:-2], shape[-2] // group, shape[-1])
+def _codes(
+    draw: np.random.Generator, shape: tuple[int, ...], group: int, axis: int = -2
+) -> tuple[Any, Any]:
+    of_groups = list(shape)
+    of_groups[axis] //= group
     codes = draw.integers(0, 127, shape, dtype=np.uint8)
     return jnp.asarray(codes), jnp.asarray(draw.uniform(1e-4, 1e-3, of_groups), jnp.float32)
 
@@ -54,6 +57,7 @@ def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
     some, narrow = matrix.tile(rows)
     assert inputs % some == outputs % narrow == 0
     assert some % matrix.group == 0
+    assert on_cpu or (some, narrow) == (inputs, outputs)
     found = jax.jit(
         lambda x, values, scales: product(x, Matrix(values, scales, jnp.float32, on_cpu, at))
     )(x, values, scales)
@@ -81,6 +85,18 @@ def test_a_parameter_of_several_axes_of_inputs_is_one_matrix() -> None:
     x = jnp.asarray(draw.standard_normal((5, 192)), jnp.float32)
     numbers = decoded(codes, scales, 2, jnp.float32, True).reshape(192, 40)
     np.testing.assert_allclose(product(x, matrix), _expected(x, numbers), rtol=0, atol=1e-5)
+
+
+def test_a_layer_of_a_stack_is_one_matrix() -> None:
+    draw = np.random.default_rng(7)
+    codes, scales = _codes(draw, (3, 32, 2, 20), 16, axis=1)
+    stack = {"gate_up": codes, "gate_up_scale": scales, "norm": jnp.ones(32)}
+    weights = LayerWeights(stack, jnp.float32, True, frozenset({"gate_up", "down"}), jnp.int32(2))
+    assert (weights.shape("gate_up"), weights.shape("norm")) == ((32, 2, 20), (32,))
+    x = jnp.asarray(draw.standard_normal((5, 32)), jnp.float32)
+    numbers = decoded(codes, scales, 1, jnp.float32, True)[2].reshape(32, 40)
+    found = product(x, weights.matrix("gate_up"))
+    np.testing.assert_allclose(found, _expected(x, numbers), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["codes", "an expert", "an expert's codes", "few rows"])
