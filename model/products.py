@@ -158,6 +158,10 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
     if rows == 1 and w.on_cpu and jnp.dtype(w.dtype) == jnp.bfloat16:
         # XLA's CPU product of one bfloat16 row is slower than that of two.
         return product(jnp.concatenate([x, x]), w)[:1]
+    if rows == 1 and w.scales is not None and not w.on_cpu:
+        # XLA for CUDA decodes within a sum, but writes what it decoded before a product.
+        numbers = w.part((jnp.int32(0), jnp.int32(0)), w.shape).astype(jnp.float32)
+        return jnp.sum(x.astype(w.dtype).astype(jnp.float32)[:, :, None] * numbers, axis=1)
     outputs, (some, narrow), zero = w.shape[1], w.tile(rows), jnp.int32(0)
     if narrow == outputs:
         return _strip(x, w, zero, (some, narrow))
