@@ -159,9 +159,7 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
         # XLA's CPU product of one bfloat16 row is slower than that of two.
         return product(jnp.concatenate([x, x]), w)[:1]
     if rows == 1 and w.scales is not None and not w.on_cpu:
-        # XLA for CUDA decodes within a sum, but writes what it decoded before a product.
-        numbers = w.part((jnp.int32(0), jnp.int32(0)), w.shape).astype(jnp.float32)
-        return jnp.sum(x.astype(w.dtype).astype(jnp.float32)[:, :, None] * numbers, axis=1)
+        return _row_by_codes(x, w)
     outputs, (some, narrow), zero = w.shape[1], w.tile(rows), jnp.int32(0)
     if narrow == outputs:
         return _strip(x, w, zero, (some, narrow))
@@ -173,6 +171,19 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
 
     nothing = jnp.zeros((rows, outputs), jnp.float32)
     return lax.fori_loop(np.int32(0), np.int32(outputs // narrow), put_strip, nothing)
+
+
+def _row_by_codes(x: Float[Array, "1 a"], w: Matrix) -> Float[Array, "1 b"]:
+    """On an accelerator: XLA for CUDA decodes within a sum, and writes decoded weights before a
+    product.
+    """
+    (inputs, outputs), zero = w.shape, jnp.int32(0)
+    by_group = inputs // w.group, w.group
+    numbers = w.part((zero, zero), w.shape).astype(jnp.float32).reshape(*by_group, outputs)
+    row = x.astype(w.dtype).astype(jnp.float32).reshape(*by_group, 1)
+    # One sum of all inputs XLA would part otherwise, and write what it decoded, too.
+    sums = lax.optimization_barrier(jnp.sum(row * numbers, axis=1))
+    return jnp.sum(sums, axis=0, keepdims=True)
 
 
 def _strip(
