@@ -1,9 +1,9 @@
-"""Experts' weights that stay fp8 in memory: a byte a weight, and a scale for some of its inputs.
+"""Weights that stay fp8 in memory: a byte a weight, and a scale for some of its inputs.
 
 A weight is its code's value times a scale, brought to the dtype of the products where it is
 multiplied. Codes are e4m3 (arXiv:2209.05433), of which MXFP4's and four-bit values are a part, so
-checkpoints of either are kept without rounding. The axis behind layers and experts is that of
-inputs, of whose `group` neighbours each output has one scale.
+checkpoints of either are kept without rounding. Of a product's inputs `group` neighbours share one
+scale for each output.
 """
 
 from typing import Any, Final, NamedTuple

@@ -103,21 +103,15 @@ def shown(files: Checkpoint, leaf: Leaf) -> Files:
             return files
 
 
-def codes_to_keep(
-    files: Checkpoint, cfg: ModelConfig, dims: Dims, quantization: str, by_default: bool
-) -> tuple[str, ...]:
-    """Which parameters are to be codes, for a value of --quantization.
+def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) -> tuple[str, ...]:
+    """Which parameters are to be codes: of a quantised checkpoint those that it has quantised in
+    every layer, of any other all.
 
-    "fp8": of a quantised checkpoint those that it has quantised in every layer, of any other all.
-    "auto": the same of a quantised one, if by_default, and none of others. "none": none.
     Where few inputs could share a scale, those of a quantised checkpoint are expanded: the numbers
-    are the same. Raises ModelError where "fp8" asks for codes of experts that are not quantised.
+    are the same. asked: that experts be codes; raises ModelError where they are not quantised.
     """
-    asked = quantization == "fp8"
-    if not asked and (quantization == "none" or not by_default):
-        return ()
     if not isinstance(files, Quantised):
-        return tuple(dims.coded_inputs) if asked else ()
+        return tuple(dims.coded_inputs)
     layers = param_sources(cfg, replace(dims, coded=()))["layers"]
     found: list[str] = []
     for name, (_, group) in dims.coded_inputs.items():

@@ -32,9 +32,7 @@ from model.weights import coded_parameters, load_params, model_digest, stored_by
 
 log = logging.getLogger(__name__)
 
-ROUNDED = (
-    "-fp8-layers"  # behind the digest of a model whose weights were rounded as they were loaded
-)
+ROUNDED = "-fp8-layers"  # behind the digest of a model whose weights were rounded when loaded
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
 
 

@@ -101,7 +101,7 @@ class LayerWeights(Mapping[str, Array]):
     """One layer's parameters by name; of experts, and what goes with them, the whole stacks.
 
     dtype: of products. on_cpu: see Matrix.
-    stacked, idx: parameters of which there are whole stacks too, and which of these is the layer's.
+    stacked, idx: which others are whole stacks, too, and the layer's place in all of them.
     """
 
     arrays: Mapping[str, Array]

@@ -60,19 +60,23 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
 def coded_parameters(
     path: str | Path, cfg: ModelConfig, dims: Dims, quantization: str, by_default: bool
 ) -> tuple[str, ...]:
-    """`Dims.coded` for a checkpoint folder; see codes_to_keep. An Orbax folder has no codes.
+    """`Dims.coded` for a checkpoint folder and a value of --quantization; see codes_to_keep.
 
-    Raises ModelError where they are asked for and not to be had, and as load_params does.
+    "fp8" asks for codes, "none" for none, and "auto" for those of a quantised checkpoint if
+    by_default. An Orbax folder has none. Raises ModelError where they are asked for and not to be
+    had, and as load_params does.
     """
-    folder = Path(path)
+    folder, asked = Path(path), quantization == "fp8"
+    if not asked and not (quantization == "auto" and by_default and cfg.quantization):
+        return ()
     if is_orbax(folder):
-        if quantization == "fp8":
+        if asked:
             raise ModelError(
                 f"{folder}: in Orbax form; accepted with --quantization fp8: safetensors"
             )
         return ()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
-    return codes_to_keep(files, cfg, dims, quantization, by_default)
+    return codes_to_keep(files, cfg, dims, asked)
 
 
 def stored_bytes(model: Model) -> int:

@@ -1,4 +1,4 @@
-"""Pages, and experts' weights, of fp8 in processes apart: the same numbers, or near ones."""
+"""Pages, and weights, of fp8 in processes apart: the same numbers, or near ones."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from tests.cluster import up
 from tests.model.harness import Golden, Harness
-from tests.model.quantised_checkpoints import int4_pair
+from tests.model.quantised_checkpoints import fp8_pair
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "qwen3"
 STEPS = 12
@@ -46,12 +46,13 @@ def test_a_system_with_fp8_pages_answers_alike_each_time_and_near_the_recorded()
             assert worker["pages_held"] == 0
 
 
-def test_experts_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path: Path) -> None:
-    golden, path = Golden("deepseek_v3"), tmp_path / "int4"
+def test_weights_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path: Path) -> None:
+    """Of experts, latent attention and dense feed-forwards."""
+    golden, path = Golden("deepseek_v3"), tmp_path / "fp8"
     shutil.copytree(
         golden.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json")
     )
-    _, plain = int4_pair(path, tmp_path / "plain")
+    _, plain = fp8_pair("deepseek_v3", path, tmp_path / "plain", (24, 16))
     prompts = list(golden.prompts.values())[:3]
     expected = [ran.ids for ran in Harness(plain).run(prompts, STEPS)]
     with up(
