@@ -18,6 +18,7 @@ import msgspec
 
 from transfer import wire
 from transfer.certificates import Certificate, read_pem
+from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import (
     BadMessage,
     ConfigError,
@@ -34,6 +35,7 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 SERVICE = "kvferry.v1"
 _CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
+_QUIET_S = 60.0  # between two lines of the log about wrong tokens
 _LAST_TURNS = 50  # of the loop, for handlers to end: they release what they hold, and little more
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
@@ -98,10 +100,15 @@ class _Answer(wire.Message, frozen=True):
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Turns away who does not know the token, before anything of a message is taken in."""
+    """Turns away who does not know the token, before anything of a message is taken in.
 
-    def __init__(self, token: str) -> None:
+    The log hears of the first, and then of how many more there were, since who asks may ask often.
+    """
+
+    def __init__(self, token: str, clock: Clock) -> None:
         self._token = token.encode()
+        self._clock = clock
+        self._untold, self._quiet_until_s = 0, 0.0
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
@@ -117,14 +124,24 @@ class _Guard(grpc.aio.ServerInterceptor):
     async def _refuse(
         self, _messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> None:
+        self._untold += 1
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._quiet_until_s:
+            count, self._untold, self._quiet_until_s = self._untold, 0, now_s + _QUIET_S
+            log.warning(
+                "wrong or missing cluster token: %d call(s) refused, the last of %s",
+                count,
+                context.peer(),
+            )
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
 
 
 class RpcServer:
     """Serves unary and streaming methods that speak wire messages."""
 
-    def __init__(self, security: Security) -> None:
+    def __init__(self, security: Security, clock: Clock = SYSTEM_CLOCK) -> None:
         self._security = security
+        self._clock = clock
         self._unary: dict[str, tuple[type[msgspec.Struct], UnaryHandler]] = {}
         self._methods: dict[str, grpc.RpcMethodHandler] = {
             _CALLS: grpc.stream_stream_rpc_method_handler(self._answer_calls)
@@ -181,7 +198,8 @@ class RpcServer:
 
         Returns the port; means nothing for a path. Raises ConfigError when it is taken.
         """
-        server = grpc.aio.server(options=_OPTIONS, interceptors=[_Guard(self._security.token)])
+        guard = _Guard(self._security.token, self._clock)
+        server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )

@@ -13,6 +13,7 @@ import uvloop
 
 from tests.transfer.samples import PATIENCE_S, SECURITY
 from transfer import wire
+from transfer.clock import ManualClock
 from transfer.errors import (
     BadMessage,
     ConfigError,
@@ -160,6 +161,35 @@ async def test_a_wrong_token_is_refused_before_the_handler(token: str) -> None:
         with pytest.raises(Unauthenticated, match="token"):
             await client.call("Call", wire.Empty(), wire.Empty, PATIENCE_S)
     assert not called
+
+
+async def test_the_log_tells_of_the_first_wrong_token_and_counts_those_of_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = ManualClock()
+    server = RpcServer(SECURITY, clock)
+
+    async def nothing(_: wire.Empty) -> wire.Empty:
+        return wire.Empty()
+
+    server.unary("Call", wire.Empty, nothing)
+    async with served(server, Security("another-token-of-tests")) as client:
+
+        async def refused(times: int) -> None:
+            for _ in range(times):
+                with pytest.raises(Unauthenticated):
+                    await client.call("Call", wire.Empty(), wire.Empty, PATIENCE_S)
+
+        await refused(3)
+        clock.advance(59.0)
+        await refused(2)
+        clock.advance(1.0)
+        await refused(1)
+    told = [record.getMessage().rpartition(":")[0] for record in caplog.records]
+    assert told == [
+        f"wrong or missing cluster token: {count} call(s) refused, the last of ipv4:127.0.0.1"
+        for count in (1, 5)
+    ]
 
 
 async def test_a_malformed_message_is_refused_by_name() -> None:
