@@ -33,11 +33,10 @@ class Shape:
         return self._dims.coded_as_published("fp8") if self.fp8 else ()
 
     def weight_bytes(self, name: str) -> float:
-        """Bytes of one weight of a parameter of layers, its part of a scale included."""
+        """Bytes of one weight of a parameter of layers, its part of a scale as on one device."""
         if name not in self.coded:
             return float(self.dtype_bytes)
-        _, group = self._dims.coded_inputs[name]
-        return 1 + 4 / group
+        return 1 + 4 / float(self._dims.coded_inputs[name].group)
 
     @property
     def _dims(self) -> Any:

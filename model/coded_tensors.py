@@ -105,26 +105,28 @@ def shown(files: Checkpoint, leaf: Leaf) -> Files:
 
 def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) -> tuple[str, ...]:
     """Which parameters are to be codes: of a quantised checkpoint those that it has quantised in
-    every layer, of any other all.
+    every layer, of any other all, as far as enough inputs share a scale.
 
-    Where few inputs could share a scale, those of a quantised checkpoint are expanded: the numbers
-    are the same. asked: that experts be codes; raises ModelError where they are not quantised.
+    asked: that experts be codes; raises ModelError where they are not quantised.
     """
     if not isinstance(files, Quantised):
-        return tuple(dims.coded_inputs)
-    layers = param_sources(cfg, replace(dims, coded=()))["layers"]
+        return dims.codable
+    layers, present = param_sources(cfg, replace(dims, coded=()))["layers"], set(files.names)
     found: list[str] = []
-    for name, (_, group) in dims.coded_inputs.items():
+    for name, (_, group, _) in dims.coded_inputs.items():
         names = [tensor for run in layers if name in run for tensor, _ in run[name].expected()]
-        others = [tensor for tensor in names if not files.is_quantised(tensor)]
-        expert = name in EXPERT_WEIGHTS
-        if others and asked and expert:
+        others = [x for x in names if x in present and not files.is_quantised(x)]
+        if others and asked and name in EXPERT_WEIGHTS:
             raise ModelError(
                 f"{files.folder}: tensor {others[0]} is not quantised, as experts are by "
                 "config.json; accepted with --quantization fp8: all of them"
             )
-        if others and (expert or len(others) < len(names)):
-            log.warning("%s: expanded, since tensor %s is not quantised", name, others[0])
-        if not others and (group >= LEAST_GROUP or (asked and expert)):
+        if others:
+            in_part = len(others) < len(names) or name in EXPERT_WEIGHTS
+            level = logging.WARNING if in_part else logging.INFO
+            log.log(level, "%s: expanded, since tensor %s is not quantised", name, others[0])
+        elif group < LEAST_GROUP:
+            log.warning("%s: expanded, since only %d inputs could share a scale", name, group)
+        else:
             found.append(name)
     return tuple(found)

@@ -156,7 +156,7 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
         tree |= _gated_leaves(names, hidden, old, new, dtype, n)
     for name in dims.coded:
         if name in tree:
-            tree |= _coded(name, tree[name], dims.coded_inputs[name][1])
+            tree |= _coded(name, tree[name], dims.coded_inputs[name].group)
     return tree
 
 

@@ -85,8 +85,10 @@ class Matrix:
         as_they_lie = self.scales is None and not self.at
         if as_they_lie and (rows not in _FEW_ROWS or inputs * outputs < _LARGE):
             return inputs, outputs
+        if self.group > _INPUTS:
+            return self.group, _divisor(outputs, max(_LEAST, 2 * _SMALL // self.group), 1)
         narrow = outputs if outputs <= _WIDEST else _divisor(outputs, _STRIP, 1)
-        most = _INPUTS if narrow <= _OUTPUTS else _INPUTS // 2
+        most = _INPUTS if narrow <= _OUTPUTS else max(_INPUTS // 2, self.group)
         return _divisor(inputs, most, self.group), narrow
 
 

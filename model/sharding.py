@@ -4,7 +4,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -125,6 +125,18 @@ class Stacks(enum.Enum):
     NONE = "none"
 
 
+class CodedInputs(NamedTuple):
+    """Inputs of a parameter that codes could stand for.
+
+    inputs: on a device. group: how many of them share a scale, which no two devices do: they divide
+    those that share one in the checkpoint. on_any: how many would if no axis were split.
+    """
+
+    inputs: int
+    group: int
+    on_any: int
+
+
 @dataclass(frozen=True)
 class Dims:
     """The sizes one mesh makes of a configuration. Padding is with zeros and changes no result.
@@ -178,25 +190,22 @@ class Dims:
 
     def _check_codes(self) -> None:
         for name in self.coded:
-            inputs, group = self.coded_inputs[name]
+            inputs, group, _ = self.coded_inputs[name]
             if group < LEAST_GROUP:
                 raise ModelError(
                     f"{name} of {inputs} inputs on a device is not kept as codes: {group} of them "
-                    f"could share a scale; accepted: {LEAST_GROUP} and more"
+                    f"could share a scale; accepted: {LEAST_GROUP} and more, with fewer devices "
+                    "(--tp-size) or --quantization none"
                 )
 
     @property
-    def coded_inputs(self) -> dict[str, tuple[int, int]]:
-        """Of each parameter that may be codes: inputs of it on a device, and how many of them share
-        a scale, which no two devices do.
-
-        They divide those that share one in the checkpoint, or would on any mesh.
-        """
+    def coded_inputs(self) -> dict[str, CodedInputs]:
+        """Of each parameter that codes could stand for."""
         cfg, share = self.cfg, self.cfg.scale_inputs or SCALE_INPUTS
 
-        def of(whole: int, on_device: int = 0) -> tuple[int, int]:
-            own = on_device or whole
-            return own, math.gcd(own, math.gcd(whole, share))
+        def of(whole: int, on_device: int = 0) -> CodedInputs:
+            own, group = on_device or whole, math.gcd(whole, share)
+            return CodedInputs(own, math.gcd(own, group), group)
 
         hidden = of(cfg.hidden_size)
         if cfg.latent:
@@ -218,6 +227,20 @@ class Dims:
             found["shared_down"] = of(cfg.shared_intermediate_size, width)
         return found
 
+    @property
+    def codable(self) -> tuple[str, ...]:
+        """Of these, the ones whose scales are few enough.
+
+        Of a quantised checkpoint, whose numbers are the same if they are expanded, on this mesh; of
+        others, which are rounded and must be the same on every mesh, by their own sizes.
+        """
+        quantised = bool(self.cfg.quantization)
+        return tuple(
+            name
+            for name, (_, group, on_any) in self.coded_inputs.items()
+            if (group if quantised else on_any) >= LEAST_GROUP
+        )
+
     def coded_as_published(self, quantization: str) -> tuple[str, ...]:
         """`coded` for a value of --quantization, of a checkpoint as models of its kind have it.
 
@@ -226,8 +249,7 @@ class Dims:
         if quantization != "fp8":
             return ()
         only_experts = self.cfg.num_experts > 0 and self.cfg.quantization in ("int4", "mxfp4")
-        names = self.coded_inputs
-        return tuple(name for name in names if name in EXPERT_WEIGHTS or not only_experts)
+        return tuple(x for x in self.codable if x in EXPERT_WEIGHTS or not only_experts)
 
     @property
     def ranks_share_experts(self) -> bool:

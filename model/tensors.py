@@ -76,7 +76,7 @@ def _with_scales(dims: Dims, name: str, source: Callable[[int], Source]) -> dict
     """
     found = {name: source(1)}
     if name in dims.coded:
-        found[f"{name}_scale"] = Scales(source(dims.coded_inputs[name][1]))
+        found[f"{name}_scale"] = Scales(source(dims.coded_inputs[name].group))
     return found
 
 

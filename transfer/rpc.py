@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -102,13 +103,14 @@ class _Answer(wire.Message, frozen=True):
 class _Guard(grpc.aio.ServerInterceptor):
     """Turns away who does not know the token, before anything of a message is taken in.
 
-    The log hears of the first, and then of how many more there were, since who asks may ask often.
+    The log hears of the first, and of more once a minute at most, since who asks may ask often.
     """
 
     def __init__(self, token: str, clock: Clock) -> None:
         self._token = token.encode()
         self._clock = clock
-        self._untold, self._quiet_until_s = 0, 0.0
+        self._untold = 0
+        self._told_s = -math.inf
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
@@ -126,13 +128,16 @@ class _Guard(grpc.aio.ServerInterceptor):
     ) -> None:
         self._untold += 1
         now_s = self._clock.monotonic_s()
-        if now_s >= self._quiet_until_s:
-            count, self._untold, self._quiet_until_s = self._untold, 0, now_s + _QUIET_S
+        since_s = now_s - self._told_s
+        if since_s >= _QUIET_S:
+            within = f" in {since_s:.0f} s" if math.isfinite(since_s) else ""
             log.warning(
-                "wrong or missing cluster token: %d call(s) refused, the last of %s",
-                count,
+                "wrong or missing cluster token: %d call(s) refused%s, the last of %s",
+                self._untold,
+                within,
                 context.peer(),
             )
+            self._untold, self._told_s = 0, now_s
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
 
 

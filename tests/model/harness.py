@@ -72,7 +72,8 @@ class Harness:
     ) -> None:
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
-        names = coded_parameters(checkpoint, cfg, Dims.of(cfg, mesh, ep > tp), "fp8", True)
+        how, dims = "fp8" if coded else "none", Dims.of(cfg, mesh, ep > tp)
+        names = coded_parameters(checkpoint, cfg, dims, how, True)
         self.model = Model.create(
             cfg,
             mesh,
@@ -81,7 +82,7 @@ class Harness:
             ep > tp,
             stacks,
             platform=platform,
-            coded=names if coded else (),
+            coded=names,
         )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import kernels
+from model import kernels, products
 from model.coded import ExpertStacks, decoded
 from model.config import ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
@@ -275,9 +275,12 @@ def test_no_two_devices_share_a_scale_and_few_inputs_are_refused_one(
     dims = Dims(cfg, tp, 1)
     first, last = ("experts_gate_up", "experts_down") if experts else ("gate_up", "down")
     sizes = {"qkv": hidden, "o": head_dim, first: hidden, last: -(-width // tp)}
-    assert {name: inputs for name, (inputs, _) in dims.coded_inputs.items()} == sizes
-    for name, (inputs, group) in dims.coded_inputs.items():
+    assert {name: found.inputs for name, found in dims.coded_inputs.items()} == sizes
+    on_one = Dims(cfg, 1, 1).coded_inputs
+    for name, (inputs, group, on_any) in dims.coded_inputs.items():
         assert inputs % group == quantised[1][1] % group == 0
+        assert on_any == on_one[name].group
+        assert (name in dims.codable) == ((group if quantised[0] else on_any) >= 8)
         if group < 8:
             with pytest.raises(ModelError, match=f"{name} of {inputs} .*: {group} of them"):
                 replace(dims, coded=(name,))
@@ -343,7 +346,54 @@ def test_experts_that_are_quantised_in_part_are_expanded_unless_asked_for(
     assert f"experts_down: expanded, since tensor {name} is not quantised" in caplog.text
 
 
-def test_inputs_that_can_share_few_scales_are_refused(tmp_path: Path) -> None:
+def test_weights_of_few_inputs_to_a_scale_are_not_rounded(tmp_path: Path) -> None:
+    """A head of 10 inputs and a width of 30 have two to a scale, on every mesh."""
     write_checkpoint(tmp_path, QWEN2)
-    with pytest.raises(ModelError, match=r"o of 10 inputs .*: 2 of them could share a scale"):
-        _open(tmp_path, "fp8")
+    assert _open(tmp_path, "fp8").model.dims.coded == ("qkv", "gate_up")
+
+
+def test_rounding_is_refused_where_devices_are_too_many(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, QWEN2 | {"intermediate_size": 24})
+    assert "down" in _open(tmp_path, "fp8").model.dims.coded
+    with pytest.raises(ModelError, match=r"down of 12 inputs .*: 4 of them .*\(--tp-size\)"):
+        _open(tmp_path, "fp8", tp=2)
+
+
+def test_a_quantised_parameter_of_few_inputs_to_a_scale_is_expanded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = fp8_pair("qwen3", tmp_path / "fp8", tmp_path / "plain", (24, 4))
+    with caplog.at_level(logging.WARNING):
+        assert _open(folder, "fp8").model.dims.coded == ()
+    assert "qkv: expanded, since only 4 inputs could share a scale" in caplog.text
+
+
+def test_a_missing_tensor_is_told_as_such(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.1.down_proj.weight"
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[name], tensors[f"{name}_scale_inv"]
+
+    folder, _ = fp8_pair("deepseek_v3", tmp_path / "fp8", tmp_path / "plain", (24, 16), change)
+    with pytest.raises(ModelError, match=f"tensor {name} is missing"):
+        _open(folder, "fp8")
+
+
+@pytest.mark.parametrize("how", [False, True], ids=["numbers", "codes"])
+def test_a_network_in_tiles_generates_what_whole_products_do(
+    how: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, stacked layers, strips of the head: with tiles that small networks are not."""
+    folder, _ = fp8_pair("deepseek_v3", tmp_path / "fp8", tmp_path / "plain", (24, 16))
+    prompts = [list(range(1, n)) for n in (5, 40, 23)]
+    whole = Harness(folder, coded=how).run(prompts, 8)
+    tiny = {"_INPUTS": 16, "_OUTPUTS": 48, "_WIDEST": 64, "_STRIP": 32, "_SMALL": 64, "_LEAST": 8}
+    for name, size in (tiny | {"_LARGE": 64}).items():
+        monkeypatch.setattr(products, name, size)
+    jax.clear_caches()  # of what the same model was traced to before
+    tiles = Harness(folder, coded=how).run(prompts, 8)
+    jax.clear_caches()
+    for one, other in zip(tiles, whole, strict=True):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=1e-4)
+        assert (one.logits != other.logits).any(), "nothing went by tiles"

@@ -21,7 +21,9 @@ def _codes(
 ) -> tuple[Any, Any]:
     of_groups = list(shape)
     of_groups[axis] //= group
-    codes = draw.integers(0, 127, shape, dtype=np.uint8)
+    codes = draw.integers(0, 127, shape, dtype=np.uint8) | draw.choice(
+        np.array([0, 128], np.uint8), shape
+    )
     return jnp.asarray(codes), jnp.asarray(draw.uniform(1e-4, 1e-3, of_groups), jnp.float32)
 
 
