@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from model.checkpoint import Checkpoint
-from model.coded import LARGEST, LEAST_GROUP
+from model.coded import LARGEST
 from model.config import ModelConfig
 from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
@@ -125,7 +125,7 @@ def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) 
             in_part = len(others) < len(names) or name in EXPERT_WEIGHTS
             level = logging.WARNING if in_part else logging.INFO
             log.log(level, "%s: expanded, since tensor %s is not quantised", name, others[0])
-        elif group < LEAST_GROUP:
+        elif name not in dims.codable:
             log.warning("%s: expanded, since only %d inputs could share a scale", name, group)
         else:
             found.append(name)
