@@ -302,16 +302,22 @@ def test_a_quantised_network_without_experts_keeps_its_codes(kind: str, tmp_path
         np.testing.assert_allclose(mine.step_logits, theirs.step_logits, rtol=0, atol=1e-5)
 
 
-def test_what_is_quantised_in_some_layers_alone_is_expanded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = "model.layers.1.self_attn.o_proj.weight"
+def _expanded(name: str) -> Callable[[dict[str, np.ndarray]], None]:
+    """A change to a checkpoint's tensors: one that is not quantised."""
 
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors[name] = tensors[name].astype(np.float32)
         del tensors[f"{name}_scale_inv"]
 
-    folder, _ = fp8_pair("qwen3", tmp_path / "fp8", tmp_path / "plain", (24, 16), change)
+    return change
+
+
+def test_what_is_quantised_in_some_layers_alone_is_expanded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    folder, _ = fp8_pair("qwen3", tmp_path / "fp8", tmp_path / "plain", (24, 16), _expanded(name))
     with caplog.at_level(logging.WARNING):
         assert _open(folder, "fp8").model.dims.coded == ("qkv", "gate_up", "down")
     assert f"o: expanded, since tensor {name} is not quantised" in caplog.text
@@ -331,12 +337,8 @@ def test_experts_that_are_quantised_in_part_are_expanded_unless_asked_for(
 ) -> None:
     name = "model.layers.1.mlp.experts.1.down_proj.weight"
 
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        tensors[name] = tensors[name].astype(np.float32)
-        del tensors[f"{name}_scale_inv"]
-
     folders = tmp_path / "fp8", tmp_path / "plain"
-    broken, _ = fp8_pair("deepseek_v3", *folders, (24, 16), change)
+    broken, _ = fp8_pair("deepseek_v3", *folders, (24, 16), _expanded(name))
     with pytest.raises(ModelError, match=f"{name} is not quantised, as experts are by config"):
         _open(broken, "fp8")
     with caplog.at_level(logging.WARNING):
