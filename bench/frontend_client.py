@@ -43,6 +43,7 @@ _READ_BYTES = 1 << 16
 _SENDS_A_TURN = 8
 _AHEAD = 64  # connections that wait for their requests, where these are spaced
 _PATIENCE_S = 60.0
+_BETWEEN_ASKS_S = 0.1
 _GOOD = b"HTTP/1.1 200 "
 _CHAT = Dialect()
 
@@ -172,7 +173,7 @@ class LoadClient:
         """Fresh connections, all taken in by the server, which closes idle ones after a while.
 
         Requests that do not come all at once get theirs a little ahead. Raises OSError, and
-        BadStream when the server does not answer.
+        BadStream when the server is not ready in time.
         """
         for connection in self._sockets:
             connection.close()  # leaves the epoll with it
@@ -181,12 +182,21 @@ class LoadClient:
         self._address = (host, port)
         self._connect(min(cell.num_streams, _AHEAD) if cell.spacing_s else cell.num_streams)
         # Connections are taken in the order they came: one answer on the last, and all are.
-        last = self._sockets[-1]
-        last.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
-        if not (answer := last.recv(_READ_BYTES)).startswith(_GOOD):
-            raise BadStream(f"the server was asked for its health and said {answer!r}")
+        self._await_health(self._sockets[-1])
         for connection in self._sockets:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
+
+    def _await_health(self, connection: socket.socket) -> None:
+        """Workers whose leases ended while the host stood still are soon back."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while True:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+            answer = connection.recv(_READ_BYTES)
+            if answer.startswith(_GOOD):
+                return
+            if not answer or time.monotonic() > end_s:
+                raise BadStream(f"the server was asked for its health and said {answer!r}")
+            time.sleep(_BETWEEN_ASKS_S)
 
     def _connect(self, count: int) -> None:
         """Until there are so many."""

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from model.config import ModelConfig
 from serving.admin import Admin
 from serving.api import HELP
+from serving.app import ERROR_ANSWERS
 from serving.choice import Choice, Piece
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
@@ -221,7 +222,8 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
     model = ServedModel(tokenizer, config, model_config, dispatcher.context_length)
     front = Front(dispatcher, model, config, SYSTEM_CLOCK, LoopTimers())
     chat = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
-    app = Starlette(routes=[chat, Route("/health", Admin(front).health)])
+    health = Route("/health", Admin(front).health)
+    app = Starlette(routes=[chat, health], exception_handlers=ERROR_ANSWERS)
     server = uvicorn.Server(
         uvicorn.Config(  # as serving.api has it, but for its connections
             app,

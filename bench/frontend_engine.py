@@ -27,6 +27,7 @@ from transfer.rpc import RpcServer, Security
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
+_LEASE_TTL_S = 60.0  # workers that die with their registry; a host that stands still is no death
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
 
 
@@ -121,7 +122,7 @@ class Workers:
     def __init__(self, security: Security, token_ids: Sequence[int]) -> None:
         self.security = security
         self._ids = np.array(token_ids, np.int32)
-        self._registry = RegistryServer(security, SYSTEM_CLOCK)
+        self._registry = RegistryServer(security, SYSTEM_CLOCK, _LEASE_TTL_S)
         self._prefill = Worker("prefill", self)
         self._decode = Worker("decode", self)
         self._leases: list[asyncio.Task[None]] = []

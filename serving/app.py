@@ -102,11 +102,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         config.allowed_origins,
         routes=routes,
         middleware=[Middleware(_ApiKey, api_key=config.api_key)] if config.api_key else [],
-        exception_handlers={
-            ApiError: _answer_api_error,
-            HTTPException: _answer_http_error,
-            Exception: _answer_fault,
-        },
+        exception_handlers=ERROR_ANSWERS,
     )
 
 
@@ -171,3 +167,10 @@ def _answer_fault(request: HttpRequest, error: Exception) -> Response:
     # The server logs the error with its traceback; a client has no use for it.
     answer = ApiError(500, "internal error", code="internal")
     return answer.response(error_headers(request.scope))
+
+
+ERROR_ANSWERS = {
+    ApiError: _answer_api_error,
+    HTTPException: _answer_http_error,
+    Exception: _answer_fault,
+}

@@ -211,6 +211,46 @@ def test_an_answer_that_is_no_stream_ends_the_round_at_once():
         server.join()
 
 
+def test_a_round_waits_for_a_server_whose_workers_are_away():
+    steering, _engine = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening, steering, _engine:
+        answers = []
+
+        def serve() -> None:
+            with listening.accept()[0] as connection:
+                for status in (b"503 Service Unavailable", b"200 OK"):
+                    assert connection.recv(1 << 16).startswith(b"GET /health ")
+                    answers.append(status)
+                    connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+
+        server = threading.Thread(target=serve)
+        server.start()
+        client = LoadClient(steering, TEXTS)
+        client.connect("127.0.0.1", listening.getsockname()[1], Cell(1, 4, 1))
+        server.join()
+        assert len(answers) == 2
+        for connection in client._sockets:
+            connection.close()
+
+
+def test_a_round_does_not_wait_for_a_server_that_hangs_up():
+    steering, _engine = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening, steering, _engine:
+
+        def serve() -> None:
+            with listening.accept()[0] as connection:
+                assert connection.recv(1 << 16)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        client = LoadClient(steering, TEXTS)
+        with pytest.raises(BadStream, match="asked for its health and said b''"):
+            client.connect("127.0.0.1", listening.getsockname()[1], Cell(1, 4, 1))
+        server.join()
+        for connection in client._sockets:
+            connection.close()
+
+
 def test_processor_time_is_told_to_less_than_a_tick():
     told_s = [cpu_s(os.getpid()) for _ in range(5)]
     assert any(abs(value * 100 - round(value * 100)) > 1e-3 for value in told_s)
