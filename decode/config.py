@@ -57,6 +57,12 @@ class DecodeConfig(WorkerConfig):
         at_most(self, "speculative_ngram_max_match_window_size", 64)
 
     @property
+    def reached_by(self) -> dict[str, str]:
+        """As a worker's, and where frames are taken."""
+        hosts = super().reached_by
+        return hosts | {"--data-host": self.data_host} if self.data_host else hosts
+
+    @property
     def num_drafts(self) -> int:
         """Tokens that a step drafts for each slot at most."""
         return self.drafting.num_tokens if self.drafting is not None else 0

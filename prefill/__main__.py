@@ -16,6 +16,7 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     args = parser.parse_args(argv)
     config = flags.config_from(PrefillConfig, args)
     security = flags.security_from(args)
+    security.check_reached(config.reached_by)
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from model.devices import prepare_devices
     from prefill.opening import build_engine

@@ -1,5 +1,6 @@
 """The certificate that a process shows to its peers, read again once its files were renewed."""
 
+import contextlib
 import logging
 import ssl
 from pathlib import Path
@@ -101,6 +102,27 @@ class Certificate:
         return grpc.ssl_server_certificate_configuration(
             [(read_pem(self._key_file), read_pem(self._cert_file))]
         )
+
+
+def check_names(cert_file: Path, key_file: Path, host: str) -> None:
+    """Whether who reaches this process by that host would take the certificate, its issuer aside.
+
+    Raises ConfigError, with what TLS says, when not.
+    """
+    ours = Certificate(cert_file, key_file).ssl_context()
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate vouches for itself
+    theirs.load_verify_locations(str(cert_file))
+    to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = ours.wrap_bio(to_us, to_them, server_side=True)
+    try:
+        client = theirs.wrap_bio(to_them, to_us, server_hostname=host)
+        for end in (client, server, client):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ValueError as error:  # no name, or not one of the certificate's
+        why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error
+        raise ConfigError(f"peers would not take {cert_file}: {why}") from error
 
 
 def read_pem(path: Path) -> bytes:

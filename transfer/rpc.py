@@ -5,7 +5,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import grpc.aio
 import msgspec
 
 from transfer import wire
-from transfer.certificates import Certificate, read_pem
+from transfer.certificates import Certificate, check_names, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import (
     BadMessage,
@@ -78,6 +78,19 @@ class Security:
         if self.cert_file is None or self.key_file is None:
             return None
         return Certificate(self.cert_file, self.key_file).grpc_credentials()
+
+    def check_reached(self, hosts: Mapping[str, str]) -> None:
+        """hosts: by flag, those that peers reach this process by.
+
+        Raises ConfigError unless the certificate, if there is one, names each.
+        """
+        if self.cert_file is None or self.key_file is None:
+            return
+        for flag, host in hosts.items():
+            try:
+                check_names(self.cert_file, self.key_file, host)
+            except ConfigError as error:
+                raise ConfigError(f"{flag} {host} is how peers reach us, and {error}") from error
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         if self.ca_file is None:

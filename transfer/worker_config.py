@@ -143,6 +143,16 @@ class WorkerConfig:
         return self.dist_init_addr.rpartition(":")[0].strip("[]")
 
     @property
+    def reached_by(self) -> dict[str, str]:
+        """Hosts by which peers reach this process, by flag."""
+        if self.node_rank:
+            return {}
+        hosts = {"--host": self.host}
+        if self.nnodes > 1:
+            hosts["--dist-init-addr"] = self.meeting_host
+        return hosts
+
+    @property
     def placing(self) -> ExpertPolicy:
         """Where experts are, and when they move."""
         return ExpertPolicy(**{name: getattr(self, name) for name in PLACING})

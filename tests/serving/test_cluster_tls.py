@@ -9,7 +9,14 @@ import pytest
 from tests.certificate import made_security
 from tests.cluster import wait_until
 from tests.ports import free_port
-from tests.serving.commands import SMALL_DECODE, SMALL_PREFILL, TOKEN, Command, start
+from tests.serving.commands import (
+    SMALL_DECODE,
+    SMALL_PREFILL,
+    TOKEN,
+    Command,
+    refused,
+    start,
+)
 from transfer.flags import tls_argv_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "llama"
@@ -46,6 +53,24 @@ def test_pages_arrive_by_the_way_that_was_chosen(backend: str, way: str, tmp_pat
     finally:
         for command in started:
             command.kill()
+
+
+@pytest.mark.parametrize(
+    ("role", "host", "flag"),
+    [
+        ("prefill", "--host=127.0.0.2", "--host 127.0.0.2"),
+        ("decode", "--data-host=127.0.0.2", "--data-host 127.0.0.2"),
+    ],
+)
+def test_a_worker_whose_certificate_names_another_host_does_not_start(
+    role: str, host: str, flag: str, tmp_path: Path
+) -> None:
+    tls = tls_argv_of(made_security(TOKEN, tmp_path))
+    model = f"--model-path={GOLDEN / 'model'}"
+    command = start(tmp_path, role, model, "--registry-address=127.0.0.1:1", host, *tls)
+    expected = f"{flag} is how peers reach us, and peers would not take {tmp_path / 'cert.pem'}: "
+    assert expected + "IP address mismatch" in refused(command)
+    assert "loading weights" not in command.text
 
 
 def is_ready(http: httpx.Client, started: list[Command]) -> bool:

@@ -115,3 +115,20 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_start(
     assert new.key_file is not None
     with pytest.raises(ConfigError, match=f"cannot use {old.cert_file} with {new.key_file}"):
         Certificate(old.cert_file, new.key_file)
+
+
+def test_a_certificate_is_asked_for_the_hosts_that_peers_reach_it_by(tmp_path: Path) -> None:
+    ours = made_security("token-of-the-tests", tmp_path)
+    ours.check_reached({"--host": "127.0.0.1", "--data-host": "localhost"})
+    Security(ours.token).check_reached({"--host": "anywhere"})
+    for host in ("127.0.0.2", "::1", "worker.example", ".no-name"):
+        with pytest.raises(ConfigError, match=rf"--host {host} is how .*{ours.cert_file}: "):
+            ours.check_reached({"--host": host})
+
+
+def test_who_issued_a_certificate_is_for_peers_to_ask(
+    old_and_new: tuple[Security, Security],
+) -> None:
+    old, new = old_and_new
+    other_ca = Security(old.token, new.ca_file, old.cert_file, old.key_file)
+    other_ca.check_reached({"--host": "localhost"})
