@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
@@ -201,7 +201,7 @@ class WorkerLink:
         self.api_id = f"{context.api_id}.{next(context.stream_numbers)}"
         stream = self._client.stream("Subscribe", wire.Subscribe(self.api_id), wire.StepBatch)
         # Left early, its call must end now and not when the garbage collector comes by.
-        async with aclosing(cast(AsyncGenerator[wire.StepBatch, None], stream)) as batches:
+        async with aclosing(stream) as batches:
             async for batch in batches:
                 if (batch.worker_id, batch.epoch) != self.key:
                     self._reject(batch)

@@ -29,6 +29,7 @@ CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.2
 LOAD_REFRESH_S = 0.25  # watchers see new load figures at most this often
 WATCH_IDLE_S = 1.0  # and a view at least this often, as a sign of life
+SILENCE_S = 5.0  # of a registry that is watched: it, or the connection, is no good any more
 
 
 @dataclass(frozen=True)
@@ -323,14 +324,30 @@ class RegistryClient:
         complaint = self._complaint()
         while True:
             try:
-                async for view in self._client.stream(
-                    "Watch", wire.Watch(watcher_id), wire.ClusterView
-                ):
-                    on_view(view)
-                    complaint.settle()
+                await self._watch_once(wire.Watch(watcher_id), on_view, complaint)
+            except TimeoutError:
+                complaint.tell(f"no view for {SILENCE_S:g} s")
+                await self._client.renew()
             except KvferryError as error:
                 complaint.tell(error)
             await asyncio.sleep(RETRY_S)
+
+    async def _watch_once(
+        self,
+        request: wire.Watch,
+        on_view: Callable[[wire.ClusterView], None],
+        complaint: Complaint,
+    ) -> None:
+        """Until the stream ends. Raises TimeoutError when it is silent for too long."""
+        stream = self._client.stream("Watch", request, wire.ClusterView)
+        async with contextlib.aclosing(stream):
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    view = await anext(stream, None)
+                if view is None:
+                    return
+                on_view(view)
+                complaint.settle()
 
     async def connect_routes(
         self, peer_id: str, epoch: int = 0, follows: bool = False

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from model import members
 from model.calls import Calls
@@ -142,7 +142,7 @@ class Member:
         engine.start()
         client = RpcClient(built.leader, self._security)
         told = client.stream("Follow", Follow(rank), DeviceCalls)
-        async with aclosing(cast(AsyncGenerator[DeviceCalls, None], told)) as batches:
+        async with aclosing(told) as batches:
             is_over = await self._next(batches)
             on_ready(f"node {rank} of {self._config.nnodes}, led by {built.leader},")
             living = asyncio.create_task(self._live(client))

@@ -5,7 +5,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,12 +272,22 @@ class RpcClient:
 
     def __init__(self, address: str, security: Security) -> None:
         self.address = address
-        credentials = security.channel_credentials()
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=_CLIENT_OPTIONS)
+        self._credentials = security.channel_credentials()
         self._metadata = ((_TOKEN_KEY, security.token),)
+        self._channel = self._open()
+
+    def _open(self) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS)
+        return grpc.aio.secure_channel(self.address, self._credentials, options=_CLIENT_OPTIONS)
+
+    async def renew(self) -> None:
+        """Begin anew with another connection; calls under way are Unavailable.
+
+        A connection that is being made is waited for, 20 s long, whoever has the port by now.
+        """
+        old, self._channel = self._channel, self._open()
+        await old.close(None)
 
     async def call[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M], timeout_s: float
@@ -296,7 +306,7 @@ class RpcClient:
 
     async def stream[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M]
-    ) -> AsyncIterator[M]:
+    ) -> AsyncGenerator[M, None]:
         """One request, replies until either side ends the stream."""
         method = self._channel.unary_stream(f"/{SERVICE}/{name}")
         call = method(wire.encode(request), metadata=self._metadata)
@@ -305,13 +315,21 @@ class RpcClient:
                 yield wire.decode(data, reply)
         except grpc.aio.AioRpcError as error:
             raise _translate(error, f"{name} at {self.address}") from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise Unavailable(f"{name} at {self.address}: the channel was closed") from None
         finally:
             call.cancel()
 
     def in_order(self) -> "OrderedCalls":
         """Calls that share one stream; ends with this client."""
-        method = self._channel.stream_stream(f"/{SERVICE}/{_CALLS}")
-        return OrderedCalls(self.address, lambda: method(metadata=self._metadata))
+
+        def open_stream() -> Any:
+            method = self._channel.stream_stream(f"/{SERVICE}/{_CALLS}")
+            return method(metadata=self._metadata)
+
+        return OrderedCalls(self.address, open_stream)
 
     async def close(self) -> None:
         await self._channel.close(None)

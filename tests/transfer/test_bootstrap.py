@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -306,6 +307,37 @@ async def test_a_view_that_could_not_be_used_is_told_of_and_comes_again() -> Non
         watching = asyncio.create_task(registry.client().watch(use))
         await a_view(seen, shows())
         watching.cancel()
+
+
+async def test_a_registry_behind_a_port_that_said_nothing_is_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was frozen has it: connections are taken by the system, and nobody answers."""
+    monkeypatch.setattr(bootstrap, "SILENCE_S", 0.3)
+    async with a_registry() as registry:
+        await registry.stop()
+        with socket.create_server(("127.0.0.1", registry.port)) as silent:
+            silent.setblocking(False)
+            views = registry.watch()
+            connection, _ = await asyncio.get_running_loop().sock_accept(silent)
+            await until(lambda: "trying again: no view for 0.3 s" in caplog.text)
+        await registry.start()
+        await a_view(views, shows())
+        connection.close()
+
+
+async def test_calls_under_way_fail_when_their_client_begins_anew() -> None:
+    async with a_registry() as registry:
+        client = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
+        stream = client.stream("Watch", wire.Watch("w"), wire.ClusterView)
+        await anext(stream)
+        waiting = asyncio.create_task(anext(stream))
+        await client.renew()
+        with pytest.raises(Unavailable, match="the channel was closed"):
+            await waiting
+        found = await client.call("FindRoutes", wire.Empty(), wire.RoutesAddress, 20.0)
+        assert found.port
+        await client.close()
 
 
 async def test_a_worker_registers_once_its_registry_is_there() -> None:

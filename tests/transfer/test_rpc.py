@@ -105,7 +105,7 @@ def test_a_call_that_its_client_leaves_as_the_server_stops_leaves_no_complaint(
             replies = client.stream("Watch", wire.Empty(), wire.Empty)
             async for _ in replies:
                 break
-            await replies.aclose()  # type: ignore[attr-defined]
+            await replies.aclose()
             await asyncio.sleep(pause_s)
             await server.stop(0.1)
 
@@ -384,7 +384,7 @@ async def test_leaving_a_stream_reaches_the_handler_s_finally() -> None:
     async with served(server) as client:
         stream = client.stream("Forever", wire.Empty(), wire.Empty)
         assert await anext(stream) == wire.Empty()
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await asyncio.wait_for(left.wait(), PATIENCE_S)
 
 
