@@ -130,11 +130,11 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     if isinstance(content, list):
         parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         content = parts if model.takes_parts and role == "user" else text_of(parts)
-    elif content in (None, "") and calls:
+    if content in (None, "") and calls:
         content = model.tokenizer.call_form.content
     elif content is None and role == "assistant" and not message.get("function_call"):
         content = ""  # so an answer without text comes back, as a turn that went before
-    elif not isinstance(content, str):
+    elif not isinstance(content, str | list):
         kind = type(content).__name__ if content is not None else "null"
         raise wrong_type(f"{where}.content", f"text, got {kind}")
     message["content"] = content

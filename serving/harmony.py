@@ -62,7 +62,7 @@ class HarmonyText(MarkedText):
     def _over(self) -> None:
         header = "".join(self._header or ())
         # With a marker it was cut; without it is another format.
-        if not any(marker in header for marker in MARKERS):
+        if header and not any(marker in header for marker in MARKERS):
             self._parts.append(Said(header))
         self._close()
 

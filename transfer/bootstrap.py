@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 from transfer import wire
 from transfer.clock import Clock
 from transfer.complaint import Complaint
-from transfer.errors import ConfigError, Incompatible, KvferryError, RpcError, Unavailable
+from transfer.errors import (
+    ConfigError,
+    Incompatible,
+    KvferryError,
+    RpcError,
+    Superseded,
+    Unavailable,
+)
 from transfer.layout import check_pair
 from transfer.route_feeds import RouteFeeds
 from transfer.route_link import RouteLink, open_link
@@ -52,10 +59,10 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
 
     def register(self, info: wire.WorkerInfo, epoch: int, now_s: float) -> None:
-        """Take a worker in. Raises Incompatible when it is stale or fits nobody here."""
+        """Take a worker in. Raises Superseded when it is stale, Incompatible when it is odd."""
         known = self._leases.get(info.worker_id)
         if known is not None and known.epoch > epoch:
-            raise Incompatible(
+            raise Superseded(
                 f"{info.worker_id} registers with epoch {epoch}, a newer one has {known.epoch}"
             )
         for other in self._leases.values():
@@ -271,10 +278,12 @@ class RegistryClient:
 
         load(): current load, and whether the worker is draining. ranks(): as in wire.Heartbeat.
         An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or
-        BadMessage at once.
+        BadMessage at once; of a worker that was taken in before, Superseded alone: it serves, and
+        whoever came first after a restart of the registry is not to end it.
         """
         complaint = self._complaint()
         known = False
+        heard_s = self._clock.monotonic_s()
         while True:
             try:
                 if not known:
@@ -288,11 +297,17 @@ class RegistryClient:
                 reply = await self._client.call(
                     "Heartbeat", beat, wire.HeartbeatReply, CALL_TIMEOUT_S
                 )
-                known = reply.known
+                known, heard_s = reply.known, self._clock.monotonic_s()
                 complaint.settle()
                 await self._pause(interval_s if known else 0)
-            except Unavailable as error:
+            except RpcError as error:
+                is_over = isinstance(error, Superseded)
+                if is_over or (self._lease is None and not isinstance(error, Unavailable)):
+                    raise
                 complaint.tell(error)
+                if self._clock.monotonic_s() - heard_s > SILENCE_S:
+                    heard_s = self._clock.monotonic_s()
+                    await self._client.renew()
                 await asyncio.sleep(RETRY_S)
 
     def hurry(self) -> None:

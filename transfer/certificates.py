@@ -92,8 +92,9 @@ class Certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(str(self._cert_file), str(self._key_file))
-        except OSError as error:
+            # An empty password: without one, an encrypted key would ask at the terminal.
+            context.load_cert_chain(str(self._cert_file), str(self._key_file), password="")
+        except (OSError, ValueError) as error:
             names = f"{self._cert_file} with {self._key_file}"
             raise ConfigError(f"cannot use {names}: {error}") from error
         return context

@@ -71,6 +71,10 @@ class Incompatible(RpcError):
     """Both sides work, but not with each other; the message names both values."""
 
 
+class Superseded(Incompatible):
+    """A later life of the same worker is known."""
+
+
 class BadMessage(RpcError):
     """Malformed, foreign or of another version."""
 

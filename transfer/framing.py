@@ -60,13 +60,14 @@ class Connection:
     connection.
     """
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float, takes_fd: bool = False) -> None:
+        """takes_fd: one may come along; what others pass, the kernel drops."""
         with contextlib.suppress(OSError):  # a socket of this host has no such options
             for option in _TCP_OPTIONS:
                 sock.setsockopt(*option)
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._takes_fd = sock.family == socket.AF_UNIX
+        self._takes_fd = takes_fd
         self._passed_fd: int | None = None
         self._all_at_once = 0 if self._is_tls else socket.MSG_WAITALL
         _set_timeout(sock, timeout_s, self._is_tls)
@@ -188,7 +189,6 @@ class Connection:
     def send_fd(self, frame: Frame, meta: bytes, fd: int) -> None:
         """Send one small frame with a file descriptor (Unix sockets only)."""
         data = without_payload(frame, meta)
-        self._takes_fd = False
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
         try:
             sent = self._sock.sendmsg([data], [rights])
@@ -318,7 +318,7 @@ class Connection:
 
     def _receive_fd(self, view: memoryview, flags: int) -> int:
         """As recv_into, and keep a descriptor that comes along; one in a connection's life."""
-        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        room = socket.CMSG_LEN(array.array("i").itemsize)  # with its padding it would hold two
         count, rights, _, _ = self._sock.recvmsg_into([view], room, flags)
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -345,11 +345,13 @@ class Connection:
 
 
 @contextlib.contextmanager
-def connection_over(sock: socket.socket, timeout_s: float) -> Iterator[Connection]:
+def connection_over(
+    sock: socket.socket, timeout_s: float, takes_fd: bool = False
+) -> Iterator[Connection]:
     """A connection over a socket, for a block in which it begins; closed when that fails."""
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
-        connection = Connection(sock, timeout_s)
+        connection = Connection(sock, timeout_s, takes_fd)
         stack.callback(connection.close)
         yield connection
         stack.pop_all()

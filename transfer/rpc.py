@@ -25,6 +25,7 @@ from transfer.errors import (
     ConfigError,
     Incompatible,
     RpcError,
+    Superseded,
     Unauthenticated,
     Unavailable,
 )
@@ -399,6 +400,7 @@ class OrderedCalls:
 _STATUS: dict[type[RpcError], grpc.StatusCode] = {
     Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     Incompatible: grpc.StatusCode.FAILED_PRECONDITION,
+    Superseded: grpc.StatusCode.ABORTED,
     BadMessage: grpc.StatusCode.INVALID_ARGUMENT,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }

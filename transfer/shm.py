@@ -123,13 +123,14 @@ class _ShmLane(SlotLane):
         except OSError:
             sock.close()
             return None
-        connection, _ = self.introduced(sock)
+        connection, _ = self.introduced(sock, takes_fd=True)
         try:
             with connection.all_within(HANDSHAKE_TIMEOUT_S):
                 frame, meta = connection.receive_small()
             if frame.kind is not Kind.MEMORY:
                 raise BadMessage(f"expected MEMORY, got {frame.kind.name}")
-            self.slots = BorrowedSlots(connection.take_fd(), wire.decode(meta, SlotShape))
+            shape = wire.decode(meta, SlotShape)
+            self.slots = BorrowedSlots(connection.take_fd(), shape)
         except KvferryError:
             connection.close()
             raise

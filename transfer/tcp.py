@@ -147,10 +147,12 @@ class TcpLane(Lane):
             raise
         return self.introduced(sock)
 
-    def introduced(self, sock: socket.socket) -> tuple[Connection, Offer | None]:
+    def introduced(
+        self, sock: socket.socket, takes_fd: bool = False
+    ) -> tuple[Connection, Offer | None]:
         """Shake hands over a socket, which is closed when that fails."""
         sender = self.sender
-        with connection_over(sock, sender.stall_timeout_s) as connection:
+        with connection_over(sock, sender.stall_timeout_s, takes_fd) as connection:
             return connection, introduce(connection, sender.security, sender.sender_id)
 
     def _turn(self, connection: Connection) -> None:
@@ -421,9 +423,10 @@ class TcpFeeder:
         self._heard_s = SYSTEM_CLOCK.monotonic_s()
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
-            if connection.receive_elsewhere(incoming, NO_PAYLOAD):
-                self.receiver.count("pings")
-                self.replies.append((Frame(Kind.PONG), b""))
+            if not connection.receive_elsewhere(incoming, NO_PAYLOAD):
+                self.receiver.damaged()  # another frame's kind may be what was damaged
+            self.receiver.count("pings")
+            self.replies.append((Frame(Kind.PONG), b""))
             return
         self.take(connection, incoming)
 

@@ -41,12 +41,12 @@ def served(folder: Path, template: str) -> ServedModel:
     return ServedModel(Tokenizer.from_dir(folder), config, model_config, lambda: 512)
 
 
-def _prompt(model: ServedModel, arguments: Any) -> str:
+def _prompt(model: ServedModel, arguments: Any, content: Any = None) -> str:
     function = {"name": "f", "arguments": arguments}
     call = {"id": "1", "type": "function", "function": function}
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "content": "b", "tool_call_id": "1"},
     ]
     fields = read_chat(json.dumps({"messages": messages}).encode())
@@ -70,7 +70,8 @@ def test_a_call_is_printed_by_every_template_that_prints_calls(
     assert model.tokenizer.call_form == form
     for given in ('{"x": "é"}', {"x": "é"}):
         assert _prompt(model, given) == '[user]a[assistant>f{"x": "é"}][tool]b'
-    assert _prompt(model, "") == "[user]a[assistant>f{}][tool]b"
+    for content in (None, "", [], [{"type": "text", "text": ""}]):
+        assert _prompt(model, "", content) == "[user]a[assistant>f{}][tool]b"
 
 
 @pytest.mark.parametrize("option", ["echo", "continue_final_message"])

@@ -224,6 +224,17 @@ CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
             {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"},
             ["A\nB"],
         ),
+        (
+            HARMONY.format("analysis", "A") + "<|channel|>commentary to=functions.weather "
+            "<|constrain|>json<|message|>{}",
+            {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"},
+            ["A", "{}"],
+        ),
+        (
+            "<|channel|>analysis<|message|>A",
+            {"reasoning_parser": "gpt-oss", "tool_call_parser": "gpt-oss"},
+            ["A"],
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("interval", [1, 100])

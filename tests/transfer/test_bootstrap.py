@@ -15,7 +15,7 @@ from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import bootstrap, wire
 from transfer.bootstrap import Leases, RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
-from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
+from transfer.errors import ConfigError, Incompatible, Superseded, Unauthenticated, Unavailable
 from transfer.routes import RouteTable
 from transfer.rpc import RpcClient, Security
 
@@ -326,6 +326,52 @@ async def test_a_registry_behind_a_port_that_said_nothing_is_watched(
         connection.close()
 
 
+async def test_a_worker_finds_the_registry_behind_a_port_that_said_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("SILENCE_S", "CALL_TIMEOUT_S"):
+        monkeypatch.setattr(bootstrap, name, 0.3)
+    async with a_registry() as registry:
+        await registry.stop()
+        client = registry.client()
+        renewed = asyncio.Event()
+        renew = client._client.renew
+
+        async def renew_and_tell() -> None:
+            await renew()
+            renewed.set()
+
+        monkeypatch.setattr(client._client, "renew", renew_and_tell)
+        with socket.create_server(("127.0.0.1", registry.port)) as silent:
+            silent.setblocking(False)
+            registry.run_worker(client, a_worker())
+            connection, _ = await asyncio.get_running_loop().sock_accept(silent)
+            await asyncio.wait_for(renewed.wait(), PATIENCE_S)
+        assert "no answer in time" in caplog.text
+        monkeypatch.setattr(bootstrap, "CALL_TIMEOUT_S", 2.0)
+        await registry.start()
+        await registered(client)
+        connection.close()
+
+
+async def test_a_worker_that_serves_outlives_whoever_came_first_to_a_new_registry(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with a_registry() as registry:
+        serving = registry.client()
+        task = registry.run_worker(serving, a_worker())
+        await registered(serving)
+        await registry.stop()
+        await registry.start()
+        assert registry.server is not None
+        other = a_worker("prefill", model_digest="d2")
+        registry.server.leases.register(other, 1, SYSTEM_CLOCK.monotonic_s())
+        await until(lambda: "d2" in caplog.text)
+        assert not task.done()
+        registry.server.leases.deregister(other.worker_id, 1)
+        await until(lambda: registry.members == [("decode-0", 1)])
+
+
 async def test_calls_under_way_fail_when_their_client_begins_anew() -> None:
     async with a_registry() as registry:
         client = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
@@ -383,7 +429,7 @@ async def test_a_newer_life_takes_over_and_the_older_one_ends() -> None:
         newer = registry.client()
         registry.run_worker(newer, a_worker(), epoch=2)
         await registered(newer)
-        with pytest.raises(Incompatible, match="epoch"):
+        with pytest.raises(Superseded, match="epoch"):
             await asyncio.wait_for(task, PATIENCE_S)
         assert registry.members == [("decode-0", 2)]
 

@@ -1,14 +1,19 @@
 """A certificate that is renewed on disk is shown to who connects next, on both planes."""
 
 import asyncio
+import os
+import pty
 import shutil
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.certificate import made_security
 from tests.contract.transfer_ends import TcpEnds
+from tests.transfer.children import ROOT
 from tests.transfer.samples import logical_pages
 from transfer import wire
 from transfer.certificates import Certificate
@@ -115,6 +120,37 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_start(
     assert new.key_file is not None
     with pytest.raises(ConfigError, match=f"cannot use {old.cert_file} with {new.key_file}"):
         Certificate(old.cert_file, new.key_file)
+
+
+def test_an_encrypted_key_is_told_of_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:
+    """OpenSSL would ask at the terminal, and the process stand still until somebody answers."""
+    ours = made_security("token-of-the-tests", tmp_path)
+    assert ours.cert_file is not None
+    assert ours.key_file is not None
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "ec", "-in", str(ours.key_file), "-aes256", "-passout", "pass:secret"]
+    subprocess.run([*command, "-out", str(locked)], check=True, capture_output=True, timeout=60)
+    program = (
+        "import fcntl, sys, termios; from pathlib import Path\n"
+        "from transfer.certificates import Certificate\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "Certificate(*map(Path, sys.argv[1:]))\n"
+    )
+    main, terminal = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, ours.cert_file, locked],
+            stdin=terminal,
+            capture_output=True,
+            cwd=ROOT,
+            start_new_session=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(main)
+        os.close(terminal)
+    assert b"ConfigError: cannot use " in done.stderr
 
 
 def test_a_certificate_is_asked_for_the_hosts_that_peers_reach_it_by(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -188,7 +189,7 @@ def by_hand(ends: ShmEnds) -> Iterator[tuple[Connection, np.ndarray]]:
     offer = ends.receiver.offer  # type: ignore[attr-defined]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{offer.socket_name}")
-    with contextlib.closing(Connection(sock, PATIENCE_S)) as connection:
+    with contextlib.closing(Connection(sock, PATIENCE_S, takes_fd=True)) as connection:
         introduce(connection, SECURITY, "by hand")
         frame, meta = connection.receive_small()
         assert frame.kind is Kind.MEMORY
@@ -216,6 +217,26 @@ def pages_frame(room: int = 1, num_pages: int = 2, page_start: int = 0) -> Frame
 
 def in_slot(slot: int) -> bytes:
     return wire.encode(InSlot(slot))
+
+
+def test_descriptors_of_strangers_stay_with_them(ends: ShmEnds, tmp_path: Path) -> None:
+    name = ends.receiver.offer.socket_name  # type: ignore[attr-defined]
+    theirs = tmp_path / "theirs"
+    theirs.touch()
+
+    def times_open() -> int:
+        links = [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+        return sum(1 for link in links if link.resolve() == theirs)
+
+    with theirs.open() as passed:
+        for _ in range(4):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(f"\0{name}")
+                socket.send_fds(sock, [bytes(200)], [passed.fileno()] * 2)
+                with contextlib.suppress(ConnectionResetError):
+                    while sock.recv(1 << 16):  # until it is closed
+                        pass
+        ends.until(lambda: times_open() == 1)
 
 
 def test_a_wrong_token_is_lent_nothing(ends: ShmEnds) -> None:

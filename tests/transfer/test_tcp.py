@@ -86,6 +86,20 @@ def still_serves(ends: TcpEnds, room: int = 77) -> None:
 # --- hostile bytes ------------------------------------------------------------------------------
 
 
+def test_a_damaged_frame_that_now_asks_for_a_sign_of_life_ends_the_connection(
+    ends: TcpEnds,
+) -> None:
+    data = whole_frame(Frame(Kind.PING), b"", [])
+    data[-1] ^= 1
+    with raw_peer(ends.address) as (sock, connection):
+        sock.sendall(data)
+        with pytest.raises(PeerLost):
+            connection.receive_small()
+    assert ends.receiver.counters["refused_digest"] == 1
+    assert ends.receiver.counters["pings"] == 0
+    still_serves(ends)
+
+
 @pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, -9, -1])
 def test_a_changed_byte_ends_the_connection_and_is_never_delivered(ends: TcpEnds, at: int) -> None:
     ends.receiver.expect(1, 1, 2)
