@@ -1,5 +1,6 @@
 """Turns the messages of a request into the text of a prompt."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from serving.tokenizer import ChatTemplateError
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
+_INLINE_PARTS = 32  # messages, parts, calls and tools, whose prompt is made without a thread
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
@@ -95,6 +97,26 @@ def render(
         raise bad_field("messages", str(error)) from error
 
 
+async def render_prompt(
+    model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
+) -> str:
+    """As `render`; a long conversation's beside the event loop.
+
+    Templates may look at every later message for each, as GPT-OSS's does behind calls: seconds,
+    for a thousand.
+    """
+    if len(messages) + _num_parts(messages) + len(fields.tools or ()) <= _INLINE_PARTS:
+        return render(model, messages, fields)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(model.template_thread, render, model, messages, fields)
+
+
+def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Content parts and tool calls."""
+    lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
+    return sum(len(items) for items in lists if isinstance(items, list))
+
+
 def _check_number(
     fields: ConversationFields, messages: Sequence[Mapping[str, Any]], context_length: int
 ) -> None:
@@ -106,8 +128,7 @@ def _check_number(
             "output together",
             "context_length_exceeded",
         )
-    lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
-    count = sum(len(items) for items in lists if isinstance(items, list))
+    count = _num_parts(messages)
     for name in ("tools", "documents", "chat_template_kwargs"):
         items = getattr(fields, name)
         if items and len(items) > MAX_PARTS:

@@ -22,10 +22,12 @@ ABOVE = {"plan": "bench.plan", "bench": "bench"}
 
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
-    # Ctrl-C while modules load ends the process and says nothing; `run_main` has it from there.
-    # Not SIG_DFL: the first process of a container would not hear it.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    # Told to end while modules load, a process has nothing to say or to wait for; SIGINT is
+    # `run_main`'s from there, SIGTERM whoever's serves. Not SIG_DFL: the first process of a
+    # container would not hear them.
+    for number, code in ((signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, 0)):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_, code=code: os._exit(code))
     from transfer import flags, terminal
 
     terminal.open_missing()

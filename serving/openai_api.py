@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
-from serving.conversation import messages_of, named_functions, render, text_of
+from serving.conversation import messages_of, named_functions, render_prompt, text_of
 from serving.errors import bad_field, not_served
 from serving.grammar import Form, check_end, form_of, grammar_text
 from serving.openai_fields import (
@@ -192,7 +192,7 @@ class ChatReader:
     async def finish(self, request_id: str | None) -> Request:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
         fields, model = self._fields, self._model
-        text = render(model, self._messages, fields)
+        text = await render_prompt(model, self._messages, fields)
         ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
         if not ids:
             raise bad_field("messages", "the chat template makes an empty prompt of them")

@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,6 +123,8 @@ class ServedModel:
         self.config = config
         self.name = config.model_name
         self.trial = GrammarTrial(config.model_path, config.queue_timeout_s)
+        # Of long conversations, one at a time: it shares the interpreter with every stream.
+        self.template_thread = ThreadPoolExecutor(1, "chat template")
         self.vocab_size = model_config.vocab_size
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:

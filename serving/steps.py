@@ -125,15 +125,15 @@ class Steps:
                 self._owner.stream_failed(generation, error)
                 continue
             count = len(tokens.ids)
-            num_tokens += count
-            if generation.last_token_s:
-                gaps_s.append(now_s - generation.last_token_s)
-            else:
-                if not generation.spec.is_probe:
+            if not generation.spec.is_probe:
+                num_tokens += count
+                num_together += count - 1
+                if generation.last_token_s:
+                    gaps_s.append(now_s - generation.last_token_s)
+                else:
                     self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
-                if generation.timeline is not None:
-                    generation.timeline.first_token_s = now_s
-            num_together += count - 1
+            if generation.timeline is not None and not generation.last_token_s:
+                generation.timeline.first_token_s = now_s
             generation.last_token_s = now_s
             if len(generation.token_ids) - count - generation.attempt_start < 2:
                 self._placement.progressed(generation)

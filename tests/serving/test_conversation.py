@@ -1,5 +1,6 @@
 """Conversations as each kind of chat template takes them."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from model.config import ModelConfig
 from serving.config import ServeConfig
-from serving.conversation import messages_of, render
+from serving.conversation import messages_of, render, render_prompt
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
 from serving.openai_fields import read_chat
@@ -176,3 +177,28 @@ def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path
     model.config = replace(model.config, reasoning_parser="gpt-oss", tool_call_parser="gpt-oss")
     assert rendered(model, turn) == "[assistant]Hm."
     assert rendered(model, {**turn, "content": "b"}) == "[assistant]b"
+
+
+async def test_a_long_conversation_is_rendered_beside_the_event_loop(tmp_path: Path) -> None:
+    """The template looks at all that follow for every message, as GPT-OSS's does behind calls."""
+    template = (
+        "{% for m in messages %}{% for n in messages[loop.index:] %}{% endfor %}x{% endfor %}"
+    )
+    model = served(tmp_path, template)
+    model.context_length = lambda: 10_000  # type: ignore[method-assign]
+    asked = {"messages": [{"role": "user", "content": "a"}] * 2000}
+    fields = read_chat(json.dumps(asked).encode())
+    making = asyncio.create_task(render_prompt(model, messages_of(fields, model), fields))
+    turns = 0
+    while not making.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert await making == "x" * 2000
+    assert turns > 10
+
+
+async def test_a_template_that_refuses_a_long_conversation_is_told_of(tmp_path: Path) -> None:
+    model = served(tmp_path, "{{ raise_exception('no more than one') }}")
+    fields = read_chat(json.dumps({"messages": [{"role": "user", "content": "a"}] * 40}).encode())
+    with pytest.raises(ApiError, match="no more than one"):
+        await render_prompt(model, messages_of(fields, model), fields)

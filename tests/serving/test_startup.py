@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from model.eplb import ExpertPolicy
 from model.errors import ModelError
 from model.opening import open_model
 from serving import api
+from tests.cluster import wait_until
 from tests.serving.commands import (
     END_TIMEOUT_S,
     GOLDENS,
@@ -428,6 +430,22 @@ def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
     assert CASES[name].line.format(**names) in line
     # What made it impossible comes first; nothing is loaded, let alone compiled, before.
     assert "loading weights" not in command.text
+
+
+def test_told_to_stop_while_its_modules_load_a_process_ends_well(tmp_path: Path) -> None:
+    """SIGTERM has a handler then: without one, the first process of a container hears nothing."""
+    command = start(tmp_path, *f"decode {WORKER}".split())
+    status = Path(f"/proc/{command.process.pid}/status")
+    caught = 1 << (signal.SIGTERM - 1)
+
+    def is_caught() -> bool:
+        (mask,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+        return bool(int(mask.split()[1], 16) & caught)
+
+    wait_until(is_caught, END_TIMEOUT_S)
+    command.signal(signal.SIGTERM)
+    assert command.ends() == 0
+    assert command.text == ""
 
 
 def test_the_version_and_help_of_the_command_itself(tmp_path: Path) -> None:

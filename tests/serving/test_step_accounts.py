@@ -71,13 +71,14 @@ async def test_tokens_that_came_together_have_no_gap_between_them(
     assert counted(told, "generation_tokens_total") == 6
 
 
-async def test_the_first_token_of_a_request_is_timed_and_that_of_a_probe_is_not() -> None:
+async def test_tokens_of_a_request_are_counted_and_timed_and_those_of_a_probe_are_not() -> None:
     told = Told(2)
     told.clock.advance(3.0)
     probe, asked = told.generations
     probe.spec = dataclasses.replace(probe.spec, is_probe=True)
     asked.timeline = ChoiceTimeline(0, "id", 3)
     await told.tell(PREFILL, told.rows(0, (0, 1)))
+    assert counted(told, "generation_tokens_total") == 1
     await told.tell(DECODE, told.rows(1, (0, 1)))
     assert counted(told, "time_to_first_token_seconds_count") == 1
     assert asked.timeline.first_token_s == told.clock.monotonic_s()
