@@ -93,6 +93,11 @@ class Admission:
         return len(self._waiting)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits for whom something has changed since `admit` looked."""
+        return self._may_fit and bool(self._waiting)
+
+    @property
     def num_free_slots(self) -> int:
         return sum(map(len, self._free_slots))
 

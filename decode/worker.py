@@ -287,7 +287,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self.expire()
         self._refresh_load()
         self._tell()
-        return bool(self._inflight or self._starts or len(self._local))
+        # Who ended in this turn may have left a seat, and nobody sends word of that.
+        return bool(self._inflight or self._starts or len(self._local) or self._admission.may_admit)
 
     def _seat(self) -> None:
         """Reserve for those who fit, and tell their prefill workers."""
