@@ -6,13 +6,14 @@ each other (guidance-ai/llguidance: docs/syntax.md).
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serving.errors import ApiError, from_request_error, not_served, quoted
 from serving.grammar_trial import GrammarTrial
@@ -23,6 +24,8 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_CHOICES = 1024
 _MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(?:\\|-|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _REFUSED_OPTIONS = (
     "structural_tag",
     "whitespace_pattern",
@@ -174,11 +177,27 @@ def _regex(name: str, regex: str) -> Form:
 
 def _grammar(name: str, grammar: str) -> Form:
     """Lark, or GBNF, which begins at `root`."""
-    _bound(name, grammar, _MAX_GBNF_CHARACTERS if "::=" in grammar else MAX_GRAMMAR_BYTES)
+    if not _GBNF_RULE.search(grammar):
+        _bound(name, grammar)
+        return Form(name, {"lark_grammar": grammar})
+    _bound(name, grammar, _MAX_GBNF_CHARACTERS)
     try:
-        return Form(name, {"lark_grammar": any_to_lark(grammar)})
+        return Form(name, {"lark_grammar": gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar))})
     except Exception as error:  # the reader has no errors of its own
         raise wrong(name, f"expected a grammar: {error}") from error
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """What the reader does not know, or takes for another character, as what it knows.
+
+    It has no `\\-`, and leaves out the zeros before a code.
+    """
+    written = escape[0]
+    if written == "\\\\":
+        return written
+    digits = escape[1] or escape[2]
+    code = int(digits, 16) if digits else ord("-")
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def _choice(name: str, choices: list[str]) -> Form:

@@ -61,7 +61,7 @@ def test_a_request_runs_to_its_length_and_gives_everything_back() -> None:
 
 def test_who_waits_is_seated_as_soon_as_an_end_leaves_a_seat() -> None:
     """The turn in which somebody ends says that there is more to do: no word would wake it."""
-    alone, worker = decode(num_slots=1)
+    alone, _ = decode(num_slots=1)
     start(alone, 1, max_new=3)
     alone.submit(2)
     while alone.turn():
