@@ -24,7 +24,7 @@ from transfer.wire import MAX_GRAMMAR_BYTES
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_CHOICES = 1024
 _MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:\\|-|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _REFUSED_OPTIONS = (
     "structural_tag",
@@ -177,8 +177,8 @@ def _regex(name: str, regex: str) -> Form:
 
 def _grammar(name: str, grammar: str) -> Form:
     """Lark, or GBNF, which begins at `root`."""
+    _bound(name, grammar)
     if not _GBNF_RULE.search(grammar):
-        _bound(name, grammar)
         return Form(name, {"lark_grammar": grammar})
     _bound(name, grammar, _MAX_GBNF_CHARACTERS)
     try:

@@ -221,6 +221,7 @@ async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
         ({"guided_choice": ["a", ""]}, "guided_choice"),
         ({"guided_choice": ["a"] * 2000}, "guided_choice"),
         ({"ebnf": "start: nobody"}, "ebnf: "),
+        ({"ebnf": "\n" * 100_000}, "ebnf: "),
         ({"ebnf": r'root ::= "\ud800"'}, "ebnf: "),
         ({"ebnf": r'root ::= "\UFFFFFFFF"'}, "ebnf: "),
         ({"ebnf": r'root ::= "\q"'}, "ebnf: "),
