@@ -36,7 +36,7 @@ CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.2
 LOAD_REFRESH_S = 0.25  # watchers see new load figures at most this often
 WATCH_IDLE_S = 1.0  # and a view at least this often, as a sign of life
-SILENCE_S = 5.0  # of a registry that is watched: it, or the connection, is no good any more
+SILENCE_S = 5.0  # of a registry: it, or the connection to it, is no good any more
 
 
 @dataclass(frozen=True)
