@@ -129,23 +129,37 @@ class Leader:
         feed.heard_s = self._clock.monotonic_s()
         if len(self._feeds) == self._num_members - 1:
             self._all_follow.set()
+        listening = asyncio.create_task(self._listen(rank, feed))
         try:
-            told_s = self._clock.monotonic_s()
-            while not feed.is_over:
+            while not feed.is_over and rank in self._feeds:
                 yield await feed.take()
-                before_s, told_s = told_s, self._clock.monotonic_s()
-                if told_s - before_s > 2 * SIGN_OF_LIFE_S:  # this process did
-                    feed.heard_s = told_s
-                if told_s - feed.heard_s > SILENCE_S:
-                    log.error("node %d said nothing for %g s", rank, SILENCE_S)
-                    return
         finally:
-            del self._feeds[rank]
-            if not self._feeds:
-                self._none_follows.set()
-            if not self._leaving:
-                log.error("node %d is lost", rank)
-                self._on_lost(rank)
+            listening.cancel()
+            self._gone(rank, feed)
+
+    async def _listen(self, rank: int, feed: "_Feed") -> None:
+        """Until a member is silent for too long. Beside its feed, which stands while it is full."""
+        looked_s = self._clock.monotonic_s()
+        while True:
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+            before_s, looked_s = looked_s, self._clock.monotonic_s()
+            if looked_s - before_s > 2 * SIGN_OF_LIFE_S:  # this process was
+                feed.heard_s = looked_s
+            if looked_s - feed.heard_s > SILENCE_S:
+                log.error("node %d said nothing for %g s", rank, SILENCE_S)
+                self._gone(rank, feed)
+                return
+
+    def _gone(self, rank: int, feed: "_Feed") -> None:
+        """A member left, or is lost."""
+        if self._feeds.get(rank) is not feed:
+            return
+        del self._feeds[rank]
+        if not self._feeds:
+            self._none_follows.set()
+        if not self._leaving:
+            log.error("node %d is lost", rank)
+            self._on_lost(rank)
 
     async def still_there(self, request: Follow) -> wire.Empty:
         """A member's sign of life."""

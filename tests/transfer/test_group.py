@@ -194,6 +194,22 @@ async def test_a_member_that_gives_no_sign_of_life_is_lost(
     await client.close()
 
 
+async def test_a_member_that_hangs_with_calls_on_their_way_is_lost(
+    led: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads no more, so what its leader has for it stands: nothing else would be noticed."""
+    monkeypatch.setattr(group, "SILENCE_S", 1.2)
+    client = led.client()
+    stream = client.stream("Follow", Follow(1), DeviceCalls)
+    await anext(stream)
+    for _ in range(8):
+        led.leader.tell("step", 0, [np.zeros(1 << 20, np.float32)])
+        await asyncio.sleep(0.05)
+    await until(lambda: led.lost == [1])
+    await stream.aclose()
+    await client.close()
+
+
 async def test_a_leader_that_slept_blames_nobody(
     led: Group,
     follow: Callable[[Calls], "asyncio.Task[None]"],
