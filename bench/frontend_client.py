@@ -7,6 +7,7 @@ FD is a socket on which the engine asks to be told when so many events are held.
 
 import contextlib
 import gc
+import http.client
 import math
 import os
 import re
@@ -191,12 +192,20 @@ class LoadClient:
         end_s = time.monotonic() + _PATIENCE_S
         while True:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
-            answer = connection.recv(_READ_BYTES)
-            if answer.startswith(_GOOD):
+            answer = http.client.HTTPResponse(connection)
+            try:
+                answer.begin()
+                body = (
+                    answer.read()
+                )  # to its end: what is left would be the next answer's beginning
+            except http.client.HTTPException as error:
+                raise BadStream(f"the server was asked for its health: {error!r}") from error
+            if answer.status == http.HTTPStatus.OK:
                 return
-            if not answer or time.monotonic() > end_s:
-                raise BadStream(f"the server was asked for its health and said {answer!r}")
-            time.sleep(_BETWEEN_ASKS_S)
+            if time.monotonic() > end_s:
+                what = f"{answer.status} {body!r}"
+                raise BadStream(f"the server was asked for its health and said {what}")
+            time.sleep(_BETWEEN_ASKS_S)  # another process's state: nobody tells when it changes
 
     def _connect(self, count: int) -> None:
         """Until there are so many."""
