@@ -59,7 +59,11 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
 
     def register(self, info: wire.WorkerInfo, epoch: int, now_s: float) -> None:
-        """Take a worker in. Raises Superseded when it is stale, Incompatible when it is odd."""
+        """Take a worker in.
+
+        Raises Superseded when a later life of it is known, Incompatible when it does not fit those
+        that are here.
+        """
         known = self._leases.get(info.worker_id)
         if known is not None and known.epoch > epoch:
             raise Superseded(
