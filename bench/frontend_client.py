@@ -195,9 +195,7 @@ class LoadClient:
             answer = http.client.HTTPResponse(connection)
             try:
                 answer.begin()
-                body = (
-                    answer.read()
-                )  # to its end: what is left would be the next answer's beginning
+                body = answer.read()  # to its end: what is left would begin the next
             except http.client.HTTPException as error:
                 raise BadStream(f"the server was asked for its health: {error!r}") from error
             if answer.status == http.HTTPStatus.OK:
