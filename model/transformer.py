@@ -83,12 +83,15 @@ class Model:
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
         dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded)
-        platform = platform or mesh.devices.flat[0].platform
+        found = mesh.devices.flat[0].platform
+        platform = platform or found
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))
         dims = replace(dims, stacks=stacks)
         shape = kernels.attention_shape(cfg, dims, platform, kind.name, page_size)
         routed = kernels.experts_shape(cfg, dims, platform, kind.name)
+        if found == "cpu" != platform:
+            shape, routed = replace(shape, interpreted=True), replace(routed, interpreted=True)
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import model.kernels.attention.reference as attention_reference
 import model.kernels.moe.batched as moe_batched
+import model.kernels.moe.grouped as moe_grouped
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
 from model.kernels.attention.unpacked import unpacked_decode
@@ -15,12 +16,15 @@ from model.sharding import Dims
 
 log = logging.getLogger(__name__)
 
+_GPUS = ("gpu", "cuda")  # as jax calls a device that is here, and one that is compiled for
+
 
 @dataclass(frozen=True)
 class AttentionShape:
     """What one shard's attention has to serve. kv_heads and group are per shard.
 
     planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
+    interpreted: kernels for the platform run on a processor, operation by operation.
     """
 
     platform: str
@@ -33,13 +37,15 @@ class AttentionShape:
     scale: float | None = None
     sinks: bool = False
     windows: bool = False
+    interpreted: bool = False
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
     """What one shard's experts have to serve. experts and intermediate are per shard.
 
-    limit, alpha: see model.layers.gated. bias: whether the kernel is given any.
+    limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: as of
+    attention.
     """
 
     platform: str
@@ -51,6 +57,7 @@ class ExpertsShape:
     limit: float = 0.0
     alpha: float = 1.0
     bias: bool = False
+    interpreted: bool = False
 
 
 def attention_shape(
@@ -107,6 +114,18 @@ def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:
     return partial(unpacked_decode, scale=shape.scale)
 
 
+def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
+        if size % moe_grouped.LEAST:
+            least = moe_grouped.LEAST
+            raise NotImplementedError(f"for multiples of {least}, {name} size is {size}")
+    return partial(
+        moe_grouped.experts, limit=shape.limit, alpha=shape.alpha, interpret=shape.interpreted
+    )
+
+
 def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
     if shape.platform == "cpu":
         raise NotImplementedError("for accelerators: a processor reads chosen experts one by one")
@@ -122,6 +141,7 @@ DECODE_ATTENTION: Sequence[Backend] = (
     Backend("reference", partial(_build_attention, attention_reference.decode)),
 )
 EXPERTS: Sequence[Backend] = (
+    Backend("grouped", _build_grouped),
     Backend("batched", _build_batched),
     Backend(
         "reference",

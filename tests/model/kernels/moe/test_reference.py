@@ -14,8 +14,23 @@ from model.kernels.moe.reference import block_rows
 from tests.model.harness import i32
 
 EXPERTS, CHOSEN, HIDDEN, WIDTH = 6, 3, 10, 7
-SHAPE = kernels.ExpertsShape("cuda", "float32", HIDDEN, WIDTH, EXPERTS, CHOSEN)
+TILED = 48, 16  # sizes that a matrix unit takes
+SHAPE = kernels.ExpertsShape("cuda", "float32", HIDDEN, WIDTH, EXPERTS, CHOSEN, interpreted=True)
 GPT_OSS = replace(SHAPE, limit=2.0, alpha=1.702, bias=True)
+
+
+def _sized(backend: kernels.Backend, shape: kernels.ExpertsShape) -> kernels.ExpertsShape:
+    """With the sizes that a backend takes."""
+    hidden, width = TILED if backend.name == "grouped" else (HIDDEN, WIDTH)
+    return replace(shape, hidden=hidden, intermediate=width)
+
+
+def _stacks(shape: kernels.ExpertsShape, draw: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Two layers' weights, whose products are as large whatever the sizes."""
+    hidden, width = shape.hidden, shape.intermediate
+    gate_up = draw.standard_normal((2, EXPERTS, hidden, 2, width)) * (HIDDEN / hidden) ** 0.5
+    down = draw.standard_normal((2, EXPERTS, width, hidden)) * (WIDTH / width) ** 0.5
+    return gate_up.astype(np.float32), down.astype(np.float32)
 
 
 def _ids(kind: str, rows: int) -> np.ndarray:
@@ -35,14 +50,14 @@ def _ids(kind: str, rows: int) -> np.ndarray:
 def test_every_row_gets_the_weighted_sum_of_its_local_experts(
     backend: kernels.Backend, kind: str, rows: int
 ) -> None:
-    experts: Callable[..., jax.Array] = backend.build(SHAPE)
+    shape = _sized(backend, SHAPE)
+    experts: Callable[..., jax.Array] = backend.build(shape)
     draw = np.random.default_rng(7)
-    x = draw.standard_normal((rows, HIDDEN)).astype(np.float32)
+    x = draw.standard_normal((rows, shape.hidden)).astype(np.float32)
     weights = draw.random((rows, CHOSEN)).astype(np.float32)
-    gate_up = draw.standard_normal((2, EXPERTS, HIDDEN, 2, WIDTH)).astype(np.float32)
-    down = draw.standard_normal((2, EXPERTS, WIDTH, HIDDEN)).astype(np.float32)
+    gate_up, down = _stacks(shape, draw)
     ids = _ids(kind, rows)
-    expected = np.zeros((rows, HIDDEN))
+    expected = np.zeros((rows, shape.hidden))
     for row in range(rows):
         for expert, weight in zip(ids[row], weights[row], strict=True):
             if expert < EXPERTS:
@@ -77,22 +92,17 @@ def _gated(shape: kernels.ExpertsShape, gate: np.ndarray, up: np.ndarray) -> np.
 def test_biases_are_added_and_activations_clamped_where_the_rows_are(
     backend: kernels.Backend, shape: kernels.ExpertsShape, kind: str, rows: int
 ) -> None:
+    shape = _sized(backend, shape)
     experts: Callable[..., jax.Array] = backend.build(shape)
     draw = np.random.default_rng(8)
-    x = draw.standard_normal((rows, HIDDEN)).astype(np.float32)
+    x = draw.standard_normal((rows, shape.hidden)).astype(np.float32)
     weights = draw.random((rows, CHOSEN)).astype(np.float32)
-    stacks = [
-        draw.standard_normal(size).astype(np.float32)
-        for size in (
-            (2, EXPERTS, HIDDEN, 2, WIDTH),
-            (2, EXPERTS, WIDTH, HIDDEN),
-            (2, EXPERTS, 2, WIDTH),
-            (2, EXPERTS, HIDDEN),
-        )
-    ]
+    sizes = (2, EXPERTS, 2, shape.intermediate), (2, EXPERTS, shape.hidden)
+    of_biases = [draw.standard_normal(size).astype(np.float32) for size in sizes]
+    stacks = [*_stacks(shape, draw), *of_biases]
     biases = stacks[2:] if shape.bias else [np.zeros_like(stack) for stack in stacks[2:]]
     ids = _ids(kind, rows)
-    expected = np.zeros((rows, HIDDEN))
+    expected = np.zeros((rows, shape.hidden))
     seen = []
     for row in range(rows):
         for expert, weight in zip(ids[row], weights[row], strict=True):

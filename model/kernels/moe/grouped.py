@@ -1,0 +1,283 @@
+"""Expert products for GPUs in two Pallas kernels: rows sorted into blocks of one expert each.
+
+A block of rows is multiplied with its expert's weights where they lie, so that an expert is read
+once for each block of its rows, one that nobody chose not at all, and skewed routing costs what its
+rows cost. Sorting is plain XLA on the ids alone. Source: arXiv:2211.15841 for blocks of one expert.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int32
+
+from model.coded import ExpertStacks
+from model.kernels.moe import batched
+
+LEAST: Final = 16  # rows, inputs or outputs of a tile that a matrix unit takes
+_FEW_PAIRS: Final = 2048  # of row and expert, which are compared with one another
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: rows, outputs and inputs of a tile, and how it is run."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 3
+
+
+class Blocks(NamedTuple):
+    """Where pairs of row and expert stand: in slots, so many to a block, each of one expert.
+
+    experts: the number of experts means that a block is of nobody. rows: that stand in the slots,
+    some row where a slot is of nobody. slots: of each pair, row by row; any where its expert is not
+    here.
+    """
+
+    experts: Int32[Array, " blocks"]
+    rows: Int32[Array, " slots"]
+    slots: Int32[Array, " pairs"]
+
+
+def divisor(size: int, most: int) -> int:
+    """The largest power of two that size is a multiple of, and at most so much."""
+    return min(size & -size, most)
+
+
+def tiles(rows: int, chosen: int, stacks: ExpertStacks) -> tuple[Tiles, Tiles]:
+    """Of the first product and of the second."""
+    num_experts, width, hidden = stacks.down.shape[1:]
+    even = -(-rows * chosen // num_experts)
+    if even <= 24:  # bound by reading weights
+        size = 16
+        first, second = Tiles(size, 32, 128), Tiles(size, 64, 128)
+    elif even <= 48:
+        size = 32
+        first, second = Tiles(size, 64, 64), Tiles(size, 64, 64)
+    elif even <= 96:
+        size = 64
+        first, second = Tiles(size, 64, 64), Tiles(size, 128, 64)
+    else:
+        size = 128
+        first, second = Tiles(size, 64, 64, 8), Tiles(size, 128, 64, 8)
+    scales = stacks.gate_up_scale, stacks.down_scale
+    groups = [1 if scale is None else scale.shape[2] for scale in scales]
+    return _fitted(first, width, hidden // groups[0]), _fitted(second, hidden, width // groups[1])
+
+
+def _fitted(cut: Tiles, outputs: int, inputs: int) -> Tiles:
+    """inputs: that share a scale, or all."""
+    sizes = divisor(outputs, cut.outputs), divisor(inputs, cut.inputs)
+    return Tiles(cut.rows, *sizes, cut.warps, cut.stages)
+
+
+def num_blocks(pairs: int, experts: int, size: int) -> int:
+    """That so many pairs fill at most: one begun for each expert that has any, the rest full."""
+    begun = min(pairs, experts)
+    return begun + (pairs - begun) // size
+
+
+def blocks(local_ids: Int32[Array, "rows chosen"], experts: int, size: int) -> Blocks:
+    """Sort pairs into blocks of so many. A few are compared with one another, more are sorted."""
+    num_rows, chosen = local_ids.shape
+    flat = local_ids.reshape(-1)
+    pairs = len(flat)
+    each = jnp.arange(experts, dtype=jnp.int32)
+    at = jnp.arange(pairs, dtype=jnp.int32)
+    if num_rows == 1:  # a row chooses an expert once
+        rows = jnp.zeros(pairs * size, jnp.int32)
+        return Blocks(flat, rows, at * np.int32(size))
+    counts = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
+    if pairs <= _FEW_PAIRS:
+        before = (flat[:, None] == flat) & (at[:, None] > at)
+        place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    else:
+        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+        sorted_at = jnp.zeros_like(flat).at[order].set(at, unique_indices=True)
+        place = sorted_at - jnp.pad(jnp.cumsum(counts) - counts, (0, 1))[flat]
+    filled = -(-counts // np.int32(size))
+    # A sum of a matrix, as XLA's running sum takes several launches.
+    first = jnp.sum(jnp.where(each[:, None] > each, filled, np.int32(0)), axis=1)
+    total = num_blocks(pairs, experts, size)
+    slots = jnp.pad(first, (0, 1))[flat] * np.int32(size) + place
+    here = jnp.where(flat < experts, slots, np.int32(total * size))
+    rows = (
+        jnp.zeros(total * size, jnp.int32)
+        .at[here]
+        .set(at // np.int32(chosen), mode="drop", unique_indices=False)
+    )
+    numbers = jnp.arange(total, dtype=jnp.int32)
+    of_block = jnp.sum((first + filled)[None] <= numbers[:, None], axis=1, dtype=jnp.int32)
+    return Blocks(of_block, rows, jnp.where(flat < experts, slots, np.int32(0)))
+
+
+def _weights(ref: Any, scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any) -> Any:
+    """A tile of weights, or of codes as numbers without their scale.
+
+    at: what stands before the axes of inputs and outputs; a number behind inputs is of a half.
+    """
+    layer, expert, *half = at
+    inputs, outputs = pl.ds(k * np.int32(cut.inputs), cut.inputs), pl.ds(n, cut.outputs)
+    found = ref[(layer, expert, inputs, *half, outputs)]
+    if scale_ref is None:
+        return found
+    return lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
+
+
+def _added(acc: Any, x: Any, w: Any, scale: Any) -> Any:
+    """The sum with one more product of tiles, whose outputs have these scales, where any."""
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    done = plt.dot(x, w.astype(x.dtype), precision=exact)
+    return acc + (done if scale is None else done * scale[None, :])
+
+
+def _scales(scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any, inputs: int) -> Any:
+    if scale_ref is None:
+        return None
+    layer, expert, *half = at
+    of_tile = inputs // scale_ref.shape[2] // cut.inputs  # tiles that share a scale
+    group = lax.div(k, np.int32(of_tile))
+    return scale_ref[(layer, expert, group, *half, pl.ds(n, cut.outputs))]
+
+
+def _first_kernel(
+    *refs: Any, cut: Tiles, limit: float, alpha: float, given: tuple[bool, bool]
+) -> None:
+    """One tile of what goes into the second product. given: scales, biases."""
+    layer_ref, expert_ref, row_ref, x_ref, w_ref, *others, out_ref = refs
+    scale_ref = others.pop(0) if given[0] else None
+    bias_ref = others.pop(0) if given[1] else None
+    n, block = pl.program_id(0) * np.int32(cut.outputs), pl.program_id(1)
+    layer, expert = layer_ref[0], expert_ref[block]
+    num_experts, hidden = w_ref.shape[1:3]
+
+    @pl.when(expert < num_experts)
+    def _() -> None:
+        slots = pl.ds(block * np.int32(cut.rows), cut.rows)
+        rows = row_ref[slots]
+
+        def step(k: Any, both: tuple[Any, Any]) -> tuple[Any, Any]:
+            x = x_ref[rows, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
+
+            def half(acc: Any, which: int) -> Any:
+                at = layer, expert, which
+                w = _weights(w_ref, scale_ref, at, k, cut, n)
+                return _added(acc, x, w, _scales(scale_ref, at, k, cut, n, hidden))
+
+            return half(both[0], 0), half(both[1], 1)
+
+        zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
+        gate, up = lax.fori_loop(0, hidden // cut.inputs, step, (zeros, zeros))
+        if bias_ref is not None:
+            outputs = pl.ds(n, cut.outputs)
+            gate += bias_ref[layer, expert, 0, outputs].astype(jnp.float32)[None, :]
+            up += bias_ref[layer, expert, 1, outputs].astype(jnp.float32)[None, :]
+        if limit:
+            gate = jnp.minimum(gate, np.float32(limit))
+            up = jnp.clip(up, np.float32(-limit), np.float32(limit)) + np.float32(1)
+        inner = gate * jax.nn.sigmoid(np.float32(alpha if limit else 1.0) * gate) * up
+        out_ref[slots, pl.ds(n, cut.outputs)] = inner.astype(out_ref.dtype)
+
+
+def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool]) -> None:
+    """One tile of an expert's output. given: scales, biases."""
+    layer_ref, expert_ref, x_ref, w_ref, *others, out_ref = refs
+    scale_ref = others.pop(0) if given[0] else None
+    bias_ref = others.pop(0) if given[1] else None
+    n, block = pl.program_id(0) * np.int32(cut.outputs), pl.program_id(1)
+    layer, expert = layer_ref[0], expert_ref[block]
+    num_experts, width = w_ref.shape[1:3]
+
+    @pl.when(expert < num_experts)
+    def _() -> None:
+        slots, at = pl.ds(block * np.int32(cut.rows), cut.rows), (layer, expert)
+
+        def step(k: Any, acc: Any) -> Any:
+            x = x_ref[slots, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
+            w = _weights(w_ref, scale_ref, at, k, cut, n)
+            return _added(acc, x, w, _scales(scale_ref, at, k, cut, n, width))
+
+        zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
+        out = lax.fori_loop(0, width // cut.inputs, step, zeros)
+        if bias_ref is not None:
+            out += bias_ref[layer, expert, pl.ds(n, cut.outputs)].astype(jnp.float32)[None, :]
+        out_ref[slots, pl.ds(n, cut.outputs)] = out.astype(out_ref.dtype)
+
+
+def _multiplied(
+    kernel: Any,
+    name: str,
+    cut: Tiles,
+    out: jax.ShapeDtypeStruct,
+    args: tuple[Array, ...],
+    stacks: tuple[Array, Array | None, Array | None],
+    interpret: bool,
+) -> Array:
+    """args: layer, experts of blocks, and what stands before the weights."""
+    weights, scales, bias = stacks
+    grid = out.shape[1] // cut.outputs, out.shape[0] // cut.rows
+    call = pl.pallas_call(
+        partial(kernel, cut=cut, given=(scales is not None, bias is not None)),
+        out_shape=out,
+        grid=grid,
+        name=name,
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+    )
+    given: Array = call(*args, weights, *(a for a in (scales, bias) if a is not None))
+    return given
+
+
+def experts(
+    x: Float[Array, "rows hidden"],
+    local_ids: Int32[Array, "rows chosen"],
+    weights: Float[Array, "rows chosen"],
+    stacks: ExpertStacks,
+    layer: Int32[Array, ""],
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    cuts: tuple[Tiles, Tiles] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "rows hidden"]:
+    """See model.kernels.moe.reference.experts. cuts: of both products, with as many rows each."""
+    num_rows, chosen = local_ids.shape
+    num_experts, width, hidden = stacks.down.shape[1:]
+    first, second = cuts or tiles(num_rows, chosen, stacks)
+    if min(first.inputs, second.inputs) < LEAST:  # few inputs share a scale
+        return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
+    with jax.named_scope("experts"):
+        sorted_ = blocks(local_ids, num_experts, first.rows)
+        num_slots = len(sorted_.rows)
+        at = layer.reshape(1)
+        kernel = partial(_first_kernel, limit=limit, alpha=alpha)
+        inner = _multiplied(
+            kernel,
+            "experts_gate_up",
+            first,
+            jax.ShapeDtypeStruct((num_slots, width), x.dtype),
+            (at, sorted_.experts, sorted_.rows, x),
+            (stacks.gate_up, stacks.gate_up_scale, stacks.gate_up_bias),
+            interpret,
+        )
+        done = _multiplied(
+            _second_kernel,
+            "experts_down",
+            second,
+            jax.ShapeDtypeStruct((num_slots, hidden), jnp.float32),
+            (at, sorted_.experts, inner),
+            (stacks.down, stacks.down_scale, stacks.down_bias),
+            interpret,
+        )
+        taken = done[sorted_.slots].reshape(num_rows, chosen, hidden)
+        # What nobody wrote may be no number, which weighs nothing only where it is left out.
+        here = (local_ids < num_experts)[:, :, None]
+        return jnp.sum(jnp.where(here, taken * weights[:, :, None], np.float32(0)), axis=1)
