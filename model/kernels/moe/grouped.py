@@ -1,10 +1,11 @@
-"""Expert products for GPUs in two Pallas kernels: rows sorted into blocks of one expert each.
+"""Expert products for GPUs as Pallas kernels: rows sorted into blocks of one expert each.
 
 A block of rows is multiplied with its expert's weights where they lie, so that an expert is read
 once for each block of its rows, one that nobody chose not at all, and skewed routing costs what its
 rows cost. Sorting is plain XLA on the ids alone. Source: arXiv:2211.15841 for blocks of one expert.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from model.coded import ExpertStacks
 from model.kernels.moe import batched
 
 LEAST: Final = 16  # rows, inputs or outputs of a tile that a matrix unit takes
+_SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 _FEW_PAIRS: Final = 2048  # of row and expert, which are compared with one another
 
 
@@ -33,6 +35,16 @@ class Tiles:
     inputs: int
     warps: int = 4
     stages: int = 3
+
+
+# By the rows that an expert gets when all get as many: of both products. Those with few rows are
+# bound by reading weights. Measured on an H200, of Qwen3-30B's experts.
+_CUTS: Final = (
+    (8, (Tiles(16, 64, 128), Tiles(16, 128, 128))),
+    (24, (Tiles(32, 64, 128), Tiles(32, 128, 64))),
+    (96, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
+    (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8))),
+)
 
 
 class Blocks(NamedTuple):
@@ -57,27 +69,21 @@ def tiles(rows: int, chosen: int, stacks: ExpertStacks) -> tuple[Tiles, Tiles]:
     """Of the first product and of the second."""
     num_experts, width, hidden = stacks.down.shape[1:]
     even = -(-rows * chosen // num_experts)
-    if even <= 24:  # bound by reading weights
-        size = 16
-        first, second = Tiles(size, 32, 128), Tiles(size, 64, 128)
-    elif even <= 48:
-        size = 32
-        first, second = Tiles(size, 64, 64), Tiles(size, 64, 64)
-    elif even <= 96:
-        size = 64
-        first, second = Tiles(size, 64, 64), Tiles(size, 128, 64)
-    else:
-        size = 128
-        first, second = Tiles(size, 64, 64, 8), Tiles(size, 128, 64, 8)
+    first, second = next(cuts for most, cuts in _CUTS if even <= most)
     scales = stacks.gate_up_scale, stacks.down_scale
     groups = [1 if scale is None else scale.shape[2] for scale in scales]
-    return _fitted(first, width, hidden // groups[0]), _fitted(second, hidden, width // groups[1])
+    size = stacks.down.dtype.itemsize
+    return (
+        _fitted(first, width, hidden // groups[0], size),
+        _fitted(second, hidden, width // groups[1], size),
+    )
 
 
-def _fitted(cut: Tiles, outputs: int, inputs: int) -> Tiles:
-    """inputs: that share a scale, or all."""
-    sizes = divisor(outputs, cut.outputs), divisor(inputs, cut.inputs)
-    return Tiles(cut.rows, *sizes, cut.warps, cut.stages)
+def _fitted(cut: Tiles, outputs: int, inputs: int, weight_bytes: int) -> Tiles:
+    """inputs: that share a scale, or all. What a tile takes of shared memory stays as it is."""
+    most, stages = (cut.inputs // 2, 2) if weight_bytes > 2 else (cut.inputs, cut.stages)
+    sizes = divisor(outputs, cut.outputs), divisor(inputs, most)
+    return Tiles(cut.rows, *sizes, cut.warps, stages)
 
 
 def num_blocks(pairs: int, experts: int, size: int) -> int:
@@ -213,6 +219,40 @@ def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool]) -> None:
         out_ref[slots, pl.ds(n, cut.outputs)] = out.astype(out_ref.dtype)
 
 
+def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
+    """A part of a row: what its experts gave, weighed, one after the other."""
+    id_ref, weight_ref, slot_ref, done_ref, out_ref = refs
+    row, first = pl.program_id(0), pl.program_id(1) * np.int32(cut)
+    outputs, hidden = pl.ds(first, cut), out_ref.shape[1]
+    inside = first + jnp.arange(cut, dtype=jnp.int32) < hidden
+    total = jnp.zeros(cut, jnp.float32)
+    for nth in range(chosen):
+        at = row * np.int32(chosen) + np.int32(nth)
+        # What nobody wrote may be no number, which would weigh something even times nothing.
+        there = inside & (id_ref[at] < num_experts)
+        found = plt.load(done_ref.at[slot_ref[at], outputs], mask=there, other=0.0)
+        total += found * weight_ref[at]
+    plt.store(out_ref.at[row, outputs], total, mask=inside)
+
+
+def _summed(
+    local_ids: Array, weights: Array, slots: Array, done: Array, experts: int, interpret: bool
+) -> Array:
+    """Each row's sum. As one operation of XLA's it takes thirty times as long."""
+    num_rows, chosen = local_ids.shape
+    hidden = done.shape[1]
+    cut = min(_SUM_OUTPUTS, 2 ** (hidden - 1).bit_length())
+    out: Array = pl.pallas_call(
+        partial(_sum_kernel, cut=cut, chosen=chosen, num_experts=experts),
+        out_shape=jax.ShapeDtypeStruct((num_rows, hidden), jnp.float32),
+        grid=(num_rows, -(-hidden // cut)),
+        name="experts_sum",
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(local_ids.reshape(-1), weights.reshape(-1), slots, done)
+    return out
+
+
 def _multiplied(
     kernel: Any,
     name: str,
@@ -277,7 +317,4 @@ def experts(
             (stacks.down, stacks.down_scale, stacks.down_bias),
             interpret,
         )
-        taken = done[sorted_.slots].reshape(num_rows, chosen, hidden)
-        # What nobody wrote may be no number, which weighs nothing only where it is left out.
-        here = (local_ids < num_experts)[:, :, None]
-        return jnp.sum(jnp.where(here, taken * weights[:, :, None], np.float32(0)), axis=1)
+        return _summed(local_ids, weights, sorted_.slots, done, num_experts, interpret)
