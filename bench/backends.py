@@ -29,8 +29,7 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
     """
     network, shape = bench.model, bench.shape
     dims, cfg = network.dims, shape.cfg
-    platform = network.platform
-    attention = kernels.attention_shape(cfg, dims, platform, shape.dtype, shape.page_size)
+    attention = kernels.attention_shape(cfg, dims, network.target, shape.dtype, shape.page_size)
     bench.fill_pool()
     slots, chunk = max(shape.slots), max(shape.chunks)
     compare = _Comparison(report, shape.name, shape.dtype)
@@ -40,7 +39,7 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
         inputs = bench.prefill_attention_inputs(chunk, layer)
         compare(f"prefill {name} {chunk}", kernels.PREFILL_ATTENTION, attention, inputs)
     if cfg.num_experts:
-        experts = kernels.experts_shape(cfg, dims, platform, shape.dtype)
+        experts = kernels.experts_shape(cfg, dims, network.target, shape.dtype)
         for tokens in (slots, chunk):
             inputs = bench.experts_inputs(tokens)
             compare(f"experts {tokens} tokens", kernels.EXPERTS, experts, inputs)

@@ -31,6 +31,7 @@ from bench.floors import (
 from bench.report import Report
 from bench.shapes import Shape
 from bench.timing import seconds_per_call
+from model import page_runs
 from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
 from model.kernels.attention.reference import short_context
@@ -223,7 +224,7 @@ class KernelBench:
 
         def to_host() -> Any:
             # A fresh array each time: a second look at one is answered from its copy.
-            return np.asarray(gather(self.pool, ids))
+            return np.asarray(page_runs.to_host(gather(self.pool, ids)))
 
         if jax.devices()[0].platform != "cpu":
             gathering_s = self._measure(lambda: gather(self.pool, ids))
@@ -333,7 +334,7 @@ class KernelBench:
         pages = self.rng.permutation(self.num_pages)[:count].astype(np.int32)
         positions = np.full(slots, self.shape.context, np.int32)
         used = pages.reshape(slots, self.pages_per_slot)
-        width = table_pages(self.shape, slots, self.model.platform != "cpu")
+        width = table_pages(self.shape, slots, not self.model.on_cpu)
         return positions, np.pad(used, ((0, 0), (0, width - self.pages_per_slot)))
 
     def _chunk(self, tokens: int) -> ChunkBatch:

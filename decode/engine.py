@@ -377,7 +377,7 @@ class DecodeEngine:
     def _reaches(self, slots: int, width: int) -> tuple[int, ...]:
         """How many pages of each page table steps look at that have so many rows."""
         most = self._buckets.pages_per_slot
-        short = short_context(slots * width, self._model.platform != "cpu")
+        short = short_context(slots * width, not self._model.on_cpu)
         short //= self._model.page_size
         return (short, most) if 0 < short < most else (most,)
 

@@ -18,6 +18,7 @@ from model.attention import Attend, ChunkBatch, Rows, attention
 from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
+from model.kernels import Target
 from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, rms_norm, rope_tables
@@ -58,7 +59,7 @@ class Model:
     dtype: np.dtype
     page_size: int
     kernels: Kernels
-    platform: str  # for which forms of operations were chosen
+    target: Target  # for which forms of operations were chosen
 
     @staticmethod
     def create(
@@ -85,24 +86,23 @@ class Model:
         dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded)
         found = mesh.devices.flat[0].platform
         platform = platform or found
+        target = Target(platform, interpreted=found == "cpu" != platform)
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))
         dims = replace(dims, stacks=stacks)
-        shape = kernels.attention_shape(cfg, dims, platform, kind.name, page_size)
-        routed = kernels.experts_shape(cfg, dims, platform, kind.name)
-        if found == "cpu" != platform:
-            shape, routed = replace(shape, interpreted=True), replace(routed, interpreted=True)
+        shape = kernels.attention_shape(cfg, dims, target, kind.name, page_size)
+        routed = kernels.experts_shape(cfg, dims, target, kind.name)
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
             kernels.choose("experts", kernels.EXPERTS, routed),
         )
-        return Model(cfg, dims, mesh, kind, page_size, chosen, platform)
+        return Model(cfg, dims, mesh, kind, page_size, chosen, target)
 
     @property
     def on_cpu(self) -> bool:
         """Whether forms of operations are those for a processor."""
-        return self.platform == "cpu"
+        return self.target.platform == "cpu"
 
     def kv_spec(self, dtype: str | None = None) -> KVSpec:
         """The pages of this model, of its own dtype unless another is given."""

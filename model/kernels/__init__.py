@@ -19,12 +19,22 @@ log = logging.getLogger(__name__)
 _GPUS = ("gpu", "cuda")  # as jax calls a device that is here, and one that is compiled for
 
 
+class Target(NamedTuple):
+    """For what operations have their forms, and whether a processor runs them all the same.
+
+    platform: as jax has it. interpreted: kernels for it run operation by operation.
+    """
+
+    platform: str
+    interpreted: bool = False
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """What one shard's attention has to serve. kv_heads and group are per shard.
 
     planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
-    interpreted: kernels for the platform run on a processor, operation by operation.
+    interpreted: see Target.
     """
 
     platform: str
@@ -44,8 +54,8 @@ class AttentionShape:
 class ExpertsShape:
     """What one shard's experts have to serve. experts and intermediate are per shard.
 
-    limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: as of
-    attention.
+    limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: see
+    Target.
     """
 
     platform: str
@@ -61,11 +71,11 @@ class ExpertsShape:
 
 
 def attention_shape(
-    cfg: ModelConfig, dims: Dims, platform: str, dtype: str, page_size: int
+    cfg: ModelConfig, dims: Dims, target: Target, dtype: str, page_size: int
 ) -> AttentionShape:
     """Of one shard of a model."""
     return AttentionShape(
-        platform,
+        target.platform,
         dtype,
         page_size,
         dims.kv_heads // dims.tp,
@@ -75,13 +85,14 @@ def attention_shape(
         cfg.softmax_scale,
         cfg.sinks,
         any(cfg.window_layers),
+        target.interpreted,
     )
 
 
-def experts_shape(cfg: ModelConfig, dims: Dims, platform: str, dtype: str) -> ExpertsShape:
+def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> ExpertsShape:
     """Of one shard of a model."""
     return ExpertsShape(
-        platform,
+        target.platform,
         dtype,
         cfg.hidden_size,
         dims.moe_intermediate // dims.expert_shards,
@@ -90,6 +101,7 @@ def experts_shape(cfg: ModelConfig, dims: Dims, platform: str, dtype: str) -> Ex
         cfg.swiglu_limit,
         cfg.swiglu_alpha,
         cfg.experts_bias,
+        target.interpreted,
     )
 
 

@@ -16,7 +16,7 @@ from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shap
 from bench.surroundings import Surroundings
 from model import kernels as backends
 from model.errors import ModelError
-from model.kernels import Backend
+from model.kernels import Backend, Target
 from model.programs import tree_bytes
 from model.transformer import random_params
 
@@ -103,7 +103,7 @@ def test_a_backend_that_is_wrong_fails_the_comparison(name, monkeypatch):
 def test_on_an_accelerator_the_form_of_the_reference_that_it_takes_is_compared(monkeypatch):
     report = Report("gpu_check", Surroundings("c", "d", {}), out=io.StringIO())
     bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
-    bench.model = replace(bench.model, platform="gpu")
+    bench.model = replace(bench.model, target=Target("gpu", interpreted=True))
     assert compare_backends(report, bench)
     errors = {row.case: row.value for row in report.rows if row.metric == "reference off reference"}
     cases = ("decode attention x2", "prefill attention 8", *WINDOWED)

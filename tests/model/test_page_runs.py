@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,7 +10,7 @@ from model import page_runs
 from model.config import FP8, KVSpec
 from model.kv import abstract_pool, init_pool
 from model.page_runs import GatheredRuns, PlacedRuns
-from model.programs import compile_all
+from model.programs import CompileCounter, compile_all
 from model.sharding import make_mesh
 
 RUNS = (1, 4)
@@ -65,3 +66,21 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
     # A run is padded to the length of its program: that is written nowhere.
     for pages, of_rank in zip(wanted, np.split(np.asarray(pool), dp_size, axis=2), strict=True):
         assert not np.delete(of_rank, pages, axis=2).any()
+
+
+def test_what_leaves_a_device_through_pinned_memory_is_found_there_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_runs, "_ON_THE_HOST", ())
+    array = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), jax.devices()[1])
+    counter = CompileCounter()
+    counter.arm()
+    try:
+        pinned = page_runs.to_host(array)
+        assert pinned.sharding.memory_kind == "pinned_host"
+        found = np.asarray(pinned)
+    finally:
+        counter.disarm()
+    assert counter.after_ready == 0
+    assert found.ctypes.data == pinned.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(found, np.asarray(array))
