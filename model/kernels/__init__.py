@@ -11,7 +11,10 @@ import model.kernels.moe.batched as moe_batched
 import model.kernels.moe.grouped as moe_grouped
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
+from model.kernels.attention.paged_decode import paged_decode
+from model.kernels.attention.paged_prefill import paged_prefill
 from model.kernels.attention.unpacked import unpacked_decode
+from model.kernels.tiles import LEAST
 from model.sharding import Dims
 
 log = logging.getLogger(__name__)
@@ -112,6 +115,14 @@ class Backend(NamedTuple):
     build: Callable[[Any], Callable[..., Any]]
 
 
+def _build_paged(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    if shape.head_dim % LEAST:
+        raise NotImplementedError(f"for multiples of {LEAST}, heads have {shape.head_dim}")
+    return partial(kernel, scale=shape.scale, interpret=shape.interpreted)
+
+
 def _build_attention(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
     return partial(kernel, scale=shape.scale, accelerator=shape.platform != "cpu")
 
@@ -130,9 +141,8 @@ def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
     if shape.platform not in _GPUS:
         raise NotImplementedError(f"for GPUs, this is {shape.platform}")
     for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
-        if size % moe_grouped.LEAST:
-            least = moe_grouped.LEAST
-            raise NotImplementedError(f"for multiples of {least}, {name} size is {size}")
+        if size % LEAST:
+            raise NotImplementedError(f"for multiples of {LEAST}, {name} size is {size}")
     return partial(
         moe_grouped.experts, limit=shape.limit, alpha=shape.alpha, interpret=shape.interpreted
     )
@@ -146,9 +156,11 @@ def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
 
 # Best first; the reference serves every shape, so it comes last.
 PREFILL_ATTENTION: Sequence[Backend] = (
+    Backend("paged", partial(_build_paged, paged_prefill)),
     Backend("reference", partial(_build_attention, attention_reference.prefill)),
 )
 DECODE_ATTENTION: Sequence[Backend] = (
+    Backend("paged", partial(_build_paged, paged_decode)),
     Backend("unpacked", _build_unpacked),
     Backend("reference", partial(_build_attention, attention_reference.decode)),
 )

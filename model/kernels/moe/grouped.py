@@ -20,8 +20,8 @@ from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks
 from model.kernels.moe import batched
+from model.kernels.tiles import LEAST, exact, is_indexed, numbers
 
-LEAST: Final = 16  # rows, inputs or outputs of a tile that a matrix unit takes
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 _FEW_PAIRS: Final = 2048  # of row and expert, which are compared with one another
 
@@ -134,15 +134,12 @@ def _weights(ref: Any, scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, 
     layer, expert, *half = at
     inputs, outputs = pl.ds(k * np.int32(cut.inputs), cut.inputs), pl.ds(n, cut.outputs)
     found = ref[(layer, expert, inputs, *half, outputs)]
-    if scale_ref is None:
-        return found
-    return lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
+    return found if scale_ref is None else numbers(found)
 
 
 def _added(acc: Any, x: Any, w: Any, scale: Any) -> Any:
     """The sum with one more product of tiles, whose outputs have these scales, where any."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    done = plt.dot(x, w.astype(x.dtype), precision=exact)
+    done = plt.dot(x, w.astype(x.dtype), precision=exact(x))
     return acc + (done if scale is None else done * scale[None, :])
 
 
@@ -292,7 +289,8 @@ def experts(
     num_rows, chosen = local_ids.shape
     num_experts, width, hidden = stacks.down.shape[1:]
     first, second = cuts or tiles(num_rows, chosen, stacks)
-    if min(first.inputs, second.inputs) < LEAST:  # few inputs share a scale
+    indexed = is_indexed(stacks.gate_up) and is_indexed(stacks.down)
+    if not indexed or min(first.inputs, second.inputs) < LEAST:  # or few inputs share a scale
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
         sorted_ = blocks(local_ids, num_experts, first.rows)

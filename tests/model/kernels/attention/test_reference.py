@@ -21,6 +21,21 @@ SHAPES = {
     "sinks": replace(PLAIN, sinks=True),
     "gpt_oss": replace(PLAIN, sinks=True, windows=True),
     "cuda": replace(PLAIN, sinks=True, windows=True, platform="cuda"),
+    "gpu": replace(PLAIN, platform="gpu", head_dim=48, interpreted=True),
+    "gpu_gpt_oss": replace(
+        PLAIN, platform="gpu", head_dim=16, sinks=True, windows=True, interpreted=True
+    ),
+    "gpu_latent": replace(
+        PLAIN,
+        platform="gpu",
+        head_dim=80,
+        planes=1,
+        kv_heads=1,
+        group=20,
+        scale=0.1,
+        windows=True,
+        interpreted=True,
+    ),
     "latent": replace(PLAIN, planes=1, kv_heads=1, group=4, scale=0.3, windows=True),
 }
 LAYER = 1
@@ -49,8 +64,8 @@ PREFILL, DECODE = map(_built, (kernels.PREFILL_ATTENTION, kernels.DECODE_ATTENTI
 
 def _pool_and_queries(shape: kernels.AttentionShape, rows: int) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(4)
-    pool = draw.standard_normal((2, shape.planes, PAGES, PAGE_SIZE, shape.kv_heads, HEAD_DIM))
-    queries = draw.standard_normal((rows, shape.kv_heads, shape.group, HEAD_DIM))
+    pool = draw.standard_normal((2, shape.planes, PAGES, PAGE_SIZE, shape.kv_heads, shape.head_dim))
+    queries = draw.standard_normal((rows, shape.kv_heads, shape.group, shape.head_dim))
     return pool.astype(np.float32), queries.astype(np.float32)
 
 
@@ -75,9 +90,9 @@ def _one(
 ) -> np.ndarray:
     """What one query finds. The sink is one more score, of a value that is zero."""
     first = 0 if window is None else max(0, position - window + 1)
-    flat = pool[LAYER][:, pages].reshape(shape.planes, -1, shape.kv_heads, HEAD_DIM)
+    flat = pool[LAYER][:, pages].reshape(shape.planes, -1, shape.kv_heads, shape.head_dim)
     keys, values = flat[0, first : position + 1], flat[-1, first : position + 1]
-    scale = HEAD_DIM**-0.5 if shape.scale is None else shape.scale
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
     scores = np.einsum("kgh,skh->kgs", q, keys).astype(np.float64) * scale
     sinks = _sinks(shape)
     if sinks is not None:

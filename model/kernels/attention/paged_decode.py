@@ -1,0 +1,200 @@
+"""Paged decode attention for GPUs: keys and values are read once, where they lie in their pages.
+
+The positions of a row are split among programs, each of which has all queries of one key and value
+head; a second kernel puts their parts together, always in the same order. What a row costs follows
+what it sees, whatever the others do. Source: arXiv:2205.14135 for the running maximum and sum.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int32
+
+from model.kernels.attention import reference
+from model.kernels.tiles import LEAST, LOW, exact, is_indexed, parts_of, pool_tile, to_bits
+from model.kv import PagePool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut. positions: looked at together, a power of two. least: of a split."""
+
+    positions: int = 64
+    least: int = 128
+    programs: int = 264  # that there are at least, where rows have enough positions
+    most_queries: int = 64  # of a program
+    warps: int = 4
+    stages: int = 3
+
+
+def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
+    """Programs that share one row's positions. capacity: positions of a page table."""
+    wanted = -(-cut.programs // (rows * heads))
+    return int(max(1, min(wanted, -(-capacity // cut.least))))
+
+
+def _reach(position: Any, window: Any, splits: int, cut: Cut) -> tuple[Any, Any, Any]:
+    """Of a row: its first position looked at, those of each split, and splits that have any."""
+    end = position + np.int32(1)
+    first = jnp.zeros_like(end)
+    if window is not None:
+        first = jnp.maximum(end - window, first) & np.int32(-cut.positions)
+    count = jnp.maximum(end - first, np.int32(0))
+    each = jnp.maximum(-(-count // np.int32(splits)), np.int32(cut.least))
+    each = -(-each // np.int32(cut.positions)) * np.int32(cut.positions)
+    return first, each, -(-count // each)
+
+
+def _attend_kernel(
+    *refs: Any, cut: Cut, splits: int, scale: float, group: int, given: tuple[bool, bool]
+) -> None:
+    """Queries of one head of a row over a part of its positions. given: sinks, a window."""
+    layer_ref, position_ref, table_ref, q_ref, pool_ref, *others = refs
+    sink_ref = others.pop(0) if given[0] else None
+    window = others.pop(0)[0] if given[1] else None
+    head, part, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    blocks = -(-group // cut.most_queries)
+    split, block = part // np.int32(blocks), part % np.int32(blocks)
+    size = max(LEAST, min(cut.most_queries, 2 ** (group - 1).bit_length()))
+    # What is more than the group is its last once more, in all that is read and written.
+    queries = block * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
+    queries = jnp.minimum(queries, np.int32(group - 1))
+    layer, position = layer_ref[0], position_ref[row]
+    parts = parts_of(q_ref.shape[3])
+    qs = [q_ref[row, head, queries, pl.ds(at, wide)] for at, wide in parts]
+    first, each, _ = _reach(position, window, splits, cut)
+    begin = first + split * each
+    end = jnp.minimum(begin + each, position + np.int32(1))
+    page_size = pool_ref.shape[3]
+
+    def step(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        top, total, *accs = carry
+        at = begin + i * np.int32(cut.positions) + jnp.arange(cut.positions, dtype=jnp.int32)
+        slot = jnp.minimum(at // np.int32(page_size), np.int32(table_ref.shape[1] - 1))
+        where = table_ref[row, slot], at % np.int32(page_size), head
+        keys = [pool_tile(pool_ref, layer, 0, where, part, qs[0].dtype) for part in parts]
+        scores = sum(plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True))
+        seen = at < end
+        if window is not None:
+            seen &= position - at < window
+        scores = jnp.where(seen[None, :], scores * np.float32(to_bits(scale)), LOW)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.where(seen[None, :], jnp.exp2(scores - new_top[:, None]), np.float32(0))
+        keep = jnp.exp2(top - new_top)
+        values = keys
+        if pool_ref.shape[1] > 1:
+            values = [pool_tile(pool_ref, layer, 1, where, part, qs[0].dtype) for part in parts]
+        weighed = weights.astype(qs[0].dtype)
+        accs = [
+            acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
+            for acc, value in zip(accs, values, strict=True)
+        ]
+        return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
+
+    top, total = jnp.full(size, LOW), jnp.zeros(size, jnp.float32)
+    if splits == 1 and sink_ref is not None:
+        top = sink_ref[head, queries] * np.float32(to_bits(1.0))
+        total += np.float32(1)
+    zeros = [jnp.zeros((size, wide), jnp.float32) for _, wide in parts]
+    steps = -(-jnp.maximum(end - begin, np.int32(0)) // np.int32(cut.positions))
+    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
+    if splits == 1:
+        (out_ref,) = others
+        shares = jnp.where(total > 0, total, np.float32(1))[:, None]
+        for (at, wide), acc in zip(parts, accs, strict=True):
+            done = (acc / shares).astype(out_ref.dtype)
+            out_ref[row, head, queries, pl.ds(at, wide)] = done
+        return
+    acc_ref, top_ref, total_ref = others
+    top_ref[row, head, split, queries] = top
+    total_ref[row, head, split, queries] = total
+    for (at, wide), acc in zip(parts, accs, strict=True):
+        acc_ref[row, head, split, queries, pl.ds(at, wide)] = acc
+
+
+def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) -> None:
+    """All parts of one query's positions."""
+    position_ref, acc_ref, top_ref, total_ref, *others, out_ref = refs
+    sink_ref = others.pop(0) if given[0] else None
+    window = others.pop(0)[0] if given[1] else None
+    query, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    parts = parts_of(out_ref.shape[3])
+    _, _, used = _reach(position_ref[row], window, splits, cut)
+
+    def step(split: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        top, total, *accs = carry
+        its_top = top_ref[row, head, split, query]
+        new_top = jnp.maximum(top, its_top)
+        keep, its_keep = jnp.exp2(top - new_top), jnp.exp2(its_top - new_top)
+        total = total * keep + total_ref[row, head, split, query] * its_keep
+        accs = [
+            acc * keep + acc_ref[row, head, split, query, pl.ds(at, wide)] * its_keep
+            for (at, wide), acc in zip(parts, accs, strict=True)
+        ]
+        return (new_top, total, *accs)
+
+    top, total = jnp.float32(LOW), jnp.float32(0)
+    if sink_ref is not None:
+        top, total = sink_ref[head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
+    zeros = [jnp.zeros(wide, jnp.float32) for _, wide in parts]
+    _, total, *accs = lax.fori_loop(np.int32(0), used, step, (top, total, *zeros))
+    share = jnp.where(total > 0, total, np.float32(1))
+    for (at, wide), acc in zip(parts, accs, strict=True):
+        out_ref[row, head, query, pl.ds(at, wide)] = (acc / share).astype(out_ref.dtype)
+
+
+def paged_decode(
+    q: Float[Array, "rows kv_heads group head_dim"],
+    pool: PagePool,
+    layer: Int32[Array, ""],
+    positions: Int32[Array, " rows"],
+    page_table: Int32[Array, "rows pages_per_row"],
+    sinks: Float[Array, "kv_heads group"] | None = None,
+    window: Int32[Array, ""] | None = None,
+    scale: float | None = None,
+    cut: Cut = Cut(),
+    interpret: bool = False,
+) -> Float[Array, "rows kv_heads group head_dim"]:
+    """See model.kernels.attention.reference.decode."""
+    if not is_indexed(pool):
+        args = q, pool, layer, positions, page_table, sinks, window, scale
+        return reference.decode(*args, accelerator=True)
+    rows, heads, group, head_dim = q.shape
+    blocks = -(-group // cut.most_queries)
+    splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)
+    given = sinks is not None, window is not None
+    extras = [] if sinks is None else [sinks.astype(jnp.float32)]
+    extras += [] if window is None else [window.reshape(1)]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    sizes = rows, heads, splits, group
+    partial_out = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, head_dim), sizes, sizes)
+    ]
+    with jax.named_scope("decode_attention"):
+        attended: Any = pl.pallas_call(
+            partial(_attend_kernel, cut=cut, splits=splits, scale=scale, group=group, given=given),
+            out_shape=out if splits == 1 else partial_out,
+            grid=(heads, splits * blocks, rows),
+            name="decode_attention",
+            interpret=interpret,
+            compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        )(layer.reshape(1), positions, page_table, q, pool, *extras)
+        if splits == 1:
+            return attended
+        joined: Array = pl.pallas_call(
+            partial(_join_kernel, cut=cut, splits=splits, given=given),
+            out_shape=out,
+            grid=(group, heads, rows),
+            name="decode_attention_join",
+            interpret=interpret,
+            compiler_params=plt.CompilerParams(num_warps=1, num_stages=3),
+        )(positions, *attended, *extras)
+        return joined

@@ -1,0 +1,217 @@
+"""Paged flash attention for chunks on GPUs: a tile of tokens walks the pages that one of them sees.
+
+Keys and values are read where they lie in their pages, and scores stay in registers. Pages that all
+tokens of a tile see entirely come first and are not masked. Source: arXiv:2205.14135.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int32
+
+from model.attention import ChunkBatch
+from model.kernels.attention import reference
+from model.kernels.tiles import LEAST, LOW, exact, is_indexed, parts_of, pool_tile, to_bits
+from model.kv import PagePool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the work is cut, powers of two. rows: tokens times queries; positions: of a block."""
+
+    rows: int = 128
+    positions: int = 64
+    warps: int = 8
+    stages: int = 3
+
+    def shared(self, group: int) -> tuple[int, int, int]:
+        """Tokens of a tile, queries of each, and programs that share a group's queries."""
+        size = min(self.rows, 2 ** (group - 1).bit_length())
+        return self.rows // size, size, -(-group // size)
+
+
+class Spans(NamedTuple):
+    """Of each tile, in pages of the list: those that any token sees, and all see entirely."""
+
+    firsts: Int32[Array, " tiles"]
+    lasts: Int32[Array, " tiles"]
+    full_firsts: Int32[Array, " tiles"]
+    full_lasts: Int32[Array, " tiles"]
+
+
+def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None) -> Spans:
+    """The pages each tile of so many tokens has to look at; from the first to behind the last."""
+    num_pages = len(batch.page_ids)
+    short = -len(batch.positions) % tile
+    positions = jnp.pad(batch.positions, (0, short), mode="edge")[:, None]
+    seqs = jnp.pad(batch.seq_idx, (0, short), mode="edge")[:, None]
+    at = jnp.arange(num_pages, dtype=jnp.int32)
+    own = (batch.page_seq == seqs) & (at < batch.num_pages_used)
+    ago = positions - batch.page_pos
+    some, whole = own & (ago >= 0), own & (ago >= np.int32(page_size - 1))
+    if window is not None:
+        some &= ago - np.int32(page_size - 1) < window
+        whole &= ago < window
+    # What belongs to nobody may see anything.
+    nobody = ~jnp.any(own, axis=1, keepdims=True)
+    any_ = jnp.any(some.reshape(-1, tile, num_pages), axis=1)
+    every = any_ & jnp.all((whole | nobody).reshape(-1, tile, num_pages), axis=1)
+
+    def ends(found: Array) -> tuple[Array, Array]:
+        first = jnp.min(jnp.where(found, at, np.int32(num_pages)), axis=1)
+        last = jnp.max(jnp.where(found, at + np.int32(1), np.int32(0)), axis=1)
+        return jnp.minimum(first, last), last
+
+    firsts, lasts = ends(any_)
+    full_firsts, full_lasts = ends(every)
+    # Between them all are seen entirely: the pages of a sequence stand together, in order.
+    none = full_lasts == 0
+    return Spans(
+        firsts,
+        lasts,
+        jnp.where(none, firsts, full_firsts),
+        jnp.where(none, firsts, full_lasts),
+    )
+
+
+def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, bool]) -> None:
+    """A tile of tokens, some queries of one key and value head. given: sinks, a window."""
+    layer_ref, span_ref, place_ref, page_ref, q_ref, pool_ref, *others, out_ref = refs
+    sink_ref = others.pop(0) if given[0] else None
+    window = others.pop(0)[0] if given[1] else None
+    tokens, size, blocks = cut.shared(group)
+    num_tokens, num_heads = q_ref.shape[:2]
+    # The last tiles see most, and begin first.
+    tile = pl.num_programs(1) - np.int32(1) - pl.program_id(1)
+    head, block = pl.program_id(0) % np.int32(num_heads), pl.program_id(0) // np.int32(num_heads)
+    row = jnp.arange(cut.rows, dtype=jnp.int32)
+    # What is past the last token or query is that one once more, in all that is read and written.
+    token = jnp.minimum(tile * np.int32(tokens) + row // np.int32(size), np.int32(num_tokens - 1))
+    query = jnp.minimum(block * np.int32(size) + row % np.int32(size), np.int32(group - 1))
+    layer, parts = layer_ref[0], parts_of(q_ref.shape[3])
+    qs = [q_ref[token, head, query, pl.ds(at, wide)] for at, wide in parts]
+    position, seq = place_ref[0, token], place_ref[1, token]
+    page_size = np.int32(pool_ref.shape[3])
+    first, last, full_first, full_last = (span_ref[i, tile] * page_size for i in range(4))
+    num_full = (full_last - full_first) // np.int32(cut.positions)
+    full_last = full_first + num_full * np.int32(cut.positions)
+
+    def added(at: Any, end: Any, masked: bool, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        """With positions of the list from `at` on and before `end`."""
+        top, total, *accs = carry
+        listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
+        page = jnp.minimum(listed // page_size, np.int32(page_ref.shape[1] - 1))
+        offset = listed % page_size
+        where = page_ref[0, page], offset, head
+        keys = [pool_tile(pool_ref, layer, 0, where, part, qs[0].dtype) for part in parts]
+        scores = sum(
+            plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)
+        ) * np.float32(to_bits(scale))
+        if masked:
+            ago = position[:, None] - (page_ref[2, page] + offset)[None, :]
+            seen = (page_ref[1, page][None, :] == seq[:, None]) & (ago >= 0)
+            seen &= (listed < end)[None, :]
+            if window is not None:
+                seen &= ago < window
+            scores = jnp.where(seen, scores, LOW)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new_top[:, None])
+        if masked:
+            weights = jnp.where(seen, weights, np.float32(0))
+        keep = jnp.exp2(top - new_top)
+        values = keys
+        if pool_ref.shape[1] > 1:
+            values = [pool_tile(pool_ref, layer, 1, where, part, qs[0].dtype) for part in parts]
+        weighed = weights.astype(qs[0].dtype)
+        accs = [
+            acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
+            for acc, value in zip(accs, values, strict=True)
+        ]
+        return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
+
+    def full(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return added(full_first + i * np.int32(cut.positions), full_last, False, carry)
+
+    before = -(-(full_first - first) // np.int32(cut.positions))
+    behind = -(-(last - full_last) // np.int32(cut.positions))
+
+    def partly(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        ahead = i < before
+        nth = jnp.where(ahead, i, i - before) * np.int32(cut.positions)
+        begin = jnp.where(ahead, first, full_last)
+        return added(begin + nth, jnp.where(ahead, full_first, last), True, carry)
+
+    if sink_ref is None:
+        top, total = jnp.full(cut.rows, LOW), jnp.zeros(cut.rows, jnp.float32)
+    else:
+        top = sink_ref[head, query] * np.float32(to_bits(1.0))
+        total = jnp.ones(cut.rows, jnp.float32)
+    zeros = [jnp.zeros((cut.rows, wide), jnp.float32) for _, wide in parts]
+    carry = lax.fori_loop(np.int32(0), num_full, full, (top, total, *zeros))
+    _, total, *accs = lax.fori_loop(np.int32(0), before + behind, partly, carry)
+    share = jnp.where(total > 0, total, np.float32(1))[:, None]
+    for (at, wide), acc in zip(parts, accs, strict=True):
+        out_ref[token, head, query, pl.ds(at, wide)] = (acc / share).astype(out_ref.dtype)
+
+
+def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
+    """What was fastest on an H200, or what its registers and shared memory take."""
+    if head_dim > 256:
+        return Cut(64, 32, 8, 2)
+    if itemsize > 2:
+        return Cut(max(32, min(64, LEAST * group)), 32, 4, 2)
+    return Cut()
+
+
+def paged_prefill(
+    q: Float[Array, "tokens kv_heads group head_dim"],
+    pool: PagePool,
+    layer: Int32[Array, ""],
+    batch: ChunkBatch,
+    sinks: Float[Array, "kv_heads group"] | None = None,
+    window: Int32[Array, ""] | None = None,
+    scale: float | None = None,
+    cut: Cut | None = None,
+    interpret: bool = False,
+) -> Float[Array, "tokens kv_heads group head_dim"]:
+    """See model.kernels.attention.reference.prefill."""
+    if not is_indexed(pool):
+        args = q, pool, layer, batch, sinks, window, scale
+        return reference.prefill(*args, accelerator=True)
+    num_tokens, heads, group, head_dim = q.shape
+    cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
+    tokens, _, blocks = cut.shared(group)
+    extras = [] if sinks is None else [sinks.astype(jnp.float32)]
+    extras += [] if window is None else [window.reshape(1)]
+    with jax.named_scope("prefill_attention"):
+        spans = jnp.stack(spans_of(batch, pool.shape[3], tokens, window))
+        attended: Array = pl.pallas_call(
+            partial(
+                _kernel,
+                cut=cut,
+                scale=head_dim**-0.5 if scale is None else scale,
+                group=group,
+                given=(sinks is not None, window is not None),
+            ),
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            grid=(heads * blocks, -(-num_tokens // tokens)),
+            name="prefill_attention",
+            interpret=interpret,
+            compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        )(
+            layer.reshape(1),
+            spans,
+            jnp.stack([batch.positions, batch.seq_idx]),
+            jnp.stack([batch.page_ids, batch.page_seq, batch.page_pos]),
+            q,
+            pool,
+            *extras,
+        )
+        return attended
