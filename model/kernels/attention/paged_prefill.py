@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32
 
 from model.attention import ChunkBatch
 from model.kernels.attention import reference
-from model.kernels.tiles import LEAST, LOW, exact, is_indexed, parts_of, pool_tile, to_bits
+from model.kernels.tiles import LOW, exact, is_indexed, parts_of, pool_tile, to_bits
 from model.kv import PagePool
 
 
@@ -86,7 +86,7 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
     layer_ref, span_ref, place_ref, page_ref, q_ref, pool_ref, *others, out_ref = refs
     sink_ref = others.pop(0) if given[0] else None
     window = others.pop(0)[0] if given[1] else None
-    tokens, size, blocks = cut.shared(group)
+    tokens, size, _ = cut.shared(group)
     num_tokens, num_heads = q_ref.shape[:2]
     # The last tiles see most, and begin first.
     tile = pl.num_programs(1) - np.int32(1) - pl.program_id(1)
@@ -161,12 +161,12 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
         out_ref[token, head, query, pl.ds(at, wide)] = (acc / share).astype(out_ref.dtype)
 
 
-def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
+def cut_of(head_dim: int, itemsize: int) -> Cut:
     """What was fastest on an H200, or what its registers and shared memory take."""
     if head_dim > 256:
         return Cut(64, 32, 8, 2)
     if itemsize > 2:
-        return Cut(max(32, min(64, LEAST * group)), 32, 4, 2)
+        return Cut(32, 32, 4, 2)
     return Cut()
 
 
@@ -186,7 +186,7 @@ def paged_prefill(
         args = q, pool, layer, batch, sinks, window, scale
         return reference.prefill(*args, accelerator=True)
     num_tokens, heads, group, head_dim = q.shape
-    cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
+    cut = cut or cut_of(head_dim, q.dtype.itemsize)
     tokens, _, blocks = cut.shared(group)
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
