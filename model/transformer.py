@@ -46,6 +46,7 @@ class Kernels(NamedTuple):
 
     prefill_attention: Callable[..., Any]
     decode_attention: Callable[..., Any]
+    best_experts: Callable[..., Any]
     experts: Callable[..., Any]
 
 
@@ -95,6 +96,7 @@ class Model:
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
+            kernels.choose("best_experts", kernels.BEST_EXPERTS, routed),
             kernels.choose("experts", kernels.EXPERTS, routed),
         )
         return Model(cfg, dims, mesh, kind, page_size, chosen, target)
@@ -434,6 +436,7 @@ def _block(
             idx,
             jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
+            model.kernels.best_experts,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )

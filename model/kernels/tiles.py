@@ -1,4 +1,4 @@
-"""What kernels for GPUs share: tiles of pages and of weights, and what may be indexed."""
+"""What kernels for GPUs share: tiles of pages, the softmax over them, and what may be indexed."""
 
 import math
 from typing import Any, Final
@@ -7,14 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 LOW: Final = np.float32(-1e30)  # a score of nothing; finite, so that differences are numbers
+Parts = list[tuple[int, int]]
+# Maximum and sum of the scores so far, and the weighted sum of each part of the values.
+Running = tuple[Any, ...]
 LEAST: Final = 16  # of a side of a tile that a matrix unit takes
 
 
-def parts_of(head_dim: int) -> list[tuple[int, int]]:
+def parts_of(head_dim: int) -> Parts:
     """Where each part of a head begins and its size, powers of two: 576 is 512 and 64."""
-    parts, at = [], 0
+    parts: Parts = []
+    at = 0
     while at < head_dim:
         size = 1 << ((head_dim - at).bit_length() - 1)
         parts.append((at, size))
@@ -40,17 +45,51 @@ def exact(operand: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
 
 
-def pool_tile(
-    pool_ref: Any,
-    layer: Any,
-    plane: int,
-    where: tuple[Any, Any, Any],
-    part: tuple[int, int],
-    dtype: Any,
-) -> Any:
-    """Part of a head at some positions, [positions, size]. where: pages, offsets in them, a head."""
-    at, size = part
-    return numbers(pool_ref[(layer, np.int32(plane), *where, pl.ds(at, size))]).astype(dtype)
+def keys_and_values(
+    pool_ref: Any, layer: Any, where: tuple[Any, Any, Any], parts: Parts, dtype: Any
+) -> tuple[list[Any], list[Any]]:
+    """Some positions' parts, each [positions, size]. where: pages, offsets in them, a head."""
+
+    def plane(which: int) -> list[Any]:
+        at = layer, np.int32(which), *where
+        return [numbers(pool_ref[(*at, pl.ds(*part))]).astype(dtype) for part in parts]
+
+    keys = plane(0)
+    return keys, keys if pool_ref.shape[1] == 1 else plane(1)
+
+
+def add_block(
+    carry: Running, qs: list[Any], keys: list[Any], values: list[Any], scale: float, seen: Any
+) -> Running:
+    """With one more block of positions. qs: parts of queries, each [queries, size].
+
+    seen: what may be looked at, [queries, positions] or what broadcasts to it; None: all.
+    """
+    top, total, *accs = carry
+    products = [plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)]
+    scores = sum(products[1:], products[0]) * np.float32(to_bits(scale))
+    if seen is not None:
+        scores = jnp.where(seen, scores, LOW)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_top[:, None])
+    if seen is not None:
+        # Where nothing was seen so far, nothing is as high as the highest.
+        weights = jnp.where(seen, weights, np.float32(0))
+    keep = jnp.exp2(top - new_top)
+    weighed = weights.astype(qs[0].dtype)
+    accs = [
+        acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
+        for acc, value in zip(accs, values, strict=True)
+    ]
+    return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
+
+
+def begin(queries: int, parts: Parts, sinks: Any) -> Running:
+    """Before the first block. sinks: scores without a value, of each query, or None."""
+    accs = [jnp.zeros((queries, size), jnp.float32) for _, size in parts]
+    if sinks is None:
+        return (jnp.full(queries, LOW), jnp.zeros(queries, jnp.float32), *accs)
+    return (sinks * np.float32(to_bits(1.0)), jnp.ones(queries, jnp.float32), *accs)
 
 
 def numbers(found: Any) -> Any:

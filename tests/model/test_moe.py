@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import kernels
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.moe import route
+from model.products import LayerWeights
 from tests.model.harness import GOLDENS
 
 EXPERTS, CHOSEN, ROWS = 24, 4, 60
@@ -48,7 +50,10 @@ class Routed(NamedTuple):
 def _routed(
     how: RouterConfig, logits: np.ndarray, bias: np.ndarray, correction: np.ndarray
 ) -> Routed:
-    """The router's weights are an identity, so that logits are what goes in."""
+    """The router's weights are an identity, so that logits are what goes in.
+
+    All backends find the same.
+    """
     cfg = dataclasses.replace(
         BASE, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, router=how, hidden_size=EXPERTS
     )
@@ -57,8 +62,33 @@ def _routed(
         "router_bias": jnp.asarray(bias),
         "router_correction": jnp.asarray(correction),
     }
-    found = jax.jit(route, static_argnums=0)(cfg, jnp.asarray(logits), params)
-    return Routed(*(np.asarray(x) for x in found))
+    shape = kernels.ExpertsShape(
+        "gpu", "float32", EXPERTS, 16, EXPERTS, CHOSEN, interpreted=True, router=how
+    )
+    weights = LayerWeights(params, np.float32, on_cpu=True)
+    seen = []
+    for backend in kernels.BEST_EXPERTS:
+        try:
+            best = backend.build(shape)
+        except NotImplementedError:
+            assert how.num_groups > 1
+            continue
+        found = jax.jit(lambda x, best=best: route(cfg, x, weights, best))(jnp.asarray(logits))
+        seen.append(Routed(*(np.asarray(x) for x in found)))
+    for other in seen[:-1]:
+        np.testing.assert_array_equal(other.expert_ids, seen[-1].expert_ids)
+        np.testing.assert_allclose(other.weights, seen[-1].weights, rtol=2e-6, atol=1e-9)
+    return seen[-1]
+
+
+def test_experts_without_a_score_are_chosen_once_each() -> None:
+    shape = kernels.ExpertsShape("gpu", "float32", 8, 16, 5, 3, interpreted=True)
+    best = kernels.BEST_EXPERTS[0].build(shape)
+    for value in (-np.inf, np.nan):
+        logits = np.array([[value, 1.0, value, value, value]], np.float32)
+        ids, _ = best(jnp.asarray(logits), None)
+        assert len(set(np.asarray(ids)[0].tolist())) == 3
+        assert 0 <= np.asarray(ids).min() <= np.asarray(ids).max() < 5
 
 
 def _scores(how: RouterConfig, logits: list[float]) -> list[float]:

@@ -18,7 +18,17 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
 from model.kernels.attention import reference
-from model.kernels.tiles import LEAST, LOW, exact, is_indexed, parts_of, pool_tile, to_bits
+from model.kernels.tiles import (
+    LEAST,
+    LOW,
+    Running,
+    add_block,
+    begin,
+    is_indexed,
+    keys_and_values,
+    parts_of,
+    to_bits,
+)
 from model.kv import PagePool
 
 
@@ -27,7 +37,7 @@ class Cut:
     """How the work is cut. positions: looked at together, a power of two. least: of a split."""
 
     positions: int = 64
-    least: int = 128
+    least: int = 256
     programs: int = 264  # that there are at least, where rows have enough positions
     most_queries: int = 64  # of a program
     warps: int = 4
@@ -70,41 +80,23 @@ def _attend_kernel(
     parts = parts_of(q_ref.shape[3])
     qs = [q_ref[row, head, queries, pl.ds(at, wide)] for at, wide in parts]
     first, each, _ = _reach(position, window, splits, cut)
-    begin = first + split * each
-    end = jnp.minimum(begin + each, position + np.int32(1))
+    first += split * each
+    end = jnp.minimum(first + each, position + np.int32(1))
     page_size = pool_ref.shape[3]
 
-    def step(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        top, total, *accs = carry
-        at = begin + i * np.int32(cut.positions) + jnp.arange(cut.positions, dtype=jnp.int32)
+    def step(i: Any, carry: Running) -> Running:
+        at = first + i * np.int32(cut.positions) + jnp.arange(cut.positions, dtype=jnp.int32)
         slot = jnp.minimum(at // np.int32(page_size), np.int32(table_ref.shape[1] - 1))
         where = table_ref[row, slot], at % np.int32(page_size), head
-        keys = [pool_tile(pool_ref, layer, 0, where, part, qs[0].dtype) for part in parts]
-        scores = sum(plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True))
+        keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
         seen = at < end
         if window is not None:
             seen &= position - at < window
-        scores = jnp.where(seen[None, :], scores * np.float32(to_bits(scale)), LOW)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(seen[None, :], jnp.exp2(scores - new_top[:, None]), np.float32(0))
-        keep = jnp.exp2(top - new_top)
-        values = keys
-        if pool_ref.shape[1] > 1:
-            values = [pool_tile(pool_ref, layer, 1, where, part, qs[0].dtype) for part in parts]
-        weighed = weights.astype(qs[0].dtype)
-        accs = [
-            acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
-            for acc, value in zip(accs, values, strict=True)
-        ]
-        return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
+        return add_block(carry, qs, keys, values, scale, seen[None, :])
 
-    top, total = jnp.full(size, LOW), jnp.zeros(size, jnp.float32)
-    if splits == 1 and sink_ref is not None:
-        top = sink_ref[head, queries] * np.float32(to_bits(1.0))
-        total += np.float32(1)
-    zeros = [jnp.zeros((size, wide), jnp.float32) for _, wide in parts]
-    steps = -(-jnp.maximum(end - begin, np.int32(0)) // np.int32(cut.positions))
-    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
+    own = sink_ref[head, queries] if splits == 1 and sink_ref is not None else None
+    steps = -(-jnp.maximum(end - first, np.int32(0)) // np.int32(cut.positions))
+    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, begin(size, parts, own))
     if splits == 1:
         (out_ref,) = others
         shares = jnp.where(total > 0, total, np.float32(1))[:, None]
@@ -128,7 +120,7 @@ def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) ->
     parts = parts_of(out_ref.shape[3])
     _, _, used = _reach(position_ref[row], window, splits, cut)
 
-    def step(split: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(split: Any, carry: Running) -> Running:
         top, total, *accs = carry
         its_top = top_ref[row, head, split, query]
         new_top = jnp.maximum(top, its_top)

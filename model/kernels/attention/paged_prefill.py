@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32
 
 from model.attention import ChunkBatch
 from model.kernels.attention import reference
-from model.kernels.tiles import LOW, exact, is_indexed, parts_of, pool_tile, to_bits
+from model.kernels.tiles import Running, add_block, begin, is_indexed, keys_and_values, parts_of
 from model.kv import PagePool
 
 
@@ -28,8 +28,8 @@ class Cut:
 
     rows: int = 128
     positions: int = 64
-    warps: int = 8
-    stages: int = 3
+    warps: int = 4
+    stages: int = 2
 
     def shared(self, group: int) -> tuple[int, int, int]:
         """Tokens of a tile, queries of each, and programs that share a group's queries."""
@@ -103,58 +103,36 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
     num_full = (full_last - full_first) // np.int32(cut.positions)
     full_last = full_first + num_full * np.int32(cut.positions)
 
-    def added(at: Any, end: Any, masked: bool, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def added(at: Any, end: Any, masked: bool, carry: Running) -> Running:
         """With positions of the list from `at` on and before `end`."""
-        top, total, *accs = carry
         listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
         page = jnp.minimum(listed // page_size, np.int32(page_ref.shape[1] - 1))
         offset = listed % page_size
         where = page_ref[0, page], offset, head
-        keys = [pool_tile(pool_ref, layer, 0, where, part, qs[0].dtype) for part in parts]
-        scores = sum(
-            plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)
-        ) * np.float32(to_bits(scale))
+        keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
+        seen = None
         if masked:
             ago = position[:, None] - (page_ref[2, page] + offset)[None, :]
             seen = (page_ref[1, page][None, :] == seq[:, None]) & (ago >= 0)
             seen &= (listed < end)[None, :]
             if window is not None:
                 seen &= ago < window
-            scores = jnp.where(seen, scores, LOW)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.exp2(scores - new_top[:, None])
-        if masked:
-            weights = jnp.where(seen, weights, np.float32(0))
-        keep = jnp.exp2(top - new_top)
-        values = keys
-        if pool_ref.shape[1] > 1:
-            values = [pool_tile(pool_ref, layer, 1, where, part, qs[0].dtype) for part in parts]
-        weighed = weights.astype(qs[0].dtype)
-        accs = [
-            acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
-            for acc, value in zip(accs, values, strict=True)
-        ]
-        return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
+        return add_block(carry, qs, keys, values, scale, seen)
 
-    def full(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def full(i: Any, carry: Running) -> Running:
         return added(full_first + i * np.int32(cut.positions), full_last, False, carry)
 
     before = -(-(full_first - first) // np.int32(cut.positions))
     behind = -(-(last - full_last) // np.int32(cut.positions))
 
-    def partly(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def partly(i: Any, carry: Running) -> Running:
         ahead = i < before
         nth = jnp.where(ahead, i, i - before) * np.int32(cut.positions)
-        begin = jnp.where(ahead, first, full_last)
-        return added(begin + nth, jnp.where(ahead, full_first, last), True, carry)
+        at = jnp.where(ahead, first, full_last)
+        return added(at + nth, jnp.where(ahead, full_first, last), True, carry)
 
-    if sink_ref is None:
-        top, total = jnp.full(cut.rows, LOW), jnp.zeros(cut.rows, jnp.float32)
-    else:
-        top = sink_ref[head, query] * np.float32(to_bits(1.0))
-        total = jnp.ones(cut.rows, jnp.float32)
-    zeros = [jnp.zeros((cut.rows, wide), jnp.float32) for _, wide in parts]
-    carry = lax.fori_loop(np.int32(0), num_full, full, (top, total, *zeros))
+    own = None if sink_ref is None else sink_ref[head, query]
+    carry = lax.fori_loop(np.int32(0), num_full, full, begin(cut.rows, parts, own))
     _, total, *accs = lax.fori_loop(np.int32(0), before + behind, partly, carry)
     share = jnp.where(total > 0, total, np.float32(1))[:, None]
     for (at, wide), acc in zip(parts, accs, strict=True):

@@ -228,7 +228,7 @@ def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
         # What nobody wrote may be no number, which would weigh something even times nothing.
         there = inside & (id_ref[at] < num_experts)
         found = plt.load(done_ref.at[slot_ref[at], outputs], mask=there, other=0.0)
-        total += found * weight_ref[at]
+        total += found.astype(jnp.float32) * weight_ref[at]
     plt.store(out_ref.at[row, outputs], total, mask=inside)
 
 
@@ -310,7 +310,7 @@ def experts(
             _second_kernel,
             "experts_down",
             second,
-            jax.ShapeDtypeStruct((num_slots, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((num_slots, hidden), x.dtype),
             (at, sorted_.experts, inner),
             (stacks.down, stacks.down_scale, stacks.down_bias),
             interpret,
