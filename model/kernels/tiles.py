@@ -45,6 +45,18 @@ def exact(operand: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
 
 
+def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
+    """Which page in a list the positions from `at` on are in, and where in it.
+
+    A block within a page has one page and a range, which keeps addresses out of the loop. at: a
+    multiple of positions.
+    """
+    if page_size % positions == 0:
+        return at // np.int32(page_size), pl.ds(at % np.int32(page_size), positions)
+    each = at + jnp.arange(positions, dtype=jnp.int32)
+    return each // np.int32(page_size), each % np.int32(page_size)
+
+
 def keys_and_values(
     pool_ref: Any, layer: Any, where: tuple[Any, Any, Any], parts: Parts, dtype: Any
 ) -> tuple[list[Any], list[Any]]:

@@ -24,6 +24,7 @@ from model.kernels.tiles import (
     Running,
     add_block,
     begin,
+    block_at,
     is_indexed,
     keys_and_values,
     parts_of,
@@ -85,10 +86,12 @@ def _attend_kernel(
     page_size = pool_ref.shape[3]
 
     def step(i: Any, carry: Running) -> Running:
-        at = first + i * np.int32(cut.positions) + jnp.arange(cut.positions, dtype=jnp.int32)
-        slot = jnp.minimum(at // np.int32(page_size), np.int32(table_ref.shape[1] - 1))
-        where = table_ref[row, slot], at % np.int32(page_size), head
+        at = first + i * np.int32(cut.positions)
+        slot, offsets = block_at(at, cut.positions, page_size)
+        slot = jnp.minimum(slot, np.int32(table_ref.shape[1] - 1))
+        where = table_ref[row, slot], offsets, head
         keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
+        at += jnp.arange(cut.positions, dtype=jnp.int32)
         seen = at < end
         if window is not None:
             seen &= position - at < window

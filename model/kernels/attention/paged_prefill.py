@@ -18,7 +18,15 @@ from jaxtyping import Float, Int32
 
 from model.attention import ChunkBatch
 from model.kernels.attention import reference
-from model.kernels.tiles import Running, add_block, begin, is_indexed, keys_and_values, parts_of
+from model.kernels.tiles import (
+    Running,
+    add_block,
+    begin,
+    block_at,
+    is_indexed,
+    keys_and_values,
+    parts_of,
+)
 from model.kv import PagePool
 
 
@@ -98,23 +106,23 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
     layer, parts = layer_ref[0], parts_of(q_ref.shape[3])
     qs = [q_ref[token, head, query, pl.ds(at, wide)] for at, wide in parts]
     position, seq = place_ref[0, token], place_ref[1, token]
-    page_size = np.int32(pool_ref.shape[3])
-    first, last, full_first, full_last = (span_ref[i, tile] * page_size for i in range(4))
+    page_size = pool_ref.shape[3]
+    first, last, full_first, full_last = (span_ref[i, tile] * np.int32(page_size) for i in range(4))
     num_full = (full_last - full_first) // np.int32(cut.positions)
     full_last = full_first + num_full * np.int32(cut.positions)
 
     def added(at: Any, end: Any, masked: bool, carry: Running) -> Running:
         """With positions of the list from `at` on and before `end`."""
-        listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
-        page = jnp.minimum(listed // page_size, np.int32(page_ref.shape[1] - 1))
-        offset = listed % page_size
-        where = page_ref[0, page], offset, head
+        page, offsets = block_at(at, cut.positions, page_size)
+        page = jnp.minimum(page, np.int32(page_ref.shape[1] - 1))
+        where = page_ref[0, page], offsets, head
         keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
         seen = None
         if masked:
-            ago = position[:, None] - (page_ref[2, page] + offset)[None, :]
-            seen = (page_ref[1, page][None, :] == seq[:, None]) & (ago >= 0)
-            seen &= (listed < end)[None, :]
+            listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
+            own, start = (page_ref[i, page] + jnp.zeros_like(listed) for i in (1, 2))
+            ago = position[:, None] - (start + listed % np.int32(page_size))[None, :]
+            seen = (own[None, :] == seq[:, None]) & (ago >= 0) & (listed < end)[None, :]
             if window is not None:
                 seen &= ago < window
         return add_block(carry, qs, keys, values, scale, seen)
