@@ -129,7 +129,7 @@ class CompileBench:
         from model.kernels.attention.reference import decode_block
 
         shape = self.shape
-        pages = table_pages(shape, slots, accelerator=True)
+        pages = table_pages(shape, slots, self.model)
         sizes = [(slots,), (slots,), (slots, pages), (slots,)]
         block = decode_block(slots, pages * shape.page_size, accelerator=True)
         blocks = {"decode_attention": -(-(shape.context + 1) // block)}

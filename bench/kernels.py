@@ -34,7 +34,6 @@ from bench.timing import seconds_per_call
 from model import page_runs
 from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
-from model.kernels.attention.reference import short_context
 from model.kv import gather_pages, init_pool, write_pages
 from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
@@ -61,9 +60,9 @@ def last_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tupl
     return logits(model, params, hidden[-1:]), pool
 
 
-def table_pages(shape: Shape, slots: int, accelerator: bool) -> int:
+def table_pages(shape: Shape, slots: int, model: Model) -> int:
     """Pages of each page table of a step, which is that of short contexts wherever it may be."""
-    short = short_context(slots, accelerator) // shape.page_size
+    short = model.short_context(slots) // shape.page_size
     return max(short, _context_pages(shape))
 
 
@@ -334,7 +333,7 @@ class KernelBench:
         pages = self.rng.permutation(self.num_pages)[:count].astype(np.int32)
         positions = np.full(slots, self.shape.context, np.int32)
         used = pages.reshape(slots, self.pages_per_slot)
-        width = table_pages(self.shape, slots, not self.model.on_cpu)
+        width = table_pages(self.shape, slots, self.model)
         return positions, np.pad(used, ((0, 0), (0, width - self.pages_per_slot)))
 
     def _chunk(self, tokens: int) -> ChunkBatch:

@@ -22,7 +22,6 @@ from decode.step import SlotState, admit_slots, decode_step, mask_slots
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
-from model.kernels.attention.reference import short_context
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
@@ -377,8 +376,7 @@ class DecodeEngine:
     def _reaches(self, slots: int, width: int) -> tuple[int, ...]:
         """How many pages of each page table steps look at that have so many rows."""
         most = self._buckets.pages_per_slot
-        short = short_context(slots * width, not self._model.on_cpu)
-        short //= self._model.page_size
+        short = self._model.short_context(slots * width) // self._model.page_size
         return (short, most) if 0 < short < most else (most,)
 
     def _slot_programs(self, state: SlotState) -> list[Program]:

@@ -19,6 +19,7 @@ from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kernels import Target
+from model.kernels.attention.reference import short_context
 from model.kv import PagePool
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, rms_norm, rope_tables
@@ -105,6 +106,11 @@ class Model:
     def on_cpu(self) -> bool:
         """Whether forms of operations are those for a processor."""
         return self.target.platform == "cpu"
+
+    def short_context(self, rows: int) -> int:
+        """Positions of page tables for which steps of so many rows have a program; 0: for none."""
+        whole = kernels.reads_whole_tables(self.kernels.decode_attention)
+        return short_context(rows, accelerator=whole)
 
     def kv_spec(self, dtype: str | None = None) -> KVSpec:
         """The pages of this model, of its own dtype unless another is given."""

@@ -197,6 +197,12 @@ EXPERTS: Sequence[Backend] = (
 )
 
 
+def reads_whole_tables(decode_attention: Callable[..., Any]) -> bool:
+    """Whether its cost follows what page tables have room for, and not what rows see."""
+    found = decode_attention.keywords if isinstance(decode_attention, partial) else {}
+    return bool(found.get("accelerator"))
+
+
 def choose(
     op: str, backends: Sequence[Backend], shape: AttentionShape | ExpertsShape
 ) -> Callable[..., Any]:

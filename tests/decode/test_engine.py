@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from decode import engine as engine_module
 from decode.admission import Seat, Sharing
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import mask_words
 from model.opening import open_model
 from model.programs import Program
+from model.transformer import Model
 from serving.demo import demo_model_path
 from tests.model.harness import full_steps
 from transfer.wire import SamplingParams
@@ -121,7 +121,7 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
     pages = np.arange(16).reshape(2, 8)[:, ::-1]
     drawn, used = [], []
     for short in (0, 48):
-        monkeypatch.setattr(engine_module, "short_context", lambda *_, short=short: short)
+        monkeypatch.setattr(Model, "short_context", lambda *_, short=short: short)
         opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
         engine = DecodeEngine(opened, full_steps(2, context, page_size), 0.0, 2 * context)
         names: list[str] = []
