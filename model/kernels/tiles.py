@@ -1,8 +1,9 @@
 """What kernels for GPUs share: tiles of pages, the softmax over them, and what may be indexed."""
 
 import math
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -70,8 +71,28 @@ def keys_and_values(
     return keys, keys if pool_ref.shape[1] == 1 else plane(1)
 
 
+class Softmax(NamedTuple):
+    """Of scores times scale. interpret: see Target in model/kernels."""
+
+    scale: float
+    interpret: bool
+
+    def power(self, exponents: Any) -> Any:
+        """Of two, by the unit that does it, which makes zero of what is too small for others."""
+        if self.interpret:
+            return jnp.exp2(exponents)
+        (powers,) = plt.elementwise_inline_asm(
+            "ex2.approx.ftz.f32 $0, $1;",
+            args=[exponents],
+            constraints="=f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(exponents.shape, exponents.dtype)],
+        )
+        return powers
+
+
 def add_block(
-    carry: Running, qs: list[Any], keys: list[Any], values: list[Any], scale: float, seen: Any
+    carry: Running, qs: list[Any], keys: list[Any], values: list[Any], how: Softmax, seen: Any
 ) -> Running:
     """With one more block of positions. qs: parts of queries, each [queries, size].
 
@@ -79,15 +100,15 @@ def add_block(
     """
     top, total, *accs = carry
     products = [plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)]
-    scores = sum(products[1:], products[0]) * np.float32(to_bits(scale))
+    scores = sum(products[1:], products[0]) * np.float32(to_bits(how.scale))
     if seen is not None:
         scores = jnp.where(seen, scores, LOW)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - new_top[:, None])
+    weights = how.power(scores - new_top[:, None])
     if seen is not None:
         # Where nothing was seen so far, nothing is as high as the highest.
         weights = jnp.where(seen, weights, np.float32(0))
-    keep = jnp.exp2(top - new_top)
+    keep = how.power(top - new_top)
     weighed = weights.astype(qs[0].dtype)
     accs = [
         acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))

@@ -22,6 +22,7 @@ from model.kernels.tiles import (
     LEAST,
     LOW,
     Running,
+    Softmax,
     add_block,
     begin,
     block_at,
@@ -45,6 +46,15 @@ class Cut:
     stages: int = 3
 
 
+def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
+    """What was fastest on an H200, or what its registers and shared memory take."""
+    if itemsize > 2:
+        return Cut(positions=16 if head_dim > 256 else 32, most_queries=LEAST, stages=2)
+    if head_dim > 256:
+        return Cut(positions=32, warps=4 if group <= LEAST else 8, stages=2)
+    return Cut()
+
+
 def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
     """Programs that share one row's positions. capacity: positions of a page table."""
     wanted = -(-cut.programs // (rows * heads))
@@ -64,7 +74,7 @@ def _reach(position: Any, window: Any, splits: int, cut: Cut) -> tuple[Any, Any,
 
 
 def _attend_kernel(
-    *refs: Any, cut: Cut, splits: int, scale: float, group: int, given: tuple[bool, bool]
+    *refs: Any, cut: Cut, splits: int, how: Softmax, group: int, given: tuple[bool, bool]
 ) -> None:
     """Queries of one head of a row over a part of its positions. given: sinks, a window."""
     layer_ref, position_ref, table_ref, q_ref, pool_ref, *others = refs
@@ -95,7 +105,7 @@ def _attend_kernel(
         seen = at < end
         if window is not None:
             seen &= position - at < window
-        return add_block(carry, qs, keys, values, scale, seen[None, :])
+        return add_block(carry, qs, keys, values, how, seen[None, :])
 
     own = sink_ref[head, queries] if splits == 1 and sink_ref is not None else None
     steps = -(-jnp.maximum(end - first, np.int32(0)) // np.int32(cut.positions))
@@ -154,7 +164,7 @@ def paged_decode(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
-    cut: Cut = Cut(),
+    cut: Cut | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """See model.kernels.attention.reference.decode."""
@@ -162,12 +172,13 @@ def paged_decode(
         args = q, pool, layer, positions, page_table, sinks, window, scale
         return reference.decode(*args, accelerator=True)
     rows, heads, group, head_dim = q.shape
+    cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
     blocks = -(-group // cut.most_queries)
     splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)
     given = sinks is not None, window is not None
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
-    scale = head_dim**-0.5 if scale is None else scale
+    how = Softmax(head_dim**-0.5 if scale is None else scale, interpret)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sizes = rows, heads, splits, group
     partial_out = [
@@ -175,7 +186,7 @@ def paged_decode(
     ]
     with jax.named_scope("decode_attention"):
         attended: Any = pl.pallas_call(
-            partial(_attend_kernel, cut=cut, splits=splits, scale=scale, group=group, given=given),
+            partial(_attend_kernel, cut=cut, splits=splits, how=how, group=group, given=given),
             out_shape=out if splits == 1 else partial_out,
             grid=(heads, splits * blocks, rows),
             name="decode_attention",

@@ -20,6 +20,7 @@ from model.attention import ChunkBatch
 from model.kernels.attention import reference
 from model.kernels.tiles import (
     Running,
+    Softmax,
     add_block,
     begin,
     block_at,
@@ -89,7 +90,7 @@ def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None)
     )
 
 
-def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, bool]) -> None:
+def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, bool]) -> None:
     """A tile of tokens, some queries of one key and value head. given: sinks, a window."""
     layer_ref, span_ref, place_ref, page_ref, q_ref, pool_ref, *others, out_ref = refs
     sink_ref = others.pop(0) if given[0] else None
@@ -125,7 +126,7 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
             seen = (own[None, :] == seq[:, None]) & (ago >= 0) & (listed < end)[None, :]
             if window is not None:
                 seen &= ago < window
-        return add_block(carry, qs, keys, values, scale, seen)
+        return add_block(carry, qs, keys, values, how, seen)
 
     def full(i: Any, carry: Running) -> Running:
         return added(full_first + i * np.int32(cut.positions), full_last, False, carry)
@@ -149,11 +150,11 @@ def _kernel(*refs: Any, cut: Cut, scale: float, group: int, given: tuple[bool, b
 
 def cut_of(head_dim: int, itemsize: int) -> Cut:
     """What was fastest on an H200, or what its registers and shared memory take."""
+    if itemsize > 2:
+        return Cut(32, 16 if head_dim > 128 else 32, 4, 2)
     if head_dim > 256:
         return Cut(64, 32, 8, 2)
-    if itemsize > 2:
-        return Cut(32, 32, 4, 2)
-    return Cut()
+    return Cut() if head_dim <= 128 else Cut(warps=8)
 
 
 def paged_prefill(
@@ -182,7 +183,7 @@ def paged_prefill(
             partial(
                 _kernel,
                 cut=cut,
-                scale=head_dim**-0.5 if scale is None else scale,
+                how=Softmax(head_dim**-0.5 if scale is None else scale, interpret),
                 group=group,
                 given=(sinks is not None, window is not None),
             ),
