@@ -10,11 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from model.coded import ExpertStacks
 from model.config import ModelConfig
+from model.config_experts import RouterConfig
 from model.layers import feed_forward
 from model.products import LayerWeights, contract, product, with_company
 from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
@@ -40,13 +41,10 @@ class Routing(NamedTuple):
 
 # (x, local expert ids, weights, stacks, index into the stacks) -> f32 like x.
 Experts = Callable[..., Array]
-# (logits, correction or None) -> expert ids and weights; see model.kernels.moe.routing.
-Best = Callable[[Array, Array | None], tuple[Array, Array]]
+_LEAST = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
 
 
-def route(
-    cfg: ModelConfig, x: Float[Array, "rows hidden"], params: LayerWeights, best: Best
-) -> Routing:
+def route(cfg: ModelConfig, x: Float[Array, "rows hidden"], params: LayerWeights) -> Routing:
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
     params: one layer's. Source: arXiv:2401.04088, section 2.1, and those of RouterConfig.
@@ -58,8 +56,26 @@ def route(
         logits = contract(rows, params["router"], ((1,), (0,)))[: len(x)]
         if how.bias:
             logits += params["router_bias"]
-        correction = params["router_correction"] if how.correction else None
-        return Routing(logits, *best(logits, correction))
+        scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
+        choice = scores + params["router_correction"] if how.correction else scores
+        if how.num_groups > 1:
+            choice = _in_best_groups(how, choice)
+        _, ids = lax.top_k(choice, cfg.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if how.normalise:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _LEAST)
+        return Routing(logits, ids.astype(jnp.int32), weights * np.float32(how.scale))
+
+
+def _in_best_groups(
+    how: RouterConfig, choice: Float[Array, "rows experts"]
+) -> Float[Array, "rows experts"]:
+    """Experts outside the best groups are out of the running, whatever their score."""
+    groups = choice.reshape(choice.shape[0], how.num_groups, -1)
+    best, _ = lax.top_k(groups, 2 if how.best_two else 1)
+    _, chosen = lax.top_k(jnp.sum(best, axis=-1), how.groups_per_tok)
+    inside = jnp.any(chosen[:, :, None] == jnp.arange(how.num_groups), axis=1)
+    return jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(choice.shape)
 
 
 def moe(
@@ -69,7 +85,6 @@ def moe(
     idx: Int32[Array, ""],
     placed: ExpertMap,
     live: Bool[Array, " rows"],
-    best: Best,
     experts: Experts,
     share_experts: bool = False,
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
@@ -80,7 +95,7 @@ def moe(
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
-        routing = route(cfg, x, params, best)
+        routing = route(cfg, x, params)
         physical = jnp.where(live[:, None], _physical(placed, routing.expert_ids), np.int32(-1))
         rows, weights = x, routing.weights
         if share_experts:

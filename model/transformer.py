@@ -47,7 +47,6 @@ class Kernels(NamedTuple):
 
     prefill_attention: Callable[..., Any]
     decode_attention: Callable[..., Any]
-    best_experts: Callable[..., Any]
     experts: Callable[..., Any]
 
 
@@ -97,7 +96,6 @@ class Model:
         chosen = Kernels(
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
-            kernels.choose("best_experts", kernels.BEST_EXPERTS, routed),
             kernels.choose("experts", kernels.EXPERTS, routed),
         )
         return Model(cfg, dims, mesh, kind, page_size, chosen, target)
@@ -442,7 +440,6 @@ def _block(
             idx,
             jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
-            model.kernels.best_experts,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )

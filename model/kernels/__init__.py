@@ -11,11 +11,9 @@ import model.kernels.moe.batched as moe_batched
 import model.kernels.moe.grouped as moe_grouped
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
-from model.config_experts import RouterConfig
 from model.kernels.attention.paged_decode import paged_decode
 from model.kernels.attention.paged_prefill import paged_prefill
 from model.kernels.attention.unpacked import unpacked_decode
-from model.kernels.moe.routing import best_experts, best_experts_by_kernel
 from model.kernels.tiles import LEAST
 from model.sharding import Dims
 
@@ -60,7 +58,7 @@ class ExpertsShape:
     """What one shard's experts have to serve. experts and intermediate are per shard.
 
     limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: see
-    Target. router: how experts are chosen.
+    Target.
     """
 
     platform: str
@@ -73,7 +71,6 @@ class ExpertsShape:
     alpha: float = 1.0
     bias: bool = False
     interpreted: bool = False
-    router: RouterConfig = RouterConfig()  # noqa: RUF009 - frozen
 
 
 def attention_shape(
@@ -108,7 +105,6 @@ def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> E
         cfg.swiglu_alpha,
         cfg.experts_bias,
         target.interpreted,
-        cfg.router,
     )
 
 
@@ -152,19 +148,6 @@ def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
     )
 
 
-def _build_router(shape: ExpertsShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
-    if shape.router.num_groups > 1:
-        raise NotImplementedError(f"for one group of experts, there are {shape.router.num_groups}")
-    return partial(
-        best_experts_by_kernel,
-        how=shape.router,
-        chosen=shape.chosen,
-        interpret=shape.interpreted,
-    )
-
-
 def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
     if shape.platform == "cpu":
         raise NotImplementedError("for accelerators: a processor reads chosen experts one by one")
@@ -180,12 +163,6 @@ DECODE_ATTENTION: Sequence[Backend] = (
     Backend("paged", partial(_build_paged, paged_decode)),
     Backend("unpacked", _build_unpacked),
     Backend("reference", partial(_build_attention, attention_reference.decode)),
-)
-BEST_EXPERTS: Sequence[Backend] = (
-    Backend("kernel", _build_router),
-    Backend(
-        "reference", lambda shape: partial(best_experts, how=shape.router, chosen=shape.chosen)
-    ),
 )
 EXPERTS: Sequence[Backend] = (
     Backend("grouped", _build_grouped),
