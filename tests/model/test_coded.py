@@ -153,7 +153,9 @@ def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     backend: kernels.Backend, rows: int
 ) -> None:
     """One row by the experts that it chose, all rows by all, and rounds of many."""
-    experts = backend.build(kernels.ExpertsShape("cuda", "bfloat16", 64, 32, 16, 4))
+    experts = backend.build(
+        kernels.ExpertsShape("cuda", "bfloat16", 64, 32, 16, 4, interpreted=True)
+    )
     draw = np.random.default_rng(3)
     codes = [
         draw.integers(0, 127, size, dtype=np.uint8)

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks
 from model.kernels.moe import batched
-from model.kernels.tiles import LEAST, exact, is_indexed, numbers
+from model.kernels.tiles import exact, is_indexed, numbers
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 _FEW_PAIRS: Final = 2048  # of row and expert, which are compared with one another
@@ -65,23 +65,18 @@ def divisor(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-def tiles(rows: int, chosen: int, stacks: ExpertStacks) -> tuple[Tiles, Tiles]:
-    """Of the first product and of the second."""
+def tiles(rows: int, chosen: int, stacks: ExpertStacks, dtype: Any) -> tuple[Tiles, Tiles]:
+    """Of the first product and of the second. dtype: of products."""
     num_experts, width, hidden = stacks.down.shape[1:]
     even = -(-rows * chosen // num_experts)
     first, second = next(cuts for most, cuts in _CUTS if even <= most)
-    scales = stacks.gate_up_scale, stacks.down_scale
-    groups = [1 if scale is None else scale.shape[2] for scale in scales]
-    size = stacks.down.dtype.itemsize
-    return (
-        _fitted(first, width, hidden // groups[0], size),
-        _fitted(second, hidden, width // groups[1], size),
-    )
+    size = jnp.dtype(dtype).itemsize
+    return _fitted(first, width, hidden, size), _fitted(second, hidden, width, size)
 
 
-def _fitted(cut: Tiles, outputs: int, inputs: int, weight_bytes: int) -> Tiles:
-    """inputs: that share a scale, or all. What a tile takes of shared memory stays as it is."""
-    most, stages = (cut.inputs // 2, 2) if weight_bytes > 2 else (cut.inputs, cut.stages)
+def _fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
+    """As wide as the sizes allow. What a tile takes of shared memory stays as it is."""
+    most, stages = (cut.inputs // 2, 2) if itemsize > 2 else (cut.inputs, cut.stages)
     sizes = divisor(outputs, cut.outputs), divisor(inputs, most)
     return Tiles(cut.rows, *sizes, cut.warps, stages)
 
@@ -127,29 +122,27 @@ def blocks(local_ids: Int32[Array, "rows chosen"], experts: int, size: int) -> B
 
 
 def _weights(ref: Any, scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any) -> Any:
-    """A tile of weights, or of codes as numbers without their scale.
+    """A tile of weights, or of codes times their scales.
 
     at: what stands before the axes of inputs and outputs; a number behind inputs is of a half.
     """
     layer, expert, *half = at
-    inputs, outputs = pl.ds(k * np.int32(cut.inputs), cut.inputs), pl.ds(n, cut.outputs)
-    found = ref[(layer, expert, inputs, *half, outputs)]
-    return found if scale_ref is None else numbers(found)
-
-
-def _added(acc: Any, x: Any, w: Any, scale: Any) -> Any:
-    """The sum with one more product of tiles, whose outputs have these scales, where any."""
-    done = plt.dot(x, w.astype(x.dtype), precision=exact(x))
-    return acc + (done if scale is None else done * scale[None, :])
-
-
-def _scales(scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any, inputs: int) -> Any:
+    first, outputs = k * np.int32(cut.inputs), pl.ds(n, cut.outputs)
+    found = ref[(layer, expert, pl.ds(first, cut.inputs), *half, outputs)]
     if scale_ref is None:
-        return None
-    layer, expert, *half = at
-    of_tile = inputs // scale_ref.shape[2] // cut.inputs  # tiles that share a scale
-    group = lax.div(k, np.int32(of_tile))
-    return scale_ref[(layer, expert, group, *half, pl.ds(n, cut.outputs))]
+        return found
+    group = ref.shape[2] // scale_ref.shape[2]
+    if group % cut.inputs == 0:
+        scales = scale_ref[(layer, expert, first // np.int32(group), *half, outputs)][None, :]
+    else:
+        of_inputs = (first + jnp.arange(cut.inputs, dtype=jnp.int32)) // np.int32(group)
+        scales = scale_ref[(layer, expert, of_inputs, *half, outputs)]
+    return numbers(found).astype(jnp.float32) * scales
+
+
+def _added(acc: Any, x: Any, w: Any) -> Any:
+    """The sum with one more product of tiles, of weights rounded as they are where they lie so."""
+    return acc + plt.dot(x, w.astype(x.dtype), precision=exact(x))
 
 
 def _first_kernel(
@@ -173,8 +166,7 @@ def _first_kernel(
 
             def half(acc: Any, which: int) -> Any:
                 at = layer, expert, which
-                w = _weights(w_ref, scale_ref, at, k, cut, n)
-                return _added(acc, x, w, _scales(scale_ref, at, k, cut, n, hidden))
+                return _added(acc, x, _weights(w_ref, scale_ref, at, k, cut, n))
 
             return half(both[0], 0), half(both[1], 1)
 
@@ -206,8 +198,7 @@ def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool]) -> None:
 
         def step(k: Any, acc: Any) -> Any:
             x = x_ref[slots, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
-            w = _weights(w_ref, scale_ref, at, k, cut, n)
-            return _added(acc, x, w, _scales(scale_ref, at, k, cut, n, width))
+            return _added(acc, x, _weights(w_ref, scale_ref, at, k, cut, n))
 
         zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
         out = lax.fori_loop(0, width // cut.inputs, step, zeros)
@@ -288,9 +279,8 @@ def experts(
     """See model.kernels.moe.reference.experts. cuts: of both products, with as many rows each."""
     num_rows, chosen = local_ids.shape
     num_experts, width, hidden = stacks.down.shape[1:]
-    first, second = cuts or tiles(num_rows, chosen, stacks)
-    indexed = is_indexed(stacks.gate_up) and is_indexed(stacks.down)
-    if not indexed or min(first.inputs, second.inputs) < LEAST:  # or few inputs share a scale
+    first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype)
+    if not (is_indexed(stacks.gate_up) and is_indexed(stacks.down)):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
         sorted_ = blocks(local_ids, num_experts, first.rows)
