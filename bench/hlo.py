@@ -4,7 +4,9 @@ A launch is an instruction that is a kernel by the time the program is scheduled
 call. Of a fusion that takes a part of an operand by a slice or a gather only that part is read, and
 of one that writes into an operand only what is new is written. A loop counts as often as it turns:
 XLA knows how often, or the caller says it, and then the host waits for the device before each turn
-and after the last, as it does once at a condition, of which the longest way counts.
+and after the last, as it does once at a condition, of which the longest way counts. A kernel of our
+own has operands of which it reads what it finds it needs: it counts as a launch, and its bytes not
+at all.
 """
 
 import re
@@ -37,6 +39,7 @@ _FREE: Final = {
     "copy-done",
     "async-done",
 }
+_KERNEL: Final = 'custom_call_target="__gpu$xla.gpu.triton"'  # as Pallas lowers one
 _PARTS: Final = {"slice", "dynamic-slice", "gather"}
 # Where a kernel writes into its first operand, the operand that has what is new.
 _NEW: Final = {"dynamic-update-slice": 1, "scatter": 2}
@@ -69,20 +72,25 @@ class Op(NamedTuple):
 
 @dataclass
 class Work:
-    """What running it takes, on average where turns are. bytes_by_scope: of those moved."""
+    """What running it takes, on average where turns are. bytes_by_scope: of those moved.
+
+    kernels: those of the launches that are our own.
+    """
 
     launches: float = 0
+    kernels: float = 0
     waits: float = 0
     bytes_by_scope: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def num_bytes(self) -> float:
-        """Read and written, in the device's memory or its caches."""
+        """Read and written but by kernels of our own, in the device's memory or its caches."""
         return sum(self.bytes_by_scope.values())
 
     def add(self, other: "Work", times: float = 1) -> None:
         """As often."""
         self.launches += other.launches * times
+        self.kernels += other.kernels * times
         self.waits += other.waits * times
         for scope, num_bytes in other.bytes_by_scope.items():
             self.bytes_by_scope[scope] += num_bytes * times
@@ -162,6 +170,9 @@ def _work(computations: Computations, name: str, turns: Turns) -> Work:
             total.waits += 1
         else:
             total.launches += 1
+            if op.kind == "custom-call" and _KERNEL in op.rest:
+                total.kernels += 1
+                continue
             total.bytes_by_scope[op.scope] += _moved(computations, name, op)
     return total
 

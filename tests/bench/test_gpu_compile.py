@@ -62,6 +62,7 @@ ENTRY %main (stack.1: bf16[8,4,16], pool: f32[100,4], row: f32[1,4], x: f32[4], 
   %while.1 = (s32[], bf16[8,4,16]{2,1,0}) while(%start), condition=%goes_on, body=%turn, metadata={op_name="jit(step)/layers/while"}, backend_config={"known_trip_count":{"n":"8"}}
   %while.2 = (s32[], bf16[8,4,16]{2,1,0}) while(%start), condition=%goes_on, body=%turn, metadata={op_name="jit(step)/experts/while"}
   %chosen = f32[4]{0} conditional(%p, %x, %x), true_computation=%more, false_computation=%nothing
+  %attended = f32[4]{0} custom-call(%stack.1, %x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/kernel"}
   ROOT %written = f32[100,4]{1,0} fusion(%pool, %row, %none), kind=kLoop, calls=%put, metadata={op_name="jit(step)/put"}
 }
 """  # noqa: E501
@@ -77,7 +78,9 @@ def test_loops_count_as_often_as_they_turn_and_parts_as_what_they_are() -> None:
     work = count(TEXT, turns)
     assert asked == ["jit(step)/experts/while"]
     # A loop whose length is data asks before each turn, and once more.
-    assert work.launches == 8 + (3 + 4) + 1 + 1
+    assert work.launches == 8 + (3 + 4) + 1 + 1 + 1
+    assert work.kernels == 1  # which says nothing of what it reads
+    assert "jit(step)/kernel" not in work.bytes_by_scope
     assert work.waits == 3 + 1 + 1  # of the loop whose length is data, and of the condition
     taken = 2 * 4 * 16 * 2 + 4  # one layer read and written, and which
     assert work.bytes_by_scope["jit(step)/layers/take"] == (8 + 3) * taken
