@@ -43,8 +43,9 @@ def copy_gb_s(num_bytes: int, budget_s: float) -> float:
 
 
 def matmul_tflop_s(size: int, dtype: str, budget_s: float) -> float:
-    """Rate of square products of this size, which come out as they went in: XLA for CUDA adds up in
-    float32 all the same, and writing that takes a tenth of the time.
+    """Rate of square products of this size, which come out in the dtype of what goes in.
+
+    XLA for CUDA adds up in float32 all the same.
     """
     # Of equal numbers it would be faster: a GPU's clock falls with the bits that flip.
     left = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(dtype))
