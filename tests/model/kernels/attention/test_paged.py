@@ -1,0 +1,148 @@
+"""Kernels over pages, however the work is cut, against the plain form."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model import kernels
+from model.attention import ChunkBatch
+from model.kernels import tiles
+from model.kernels.attention import paged_decode as decoding
+from model.kernels.attention import paged_prefill as prefilling
+from model.kernels.attention import reference
+from tests.model.harness import i32
+
+PAGES, HEADS, GROUP, HEAD_DIM = 24, 2, 3, 32
+# Blocks within a page and over pages; one program for a row, and several, some with nothing to do.
+DECODE_CUTS = [
+    decoding.Cut(positions=16, least=16, programs=1),
+    decoding.Cut(positions=16, least=16, programs=60),
+    decoding.Cut(positions=64, least=64, programs=60),
+    decoding.Cut(positions=64, least=256, programs=1000, most_queries=2),
+]
+PREFILL_CUTS = [
+    prefilling.Cut(rows=16, positions=16),
+    prefilling.Cut(rows=64, positions=64),
+    prefilling.Cut(rows=2, positions=32),
+]
+
+
+def _pool(page_size: int, dtype: Any) -> jax.Array:
+    """Of numbers, or of the bytes of fp8."""
+    drawn = np.random.default_rng(page_size).standard_normal(
+        (2, 2, PAGES, page_size, HEADS, HEAD_DIM), np.float32
+    )
+    if dtype == jnp.uint8:
+        return jax.lax.bitcast_convert_type(jnp.asarray(drawn, jnp.float8_e4m3fn), jnp.uint8)
+    return jnp.asarray(drawn, dtype)
+
+
+def _queries(rows: int, dtype: Any) -> jax.Array:
+    drawn = np.random.default_rng(rows).standard_normal((rows, HEADS, GROUP, HEAD_DIM), np.float32)
+    return jnp.asarray(drawn, dtype)
+
+
+SINKS = jnp.asarray([[0.5, 4.0, -3.0], [0.0, -1.0, 2.0]], jnp.float32)
+
+
+@pytest.mark.parametrize("cut", DECODE_CUTS)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_decoding_finds_the_same_however_positions_are_split(
+    cut: decoding.Cut, page_size: int, window: int | None
+) -> None:
+    pool, q = _pool(page_size, jnp.float32), _queries(5, jnp.float32)
+    most = 6 * page_size
+    far = i32([-1, 0, most - 1, page_size, 37 if page_size == 16 else 200])
+    draw = np.random.default_rng(1)
+    table = i32(np.array([draw.permutation(PAGES)[:6] for _ in range(5)]))
+    args = q, pool, i32(1), far, table, SINKS, None if window is None else i32(window)
+    found = decoding.paged_decode(*args, cut=cut, interpret=True)
+    np.testing.assert_allclose(found, reference.decode(*args, accelerator=True), atol=2e-6)
+
+
+def _chunk(page_size: int) -> ChunkBatch:
+    """A prompt of many tokens, one that goes on behind what is cached, one of a token; padding."""
+    starts, lengths = [0, 3 * page_size + 5, 0], [90, 21, 1]
+    rows: list[tuple[int, int]] = []
+    listed: list[tuple[int, int, int]] = []
+    free = iter(np.random.default_rng(2).permutation(PAGES))
+    for seq, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        rows += [(position, seq) for position in range(start, start + length)]
+        ends = range(0, start + length, page_size)
+        listed += [(int(next(free)), seq, at) for at in ends]
+    used = len(listed)
+    rows += [(0, 3)] * 7
+    listed += [(0, 3, 0)] * 4
+    positions, seqs = zip(*rows, strict=True)
+    nothing = [0] * len(rows)
+    per_token = [nothing, positions, seqs, nothing]
+    return ChunkBatch._make(map(i32, [*per_token, *zip(*listed, strict=True), used]))
+
+
+@pytest.mark.parametrize("cut", PREFILL_CUTS)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 20])
+def test_chunks_find_the_same_however_tokens_and_positions_are_cut(
+    cut: prefilling.Cut, page_size: int, window: int | None
+) -> None:
+    batch = _chunk(page_size)
+    live = np.asarray(batch.seq_idx) < 3
+    pool, q = _pool(page_size, jnp.float32), _queries(len(live), jnp.float32)
+    args = q, pool, i32(1), batch, SINKS, None if window is None else i32(window)
+    found = np.asarray(prefilling.paged_prefill(*args, cut=cut, interpret=True))
+    expected = np.asarray(reference.prefill(*args, accelerator=True))
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[live], expected[live], atol=2e-6)
+
+
+def test_most_pages_of_a_long_prompt_are_seen_entirely() -> None:
+    spans = prefilling.spans_of(_chunk(16), 16, 16, None)
+    # The sixth tile has tokens of two sequences, so none of its pages is seen by all.
+    assert np.asarray(spans.full_lasts - spans.full_firsts)[:5].tolist() == [0, 1, 2, 3, 4]
+    assert np.asarray(spans.lasts - spans.firsts)[:5].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8])
+def test_pages_of_narrow_numbers_are_read_as_what_they_are(dtype: Any) -> None:
+    pool, q = _pool(16, dtype), _queries(4, jnp.bfloat16)
+    table = i32(np.arange(24).reshape(4, 6))
+    args = q, pool, i32(0), i32([95, 3, 40, 16]), table
+    near: Callable[..., None] = np.testing.assert_allclose
+    found = decoding.paged_decode(*args, interpret=True).astype(jnp.float32)
+    near(found, reference.decode(*args, accelerator=True).astype(jnp.float32), atol=0.02)
+    batch = _chunk(16)
+    q = _queries(len(batch.positions), jnp.bfloat16)
+    live = np.asarray(batch.seq_idx) < 3
+    chunk = q, pool, i32(0), batch
+    seen = prefilling.paged_prefill(*chunk, interpret=True).astype(jnp.float32)
+    expected = reference.prefill(*chunk, accelerator=True).astype(jnp.float32)
+    near(np.asarray(seen)[live], np.asarray(expected)[live], atol=0.02)
+
+
+def test_arrays_of_which_offsets_would_be_wrong_are_not_for_kernels() -> None:
+    for size, dtype, indexed in (
+        (2**31 - 1, jnp.uint8, True),
+        (2**31, jnp.uint8, False),
+        (2**32, jnp.uint8, False),
+        (2**32 + 1, jnp.uint8, True),
+        (2**31, jnp.bfloat16, False),
+        (2**31 + 1, jnp.bfloat16, True),
+    ):
+        assert tiles.is_indexed(jax.ShapeDtypeStruct((size,), dtype)) is indexed
+
+
+def test_heads_of_other_sizes_and_processors_are_refused() -> None:
+    shape = kernels.AttentionShape("gpu", "bfloat16", 64, 4, 8, 128)
+    for backends in (kernels.DECODE_ATTENTION, kernels.PREFILL_ATTENTION):
+        build = next(backend.build for backend in backends if backend.name == "paged")
+        build(replace(shape, head_dim=576))
+        with pytest.raises(NotImplementedError, match="for GPUs, this is cpu"):
+            build(replace(shape, platform="cpu"))
+        with pytest.raises(NotImplementedError, match="multiples of 16, heads have 72"):
+            build(replace(shape, head_dim=72))
