@@ -61,10 +61,15 @@ def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
 def keys_and_values(
     pool_ref: Any, layer: Any, where: tuple[Any, Any, Any], parts: Parts, dtype: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Some positions' parts, each [positions, size]. where: pages, offsets in them, a head."""
+    """Some positions' parts, each [positions, size]. where: pages, offsets in them, a head.
+
+    A page past the pool is some page, as in model.kv.read_pages.
+    """
+    pages, *within = where
+    pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
 
     def plane(which: int) -> list[Any]:
-        at = layer, np.int32(which), *where
+        at = layer, np.int32(which), pages, *within
         return [numbers(pool_ref[(*at, pl.ds(*part))]).astype(dtype) for part in parts]
 
     keys = plane(0)

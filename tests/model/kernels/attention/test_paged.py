@@ -66,6 +66,18 @@ def test_decoding_finds_the_same_however_positions_are_split(
     np.testing.assert_allclose(found, reference.decode(*args, accelerator=True), atol=2e-6)
 
 
+def test_pages_past_the_pool_are_some_page_and_count_for_nothing() -> None:
+    pool, q = _pool(16, jnp.float32), _queries(2, jnp.float32)
+    cut = decoding.Cut(positions=64, least=64)
+    far, window = i32([70, 70]), i32(20)
+    tables = i32([[4, 5, 6, 7, 8]] * 2), i32([[4, 5, 6, 7, 8], [-1, 10**9, -5, 7, 8]])
+    found = [
+        decoding.paged_decode(q, pool, i32(0), far, table, None, window, cut=cut, interpret=True)
+        for table in tables
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 def _chunk(page_size: int) -> ChunkBatch:
     """A prompt of many tokens, one that goes on behind what is cached, one of a token; padding."""
     starts, lengths = [0, 3 * page_size + 5, 0], [90, 21, 1]
