@@ -34,6 +34,7 @@ LIMITS_S = {
     "steps": 150,
     "kernels": 60,
     "pages": 30,
+    "profile": 60,
     "serving": 100,
     "qwen3-30b-a3b-fp8": 90,
     "deepseek-v2-lite": 90,
@@ -41,6 +42,7 @@ LIMITS_S = {
 }
 TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
 STOP_TIMEOUT_S = 10.0
+PROFILED = (1, 64)  # slots, where a shape has them
 # Parts named after their shape, and what stands in for it on a CPU.
 OTHER_SHAPES = {
     "qwen3-30b-a3b-fp8": "demo-moe-fp8",
@@ -195,6 +197,17 @@ def _kernels(*parts: str) -> Callable[[Report, Shape, float], bool]:
     return run
 
 
+def _profile(report: Report, shape: Shape, budget_s: float) -> bool:
+    from bench.floors import Ceilings
+    from bench.kernels import KernelBench
+    from bench.profile import profile_steps
+
+    shape = _fitted(report, shape)
+    bench = KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s)
+    profile_steps(bench, [slots for slots in shape.slots if slots in PROFILED] or shape.slots[-1:])
+    return True
+
+
 def _other_shape(report: Report, shape: Shape, budget_s: float) -> bool:
     """Steps, then what they are made of, then backends: cut short, it has the most telling rows."""
     from bench.backends import compare_backends
@@ -232,6 +245,7 @@ PARTS: dict[str, Callable[[Report, Shape, float], bool]] = {
     "steps": _kernels("decode", "prefill"),
     "kernels": _kernels("attention", "experts", "sampling"),
     "pages": _kernels("pages"),
+    "profile": _profile,
     "serving": _serving,
     "qwen3-30b-a3b-fp8": _other_shape,
     "deepseek-v2-lite": _other_shape,

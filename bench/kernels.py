@@ -131,7 +131,7 @@ class KernelBench:
 
     def decode(self) -> None:
         """One token for every slot, logits and greedy choice included."""
-        steps = {slots: self._step_args(slots) for slots in self.shape.slots}
+        steps = {slots: self.step_args(slots) for slots in self.shape.slots}
         taken = self._time_with_pool("decode_step", partial(greedy_step, self.model), steps)
         for slots, taken_s in taken:
             cost = decode_step_cost(self.shape, slots, self.shape.context)
@@ -319,7 +319,7 @@ class KernelBench:
     def _ids(self, count: int) -> np.ndarray:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)
 
-    def _step_args(self, slots: int) -> tuple[Any, ...]:
+    def step_args(self, slots: int) -> tuple[Any, ...]:
         """Arguments of `greedy_step` behind parameters and pool."""
         positions, table = self._table(slots)
         last = table[:, self.pages_per_slot - 1]

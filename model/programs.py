@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -74,10 +74,11 @@ class Program:
         # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
-    def compile(self) -> "Program":
+    def compile(self, more: Mapping[str, str] | None = None) -> "Program":
+        """more: options of XLA's beside our own."""
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it computes the same products over and over rather than keep them.
-        options = {"xla_disable_hlo_passes": "rematerialization"}
+        options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
         self.compiled = self._function.lower(*self._args).compile(compiler_options=options)
         return self
 

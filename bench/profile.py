@@ -1,0 +1,121 @@
+"""Where the time of one step goes, by named scope: a trace of it beside the text of its program.
+
+The step is compiled without CUDA graphs, in which a trace finds no single kernel. On a CPU events
+are those of threads, which run side by side.
+"""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+from bench.hlo import parse
+from bench.kernels import KernelBench, greedy_step
+from model.programs import Program
+
+STEPS: Final = 2  # traced
+_LAYER: Final = "jit(block)/"
+_AROUND: Final = {"while", "conditional", "call"}
+_LOOPS: Final = {"while", "body", "cond", "closed_call"}
+# A graph of kernels is one launch, and one event.
+_OPTIONS: Final = {"xla_gpu_enable_command_buffer": ""}
+
+
+class Spent(NamedTuple):
+    """Of one scope in one step."""
+
+    launches: float
+    seconds: float
+
+
+def profile_steps(bench: KernelBench, slots: Iterable[int]) -> None:
+    """Rows of a greedy step of each of so many slots: every scope's time and launches."""
+    for count in slots:
+        args = bench.step_args(count)
+        program = Program(
+            f"decode_step {count}",
+            partial(greedy_step, bench.model),
+            (bench.params, bench.pool, *args),
+            donate=(1,),
+        ).compile(_OPTIONS)
+        scopes = scopes_of(str(program.compiled.as_text()))
+
+        def step(program: Program = program, args: tuple[jax.Array, ...] = args) -> jax.Array:
+            out, bench.pool = program(bench.params, bench.pool, *args)
+            return jax.block_until_ready(out)
+
+        step()  # what is loaded at the first run is no part of it
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(STEPS):
+                    step()
+            spent = by_scope(_operations(Path(folder), scopes), scopes, STEPS)
+        for scope, (launches, seconds) in spent.items():
+            sizes = {"shape": bench.shape.name, "dtype": bench.shape.dtype, "slots": count}
+            case = f"{bench.shape.name} step x{count}: {scope}"
+            bench.report.add(case, "time", seconds * 1e3, "ms", shapes=sizes)
+            bench.report.add(case, "launches", launches, "count", shapes=sizes)
+
+
+def scopes_of(text: str) -> dict[str, str]:
+    """The named scope of each instruction of a compiled program, by the instruction's name.
+
+    "" of what only runs others, which have their own time.
+    """
+    computations, _ = parse(text)
+    return {
+        name: "" if op.kind in _AROUND else _scope(op.scope)
+        for ops in computations.values()
+        for name, op in ops.items()
+    }
+
+
+def _scope(traced: str) -> str:
+    """Within a layer, all layers alike, or beside them. traced: what an instruction was."""
+    _, within_layer, inside = traced.partition(_LAYER)
+    if not within_layer:
+        return "beside layers"
+    # The last is an operation, and what jax made functions or loops of is none of our names.
+    names = inside.split("/")[:-1]
+    own = [name for name in names if name not in _LOOPS and not name.startswith("jit(")]
+    return "/".join(own) or "norms and sums"
+
+
+def by_scope(
+    operations: Iterable[tuple[str, float]], scopes: Mapping[str, str], steps: int
+) -> dict[str, Spent]:
+    """What each scope took of one step, most first. operations: names and seconds."""
+    total: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for name, seconds in operations:
+        scope = scopes.get(name, "unknown")
+        if not scope:
+            continue
+        of_scope = total[scope]
+        of_scope[0] += 1 / steps
+        of_scope[1] += seconds / steps
+    found = {scope: Spent(*both) for scope, both in total.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def _operations(folder: Path, names: Container[str]) -> Iterator[tuple[str, float]]:
+    """The instructions that ran, and seconds that each took; on devices, where there are any.
+
+    names: of all there are.
+    """
+    # What is read of a profile lies in it, and does not keep it.
+    profiles = [ProfileData.from_file(str(path)) for path in folder.rglob("*.xplane.pb")]
+    planes = [plane for profile in profiles for plane in profile.planes]
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    for plane in devices or planes:
+        for line in plane.lines:
+            for event in line.events:
+                # A kernel has a name of its own. Of a processor's events most are not instructions,
+                # and to look at what is told beside some of them ends the process (jaxlib 0.11.2).
+                op = dict(event.stats).get("hlo_op") if devices else event.name
+                if op is not None and (devices or op in names):
+                    yield str(op), event.duration_ns / 1e9
