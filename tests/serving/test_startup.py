@@ -445,7 +445,8 @@ def test_told_to_stop_while_its_modules_load_a_process_ends_well(tmp_path: Path)
     wait_until(is_caught, END_TIMEOUT_S)
     command.signal(signal.SIGTERM)
     assert command.ends() == 0
-    assert command.text == ""
+    # On a busy machine it may have come further, and said what it chose; never that it was ended.
+    assert [line for line in command.text.splitlines() if "[decode] I " not in line] == []
 
 
 def test_the_version_and_help_of_the_command_itself(tmp_path: Path) -> None:
