@@ -111,13 +111,10 @@ def blocks(local_ids: Int32[Array, "rows chosen"], experts: int, size: int) -> B
     total = num_blocks(pairs, experts, size)
     slots = jnp.pad(first, (0, 1))[flat] * np.int32(size) + place
     here = jnp.where(flat < experts, slots, np.int32(total * size))
-    rows = (
-        jnp.zeros(total * size, jnp.int32)
-        .at[here]
-        .set(at // np.int32(chosen), mode="drop", unique_indices=False)
-    )
-    numbers = jnp.arange(total, dtype=jnp.int32)
-    of_block = jnp.sum((first + filled)[None] <= numbers[:, None], axis=1, dtype=jnp.int32)
+    nobody = jnp.zeros(total * size, jnp.int32)
+    rows = nobody.at[here].set(at // np.int32(chosen), mode="drop")
+    block = jnp.arange(total, dtype=jnp.int32)[:, None]
+    of_block = jnp.sum((first + filled) <= block, axis=1, dtype=jnp.int32)
     return Blocks(of_block, rows, jnp.where(flat < experts, slots, np.int32(0)))
 
 
