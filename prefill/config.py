@@ -14,6 +14,8 @@ class PrefillConfig(WorkerConfig):
     transfer_connections: int = (
         0  # to each decode worker, opened as rooms want them; 0: by processors
     )
+    # Pages that may wait to be sent to a decode worker before prompts for it wait, too.
+    transfer_queue_bytes: int = 2 << 30
     # How prompts are shared out to the data-parallel ranks.
     load_balance_method: Method = "shortest_queue"
 
@@ -21,5 +23,6 @@ class PrefillConfig(WorkerConfig):
         super().__post_init__()
         at_least(self, "max_seqs_per_chunk", 1)
         at_least(self, "transfer_connections", 0)
+        at_least(self, "transfer_queue_bytes", 0)
         at_most(self, "transfer_connections", 64)  # each has a thread at either end
         at_most(self, "max_seqs_per_chunk", 1024)  # each has a row of logits

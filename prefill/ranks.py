@@ -68,6 +68,13 @@ class Ranks:
                 at -= 1
             self._ready.insert(at, prompt)
 
+    def keep_back(self, prompt: Prompt) -> None:
+        """What is left of it is not computed before it is granted again."""
+        if prompt.room not in self._unbound:
+            self.ranks[prompt.rank].scheduler.keep_back(prompt.room)
+        elif prompt in self._ready:
+            self._ready.remove(prompt)
+
     def release(self, prompt: Prompt) -> None:
         """The room is over, well or badly: what it has goes back."""
         if self._unbound.pop(prompt.room, None) is None:

@@ -94,6 +94,13 @@ class PrefillScheduler:
             at -= 1
         self._ready.insert(at, prompt)
 
+    def keep_back(self, room: int) -> None:
+        """What is left of it is not computed before it is granted again."""
+        prompt = self._prompts[room]
+        if prompt in self._ready:
+            self._ready.remove(prompt)
+            prompt.granted = False
+
     def release(self, room: int) -> None:
         """The room is over, well or badly: its pages go back. Unknown rooms are ignored.
 

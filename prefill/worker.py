@@ -81,6 +81,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._early: dict[int, tuple[wire.Grant, float]] = {}
         self._inflight: deque[InFlight] = deque()
         self._staged_pages = 0  # of every rank, padding included
+        self._behind: frozenset[str] = frozenset()  # data addresses that too many pages wait for
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
         self._load_due_s = 0.0
         self._rank_loads: tuple[wire.Load, ...] = ()
@@ -226,12 +227,34 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         held.grant = grant
         held.room.advance(State.GRANTED, self.clock.monotonic_s())
         self._sender.open(grant)  # connects while the first chunk is computed
-        if not held.waits_for_grammar:
-            self._ranks.grant(held.prompt)
+        self._let_run(held)
 
     def grammar_ready(self, held: Held) -> None:
-        if held.grant is not None:
-            self._ranks.grant(held.prompt)
+        self._let_run(held)
+
+    def _let_run(self, held: Held) -> None:
+        """Unless it still waits for something."""
+        grant = held.grant
+        if grant is None or held.waits_for_grammar or grant.data_address in self._behind:
+            return
+        self._ranks.grant(held.prompt)
+
+    def _watch_queues(self) -> None:
+        """Prompts wait while their decode worker takes pages slower than they are computed.
+
+        What waits to be sent is in this host's memory; without this, only decode's pool bounds it.
+        """
+        before, behind = self._behind, self._sender.behind(self.config.transfer_queue_bytes)
+        if behind == before:
+            return
+        self._behind = behind
+        self.counters["decodes_behind"] += len(behind - before)
+        for held in self._held.values():
+            address = held.grant.data_address if held.grant is not None else ""
+            if address in behind - before:
+                self._ranks.keep_back(held.prompt)
+            elif address in before - behind:
+                self._let_run(held)
 
     def _sender_said(self, said: Any) -> None:
         held = self._held.get(said.room)
@@ -256,6 +279,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- one turn -------------------------------------------------------------------------------
 
     def turn(self) -> bool:
+        self._watch_queues()
         plans = self._ranks.plan()
         has_work = any(plans)
         if has_work:

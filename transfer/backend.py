@@ -264,6 +264,10 @@ class PageSender(Protocol):
         """Bytes queued and not yet handed to the network."""
         ...
 
+    def behind(self, most_bytes: int) -> frozenset[str]:
+        """Data addresses for which more than so many bytes are queued."""
+        ...
+
     @property
     def transfers(self) -> tuple[wire.TransferPair, ...]:
         """What was written to whom, for the receivers used last."""

@@ -453,6 +453,8 @@ WORKER_HELP = {
     "max_seqs_per_chunk": "prompts packed into one chunk at most",
     "transfer_connections": "data connections to each decode worker at most; 0: one for each "
     "two processors of this host, 2 at most",
+    "transfer_queue_bytes": "pages that may wait in host memory for one decode worker before no "
+    "more of its prompts are computed",
     "disable_radix_cache": "do not reuse the pages of common prefixes",
     "load_balance_method": "which data-parallel rank takes the next prompt, when one has room",
     "max_running_requests": "slots: requests decoded at once, over all data-parallel "

@@ -139,6 +139,16 @@ class Sender(ABC):
     def in_flight_bytes(self) -> int:
         return self._in_flight_bytes
 
+    def behind(self, most_bytes: int) -> frozenset[str]:
+        if self._in_flight_bytes <= most_bytes:
+            return frozenset()
+        with self._lock:
+            return frozenset(
+                address
+                for address, lanes in self._lanes.items()
+                if sum(lane.queued_bytes for lane in lanes) > most_bytes
+            )
+
     @property
     def transfers(self) -> tuple[wire.TransferPair, ...]:
         with self._lock:

@@ -77,6 +77,55 @@ def test_a_grant_of_a_number_of_pages_that_its_prompt_cannot_have_ends_the_room(
     worker.check_idle()
 
 
+def _send_what_waits(worker: SimPrefill) -> None:
+    for lane in list(worker.sender._all_lanes()):
+        while (job := worker.sender.next_job(lane)) is not None:
+            worker.sender.sent(lane, job, 0.0)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_prompts_wait_while_too_many_pages_wait_for_their_decode_worker(dp_size: int) -> None:
+    alone, worker = prefill(num_pages=32, dp_size=dp_size, queue_bytes=64)
+    for room in (1, 2):
+        alone.submit(room, num_tokens=48)
+        worker.handle(Granted((alone.grant(room),)))
+    while alone.turn():
+        pass
+    assert worker.counters["decodes_behind"] == 1
+    assert alone.tokens() == []
+    queued = worker.sender.in_flight_bytes
+    alone.submit(3)
+    worker.handle(Granted((alone.grant(3),)))  # comes later, and waits, too
+    alone.submit(4)
+    worker.handle(Granted((msgspec.structs.replace(alone.grant(4), data_address="sim://another"),)))
+    while alone.turn():
+        pass
+    assert alone.tokens() == [(4, 0)]
+    page_bytes = queued // (worker.counters["pages_sent"] - 1)
+    assert worker.sender.in_flight_bytes == queued + page_bytes
+    for _ in range(12):
+        _send_what_waits(worker)
+        while alone.turn():
+            pass
+    assert sorted(alone.tokens()) == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    _send_what_waits(worker)
+    assert worker.sender.in_flight_bytes == 0
+
+
+def test_a_prompt_that_is_kept_back_may_end() -> None:
+    alone, worker = prefill(num_pages=32, queue_bytes=0)
+    alone.submit(1, num_tokens=48)
+    worker.handle(Granted((alone.grant(1),)))
+    while alone.turn():
+        pass
+    assert worker.counters["decodes_behind"] == 1
+    worker.handle(Aborted((1,), "the client left"))
+    while alone.turn():
+        pass
+    worker.check_idle()
+    assert worker.sender.in_flight_bytes == 0
+
+
 def test_first_tokens_of_a_chunk_are_read_while_the_next_one_computes() -> None:
     alone, worker = prefill()
     for room in (1, 20):

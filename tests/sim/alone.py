@@ -27,6 +27,7 @@ class Alone:
         local_tokens: int = 0,
         drafts: int = 0,
         window: int = 0,
+        queue_bytes: int = 1 << 30,
     ) -> None:
         self.clock = ManualClock()
         self.net = Net(Random(0), Counter())
@@ -52,6 +53,7 @@ class Alone:
             local_tokens=local_tokens,
             drafts=drafts,
             window=window,
+            queue_bytes=queue_bytes,
         )
         self.worker: SimPrefill | SimDecode
         if role == "prefill":

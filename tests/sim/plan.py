@@ -30,6 +30,7 @@ class WorkerPlan:
     local_tokens: int = 0  # longest prompt that decode computes itself
     drafts: int = 0  # tokens that a step drafts for each slot
     window: int = 0  # positions that half of the layers see; 0: all see all
+    queue_bytes: int = 1 << 30  # that may wait for one decode worker
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def draw_plan(rng: Random) -> Plan:
             local_tokens=rng.choice((0, 0, context // 2, ANY_PROMPT)),
             drafts=rng.choice((0, 0, 1, min(3, page_size - 1))),
             window=window,
+            queue_bytes=rng.choice((0, 100, 1 << 30)),
         )
 
     prefills = tuple(

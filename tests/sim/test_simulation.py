@@ -15,6 +15,7 @@ from decode.scheduler import DecodeScheduler
 from decode.worker import DecodeWorker
 from model import buckets
 from prefill.ranks import Ranks
+from prefill.scheduler import PrefillScheduler
 from prefill.shipping import Shipping
 from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
@@ -25,7 +26,7 @@ from transfer.role import GrammarReady
 from transfer.worker import Aborted, ApiGone
 
 SEEDS = range(500, 600)  # in which the rarest of what is listed below happens, too
-FAULT_SEEDS = range(110, 180)  # a fault has to show within these
+FAULT_SEEDS = range(242, 312)  # a fault has to show within these
 
 HAPPENS = [
     "ended_finished",
@@ -103,6 +104,7 @@ HAPPENS = [
     "failed_gone",
     "grants_failed",
     "prefill_grants_expired",
+    "prefill_decodes_behind",
     "submits_doubled",
     "submit_replies_lost",
     "decode_pages_late",
@@ -212,6 +214,14 @@ def _ranks_as_it_likes(add: Any) -> Callable[..., Any]:
     return lambda self, prompt: add(self, replace(prompt, rank=-1))
 
 
+def _kept_back_for_good(keep_back: Any) -> Callable[..., Any]:
+    def kept_back(self: PrefillScheduler, room: int) -> None:
+        keep_back(self, room)
+        self._prompts[room].granted = True
+
+    return kept_back
+
+
 def _pages_a_place_further(place: Any) -> Callable[..., Any]:
     return lambda self, room, start, shards: place(self, room, max(start - 1, 0), shards)
 
@@ -235,6 +245,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (Shipping, "runs_of", _windows_from_the_pages_of_others),
         (DecodeScheduler, "plan", _drafts_for_which_there_is_no_page),
         (Ranks, "add", _ranks_as_it_likes),
+        (PrefillScheduler, "keep_back", _kept_back_for_good),
         (PrefixCache, "_chain", _one_salt_for_all),
         (PrefixCache, "match", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),

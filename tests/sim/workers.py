@@ -94,6 +94,7 @@ class SimPrefill(PrefillWorker):
             dp_size=plan.dp_size,
             load_balance_method=plan.balancing,
             max_queued_requests=plan.max_queued,
+            transfer_queue_bytes=plan.queue_bytes,
         )
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats

@@ -150,6 +150,19 @@ def test_a_grant_opens_the_connection_that_its_pages_take() -> None:
     assert list(sender.lane.rooms) == [1]
 
 
+def test_an_address_is_behind_while_more_than_so_much_waits_for_all_its_lanes() -> None:
+    sender = StillSender()
+    assert sender.behind(0) == frozenset()
+    queue_room(sender, 1, 2)
+    queue_room(sender, 2, 1)
+    assert sender.behind(3 * PAGE_BYTES - 1) == {"a"}
+    assert sender.behind(3 * PAGE_BYTES) == frozenset()
+    sender.cancel(1)
+    assert sender.behind(PAGE_BYTES - 1) == {"a"}
+    assert sender.left()
+    assert sender.behind(0) == frozenset()
+
+
 def test_small_jobs_leave_by_the_thread_that_brings_them() -> None:
     lane = QuickLane("a")
     sender = StillSender(lane=lane)
