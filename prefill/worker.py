@@ -30,7 +30,7 @@ from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
-from transfer.errors import Code
+from transfer.errors import Code, Incompatible
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
@@ -222,6 +222,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if first is None:
             message = f"decode granted {num_granted} pages for {num_tokens} tokens"
             self.fail(grant.room, Code.STALE, message)
+            return
+        try:
+            self._head_runs_to(grant)
+        except Incompatible as error:
+            self.fail(grant.room, Code.STALE, str(error))
             return
         held.first_windowed = first
         held.grant = grant

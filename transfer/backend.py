@@ -21,7 +21,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ import xxhash
 from transfer import wire
 from transfer.errors import BadMessage, Code
 from transfer.layout import HeadRun
+from transfer.numbers import Count
 
 MAGIC = b"KVF1"
 MAX_META_BYTES = 1 << 16
@@ -180,10 +181,11 @@ def without_payload(
 class FirstToken(wire.Message, frozen=True):
     """Meta of FINISH: where decode goes on."""
 
-    token_id: int
-    token_idx: int
-    num_tokens: int  # tokens whose kv the pages hold
-    finished: int = wire.RUNNING  # or STOP, LENGTH: nothing to decode
+    token_id: Count
+    token_idx: Count
+    num_tokens: Count  # tokens whose kv the pages hold
+    # RUNNING; or STOP, LENGTH: nothing to decode.
+    finished: Annotated[int, msgspec.Meta(ge=wire.RUNNING, le=wire.LENGTH)] = wire.RUNNING
 
 
 class Refused(wire.Message, frozen=True):

@@ -463,8 +463,8 @@ def _malformed(submit: wire.Submit) -> str:
     ):
         if got > most:
             return f"{name}: {got}, at most {most}"
-    if sampling.max_new_tokens < 1:
-        return f"max_new_tokens: {sampling.max_new_tokens}, at least 1"
+    if sampling.max_new_tokens <= submit.num_generated:
+        return f"max_new_tokens: {sampling.max_new_tokens}, {submit.num_generated} generated"
     return ""
 
 

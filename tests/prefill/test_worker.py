@@ -126,6 +126,17 @@ def test_a_prompt_that_is_kept_back_may_end() -> None:
     assert worker.sender.in_flight_bytes == 0
 
 
+@pytest.mark.parametrize("heads", [{"tp_size": 3}, {"stored_kv_heads": 3}])
+def test_a_grant_of_heads_that_nothing_divides_ends_the_room(heads: dict[str, int]) -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    worker.handle(Granted((msgspec.structs.replace(alone.grant(1), **heads),)))
+    while alone.turn():
+        pass
+    assert alone.events() == [("failed", 1, "stale")]
+    worker.check_idle()
+
+
 def test_first_tokens_of_a_chunk_are_read_while_the_next_one_computes() -> None:
     alone, worker = prefill()
     for room in (1, 20):
@@ -257,6 +268,7 @@ def test_a_deadline_ends_a_room_that_waits() -> None:
         ({"num_prompt_tokens": 0}, "0 of prompt"),
         ({"num_prompt_tokens": 9}, "9 of prompt"),
         ({"sampling": wire.SamplingParams(0)}, "max_new_tokens"),
+        ({"sampling": wire.SamplingParams(2), "num_prompt_tokens": 1}, "max_new_tokens: 2, 2 gen"),
         ({"sampling": wire.SamplingParams(1, stop_token_ids=(1,) * 17)}, "stop_token_ids"),
         ({"sampling": wire.SamplingParams(1, logit_bias=((1, 1.0),) * 301)}, "logit_bias"),
         ({"sampling": wire.SamplingParams(1, num_top_logprobs=21)}, "num_top_logprobs"),

@@ -1,5 +1,8 @@
 """Messages survive the trip, and nothing malformed gets in."""
 
+import functools
+import operator
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.transfer.samples import a_grant, a_worker
 from transfer import wire
+from transfer.backend import FirstToken
 from transfer.errors import BadMessage
 
 
@@ -18,7 +22,9 @@ def a_submit(num_tokens: int = 5, num_prompt_tokens: int = 3) -> wire.Submit:
         api_id="api-0",
         token_ids=wire.pack_i32(range(num_tokens)),
         num_prompt_tokens=num_prompt_tokens,
-        sampling=wire.SamplingParams(max_new_tokens=4, logit_bias=((7, -1.5),)),
+        sampling=wire.SamplingParams(
+            max_new_tokens=4, logit_bias=((7, -1.5),), stop_token_ids=(2,)
+        ),
         arrival_s=1.5,
         deadline_s=9.5,
         prefill=wire.WorkerRef("prefill-0", 1, "127.0.0.1:1"),
@@ -86,6 +92,42 @@ def test_foreign_bytes_never_raise_anything_but_bad_message(data: bytes) -> None
             wire.decode(data, kind)
         except BadMessage as error:
             assert kind.__name__ in str(error)  # noqa: PT017  (both outcomes are legal)
+
+
+SUBMITS, GRANTS = wire.SubmitBatch((a_submit(),)), wire.GrantBatch((a_grant(1, "tcp://h:1", 3),))
+FIRST = FirstToken(1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "at", "value"),
+    [
+        (SUBMITS, (0, 0, 0), 1 << 63),  # room
+        (SUBMITS, (0, 0, 4), 1 << 31),  # num_prompt_tokens
+        (SUBMITS, (0, 0, 5, 0), 1 << 31),  # max_new_tokens
+        (SUBMITS, (0, 0, 5, 2), -1),  # top_k
+        (SUBMITS, (0, 0, 5, 8, 0, 0), 1 << 31),  # a token of logit_bias
+        (SUBMITS, (0, 0, 5, 9), 1 << 63),  # seed
+        (SUBMITS, (0, 0, 5, 10, 0), 1 << 40),  # a stop token
+        (SUBMITS, (0, 0, 12), -(1 << 31) - 1),  # routed_dp_rank
+        (GRANTS, (0, 0, 0), 1 << 63),  # room
+        (GRANTS, (0, 0, 1), 1 << 63),  # epoch
+        (GRANTS, (0, 0, 4), 0),  # tp_size
+        (GRANTS, (0, 0, 5), 0),  # stored_kv_heads
+        (FIRST, (0,), 1 << 40),  # token_id
+        (FIRST, (0,), -1),
+        (FIRST, (1,), 1 << 31),  # token_idx
+        (FIRST, (3,), 3),  # finished
+    ],
+)
+def test_a_number_that_its_array_cannot_hold_is_refused_with_the_message(message, at, value):
+    """They were taken once, and ended the engine that they came to."""
+    fields = msgspec.msgpack.decode(wire.encode(message))
+    *path, last = at
+    holder = functools.reduce(operator.getitem, path, fields)
+    assert isinstance(holder[last], int)
+    holder[last] = value
+    with pytest.raises(BadMessage, match=f"not a {type(message).__name__}"):
+        wire.decode(msgspec.msgpack.encode(fields), type(message))
 
 
 def test_another_version_is_refused_with_both_versions_named() -> None:
