@@ -181,6 +181,14 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     address = (await registry.wait_ready())["address"]
     # Started again, it must be where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
+    # From here on: workers that load would look for a dead one until nobody waits any more.
+    await supervisor.watch_all([registry], beside=_start_others(supervisor, address, args, roles))
+
+
+async def _start_others(
+    supervisor: Supervisor, address: str, args: argparse.Namespace, roles: Roles
+) -> None:
+    """Workers and the API beside their registry, watched once all are ready."""
     workers = [
         await supervisor.start(spec)
         for role, config in roles.items()
@@ -188,8 +196,8 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
         for spec in _group(role, config, number, address, args)
     ]
     front = await supervisor.start(_front(address, args))
-    children = [registry, *workers, front]
-    facts = await in_time(asyncio.gather(*(child.wait_ready() for child in children[1:])))
+    children = [*workers, front]
+    facts = await in_time(asyncio.gather(*(child.wait_ready() for child in children)))
     where, model = Address(facts[-1]["url"], facts[-1]["uds"]), facts[-1]["model"]
     if not where.uds:
         port = where.url.rpartition(":")[2]

@@ -75,6 +75,18 @@ def test_a_killed_worker_is_started_again_until_it_cannot_be(
     assert f"{model}/model.safetensors: not a whole safetensors file" in line
 
 
+def test_a_registry_that_dies_while_workers_load_is_started_again(
+    commands: list[Command], tmp_path: Path
+) -> None:
+    command = start_up(commands, tmp_path, MODEL, 0)
+    command.says(r"\[prefill-0\] .* config: ")
+    command.child("serving.launch").kill()
+    command.says(r"\[registry\] .* registry is ready", times=2)
+    command.says(READY)
+    command.signal(signal.SIGTERM)
+    assert command.ends(STOP_S) == 0, command.text
+
+
 def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
     commands: list[Command], tmp_path: Path
 ) -> None:
