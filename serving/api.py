@@ -45,6 +45,7 @@ from transfer.signals import on_signals
 log = logging.getLogger(__name__)
 
 _SURPLUS_TOLD_EVERY_S = 60.0
+_MEET_S = 2.0  # longest wait at the start for workers that are there
 _TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
 
 HELP = {
@@ -150,11 +151,17 @@ async def serve(
     await siblings.start()
     await dispatcher.start()
     calm_collector()
-    # One of several only now: the kernel hands each that listens its part of the connections.
-    ensure_listening(sock, config)
+
+    async def take_clients() -> None:
+        # Started again, it has work at once, and would have nobody to do it.
+        await dispatcher.meet(_MEET_S)
+        # One of several only now: the kernel hands each that listens its part of the connections.
+        ensure_listening(sock, config)
+        await server.serve(sockets=[sock])
+
     stop = asyncio.Event()
     with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        serving = asyncio.create_task(take_clients())
         stopped = asyncio.create_task(stop.wait())
         takes = asyncio.create_task(server.takes.wait())
         try:

@@ -77,6 +77,7 @@ class Dispatcher:
         self.metrics.watch_health(self._placement.health)
         self._stopped = False
         self._was_ready = False
+        self._met = asyncio.Event()  # all workers that the registry lists, at some time
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
@@ -92,9 +93,19 @@ class Dispatcher:
         """Begin to watch the registry; returns at once, see cluster_ready()."""
         self._membership.start()
 
+    async def meet(self, timeout_s: float) -> bool:
+        """Until every worker that the registry lists is open; False when that takes longer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._met.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def stop(self) -> None:
         """End every generation with on_error(SHUTTING_DOWN), then every stream."""
         self._stopped = True
+        self._met.set()  # nobody is waited for any more
         for generation in self._placement.all():
             self.fail(generation, _shutting_down())
         await self._membership.stop()
@@ -324,6 +335,8 @@ class Dispatcher:
 
     def _pair_may_be_there(self) -> None:
         self._was_ready = self._was_ready or self.cluster_ready()
+        if self._membership.met_all():
+            self._met.set()
         self._placement.place_waiting()
 
     def _interrupted(self, link: WorkerLink, event: wire.RoomEvent) -> None:

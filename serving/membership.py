@@ -88,6 +88,11 @@ class Membership:
         is_alone = any(computes_all(member.info) for member in decodes)
         return is_alone or bool(decodes and self._able("prefill"))
 
+    def met_all(self) -> bool:
+        """Whether the registry has answered, and every worker that it lists is open."""
+        open_keys = {key for key, link in self._links.items() if link.open}
+        return self._revision >= 0 and self._listed <= open_keys
+
     def stalled(self) -> list[Key]:
         """Workers that say they live, while their loops stand still."""
         timeout_s = self._config.progress_timeout_s

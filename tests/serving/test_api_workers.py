@@ -72,6 +72,11 @@ async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_pa
 
         await until(lambda: "api-0 ended with code -9: starting it again" in server.command.text)
         await all_ready(server)
+        # It took no client before it had somebody to do their work.
+        told = server.command.text.partition("starting it again")[2]
+        before, listens, _ = told.partition("HTTP server listens")
+        assert listens
+        assert before.count(" is open") == len(cluster.workers)
         async with server.door(0) as http:
             again = {state["process"]: state["pid"] for state in (await info_of(http))["processes"]}
             assert again[1] == pids[1]

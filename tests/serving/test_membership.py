@@ -27,6 +27,30 @@ async def test_a_cluster_is_ready_with_one_worker_of_each_role():
         await until(dispatcher.cluster_ready)
 
 
+async def test_workers_that_are_there_are_met_before_clients_are_taken():
+    async with FakeCluster(decodes=2) as cluster:
+        dispatcher = await cluster.dispatcher(wait=False)
+        assert not cluster.sees_all(dispatcher)
+        assert await dispatcher.meet(60.0)
+        assert cluster.sees_all(dispatcher)
+
+
+async def test_a_worker_that_is_listed_and_gone_is_not_waited_for():
+    async with FakeCluster() as cluster:
+        await cluster.decode[0].kill()
+        dispatcher = await cluster.dispatcher(wait=False)
+        assert not await dispatcher.meet(0.2)
+
+
+async def test_nor_is_a_registry_that_does_not_answer_and_one_without_workers_is_enough():
+    async with FakeCluster(prefills=0, decodes=0) as cluster:
+        await cluster.registry.stop()
+        dispatcher = await cluster.dispatcher(wait=False)
+        assert not await dispatcher.meet(0.2)
+        await cluster.registry.start(int(cluster.registry.address.rpartition(":")[2]))
+        assert await dispatcher.meet(60.0)
+
+
 def announce(worker: FakeWorker, local_prefill_tokens: int, draining: bool = False) -> None:
     """As it is, but that it computes prompts of so many tokens."""
     info = msgspec.structs.replace(worker.info(), local_prefill_tokens=local_prefill_tokens)
