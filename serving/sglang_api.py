@@ -4,10 +4,11 @@ Field names and meanings: SGLang's documentation of its native API and sampling 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import orjson
 
 from serving.choice import Choice, Entry, Piece
 from serving.errors import ApiError, bad_field, error_event, not_served
@@ -298,6 +299,65 @@ def _shown(
 # --- answers --------------------------------------------------------------------------------------
 
 
+class _Logprobs:
+    """Entries as JSON, each spelled once, though every event repeats them all."""
+
+    def __init__(self, text_of: Callable[[int], str | None]) -> None:
+        self._text_of = text_of
+        self._count = 0
+        self._tokens: list[bytes] = []
+        self._tops: list[bytes] = []
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Those that are new."""
+        if not entries:
+            return
+        text_of = self._text_of
+        tokens = [[e.logprob, e.token_id, text_of(e.token_id)] for e in entries]
+        tops = [
+            [[value, token_id, text_of(token_id)] for token_id, value in e.top] or None
+            for e in entries
+        ]
+        self._count += len(entries)
+        self._tokens.append(dumps(tokens)[1:-1])
+        self._tops.append(dumps(tops)[1:-1])
+
+    def take_once(self, entries: Sequence[Entry]) -> None:
+        """All of a list, unless that was done when it had as many."""
+        if self._count < len(entries):
+            self.take(entries[self._count :])
+
+    @property
+    def tokens(self) -> orjson.Fragment:
+        return orjson.Fragment(b"[%b]" % b",".join(self._tokens))
+
+    @property
+    def tops(self) -> orjson.Fragment:
+        return orjson.Fragment(b"[%b]" % b",".join(self._tops))
+
+
+class _SoFar:
+    """What was told of one choice."""
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+        shown = choice.ask.shown
+
+        def text_of(token_id: int) -> str | None:
+            return tokenizer.token_text(token_id) if shown.text_in_logprobs else None
+
+        self._choice = choice
+        self.text = ""
+        self.ids: list[int] = []
+        self.prompt = _Logprobs(text_of)
+        self.output = _Logprobs(text_of)
+
+    def take(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.ids += piece.ids
+        self.prompt.take_once(self._choice.prompt_entries)
+        self.output.take(piece.entries)
+
+
 class GenerateAnswer:
     """Spells the answer; events repeat all text and ids so far (serving.stream.Events)."""
 
@@ -311,11 +371,11 @@ class GenerateAnswer:
         self._is_batch = is_batch
         self._arrival_s = arrival_s
         self._clock = clock
-        self._so_far: dict[int, Piece] = {}
+        self._so_far: dict[int, _SoFar] = {}
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """The body of an answer that is not streamed: an object, or a list of a batch's."""
-        items = [self._item(choice, choice.drain()) for choice in choices]
+        items = [self._item(choice, self._with(choice, choice.drain())) for choice in choices]
         return dumps(items if self._is_batch else items[0])
 
     def opening(self, choice: Choice) -> bytes:
@@ -325,11 +385,7 @@ class GenerateAnswer:
         return None
 
     def piece(self, choice: Choice, piece: Piece) -> bytes:
-        so_far = self._so_far.setdefault(choice.ask.index, Piece())
-        so_far.text += piece.text
-        so_far.ids += piece.ids
-        so_far.entries += piece.entries
-        item = self._item(choice, so_far)
+        item = self._item(choice, self._with(choice, piece))
         return event({"index": choice.ask.index, **item} if self._is_batch else item)
 
     def finish(self, choice: Choice, rest: Piece) -> bytes:
@@ -341,14 +397,22 @@ class GenerateAnswer:
     def failed(self, choice: Choice, error: ApiError) -> bytes:
         return error_event(error)
 
-    def _item(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _with(self, choice: Choice, piece: Piece) -> _SoFar:
+        """All of it, this piece included."""
+        so_far = self._so_far.get(choice.ask.index)
+        if so_far is None:
+            so_far = self._so_far[choice.ask.index] = _SoFar(choice, self._tokenizer)
+        so_far.take(piece)
+        return so_far
+
+    def _item(self, choice: Choice, so_far: _SoFar) -> dict[str, Any]:
         return {
-            "text": piece.text,
-            "output_ids": piece.ids,
-            "meta_info": self._meta_info(choice, piece),
+            "text": so_far.text,
+            "output_ids": so_far.ids,
+            "meta_info": self._meta_info(choice, so_far),
         }
 
-    def _meta_info(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def _meta_info(self, choice: Choice, so_far: _SoFar) -> dict[str, Any]:
         shown = choice.ask.shown
         meta: dict[str, Any] = {
             "id": choice.ask.request_id,
@@ -359,25 +423,12 @@ class GenerateAnswer:
             "e2e_latency": self._clock.now_s() - self._arrival_s,
         }
         if shown.num_logprobs >= 0:
-            meta["input_token_logprobs"] = self._tokens(choice, choice.prompt_entries)
-            meta["output_token_logprobs"] = self._tokens(choice, piece.entries)
+            meta["input_token_logprobs"] = so_far.prompt.tokens
+            meta["output_token_logprobs"] = so_far.output.tokens
             if shown.num_logprobs > 0:
-                meta["input_top_logprobs"] = self._tops(choice, choice.prompt_entries)
-                meta["output_top_logprobs"] = self._tops(choice, piece.entries)
+                meta["input_top_logprobs"] = so_far.prompt.tops
+                meta["output_top_logprobs"] = so_far.output.tops
         return meta
-
-    def _tokens(self, choice: Choice, entries: Sequence[Entry]) -> list[list[Any]]:
-        return [[e.logprob, e.token_id, self._text(choice, e.token_id)] for e in entries]
-
-    def _tops(self, choice: Choice, entries: Sequence[Entry]) -> list[list[list[Any]] | None]:
-        return [
-            [[value, token_id, self._text(choice, token_id)] for token_id, value in entry.top]
-            or None
-            for entry in entries
-        ]
-
-    def _text(self, choice: Choice, token_id: int) -> str | None:
-        return self._tokenizer.token_text(token_id) if choice.ask.shown.text_in_logprobs else None
 
 
 def _finish_reason(choice: Choice) -> dict[str, Any] | None:

@@ -121,7 +121,8 @@ async def test_no_new_tokens_may_be_asked_to_score_a_prompt() -> None:
 
 async def test_events_repeat_everything_so_far() -> None:
     async with live_server() as live:
-        body = {"text": "Hi!", "sampling_params": params(), "stream": True, "return_logprob": True}
+        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        body = {"text": "Hi!", "sampling_params": params(), "stream": True, **asked}
         events = await live.events("/generate", body)
         assert events[-1] == "[DONE]"
         assert events[0]["text"].startswith("a")  # others may have overtaken the first token
@@ -135,6 +136,15 @@ async def test_events_repeat_everything_so_far() -> None:
         assert last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
         assert last["meta_info"]["completion_tokens"] == 4
         assert len(last["meta_info"]["output_token_logprobs"]) == 4
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            for before, after in itertools.pairwise(events[:-1]):
+                told = before["meta_info"][name]
+                assert after["meta_info"][name][: len(told)] == told
+            assert last["meta_info"][name] == whole["meta_info"][name]
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert len(whole["meta_info"][name]) == 3
+            for event in events[:-1]:
+                assert event["meta_info"][name] == whole["meta_info"][name]
 
 
 async def test_events_of_a_batch_carry_an_index_and_intervals_hold() -> None:
