@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from serving.answer import WholeAnswer
-from serving.conversation import messages_of, render_prompt
+from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
 from serving.json_fields import read_json, refuse
@@ -196,6 +196,8 @@ class Admin:
             raise bad_field("prompt", "expected exactly one of prompt and messages")
         add_special = fields.add_special_tokens
         if fields.messages is not None:
+            tools, choice = allowed_tools(fields)
+            fields = msgspec.structs.replace(fields, tools=tools, tool_choice=choice)
             texts = [await render_prompt(self._model, messages_of(fields, self._model), fields)]
             lists = await self._encode("messages", texts, add_special is True)
         else:

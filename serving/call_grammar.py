@@ -36,7 +36,7 @@ def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        what = 'expected "none", "auto", "required" or {"function": {"name": ...}}'
+        what = 'expected "none", "auto", "required", {"function": {"name": ...}} or allowed_tools'
         raise bad_field("tool_choice", f"{what}, got {quoted(tool_choice)}")
     return name
 

@@ -44,6 +44,38 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     return [_message(message, i, model) for i, message in enumerate(fields.messages)]
 
 
+def allowed_tools(
+    fields: ConversationFields,
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """(tools, tool_choice): of a choice of `allowed_tools` those that it names, and its mode.
+
+    Raises ApiError for one that has another form.
+    """
+    choice = fields.tool_choice
+    if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
+        return fields.tools, choice
+    match choice.get("allowed_tools"):
+        case {"mode": "auto" | "required" as mode, "tools": [*named]}:
+            names = [_named(tool) for tool in named]
+        case _:
+            names = [None]
+    if None in names:
+        tool = '{"type": "function", "function": {"name": ...}}'
+        form = f'{{"mode": "auto" or "required", "tools": [{tool}, ...]}}'
+        what = f'expected {{"type": "allowed_tools", "allowed_tools": {form}}}'
+        raise bad_field("tool_choice", f"{what}, got {quoted(choice)}")
+    named_functions(fields.tools or ())  # they are some
+    return [tool for tool in fields.tools or () if _named(tool) in names] or None, mode
+
+
+def _named(tool: Any) -> str | None:
+    """The function that a tool is."""
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
+
+
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
     """A content, or its parts, as one text; without one there may be calls."""
     if content is None:

@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
-from serving.conversation import messages_of, named_functions, render_prompt, text_of
+from serving.conversation import (
+    allowed_tools,
+    messages_of,
+    named_functions,
+    render_prompt,
+    text_of,
+)
 from serving.errors import bad_field, not_served
 from serving.grammar import Form, check_end, form_of, grammar_text
 from serving.openai_fields import (
@@ -154,6 +160,8 @@ class ChatReader:
     def __init__(self, fields: ChatFields, model: ServedModel) -> None:
         """Raises ApiError for what is wrong in any field."""
         check_model(fields.model, model)
+        tools, choice = allowed_tools(fields)
+        fields = msgspec.structs.replace(fields, tools=tools, tool_choice=choice)
         self._fields = fields
         self._model = model
         self._max_name = "max_tokens"

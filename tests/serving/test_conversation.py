@@ -11,7 +11,7 @@ import pytest
 
 from model.config import ModelConfig
 from serving.config import ServeConfig
-from serving.conversation import messages_of, render, render_prompt
+from serving.conversation import allowed_tools, messages_of, render, render_prompt
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
 from serving.openai_fields import read_chat
@@ -202,3 +202,58 @@ async def test_a_template_that_refuses_a_long_conversation_is_told_of(tmp_path: 
     fields = read_chat(json.dumps({"messages": [{"role": "user", "content": "a"}] * 40}).encode())
     with pytest.raises(ApiError, match="no more than one"):
         await render_prompt(model, messages_of(fields, model), fields)
+
+
+def _tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [_tool(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "mode"),
+    [
+        (_allowing("auto", "b"), ["b"], "auto"),
+        (_allowing("required", "c", "a", "nobody"), ["a", "c"], "required"),
+        (_allowing("auto"), None, "auto"),
+        ("auto", ["a", "b", "c"], "auto"),
+        (_tool("a"), ["a", "b", "c"], _tool("a")),
+        (None, ["a", "b", "c"], None),
+    ],
+)
+def test_of_the_tools_those_are_offered_that_are_allowed(
+    choice: Any, names: list[str] | None, mode: Any
+) -> None:
+    asked = {"messages": [], "tools": [_tool(name) for name in "abc"], "tool_choice": choice}
+    tools, left = allowed_tools(read_chat(json.dumps(asked).encode()))
+    assert left == mode
+    assert names == (tools and [tool["function"]["name"] for tool in tools])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"mode": "none"}, {"tools": None}, {"tools": [{"name": "a"}]}, {"tools": [{"function": {}}]}],
+)
+def test_allowed_tools_of_another_form_are_refused(wrong: dict[str, Any]) -> None:
+    choice = _allowing("auto", "a")
+    choice["allowed_tools"] |= wrong
+    asked = {"messages": [], "tools": [_tool("a")], "tool_choice": choice}
+    with pytest.raises(ApiError, match=r"tool_choice: expected .*allowed_tools") as caught:
+        allowed_tools(read_chat(json.dumps(asked).encode()))
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_chat_and_its_prompt_have_the_allowed_tools_alone(tmp_path: Path) -> None:
+    template = "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    model = served(tmp_path, template)
+    asked = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [_tool("a"), _tool("b")],
+        "tool_choice": _allowing("auto", "b"),
+    }
+    reader = ChatReader(read_chat(json.dumps(asked).encode()), model)
+    request = asyncio.run(reader.finish(None))
+    assert model.tokenizer.decode(request.choices[0].prompt.ids) == "b hi"
