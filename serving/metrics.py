@@ -99,13 +99,13 @@ class _ClusterCollector(Collector):
     def _collect_pages(self) -> Iterable[Metric]:
         labels = ["worker", "role"]
         values: dict[str, list[tuple[list[str], float]]] = {
-            name: [] for name in ("total", "free", "held", "cached")
+            name: [] for name in ("capacity", "free", "held", "cached")
         }
         for member in self.members:
             who = [member.info.worker_id, member.info.role]
             answer = self.states.get(member.info.worker_id)
             load = member.load if answer is None else answer.load  # the registry's may be older
-            values["total"].append((who, load.pages_total))
+            values["capacity"].append((who, load.pages_total))
             values["free"].append((who, load.pages_free))
         for state in self.states.values():
             who = [state.worker_id, state.role]

@@ -139,7 +139,7 @@ def test_what_workers_report_is_shown_as_it_came():
     metrics.set_members((wire.Member(info, 1, load),))
     metrics.set_states([state])
     read = samples(metrics)
-    assert read["kvferry_pages_total", "prefill", "p0"] == 64
+    assert read["kvferry_pages_capacity", "prefill", "p0"] == 64
     assert read["kvferry_pages_free", "prefill", "p0"] == 40
     assert read["kvferry_pages_held", "prefill", "p0"] == 20
     assert read["kvferry_pages_cached", "prefill", "p0"] == 4
