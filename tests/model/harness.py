@@ -91,11 +91,11 @@ class Harness:
 
     @cached_property
     def _prefill(self) -> Any:
-        return jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
+        return compiled_soon(prefill_hidden)
 
     @cached_property
     def _decode(self) -> Any:
-        return jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
+        return compiled_soon(decode_hidden)
 
     @cached_property
     def _logits(self) -> Any:
@@ -145,9 +145,15 @@ class Harness:
     def capture(self, prompt: list[int]) -> tuple[np.ndarray, Captured]:
         """One prompt as one chunk, looked at from inside. Returns its last hidden states too."""
         (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
-        run = jax.jit(prefill_captured, static_argnums=0, donate_argnums=2)
+        run = compiled_soon(prefill_captured)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)
+
+
+def compiled_soon(function: Any) -> Any:
+    """The program of a function of (model, params, pool, ...), which few calls are made of."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
 def full_steps(slots: int, context: int, page_size: int, window: int = 0) -> DecodeBuckets:
