@@ -230,7 +230,7 @@ def test_of_the_tools_those_are_offered_that_are_allowed(
     asked = {"messages": [], "tools": [_tool(name) for name in "abc"], "tool_choice": choice}
     tools, left = allowed_tools(read_chat(json.dumps(asked).encode()))
     assert left == mode
-    assert names == (tools and [tool["function"]["name"] for tool in tools])
+    assert names == (None if tools is None else [tool["function"]["name"] for tool in tools])
 
 
 @pytest.mark.parametrize(
