@@ -7,7 +7,7 @@ named as the tokens that they are; only a model without such a token writes them
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from serving.conversation import named_functions
+from serving.conversation import function_name, named_functions
 from serving.errors import bad_field, quoted
 from serving.grammar import Form, quoted_terminal, schema_rules
 from serving.parsing import Parsing
@@ -33,9 +33,8 @@ def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
     """The one tool that a choice names. Raises ApiError for what is no choice."""
     if tool_choice == "required":
         return None
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
+    name = function_name(tool_choice)
+    if name is None:
         what = 'expected "none", "auto", "required", {"function": {"name": ...}} or allowed_tools'
         raise bad_field("tool_choice", f"{what}, got {quoted(tool_choice)}")
     return name

@@ -56,7 +56,7 @@ def allowed_tools(
         return fields.tools, choice
     match choice.get("allowed_tools"):
         case {"mode": "auto" | "required" as mode, "tools": [*named]}:
-            names = [_named(tool) for tool in named]
+            names = [function_name(tool) for tool in named]
         case _:
             names = [None]
     if None in names:
@@ -65,11 +65,11 @@ def allowed_tools(
         what = f'expected {{"type": "allowed_tools", "allowed_tools": {form}}}'
         raise bad_field("tool_choice", f"{what}, got {quoted(choice)}")
     named_functions(fields.tools or ())  # they are some
-    return [tool for tool in fields.tools or () if _named(tool) in names] or None, mode
+    return [tool for tool in fields.tools or () if function_name(tool) in names] or None, mode
 
 
-def _named(tool: Any) -> str | None:
-    """The function that a tool is."""
+def function_name(tool: Any) -> str | None:
+    """Of the function that a tool is, or a choice names."""
     match tool:
         case {"function": {"name": str(name)}}:
             return name

@@ -151,7 +151,7 @@ class Harness:
 
 
 def compiled_soon(function: Any) -> Any:
-    """The program of a function of (model, params, pool, ...), which few calls are made of."""
+    """A program of (model, params, pool, ...), not optimized: few calls are made of it."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
 

@@ -120,7 +120,7 @@ FIRST = FirstToken(1, 0, 3)
     ],
 )
 def test_a_number_that_its_array_cannot_hold_is_refused_with_the_message(message, at, value):
-    """They were taken once, and ended the engine that they came to."""
+    """An engine would end where it puts them into one."""
     fields = msgspec.msgpack.decode(wire.encode(message))
     *path, last = at
     holder = functools.reduce(operator.getitem, path, fields)
