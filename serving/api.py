@@ -67,6 +67,8 @@ HELP = {
     "max_queued_requests": "generations waiting for one of those places; beyond it: 429",
     "queue_timeout_s": "longest wait in that queue, seconds; beyond it: 429",
     "request_timeout_s": "deadline of a request, seconds",
+    "drain_timeout_s": "seconds that requests which have come may take after SIGTERM; of `up` "
+    "also what a worker may take after POST /drain",
     "max_retries": "times a request is tried again after a worker was lost",
     "policy": "how a pair of workers is picked",
     "prefill_policy": "how the prefill worker is picked; same: as --policy says",
@@ -132,8 +134,9 @@ async def serve(
     model_config: ModelConfig,
     seat: Seat | None,
 ) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM; then end streams and tell the workers.
+    """Serve on a bound socket until told to leave; then end streams and tell the workers.
 
+    SIGTERM drains; SIGINT, or SIGTERM again, or before there are clients, ends at once.
     seat: of one of several processes. Raises ConfigError when another has the port by now.
     """
     metrics = Metrics()
@@ -159,10 +162,17 @@ async def serve(
         ensure_listening(sock, config)
         await server.serve(sockets=[sock])
 
-    stop = asyncio.Event()
-    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
+    leaving = front.leaving
+
+    def terminated() -> None:
+        if server.takes.is_set() and not leaving.draining:
+            front.drain()
+        else:
+            leaving.over.set()
+
+    with on_signals({signal.SIGINT: leaving.over.set, signal.SIGTERM: terminated}):
         serving = asyncio.create_task(take_clients())
-        stopped = asyncio.create_task(stop.wait())
+        stopped = asyncio.create_task(leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())
         try:
             await asyncio.wait({serving, stopped, takes}, return_when=asyncio.FIRST_COMPLETED)

@@ -33,7 +33,8 @@ def run(config: ServeConfig, security: Security) -> None:
         if len(f"{folder}/{config.api_workers}".encode()) > _MAX_PATH_BYTES:
             raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR")
         body = partial(_run, config, security, sock, folder)
-        supervise("serve", Supervisor(security.token, _STOP_TIMEOUT_S), body)
+        supervisor = Supervisor(security.token, _STOP_TIMEOUT_S, config.drain_timeout_s)
+        supervise("serve", supervisor, body)
 
 
 async def _run(
@@ -67,6 +68,6 @@ def _specs(
     ]
     secrets = flags.secrets_of(config)
     return [
-        ChildSpec(f"api-{seat.process}", argv, (*seat.environment(), *secrets), fds)
+        ChildSpec(f"api-{seat.process}", argv, (*seat.environment(), *secrets), fds, is_front=True)
         for seat in seats
     ]

@@ -43,17 +43,20 @@ class ChildFailed(KvferryError):
 class ChildSpec:
     """How to start one process: `python -P -m argv`.
 
-    environment: variables beside the parent's own. fds: open files that it inherits. drains:
-    SIGTERM makes it finish its work first, so the end of all is SIGINT; and when it ends with
-    code 0 it was told to leave, and is not started again. group: of children that are of no use
-    without each other; when one dies all of them are started again, when one leaves all do.
+    environment: variables beside the parent's own. fds: open files that it inherits.
+    is_worker, is_front: SIGTERM makes it finish its work first, so the end of all is SIGINT. A
+    worker that ends with code 0 was told to leave, and is not started again; those in front take
+    requests from outside, so a parent that drains has them finish theirs first. group: of
+    children that are of no use without each other; when one dies all of them are started again,
+    when one leaves all do.
     """
 
     name: str
     argv: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     fds: tuple[int, ...] = ()
-    drains: bool = False
+    is_worker: bool = False
+    is_front: bool = False
     group: str = ""
 
 
@@ -65,14 +68,15 @@ class Child:
         self.process = process
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
         self.last_line = ""
+        self.leaving = False  # told to drain: not started again
         self.followed = False  # killed after another of its group, which is started again already
         self.output = asyncio.create_task(self._relay())
 
     @property
     def stop_signal(self) -> signal.Signals:
         """What ends it soonest: before it is ready, SIGINT would be Python's own."""
-        is_ready = self.ready.done()
-        return signal.SIGINT if self.spec.drains and is_ready else signal.SIGTERM
+        drains = self.spec.is_worker or self.spec.is_front
+        return signal.SIGINT if drains and self.ready.done() else signal.SIGTERM
 
     async def wait_ready(self) -> dict[str, Any]:
         """What the child says when it is ready. Raises ChildFailed when it ends instead."""
@@ -109,10 +113,16 @@ class Child:
 class Supervisor:
     """Starts, watches, restarts and stops the children."""
 
-    def __init__(self, token: str, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """token: of the cluster; every child has it in its environment."""
+    def __init__(
+        self, token: str, stop_timeout_s: float = STOP_TIMEOUT_S, drain_timeout_s: float = 0.0
+    ) -> None:
+        """token: of the cluster; every child has it in its environment.
+
+        drain_timeout_s: what those in front are given to drain.
+        """
         self._token = token
         self._stop_timeout_s = stop_timeout_s
+        self._drain_timeout_s = drain_timeout_s
         self._children: list[Child] = []
         self._left: set[str] = set()  # groups of which one has left as it was told
         self._lifeline_read, self._lifeline_write = os.pipe()
@@ -157,11 +167,11 @@ class Supervisor:
         while True:
             started_s = SYSTEM_CLOCK.monotonic_s()
             code = await child.process.wait()
-            if self.stopping:
+            if self.stopping or child.leaving:
                 return
             name = child.spec.name
             self._children.remove(child)
-            if child.spec.drains and code == 0:
+            if child.spec.is_worker and code == 0:
                 log.info("%s has left, as it was told: it is not started again", name)
                 self._left.add(child.spec.group)
                 for other in self._group_of(child):  # would wait for it
@@ -222,6 +232,18 @@ class Supervisor:
             failed = errors.subgroup(ChildFailed)
             raise (failed.exceptions[0] if failed else errors) from None
 
+    async def drain(self) -> None:
+        """Have those in front finish what has come, while the others are kept alive for it."""
+        fronts = [c for c in self._children if c.spec.is_front and c.ready.done()]
+        waits = []
+        for child in fronts:
+            child.leaving = True
+            waits.append(asyncio.create_task(child.process.wait()))
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+        if waits:
+            await asyncio.wait(waits, timeout=self._drain_timeout_s + self._stop_timeout_s)
+
     async def stop(self) -> None:
         """Stop all, the latest started first; whoever does not is killed."""
         self.stopping = True
@@ -244,10 +266,11 @@ Body = Callable[[Supervisor], Coroutine[Any, Any, None]]
 
 
 def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
-    """Run the body, which starts and watches children, until SIGINT or SIGTERM; then stop them.
+    """Run the body, which starts and watches children, until told to leave; then stop them.
 
-    A child that failed for good ends this process too, with its last line as the last one here.
-    Raises SystemExit with code 2 when that was the child's, else 1.
+    SIGTERM drains first; SIGINT, or SIGTERM again, stops all at once. A child that failed for good
+    ends this process too, with its last line as the last one here: raises SystemExit with code 2
+    when that was the child's, else 1.
     """
     try:
         asyncio.run(_until_told(command, supervisor, body))
@@ -257,15 +280,27 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
 
 
 async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
-    stop = asyncio.Event()
-    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: stop.set}):
+    drain, stop = asyncio.Event(), asyncio.Event()
+
+    def terminated() -> None:
+        (stop if drain.is_set() else drain).set()
+
+    async def drained() -> None:
+        await drain.wait()
+        terminal.say(f"kvferry {command}: draining")
+        await supervisor.drain()
+        stop.set()
+
+    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: terminated}):
         stopped = asyncio.create_task(stop.wait())
         running = asyncio.create_task(body(supervisor))
+        draining = asyncio.create_task(drained())
         try:
             await asyncio.wait({stopped, running}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
         finally:
+            draining.cancel()
             running.cancel()
             try:
                 with contextlib.suppress(asyncio.CancelledError, ChildFailed):

@@ -35,6 +35,7 @@ class ServeConfig:
     max_queued_requests: int = 1024  # waiting for one of those
     queue_timeout_s: float = 30.0  # longest wait in that queue before 429
     request_timeout_s: float = 600.0  # deadline of one request, travels with it
+    drain_timeout_s: float = 30.0  # longest wait for what has come when told to leave
     max_retries: int = 3
     policy: Policy = "least_load"
     prefill_policy: RolePolicy = "same"
@@ -72,6 +73,7 @@ class ServeConfig:
             )
         for name in (
             "max_queued_requests",
+            "drain_timeout_s",
             "max_retries",
             "batch_notify_size",
             "context_length",

@@ -26,6 +26,8 @@ from transfer.rpc import Security
 
 logger = logging.getLogger(__name__)
 
+SHUTTING_DOWN = "the server is shutting down"
+
 _INFO_TIMEOUT_S = 2.0
 
 
@@ -434,7 +436,7 @@ def _cancel_timers(generation: Generation) -> None:
 
 
 def _shutting_down() -> RequestError:
-    return RequestError(Code.SHUTTING_DOWN, "the server is shutting down")
+    return RequestError(Code.SHUTTING_DOWN, SHUTTING_DOWN)
 
 
 def _code(text: str) -> Code:

@@ -121,7 +121,13 @@ class Generate:
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)
-        front.require_was_ready()
+        with front.holding():
+            await self._generate(reader, scope, receive, send, arrival_s)
+
+    async def _generate(
+        self, reader: Reader, scope: Scope, receive: Receive, send: Send, arrival_s: float
+    ) -> None:
+        front = self._front
         request = await self._finished(reader, scope, receive, arrival_s)
         if request is None:
             return

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, cast
 
 from starlette.types import Message, Receive, Scope
@@ -10,13 +10,14 @@ from starlette.types import Message, Receive, Scope
 from serving.answer import Runner
 from serving.choice import Choice
 from serving.config import ServeConfig
-from serving.dispatch import Dispatcher
+from serving.dispatch import SHUTTING_DOWN, Dispatcher
 from serving.errors import RETRY_AFTER_S, ApiError, from_request_error
 from serving.event_stream import Outbox, resumed, until_disconnected
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
 from transfer.clock import Clock
 from transfer.errors import Code, RequestError
+from transfer.leaving import Leaving
 
 _DISCARDED = 4  # times what a body may have: so much of one that is larger is read, and dropped
 MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
@@ -39,20 +40,47 @@ class Front:
         self.clock = clock
         self.timers = timers
         self.outbox = Outbox()
+        self.leaving = Leaving()
+        self._num_held = 0  # requests that generate
         self.runner = Runner(dispatcher, config.request_timeout_s)
 
     def require_ready(self) -> None:
-        """Raises ApiError (503) while the workers that a request needs are not there."""
+        """Raises ApiError (503) where we leave, or workers that a request needs are not there."""
+        self._require_staying()
         if not self.dispatcher.cluster_ready():
             raise _not_ready("the workers that a request needs are not ready; try again")
 
-    def require_was_ready(self) -> None:
-        """Raises ApiError (503) before they were there for the first time.
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """A request that generates, from its body to its last byte: whoever drains waits for it.
 
-        Later, requests wait for one that restarts, as they wait for one that is full.
+        Raises ApiError (503) where we leave, and before the workers that it needs were there for
+        the first time. Later, requests wait for one that restarts, as for one that is full.
         """
+        self._require_staying()
         if not self.dispatcher.was_ready():
             raise _not_ready("the workers that a request needs were not ready yet; try again")
+        self._num_held += 1
+        try:
+            yield
+        finally:
+            self._num_held -= 1
+            self._tell_emptied()
+
+    def drain(self) -> None:
+        """Begin to leave: nothing new, what has come is finished."""
+        self.leaving.drain(self.config.drain_timeout_s, lambda: self._num_held)
+        self._tell_emptied()
+
+    def _tell_emptied(self) -> None:
+        if self.leaving.draining and not self._num_held:
+            self.leaving.emptied()
+
+    def _require_staying(self) -> None:
+        if self.leaving.draining:
+            # Over another connection it may come to a process that stays.
+            headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
+            raise ApiError(503, SHUTTING_DOWN, code=str(Code.SHUTTING_DOWN), headers=headers)
 
     def choices(self, request: Request) -> list[Choice]:
         return [Choice(ask, self.model.tokenizer) for ask in request.choices]

@@ -1,8 +1,8 @@
 """`kvferry up`: one of everything on this machine, supervised, from a checkpoint to a URL.
 
-Ctrl-C stops the children in order; the exit code is 0 then. A worker that dies after ready is
-started again; its requests move meanwhile. A child that cannot start ends all with its exit code
-and last line (serving/children.py).
+Ctrl-C stops the children in order, SIGTERM once the requests that have come are finished; the exit
+code is 0 then. A worker that dies after ready is started again; its requests move meanwhile. A
+child that cannot start ends all with its exit code and last line (serving/children.py).
 """
 
 import argparse
@@ -68,9 +68,8 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
             raise ConfigError(f"--{role} must be 1 to {_MOST_GROUPS}, got {count}")
     with claimed(front):
         pass  # it can be had; the child claims it again
-    supervise(
-        "up", Supervisor(secrets.token_hex(32)), partial(_start_and_watch, args=args, roles=roles)
-    )
+    supervisor = Supervisor(secrets.token_hex(32), drain_timeout_s=front.drain_timeout_s)
+    supervise("up", supervisor, partial(_start_and_watch, args=args, roles=roles))
 
 
 def _parser(prog: str, roles: Roles) -> flags.Parser:
@@ -93,7 +92,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
         both,
         WorkerConfig,
         flags.WORKER_HELP,
-        skip=(*_SHARED, *_FILLED_IN, "max_queued_requests"),
+        skip=(*_SHARED, *_FILLED_IN, "max_queued_requests", "drain_timeout_s"),
         optional=[field.name for field in fields(WorkerConfig)],
     )
     for role, config in roles.items():
@@ -236,7 +235,7 @@ def _group(
         argv = flags.argv_of(replace(value, node_rank=node))
         group = name if value.nnodes > 1 else ""
         child = f"{name}.{node}" if node else name
-        yield ChildSpec(child, (role, *argv), drains=True, group=group)
+        yield ChildSpec(child, (role, *argv), is_worker=True, group=group)
 
 
 def _free_port() -> int:
@@ -252,7 +251,8 @@ def _free_port() -> int:
 
 def _front(registry: str, args: argparse.Namespace) -> ChildSpec:
     value = flags.config_from(ServeConfig, args, registry_address=registry)
-    return ChildSpec("serve", ("serving", *flags.argv_of(value)), flags.secrets_of(value))
+    argv, secret = ("serving", *flags.argv_of(value)), flags.secrets_of(value)
+    return ChildSpec("serve", argv, secret, is_front=True)
 
 
 async def _all_see_workers(address: Address, num_processes: int, api_key: str) -> None:

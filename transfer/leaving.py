@@ -1,4 +1,4 @@
-"""How a worker leaves: at once, or drained: nothing new, what has begun finished, then gone."""
+"""How a process leaves: at once, or drained: nothing new, what has begun finished, then gone."""
 
 import asyncio
 import logging
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-# Who chose this worker before it heard is refused in so many words, not cut off.
+# Who chose this process before it heard is refused in so many words, not cut off.
 LINGER_S = 1.0
 
 
 class Leaving:
-    """The way out of one worker. Used on the loop."""
+    """The way out of one process. Used on the loop."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()  # leave now
@@ -23,9 +23,9 @@ class Leaving:
     def drain(self, timeout_s: float, num_left: Callable[[], int]) -> None:
         """Begin to leave: over when `emptied` was called, at the latest after timeout_s.
 
-        num_left: rooms still held, for the log.
+        num_left: requests still held, for the log.
         """
-        assert not self.draining, "a worker drains once"
+        assert not self.draining, "a process drains once"
         self.draining = True
         log.info("draining: %d requests are held, %g s at most", num_left(), timeout_s)
         self._waiting = asyncio.create_task(self._wait(timeout_s, num_left))
@@ -45,5 +45,5 @@ class Leaving:
         if self.drained:
             log.info("drained")
         else:
-            log.warning("not drained after %g s: %d requests move", timeout_s, num_left())
+            log.warning("not drained after %g s: %d requests are left", timeout_s, num_left())
         self.over.set()

@@ -198,7 +198,9 @@ async def test_a_process_that_hangs_is_left_out_and_counted(tmp_path: Path) -> N
         assert "another API process of this server is left out: " in server.command.text
 
 
-async def test_told_to_stop_every_process_ends_its_streams_with_an_error(tmp_path: Path) -> None:
+async def test_told_to_stop_at_once_every_process_ends_its_streams(
+    tmp_path: Path,
+) -> None:
     async with (
         FakeCluster(network=alphabet, auto_step=False) as cluster,
         serving(cluster, tmp_path, TWO) as server,
@@ -209,7 +211,7 @@ async def test_told_to_stop_every_process_ends_its_streams_with_an_error(tmp_pat
         await cluster.submitted(2)
         cluster.step()
         await until(lambda: all(begun.events for begun in streams))
-        await stopped(server, signal.SIGTERM)
+        await stopped(server, signal.SIGINT)
         for ended in streams:
             *_, last = await ended.task
             assert last["error"]["code"] == "shutting_down"

@@ -185,7 +185,7 @@ async def test_a_child_that_does_not_listen_is_killed(supervisor: children.Super
 async def test_a_child_that_drains_and_left_well_is_not_started_again(
     supervisor: children.Supervisor,
 ) -> None:
-    leaver = replace(child("pass"), drains=True)
+    leaver = replace(child("pass"), is_worker=True)
     await asyncio.wait_for(supervisor.watch(await supervisor.start(leaver)), 20)
     assert supervisor._children == []
 
@@ -195,9 +195,9 @@ async def test_a_child_that_drains_is_stopped_at_once_whether_ready_or_not(
 ) -> None:
     supervisor._stop_timeout_s = 20.0
     tell = "import signal; signal.signal(signal.SIGINT, lambda *_: exit(7)); "
-    ready = await supervisor.start(replace(child(tell + TELL_READY + WAIT), drains=True))
+    ready = await supervisor.start(replace(child(tell + TELL_READY + WAIT), is_worker=True))
     await ready.wait_ready()
-    starting = await supervisor.start(replace(child(WAIT), drains=True))
+    starting = await supervisor.start(replace(child(WAIT), is_worker=True))
     await supervisor.stop()
     assert ready.process.returncode == 7
     assert starting.process.returncode == -signal.SIGTERM
@@ -227,8 +227,8 @@ async def test_a_child_without_which_another_is_of_no_use_does_not_outlive_it(
 async def test_a_child_that_leaves_as_told_takes_those_of_its_group_along(
     supervisor: children.Supervisor,
 ) -> None:
-    drains = replace(child(TELL_READY + WAIT), drains=True)
-    leaves = replace(child(TELL_READY + "raise SystemExit(0)"), drains=True, group="one")
+    drains = replace(child(TELL_READY + WAIT), is_worker=True)
+    leaves = replace(child(TELL_READY + "raise SystemExit(0)"), is_worker=True, group="one")
     other = await supervisor.start(replace(drains, group="one"))
     alone = await supervisor.start(drains)
     await asyncio.gather(other.wait_ready(), alone.wait_ready())
@@ -241,8 +241,10 @@ async def test_a_child_that_dies_when_another_of_its_group_left_as_told_is_not_s
     supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "RESTART_DELAY_S", 0.2)
-    dies = await supervisor.start(replace(child("raise SystemExit(1)"), drains=True, group="one"))
-    leaves = await supervisor.start(replace(child("pass"), drains=True, group="one"))
+    dies = await supervisor.start(
+        replace(child("raise SystemExit(1)"), is_worker=True, group="one")
+    )
+    leaves = await supervisor.start(replace(child("pass"), is_worker=True, group="one"))
     for each in (dies, leaves):
         await asyncio.wait_for(each.process.wait(), 20)
     await asyncio.wait_for(asyncio.gather(*map(supervisor.watch, (dies, leaves))), 20)

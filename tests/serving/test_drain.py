@@ -1,5 +1,6 @@
-"""Workers of a real system that are told to leave under load: nobody loses anything."""
+"""Parts of a real system, or all of it, are told to leave under load: nobody loses anything."""
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster import Cluster, up, wait_until
+from tests.cluster import STOP_TIMEOUT_S, Cluster, up, wait_until
 
 SIZES = (
     "--context-length=512",
@@ -17,6 +18,7 @@ SIZES = (
     "--prefill-max-seqs-per-chunk=1",
     "--decode-max-running-requests=4",
 )
+SAMPLING = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def jobs() -> list[list[int]]:
 
 
 def generate(cluster: Cluster, ids: list[int]) -> list[int]:
-    answer = cluster.generate(ids, max_new_tokens=60, temperature=0, ignore_eos=True)
+    answer = cluster.generate(ids, **SAMPLING)
     tokens: list[int] = answer["output_ids"]
     return tokens
 
@@ -52,7 +54,7 @@ def drained(cluster: Cluster, worker_id: str) -> dict[str, Any]:
     return reply
 
 
-def test_two_of_four_workers_leave_under_load_and_no_request_notices(cluster: Cluster) -> None:
+def test_workers_leave_under_load_then_all_of_it_and_no_request_notices(cluster: Cluster) -> None:
     want = [generate(cluster, ids) for ids in jobs()]
     stop = threading.Event()
 
@@ -80,8 +82,28 @@ def test_two_of_four_workers_leave_under_load_and_no_request_notices(cluster: Cl
     assert cluster.log.read_text().count("emptied: 0 rooms, 0 pages held") == 2
     assert sorted(worker["role"] for worker in cluster.settled()) == ["decode", "prefill"]
     assert 'kvferry_retries_total{reason="peer_lost"}' not in cluster.http.get("/metrics").text
-    # Those that are left serve on.
+    # Those that are left serve on, until all are told to leave.
     assert generate(cluster, jobs()[3]) == want[3]
+    leaves_under_load(cluster, want)
+
+
+def leaves_under_load(cluster: Cluster, want: list[list[int]]) -> None:
+    """SIGTERM for all of it: what has come is finished, also what waits."""
+    with ThreadPoolExecutor(len(want)) as pool:
+        asked = [pool.submit(generate, cluster, ids) for ids in jobs()]
+
+        def all_have_come() -> bool:
+            running: int = cluster.http.get("/get_server_info").json()["running"]
+            return running + sum(future.done() for future in asked) == len(asked)
+
+        wait_until(all_have_come)
+        cluster.process.terminate()
+        assert [future.result() for future in asked] == want
+    assert cluster.process.wait(STOP_TIMEOUT_S) == 0
+    said = cluster.log.read_text()
+    draining, drained = said.index("kvferry up: draining"), said.index("kvferry up: stopping")
+    assert re.search(r"\[serve\] .* draining: [1-9]\d* requests ", said[draining:drained])
+    assert "starting it again" not in said
 
 
 def _rooms(cluster: Cluster, worker_id: str) -> int:
