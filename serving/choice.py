@@ -1,7 +1,10 @@
 """One choice of an answer: takes its generation's tokens, holds what the answer shows of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import ApiError
@@ -13,6 +16,9 @@ from transfer.errors import BadMessage
 
 # Of all prompts of a request, alternatives counted: they are spelled in one piece.
 MAX_PROMPT_LOGPROBS = 1 << 20
+# Spelled on the loop, alternatives counted, at some 1 us each: more are in a thread, beside the
+# streams of others.
+INLINE_LOGPROBS = 1 << 12
 # JSON has no infinity; a logprob this low says "never" as well.
 LOWEST_LOGPROB = -9999.0
 
@@ -49,6 +55,8 @@ class Choice:
 
     __slots__ = (
         "_detokenizer",
+        "_prompt_entries",
+        "_prompt_logprobs",
         "_quiet_ids",
         "_stops",
         "_texts",
@@ -59,7 +67,6 @@ class Choice:
         "matched",
         "num_tokens",
         "pending",
-        "prompt_entries",
         "stop_reason",
         "text_only",
     )
@@ -74,7 +81,8 @@ class Choice:
         self.matched: str | None = None  # the stop string found: nothing more will be shown
         self.last_id = -1
         self.pending = Piece()
-        self.prompt_entries: list[Entry] = []  # from shown.prompt_logprobs_start on
+        self._prompt_logprobs = _NO_LOGPROBS
+        self._prompt_entries: list[Entry] | None = []  # None: to be made once somebody asks
         self._detokenizer = tokenizer.stream(shown.skip_special_tokens, ask.prompt.ids)
         self._texts = self._detokenizer.whole_texts  # while no character is cut
         self._stops = StopStrings(shown.stops, shown.include_stop) if shown.stops else None
@@ -94,19 +102,38 @@ class Choice:
         return not (shown.token_ids or shown.num_logprobs >= 0 or shown.drop_output)
 
     def prefilled(self, cached_tokens: int, logprobs: wire.PromptLogprobs | None) -> None:
-        """The prompt is computed; what its positions were worth, if asked."""
+        """The prompt is computed; what its positions were worth, if asked.
+
+        Raises BadMessage when the arrays disagree in length.
+        """
         self.cached_tokens = cached_tokens
-        shown = self.ask.shown
-        if shown.num_prompt_logprobs < 0:
-            return
-        told = {} if logprobs is None else _told(logprobs)
-        ids = self.ask.prompt.ids
+        if self.ask.shown.num_prompt_logprobs >= 0:
+            self._prompt_entries = None
+            if logprobs is not None:
+                self._prompt_logprobs = _unpacked(logprobs)
+
+    @property
+    def prompt_entries(self) -> list[Entry]:
+        """From shown.prompt_logprobs_start on; [] if not asked, or not computed yet.
+
+        Made here, which is long for many: see INLINE_LOGPROBS.
+        """
+        if self._prompt_entries is None:
+            self._prompt_entries = list(self._made_prompt_entries())
+        return self._prompt_entries
+
+    def _made_prompt_entries(self) -> Iterator[Entry]:
+        shown, ids, told = self.ask.shown, self.ask.prompt.ids, self._prompt_logprobs
+        k = shown.num_prompt_logprobs
+        values = _finite(told.values).tolist()
+        top_ids, tops = told.top_ids[:, :k].tolist(), _finite(told.tops[:, :k]).tolist()
         for position in range(shown.prompt_logprobs_start, len(ids)):
-            entry = Entry(ids[position], None, [])
-            if position and position in told:
-                entry.logprob, top = told[position]
-                entry.top = top[: shown.num_prompt_logprobs]
-            self.prompt_entries.append(entry)
+            row = position - told.start
+            if position and 0 <= row < len(values):
+                top = list(zip(top_ids[row], tops[row], strict=True))
+                yield Entry(ids[position], values[row], top)
+            else:
+                yield Entry(ids[position], None, [])
 
     def take(self, tokens: Tokens) -> str:
         """The next tokens; the text that can be shown now. After a match they are ignored."""
@@ -174,7 +201,7 @@ class Choice:
             if index >= self.ask.sampling.min_tokens:
                 text = self._shown(text)
         if shown.num_logprobs >= 0 and tokens.logprobs is not None:
-            logprob = _finite(tokens.logprobs[place])
+            logprob = _finite_one(tokens.logprobs[place])
             top = _best(None if tokens.top is None else tokens.top[place], shown.num_logprobs)
             self.pending.entries.append(Entry(token_id, logprob, top, len(text)))
         return text
@@ -192,10 +219,7 @@ class Choice:
 
 def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
     """Raises ApiError 400 for more than an answer may hold."""
-    count = 0
-    for ask in choices:
-        positions = len(ask.prompt.ids) - ask.shown.prompt_logprobs_start
-        count += positions * (1 + ask.shown.num_prompt_logprobs)
+    count = sum(map(num_prompt_logprobs, choices))
     if count > MAX_PROMPT_LOGPROBS:
         raise ApiError(
             400,
@@ -204,32 +228,52 @@ def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
         )
 
 
-def num_entries(choices: Sequence["Choice"]) -> int:
-    """Positions whose logprobs an answer that is not streamed shows."""
-    return sum(len(choice.pending.entries) + len(choice.prompt_entries) for choice in choices)
+def num_logprobs(choices: Sequence["Choice"]) -> int:
+    """How many an answer that is not streamed shows, alternatives counted."""
+    return sum(
+        len(choice.pending.entries) * (1 + choice.ask.shown.num_logprobs)
+        + num_prompt_logprobs(choice.ask)
+        for choice in choices
+    )
 
 
-def _told(logprobs: wire.PromptLogprobs) -> dict[int, tuple[float, Top]]:
-    """By position. Raises BadMessage when the arrays disagree in length."""
-    values = wire.unpack_f32(logprobs.logprobs).tolist()
+def num_prompt_logprobs(ask: ChoiceAsk) -> int:
+    """How many of its prompt it is shown, alternatives counted."""
+    positions = len(ask.prompt.ids) - ask.shown.prompt_logprobs_start
+    return positions * (1 + ask.shown.num_prompt_logprobs)
+
+
+class _PromptLogprobs(NamedTuple):
+    """Positions start to start + n - 1."""
+
+    start: int
+    values: np.ndarray  # f32[n]
+    top_ids: np.ndarray  # i32[n, k], best first
+    tops: np.ndarray  # f32[n, k]
+
+
+_NO_LOGPROBS = _PromptLogprobs(0, np.zeros(0, "f4"), np.zeros((0, 0), "i4"), np.zeros((0, 0), "f4"))
+
+
+def _unpacked(logprobs: wire.PromptLogprobs) -> _PromptLogprobs:
+    values = wire.unpack_f32(logprobs.logprobs)
     top_ids = wire.unpack_i32(logprobs.top_ids)
-    top_logprobs = wire.unpack_f32(logprobs.top_logprobs)
+    tops = wire.unpack_f32(logprobs.top_logprobs)
     n = len(values)
-    if len(top_ids) != len(top_logprobs) or (n and len(top_ids) % n):
+    if len(top_ids) != len(tops) or (n and len(top_ids) % n):
         raise BadMessage(f"prompt logprobs: {n} values, {len(top_ids)} top ids")
-    told: dict[int, tuple[float, Top]] = {}
     if not n:
-        return told
-    rows_ids, rows_values = top_ids.reshape(n, -1).tolist(), top_logprobs.reshape(n, -1).tolist()
-    for row, value in enumerate(values):
-        top = list(zip(rows_ids[row], rows_values[row], strict=True))
-        told[logprobs.start + row] = (_finite(value), _best(top, len(top)))
-    return told
+        return _NO_LOGPROBS
+    return _PromptLogprobs(logprobs.start, values, top_ids.reshape(n, -1), tops.reshape(n, -1))
 
 
 def _best(top: Top | None, count: int) -> Top:
-    return [(token_id, _finite(logprob)) for token_id, logprob in (top or ())[:count]]
+    return [(token_id, _finite_one(logprob)) for token_id, logprob in (top or ())[:count]]
 
 
-def _finite(logprob: float) -> float:
-    return max(LOWEST_LOGPROB, logprob)  # also in place of a NaN
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+    return np.fmax(LOWEST_LOGPROB, logprobs)  # also in place of a NaN
+
+
+def _finite_one(logprob: float) -> float:
+    return max(LOWEST_LOGPROB, logprob)  # likewise

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
 from serving.answer import WholeAnswer
-from serving.choice import Choice, check_prompt_logprobs, num_entries
+from serving.choice import INLINE_LOGPROBS, Choice, check_prompt_logprobs, num_logprobs
 from serving.connection import body_writer_of
 from serving.errors import ApiError
 from serving.event_stream import EventStream
@@ -22,7 +22,6 @@ from serving.protocol import Request, ServedModel, request_id_of
 from serving.responses_answers import ResponsesAnswer
 from serving.stream import Events, StreamedAnswer
 
-_INLINE_ENTRIES = 1 << 10  # of logprobs: more are spelled in a thread, beside the streams of others
 # Where a scope has the server's own `send`, and the request's id once it is known.
 RAW_SEND = "kvferry.send"
 REQUEST_ID = "kvferry.request_id"
@@ -151,7 +150,7 @@ class Generate:
             return
         answer = WholeAnswer(choices, front.dispatcher)
         if await front.runner.run(request, answer, arrival_s, receive, timeline=timeline):
-            if num_entries(choices) > _INLINE_ENTRIES:
+            if num_logprobs(choices) > INLINE_LOGPROBS:
                 spelled = await asyncio.to_thread(spelling.whole, choices)
             else:
                 spelled = spelling.whole(choices)

@@ -379,6 +379,7 @@ class GenerateAnswer:
         return dumps(items if self._is_batch else items[0])
 
     def opening(self, choice: Choice) -> bytes:
+        self._with(choice, Piece())  # its prompt, which every event repeats
         return b""
 
     def frame(self, choice: Choice) -> Frame | None:

@@ -8,11 +8,12 @@ request's `EventStream`.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import orjson
 
-from serving.choice import Choice, Piece
+from serving.choice import INLINE_LOGPROBS, Choice, Piece, num_prompt_logprobs
 from serving.connection import BodyWriter
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import ApiError, from_request_error
@@ -144,10 +145,12 @@ class StreamedChoice:
         "_answer",
         "_begun",
         "_choice",
+        "_deferred",
         "_frame",
         "_held_ids",
         "_interval",
         "_opened",
+        "_opener",
         "_over",
         "_repeats",
         "_stream",
@@ -165,7 +168,9 @@ class StreamedChoice:
         # Itself, if its events repeat those before them.
         self._repeats = choice.ask.index if answer.is_cumulative else None
         self._frame = answer.events.frame(choice)
-        self._opened = False  # what comes before the first piece left
+        self._opened = False  # what comes before the first piece left, or is in `_opener`'s hands
+        self._opener: asyncio.Task[None] | None = None
+        self._deferred: list[Callable[[], None]] | None = None  # while it is
         self._begun = False  # the first piece left
         # Not shown yet: tokens that the choice did not take, or text if each must be looked at.
         self._held_ids: list[int] = []
@@ -175,8 +180,27 @@ class StreamedChoice:
 
     def on_prefilled(self, cached_tokens: int, prompt_logprobs: wire.PromptLogprobs | None) -> None:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
+        if num_prompt_logprobs(self._choice.ask) > INLINE_LOGPROBS:
+            self._deferred = []
+            self._opener = asyncio.create_task(self._open())
+
+    async def _open(self) -> None:
+        """Spell a long opening beside the streams of others; what is told meanwhile waits."""
+        try:
+            opening = await asyncio.to_thread(self._opening)
+            deferred, self._deferred = self._deferred or [], None
+            if opening:
+                self._stream.write(opening)
+            for tell in deferred:
+                if self._choice.matched is None:  # else it has ended, and is told no more
+                    tell()
+        except Exception as fault:  # else nothing would close it
+            self._stream.broke(fault)
 
     def on_tokens(self, tokens: Tokens) -> None:
+        if self._deferred is not None:
+            self._deferred.append(partial(self.on_tokens, tokens))
+            return
         waiting = self._waiting + len(tokens.ids)
         is_due = waiting >= self._interval.tokens or not self._begun
         if self._choice.text_only:
@@ -279,7 +303,9 @@ class StreamedChoice:
         return piece + self._answer.last_of_one(self._finish(finish_reason))
 
     def on_end(self, finish_reason: FinishReason) -> None:
-        if not self._over:
+        if self._deferred is not None:
+            self._deferred.append(partial(self.on_end, finish_reason))
+        elif not self._over:
             self._answer.end_one(self._finish(finish_reason), self._repeats)
 
     def _finish(self, finish_reason: FinishReason) -> bytes:
@@ -292,6 +318,9 @@ class StreamedChoice:
         return opening + self._answer.events.finish(self._choice, piece)
 
     def on_error(self, error: RequestError) -> None:
+        if self._deferred is not None:
+            self._deferred.append(partial(self.on_error, error))
+            return
         if self._begun and self._waiting:  # it waited for a full interval, which will not be
             self._show(self._unshown())
         answered = from_request_error(error)
