@@ -5,8 +5,9 @@ them, as vLLM has it: stop_reason, prompt_logprobs, and token ids where asked.
 """
 
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from serving.choice import Choice, Entry, Piece
@@ -17,6 +18,7 @@ from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.stream import Frame
 from serving.tokenizer import Tokenizer
+from serving.usage import Thoughts, usage_of
 
 DONE = b"data: [DONE]\n\n"
 # Stands for the text while a frame is made; nobody can send it, so it cannot be found twice.
@@ -26,29 +28,6 @@ _MARK = secrets.token_hex(16)
 def event(data: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + dumps(data) + b"\n\n"
-
-
-def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Tokens of an answer. A prompt counts once, however many choices it has.
-
-    cached_tokens of a prompt: what even its least lucky choice found in a cache, for each token
-    beyond was computed at least once.
-    """
-    cached: dict[int, int] = {}
-    num_prompt: dict[int, int] = {}
-    for choice in choices:
-        prompt_idx = choice.ask.prompt_idx
-        num_prompt[prompt_idx] = len(choice.ask.prompt.ids)
-        least = min(cached.get(prompt_idx, choice.cached_tokens), choice.cached_tokens)
-        cached[prompt_idx] = least
-    prompt_tokens = sum(num_prompt.values())
-    completion_tokens = sum(choice.num_tokens for choice in choices)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-    }
 
 
 class LogprobShapes:
@@ -160,7 +139,7 @@ class _Answer:
         items = [self._shape.whole(choice, choice.drain()) for choice in choices]
         data = {**self._head, "object": self._shape.whole_object, "choices": items}
         data |= self._shape.extras(choices)
-        return dumps({**data, "usage": usage_of(choices)})
+        return dumps({**data, "usage": usage_of(choices, self._shape.num_thought(choices))})
 
     # --- streamed (serving.stream.Events) ---
 
@@ -188,7 +167,7 @@ class _Answer:
         if not self._request.include_usage:
             return DONE
         head = {**self._head, "object": self._shape.chunk_object, "choices": []}
-        return event({**head, "usage": usage_of(choices)}) + DONE
+        return event({**head, "usage": usage_of(choices, self._shape.num_thought(choices))}) + DONE
 
     def failed(self, choice: Choice, error: ApiError) -> bytes:
         return error_event(error)
@@ -231,6 +210,10 @@ class Shape(Protocol):
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Fields beside `choices`."""
+        ...
+
+    def num_thought(self, choices: Sequence[Choice]) -> int | None:
+        """Tokens of thoughts; None where these are not told apart."""
         ...
 
 
@@ -286,6 +269,9 @@ class ChatShape:
             extras["prompt_logprobs"] = prompt_logprobs
         return extras
 
+    def num_thought(self, choices: Sequence[Choice]) -> int | None:
+        return None
+
     def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
         return {"content": echoed + text}
 
@@ -317,9 +303,10 @@ class ParsedChatShape(ChatShape):
 
     splices = False
 
-    def __init__(self, logprobs: LogprobShapes, parsing: Parsing) -> None:
+    def __init__(self, logprobs: LogprobShapes, parsing: Parsing, tokenizer: Tokenizer) -> None:
         super().__init__(logprobs)
         self._parsing = parsing
+        self._thoughts: defaultdict[int, Thoughts] = defaultdict(partial(Thoughts, tokenizer))
         self._parsers: dict[int, MarkedText] = {}  # by the choice's index
         self._num_calls: Counter[int] = Counter()
 
@@ -333,6 +320,7 @@ class ParsedChatShape(ChatShape):
     def _message(self, choice: Choice, echoed: str, text: str) -> dict[str, Any]:
         parser = self._parser(choice)
         told = parser.feed(text) + parser.finish()
+        self._thoughts[choice.ask.index].add(told.reasoning)
         calls = self._calls(choice, told)
         content = echoed + told.content
         message: dict[str, Any] = {"content": content or (None if calls else "")}
@@ -341,6 +329,11 @@ class ParsedChatShape(ChatShape):
         if calls:
             message["tool_calls"] = calls
         return message
+
+    def num_thought(self, choices: Sequence[Choice]) -> int | None:
+        if self._parsing.reasoning == "none":
+            return None
+        return sum(self._thoughts[choice.ask.index].num_tokens(choice) for choice in choices)
 
     def _finish_reason(self, choice: Choice) -> str | None:
         called = self._num_calls[choice.ask.index] and choice.finish_reason == "stop"
@@ -352,6 +345,7 @@ class ParsedChatShape(ChatShape):
         delta: dict[str, Any] = {}
         if told.reasoning:
             delta["reasoning_content"] = told.reasoning
+            self._thoughts[choice.ask.index].add(told.reasoning)
         if told.content:
             delta["content"] = told.content
         if calls:
@@ -431,6 +425,9 @@ class CompletionShape:
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {}
 
+    def num_thought(self, choices: Sequence[Choice]) -> int | None:
+        return None
+
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         shown = choice.ask.shown
@@ -462,7 +459,7 @@ def chat_answer(
 ) -> _Answer:
     """Spells the answer of POST /v1/chat/completions."""
     logprobs = LogprobShapes(tokenizer)
-    shape = ParsedChatShape(logprobs, parsing) if parsing else ChatShape(logprobs)
+    shape = ParsedChatShape(logprobs, parsing, tokenizer) if parsing else ChatShape(logprobs)
     return _Answer(request, shape, model_name, created)
 
 

@@ -16,13 +16,14 @@ from serving.choice import Choice, Entry, Piece
 from serving.errors import ApiError, bad_field
 from serving.json_bytes import dumps, spelled
 from serving.marked_text import MarkedText, Said, Thought, Told
-from serving.openai_answers import LogprobShapes, usage_of
+from serving.openai_answers import LogprobShapes
 from serving.parsing import Parsing
 from serving.protocol import Request
 from serving.responses_fields import ReasoningOptions, ResponsesFields, functions_of
 from serving.stream import Frame, Numbers
 from serving.tokenizer import Tokenizer
 from serving.tool_calls import ToolCall
+from serving.usage import Thoughts, usage_of
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
 _NUMBERED = b',"sequence_number":%d}\n\n'  # the end of an event, behind its text
@@ -69,7 +70,6 @@ class ResponsesAnswer:
     ) -> None:
         """created: unix seconds. Raises ApiError for what cannot be shown again."""
         self._request = request
-        self._tokenizer = tokenizer
         self._model_name = model_name
         self._created = created
         self._parsing = parsing
@@ -81,7 +81,7 @@ class ResponsesAnswer:
         self._open: _Item | None = None
         self._kinds: set[type[Thought | Said]] = set()  # of all items of text
         self._entries: list[Entry] = []  # since anything was told, or called
-        self._thought: list[str] = []
+        self._thoughts = Thoughts(tokenizer)
         self._num_calls = 0
         self._is_whole = False
         self._events: list[bytes] = []  # not sent yet
@@ -201,7 +201,7 @@ class ResponsesAnswer:
         assert item is not None, "it was begun"
         item.texts.append(text)
         if kind is Thought:
-            self._thought.append(text)
+            self._thoughts.add(text)
         logprobs = self._logprobs_of(choice, entries) if entries else b""
         if logprobs:
             item.logprobs.append(logprobs)
@@ -325,18 +325,14 @@ class ResponsesAnswer:
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         usage = usage_of([choice])
-        num_tokens = usage["completion_tokens"]
-        thought = "".join(self._thought)
-        num_thought = len(self._tokenizer.encode(thought, False)) if thought else 0
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
                 "cache_write_tokens": 0,  # none that anybody pays for
             },
-            "output_tokens": num_tokens,
-            # As text it may have more: a token that is no character is one of several then.
-            "output_tokens_details": {"reasoning_tokens": min(num_thought, num_tokens)},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._thoughts.num_tokens(choice)},
             "total_tokens": usage["total_tokens"],
         }
 

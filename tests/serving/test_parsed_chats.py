@@ -142,6 +142,21 @@ async def test_choices_logprobs_and_usage_are_those_of_all_tokens() -> None:
         assert entries == answer.usage.completion_tokens
 
 
+@pytest.mark.parametrize("interval", [1, 50])
+async def test_usage_tells_what_was_thought(interval: int) -> None:
+    thought = len(tokenizer_of_tests().encode("They want é.", False))
+    ask: dict[str, Any] = {"model": MODEL_NAME, "messages": HELLO, "tools": TOOLS, "n": 2}
+    async with client_of(ANSWER, **PARSERS, stream_interval=interval) as chats:
+        whole = await chats.create(**ask)
+        assert whole.usage.completion_tokens_details.reasoning_tokens == 2 * thought
+        options = {"include_usage": True}
+        stream = await chats.create(**ask, stream=True, stream_options=options)
+        *_, last = [chunk async for chunk in stream]
+        assert last.usage.completion_tokens_details.reasoning_tokens == 2 * thought
+    async with client_of(ANSWER, tool_call_parser="qwen") as chats:
+        assert (await chats.create(**ask)).usage.completion_tokens_details is None
+
+
 async def test_an_answer_that_is_cut_short_ends_by_length() -> None:
     async with client_of(ANSWER, **PARSERS) as chats:
         reasoning, content, calls, reasons = await streamed(chats, tools=TOOLS, max_tokens=8)

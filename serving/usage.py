@@ -1,0 +1,51 @@
+"""What an answer counts: tokens of prompts, of answers and of thoughts, as OpenAI names them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from serving.choice import Choice
+from serving.tokenizer import Tokenizer
+
+
+def usage_of(choices: Sequence[Choice], num_thought: int | None = None) -> dict[str, Any]:
+    """Tokens of an answer. A prompt counts once, however many choices it has.
+
+    cached_tokens of a prompt: what even its least lucky choice found in a cache, for each token
+    beyond was computed at least once. num_thought: of thoughts, where these are told apart.
+    """
+    cached: dict[int, int] = {}
+    num_prompt: dict[int, int] = {}
+    for choice in choices:
+        prompt_idx = choice.ask.prompt_idx
+        num_prompt[prompt_idx] = len(choice.ask.prompt.ids)
+        least = min(cached.get(prompt_idx, choice.cached_tokens), choice.cached_tokens)
+        cached[prompt_idx] = least
+    prompt_tokens = sum(num_prompt.values())
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
+    if num_thought is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+    return usage
+
+
+class Thoughts:
+    """What one choice thought, for its usage."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """More of it."""
+        self._texts.append(text)
+
+    def num_tokens(self, choice: Choice) -> int:
+        """Of all of it, tokenized again."""
+        num_tokens = len(self._tokenizer.encode("".join(self._texts), False))
+        # As text it may have more: a token that is no character is one of several then.
+        return min(num_tokens, choice.num_tokens)
