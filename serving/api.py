@@ -40,7 +40,7 @@ from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.rpc import Security
-from transfer.signals import on_signals
+from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,16 @@ async def serve(
         else:
             leaving.over.set()
 
-    with on_signals({signal.SIGINT: leaving.over.set, signal.SIGTERM: terminated}):
+    def told_to_drain() -> None:
+        if not leaving.draining:
+            terminated()
+
+    told = {
+        signal.SIGINT: leaving.over.set,
+        signal.SIGTERM: terminated,
+        DRAIN: told_to_drain,
+    }
+    with on_signals(told):
         serving = asyncio.create_task(take_clients())
         stopped = asyncio.create_task(leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())

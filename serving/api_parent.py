@@ -49,6 +49,7 @@ async def _run(
     await in_time(asyncio.gather(*(child.wait_ready() for child in children)))
     address = address_of(sock)
     log.info("%d HTTP processes listen on %s", len(children), address)
+    supervisor.is_ready = True
     flags.notify_ready(url=address.url, uds=address.uds, model=config.model_name)
     await supervisor.watch_all(children)
 

@@ -20,7 +20,7 @@ from typing import Any
 from transfer import flags, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
-from transfer.signals import on_signals
+from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class Child:
         self.process = process
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
         self.last_line = ""
-        self.leaving = False  # told to drain: not started again
         self.followed = False  # killed after another of its group, which is started again already
         self.output = asyncio.create_task(self._relay())
 
@@ -126,6 +125,8 @@ class Supervisor:
         self._children: list[Child] = []
         self._left: set[str] = set()  # groups of which one has left as it was told
         self._lifeline_read, self._lifeline_write = os.pipe()
+        self.is_ready = False  # all that is started at first; whoever knows says so
+        self.draining = False  # nobody in front is started again
         self.stopping = False
 
     async def start(self, spec: ChildSpec) -> Child:
@@ -167,10 +168,12 @@ class Supervisor:
         while True:
             started_s = SYSTEM_CLOCK.monotonic_s()
             code = await child.process.wait()
-            if self.stopping or child.leaving:
+            if self.stopping:
                 return
             name = child.spec.name
             self._children.remove(child)
+            if self.draining and child.spec.is_front:
+                return
             if child.spec.is_worker and code == 0:
                 log.info("%s has left, as it was told: it is not started again", name)
                 self._left.add(child.spec.group)
@@ -199,6 +202,8 @@ class Supervisor:
             await asyncio.sleep(RESTART_DELAY_S)
             if ended.spec.group and ended.spec.group in self._left:
                 log.info("%s is not started: its group has left", ended.spec.name)
+                return None
+            if self.draining and ended.spec.is_front:
                 return None
             for other in others:  # that hangs: those that live have left without it
                 if other.process.returncode is None:
@@ -234,13 +239,13 @@ class Supervisor:
 
     async def drain(self) -> None:
         """Have those in front finish what has come, while the others are kept alive for it."""
-        fronts = [c for c in self._children if c.spec.is_front and c.ready.done()]
+        self.draining = True
         waits = []
-        for child in fronts:
-            child.leaving = True
-            waits.append(asyncio.create_task(child.process.wait()))
-            with contextlib.suppress(ProcessLookupError):
-                child.process.terminate()
+        for child in self._children:
+            if child.spec.is_front:
+                waits.append(asyncio.create_task(child.process.wait()))
+                with contextlib.suppress(ProcessLookupError):  # not ready, it has no work
+                    child.process.send_signal(DRAIN if child.ready.done() else signal.SIGTERM)
         if waits:
             await asyncio.wait(waits, timeout=self._drain_timeout_s + self._stop_timeout_s)
 
@@ -268,9 +273,9 @@ Body = Callable[[Supervisor], Coroutine[Any, Any, None]]
 def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
     """Run the body, which starts and watches children, until told to leave; then stop them.
 
-    SIGTERM drains first; SIGINT, or SIGTERM again, stops all at once. A child that failed for good
-    ends this process too, with its last line as the last one here: raises SystemExit with code 2
-    when that was the child's, else 1.
+    SIGTERM drains first; SIGINT, or SIGTERM again, or before all is ready, stops all at once. A
+    child that failed for good ends this process too, with its last line as the last one here:
+    raises SystemExit with code 2 when that was the child's, else 1.
     """
     try:
         asyncio.run(_until_told(command, supervisor, body))
@@ -282,8 +287,14 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
 async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
     drain, stop = asyncio.Event(), asyncio.Event()
 
+    def told_to_drain() -> None:
+        (drain if supervisor.is_ready else stop).set()
+
     def terminated() -> None:
-        (stop if drain.is_set() else drain).set()
+        if drain.is_set():
+            stop.set()
+        else:
+            told_to_drain()
 
     async def drained() -> None:
         await drain.wait()
@@ -291,7 +302,8 @@ async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
         await supervisor.drain()
         stop.set()
 
-    with on_signals({signal.SIGINT: stop.set, signal.SIGTERM: terminated}):
+    told = {signal.SIGINT: stop.set, signal.SIGTERM: terminated, DRAIN: told_to_drain}
+    with on_signals(told):
         stopped = asyncio.create_task(stop.wait())
         running = asyncio.create_task(body(supervisor))
         draining = asyncio.create_task(drained())

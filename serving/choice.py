@@ -9,7 +9,7 @@ import numpy as np
 from serving.detokenizer import IncrementalDetokenizer
 from serving.errors import ApiError
 from serving.generation import FinishReason, Tokens, Top
-from serving.protocol import ChoiceAsk
+from serving.protocol import INLINE_CHARACTERS, ChoiceAsk
 from serving.tokenizer import StopStrings, Tokenizer
 from transfer import wire
 from transfer.errors import BadMessage
@@ -228,13 +228,16 @@ def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
         )
 
 
-def num_logprobs(choices: Sequence["Choice"]) -> int:
-    """How many an answer that is not streamed shows, alternatives counted."""
-    return sum(
+def is_long_to_spell(choices: Sequence["Choice"]) -> bool:
+    """Whether a thread should make of them an answer that is not streamed."""
+    if sum(len(choice.pending.text) for choice in choices) > INLINE_CHARACTERS:
+        return True  # parsers look for marks in it, and thoughts are tokenized again
+    num_logprobs = sum(
         len(choice.pending.entries) * (1 + choice.ask.shown.num_logprobs)
         + num_prompt_logprobs(choice.ask)
         for choice in choices
     )
+    return num_logprobs > INLINE_LOGPROBS
 
 
 def num_prompt_logprobs(ask: ChoiceAsk) -> int:

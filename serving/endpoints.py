@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
 from serving.answer import WholeAnswer
-from serving.choice import INLINE_LOGPROBS, Choice, check_prompt_logprobs, num_logprobs
+from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
 from serving.errors import ApiError
 from serving.event_stream import EventStream
@@ -150,7 +150,7 @@ class Generate:
             return
         answer = WholeAnswer(choices, front.dispatcher)
         if await front.runner.run(request, answer, arrival_s, receive, timeline=timeline):
-            if num_logprobs(choices) > INLINE_LOGPROBS:
+            if is_long_to_spell(choices):
                 spelled = await asyncio.to_thread(spelling.whole, choices)
             else:
                 spelled = spelling.whole(choices)

@@ -153,6 +153,7 @@ class StreamedChoice:
         "_opener",
         "_over",
         "_repeats",
+        "_spelled",
         "_stream",
         "_text",
         "_waiting",
@@ -168,9 +169,10 @@ class StreamedChoice:
         # Itself, if its events repeat those before them.
         self._repeats = choice.ask.index if answer.is_cumulative else None
         self._frame = answer.events.frame(choice)
-        self._opened = False  # what comes before the first piece left, or is in `_opener`'s hands
+        self._opened = False  # what comes before the first piece left
         self._opener: asyncio.Task[None] | None = None
-        self._deferred: list[Callable[[], None]] | None = None  # while it is
+        self._spelled: bytes | None = None  # by the opener: the opening
+        self._deferred: list[Callable[[], None]] | None = None  # while it spells
         self._begun = False  # the first piece left
         # Not shown yet: tokens that the choice did not take, or text if each must be looked at.
         self._held_ids: list[int] = []
@@ -182,15 +184,18 @@ class StreamedChoice:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
         if num_prompt_logprobs(self._choice.ask) > INLINE_LOGPROBS:
             self._deferred = []
-            self._opener = asyncio.create_task(self._open())
+            self._opener = asyncio.create_task(self._spell_opening())
 
-    async def _open(self) -> None:
-        """Spell a long opening beside the streams of others; what is told meanwhile waits."""
+    async def _spell_opening(self) -> None:
+        """Beside the streams of others; what is told meanwhile waits."""
+
+        def spell() -> bytes:
+            is_gone = self._stream.closed.done()  # in the queue of threads, maybe long
+            return b"" if is_gone else self._answer.events.opening(self._choice)
+
         try:
-            opening = await asyncio.to_thread(self._opening)
+            self._spelled = await asyncio.to_thread(spell)
             deferred, self._deferred = self._deferred or [], None
-            if opening:
-                self._stream.write(opening)
             for tell in deferred:
                 if self._choice.matched is None:  # else it has ended, and is told no more
                     tell()
@@ -318,9 +323,7 @@ class StreamedChoice:
         return opening + self._answer.events.finish(self._choice, piece)
 
     def on_error(self, error: RequestError) -> None:
-        if self._deferred is not None:
-            self._deferred.append(partial(self.on_error, error))
-            return
+        self._deferred = None  # as a status, at once, rather than after the opening
         if self._begun and self._waiting:  # it waited for a full interval, which will not be
             self._show(self._unshown())
         answered = from_request_error(error)
@@ -341,6 +344,8 @@ class StreamedChoice:
 
     def _opening(self) -> bytes:
         self._opened = True
+        if self._spelled is not None:
+            return self._spelled
         return self._answer.events.opening(self._choice)
 
     def _piece(self, text: str) -> bytes:

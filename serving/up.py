@@ -204,6 +204,7 @@ async def _start_others(
 
     async def tell() -> None:
         await in_time(_all_see_workers(where, args.api_workers, args.api_key))
+        supervisor.is_ready = True
         _say_ready(where, model, args.api_key)
 
     await supervisor.watch_all(children, beside=tell())

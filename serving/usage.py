@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.choice import Choice
+from serving.protocol import INLINE_CHARACTERS
 from serving.tokenizer import Tokenizer
 
 
@@ -38,14 +39,24 @@ class Thoughts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: list[str] = []
+        self._texts: list[str] = []  # not tokenized yet
+        self._num_characters = 0  # of these
+        self._num_tokens = 0
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """More of it. A long thought is tokenized part by part: all streams wait for the loop."""
         self._texts.append(text)
+        self._num_characters += len(text)
+        if self._num_characters >= INLINE_CHARACTERS:
+            self._tokenize()
 
     def num_tokens(self, choice: Choice) -> int:
         """Of all of it, tokenized again."""
-        num_tokens = len(self._tokenizer.encode("".join(self._texts), False))
+        if self._texts:
+            self._tokenize()
         # As text it may have more: a token that is no character is one of several then.
-        return min(num_tokens, choice.num_tokens)
+        return min(self._num_tokens, choice.num_tokens)
+
+    def _tokenize(self) -> None:
+        texts, self._texts, self._num_characters = self._texts, [], 0
+        self._num_tokens += len(self._tokenizer.encode("".join(texts), False))

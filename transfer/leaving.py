@@ -40,6 +40,8 @@ class Leaving:
                 await asyncio.gather(self._empty.wait(), asyncio.sleep(LINGER_S))
         except TimeoutError:
             pass
+        if self.over.is_set():  # told again, to end at once
+            return
         # Nothing left is drained, even when there was no time to linger.
         self.drained = self._empty.is_set()
         if self.drained:

@@ -5,6 +5,10 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 
+# What a parent tells a child of its that drains: SIGTERM, where that is not the second one for
+# a child that somebody told before, or that was told together with its parent.
+DRAIN = signal.SIGUSR1
+
 
 @contextlib.contextmanager
 def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from serving import children
+from tests.recording import until
 from tests.transfer.children import ROOT
 
 TELL_READY = "from transfer import flags; flags.notify_ready(port=1); "
@@ -249,3 +250,54 @@ async def test_a_child_that_dies_when_another_of_its_group_left_as_told_is_not_s
         await asyncio.wait_for(each.process.wait(), 20)
     await asyncio.wait_for(asyncio.gather(*map(supervisor.watch, (dies, leaves))), 20)
     assert not supervisor._children
+
+
+def front_of(code: str) -> children.ChildSpec:
+    return replace(child(code), is_front=True)
+
+
+DRAINS = (
+    "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: (print('drains'), exit(0))); "
+)
+
+
+async def test_a_parent_that_drains_starts_nobody_in_front_again_and_the_others_are_kept(
+    supervisor: children.Supervisor,
+) -> None:
+    supervisor._stop_timeout_s = 20.0
+    front = await supervisor.start(front_of(DRAINS + TELL_READY + WAIT))
+    loading = await supervisor.start(front_of(WAIT))
+    behind = await supervisor.start(child(TELL_READY + WAIT))
+    await asyncio.gather(front.wait_ready(), behind.wait_ready())
+    watching = [asyncio.create_task(supervisor.watch(each)) for each in (front, loading, behind)]
+    await supervisor.drain()
+    assert front.process.returncode == 0
+    assert loading.process.returncode == -signal.SIGTERM
+    await asyncio.wait_for(asyncio.gather(*watching[:2]), 20)
+    behind.process.kill()
+    await until(lambda: supervisor._children not in ([behind], []))
+    (again,) = supervisor._children
+    assert again.spec == behind.spec
+    watching[2].cancel()
+
+
+async def test_one_in_front_that_died_just_before_its_parent_drains_stays_away(
+    supervisor: children.Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "RESTART_DELAY_S", 0.2)
+    dead = await supervisor.start(front_of("raise SystemExit(1)"))
+    watching = asyncio.create_task(supervisor.watch(dead))
+    await until(lambda: not supervisor._children)
+    await supervisor.drain()
+    await asyncio.wait_for(watching, 20)
+    assert supervisor._children == []
+
+
+async def test_what_drains_for_too_long_is_left_to_be_stopped(
+    supervisor: children.Supervisor,
+) -> None:
+    deaf = "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    front = await supervisor.start(front_of(deaf + TELL_READY + WAIT))
+    await front.wait_ready()
+    await asyncio.wait_for(supervisor.drain(), 20)
+    assert front.process.returncode is None

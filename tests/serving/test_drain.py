@@ -90,15 +90,19 @@ def test_workers_leave_under_load_then_all_of_it_and_no_request_notices(cluster:
 def leaves_under_load(cluster: Cluster, want: list[list[int]]) -> None:
     """SIGTERM for all of it: what has come is finished, also what waits."""
     with ThreadPoolExecutor(len(want)) as pool:
-        asked = [pool.submit(generate, cluster, ids) for ids in jobs()]
+        long = {**SAMPLING, "max_new_tokens": 240}
+        asked = [pool.submit(cluster.generate, ids, **long) for ids in jobs()]
 
         def all_have_come() -> bool:
+            done = sum(future.done() for future in asked)
             running: int = cluster.http.get("/get_server_info").json()["running"]
-            return running + sum(future.done() for future in asked) == len(asked)
+            return running > 0 and done + running == len(asked)
 
         wait_until(all_have_come)
         cluster.process.terminate()
-        assert [future.result() for future in asked] == want
+        answers = [future.result()["output_ids"] for future in asked]
+    assert [len(ids) for ids in answers] == [long["max_new_tokens"]] * len(want)
+    assert [ids[: len(same)] for ids, same in zip(answers, want, strict=True)] == want
     assert cluster.process.wait(STOP_TIMEOUT_S) == 0
     said = cluster.log.read_text()
     draining, drained = said.index("kvferry up: draining"), said.index("kvferry up: stopping")

@@ -59,8 +59,9 @@ async def test_what_has_come_is_finished_and_nothing_new_is_taken(
         running = [stream(first), stream(second)]
         await cluster.submitted(2)
         waiting = stream(third)  # for a place
-        while (await info_of(fifth))["queued"] != 1:  # noqa: ASYNC110  (another process's state)
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while (await info_of(fifth))["queued"] != 1:  # noqa: ASYNC110  (of another process)
+                await asyncio.sleep(0)
         await told_to_leave(server, processes)
         assert refusal_of(await fourth.post("/v1/completions", json=NEW)) == "shutting_down"
         assert refusal_of(await fourth.get("/health")) == "shutting_down"
@@ -115,6 +116,25 @@ async def test_what_takes_longer_than_that_ends_with_an_error(
         assert "not drained after 0.2 s: 1 requests are left" in server.command.text
 
 
+async def test_told_alone_and_then_with_all_it_still_finishes_what_has_come(
+    tmp_path: Path,
+) -> None:
+    async with (
+        FakeCluster(network=alphabet, auto_step=False) as cluster,
+        serving(cluster, tmp_path, *several(2)) as server,
+        server.door(0) as http,
+    ):
+        begun = stream(http)
+        await cluster.submitted(1)
+        psutil.Process((await server.pids())[0]).terminate()
+        await until(lambda: " draining: 1 requests " in server.command.text)
+        server.command.signal(signal.SIGTERM)
+        await until(lambda: " draining: 0 requests " in server.command.text)
+        await step_until(cluster, begun.task)
+        assert begun.text == letters(8)
+        await ended(server)
+
+
 async def test_one_of_several_that_was_told_alone_comes_back(tmp_path: Path) -> None:
     async with (
         FakeCluster(network=alphabet, auto_step=False) as cluster,
@@ -132,4 +152,6 @@ async def test_one_of_several_that_was_told_alone_comes_back(tmp_path: Path) -> 
         assert begun.text == letters(8)
         await until(lambda: "api-0 ended with code 0: starting it again" in server.command.text)
         await all_ready(server)
-        assert (await server.pids())[0] != leaving
+        async with server.door(0) as http:
+            pids = {state["process"]: state["pid"] for state in (await info_of(http))["processes"]}
+            assert pids[0] != leaving

@@ -9,14 +9,18 @@ import pytest
 
 from serving import stream
 from serving.choice import Choice
+from serving.errors import ApiError
 from serving.generation import Tokens
 from serving.openai_answers import completion_answer
-from serving.protocol import ChoiceAsk, Prompt
+from serving.protocol import ChoiceAsk, Prompt, Request
+from serving.sglang_api import GenerateAnswer
 from serving.stream import Events
+from serving.tokenizer import Tokenizer
 from tests.recording import until
 from tests.serving.live import LETTER_A
 from tests.serving.streaming import LETTERS, TOKENIZER, Streaming, asked
 from transfer import wire
+from transfer.clock import ManualClock
 from transfer.errors import BadMessage, Code, RequestError
 
 PROMPT = [LETTER_A, 1, 2]
@@ -54,20 +58,23 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made.free.set()
 
 
-def ask(**shown: Any) -> ChoiceAsk:
+def ask(index: int = 0, **shown: Any) -> ChoiceAsk:
     more = {"echo": True, "num_logprobs": 1, "num_prompt_logprobs": 1, **shown}
-    return asked(prompt=Prompt(PROMPT, "abc"), **more)
+    return asked(index, prompt=Prompt(PROMPT, "abc"), **more)
 
 
-def run_of(monkeypatch: pytest.MonkeyPatch, held: Held, **shown: Any) -> Streaming:
-    """A completion whose opening is held."""
+def run_of(
+    monkeypatch: pytest.MonkeyPatch, held: Held, num_choices: int = 1, **shown: Any
+) -> Streaming:
+    """A completion whose openings are held."""
 
     def spell(*args: Any) -> Events:
         answer = completion_answer(*args)
         monkeypatch.setattr(answer, "opening", held.opening(answer.opening))
         return answer
 
-    return Streaming([ask(**shown)], spell=spell, prompt_logprobs=TOLD)
+    asks = [ask(index, **shown) for index in range(num_choices)]
+    return Streaming(asks, spell=spell, prompt_logprobs=TOLD)
 
 
 def tell(run: Streaming, count: int) -> None:
@@ -78,14 +85,13 @@ def tell(run: Streaming, count: int) -> None:
 async def test_tokens_and_the_end_wait_for_the_opening_and_follow_it(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = Streaming([ask()], is_chat=False, prompt_logprobs=TOLD)
-    held.free.set()
-    await until(lambda: bool(at_once.events))
+    with monkeypatch.context() as few:
+        few.setattr(stream, "INLINE_LOGPROBS", 1 << 12)
+        at_once = Streaming([ask()], is_chat=False, prompt_logprobs=TOLD)
     tell(at_once, 3)
     at_once.answer.sinks[0].on_end("length")
-    await at_once.bench.stream.closed
+    assert at_once.events[-1] == "[DONE]"
 
-    held.free.clear()
     run = run_of(monkeypatch, held)
     tell(run, 3)
     run.answer.sinks[0].on_end("length")
@@ -116,15 +122,59 @@ async def test_a_stop_string_that_was_told_meanwhile_ends_the_choice_once(
     assert [reason for _, reason in run.aborted] == ["stop"]
 
 
-async def test_an_error_that_was_told_meanwhile_comes_after_the_opening(
+async def test_an_error_waits_for_no_opening_and_is_a_status(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(monkeypatch, held)
-    run.answer.sinks[0].on_error(RequestError(Code.PEER_LOST, "both workers are gone"))
+    sink = run.answer.sinks[0]
+    tell(run, 2)
+    sink.on_error(RequestError(Code.PEER_LOST, "both workers are gone"))
+    with pytest.raises(ApiError, match="both workers are gone"):
+        await run.bench.stream.closed
     held.free.set()
+    assert sink._opener is not None
+    await sink._opener
+    assert run.events == []
+
+
+async def test_an_opening_alone_does_not_begin_the_stream(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(monkeypatch, held)
+    sink = run.answer.sinks[0]
+    held.free.set()
+    assert sink._opener is not None
+    await sink._opener
+    assert run.events == []
+    tell(run, 1)
+    assert run.texts() == ["abc", "a"]
+
+
+async def test_each_of_several_choices_waits_for_its_own_opening(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(monkeypatch, held, num_choices=2)
+    tell(run, 2)
+    run.answer.sinks[1].on_end("length")
+    run.answer.sinks[0].on_end("length")
+    held.free.set()
+    await until(lambda: bool(run.events) and run.events[-1] == "[DONE]")
+    assert [run.texts(0), run.texts(1)] == [["abc", "a", "b"], ["abc"]]
+    reasons = [event["choices"][0]["finish_reason"] for event in run.events[:-1]]
+    assert [reason for reason in reasons if reason] == ["length"] * 2
+
+
+async def test_events_that_repeat_the_prompt_wait_for_it_as_well(held: Held) -> None:
+    def spell(_: Request, tokenizer: Tokenizer, *__: Any) -> Events:
+        return GenerateAnswer(tokenizer, False, 0.0, ManualClock())
+
+    run = Streaming([ask(token_ids=True)], spell=spell, prompt_logprobs=TOLD)
+    tell(run, 1)
+    assert run.events == []
     await until(lambda: bool(run.events))
-    await run.bench.stream.closed
-    assert [event.get("error", {}).get("code") for event in run.events] == [None, "peer_lost"]
+    (event,) = run.events
+    told = event["meta_info"]["input_token_logprobs"]
+    assert [logprob for logprob, *_ in told] == [None, -0.5, -9999.0]
 
 
 async def test_a_client_that_left_meanwhile_is_written_nothing(

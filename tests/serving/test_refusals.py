@@ -284,7 +284,7 @@ async def test_more_logprobs_of_prompts_than_one_answer_may_hold_are_refused(
 
 
 async def test_many_logprobs_are_spelled_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.endpoints, "INLINE_LOGPROBS", 3)
+    monkeypatch.setattr(serving.choice, "INLINE_LOGPROBS", 3)
     spell = CompletionShape.whole
     threads: list[threading.Thread] = []
 
