@@ -37,6 +37,7 @@ from transfer.errors import ConfigError
 from transfer.worker_config import at_least, check_experts
 
 ROLES: Final = ("prefill", "decode")
+_SLOTS: Final = 256  # of a rank, as workers have by default on accelerators
 STEPS: Final = (1, 16, 64, 256)  # slots of a rank that are told of, as far as they fit
 
 
@@ -72,21 +73,31 @@ class PlanConfig:
     input_tokens: int = 1024
     output_tokens: int = 256
     chunked_prefill_size: int = 8192
-    max_running_requests: int = 256  # of each rank
+    max_running_requests: int = 0  # slots of all ranks, as of a worker; 0: 256 for each
     device_memory_gib: float = 139.0
     copy_gb: float = 4300.0  # a second, read and written
     matmul_tflop: float = 790.0  # a second
     link_gb: float = 25.0  # a second
 
     def __post_init__(self) -> None:
+        at_least(self, "max_running_requests", 0)
         for name in vars(self):
-            if name != "model_path" and not getattr(self, name) > 0:
+            if name not in ("model_path", "max_running_requests") and not getattr(self, name) > 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be above 0, got {getattr(self, name)}")
 
     @property
     def ceilings(self) -> Ceilings:
         return Ceilings(self.copy_gb, self.matmul_tflop)
+
+    def slots(self, dp_size: int) -> int:
+        """Of each of so many ranks, at most. Raises ConfigError where they do not divide."""
+        if self.max_running_requests % dp_size:
+            raise ConfigError(
+                f"--dp-size {dp_size} must divide --max-running-requests "
+                f"{self.max_running_requests}: every rank has as many slots"
+            )
+        return self.max_running_requests // dp_size or _SLOTS
 
     @property
     def request_tokens(self) -> int:
@@ -108,7 +119,7 @@ HELP = {
     "input_tokens": "tokens of a prompt",
     "output_tokens": "tokens of its answer",
     "chunked_prefill_size": "tokens of prompts computed at once",
-    "max_running_requests": "slots of each rank at most",
+    "max_running_requests": "slots of all ranks of decode at most; 0: 256 for each",
     "device_memory_gib": "memory of a device",
     "copy_gb": "GB that a device reads and writes a second",
     "matmul_tflop": "10^12 operations a second of a device's matrix products",
@@ -277,7 +288,7 @@ def _speeds(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
         _line("pages of a prompt", f"{sent / 1e6:,.1f} MB, {sent_ms:,.2f} ms"),
     ]
     context = plan.input_tokens + plan.output_tokens // 2
-    slots = min(decode.requests(plan.request_tokens), plan.max_running_requests)
+    slots = min(decode.requests(plan.request_tokens), plan.slots(decode.config.dp_size))
     for count in [*(x for x in STEPS if x < slots), slots]:
         step_s = decode.step_s(count, context, ceilings)
         drawn = count * decode.config.dp_size / step_s

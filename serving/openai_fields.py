@@ -108,22 +108,18 @@ class CompletionFields(OpenAIFields, kw_only=True):
     suffix: str | None = None
 
 
-class ChatFields(OpenAIFields, kw_only=True):
-    """POST /v1/chat/completions."""
+class ConversationFields(OpenAIFields, kw_only=True):
+    """Of chats and of responses."""
 
-    messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
     top_logprobs: int | None = None
     # Not served.
     functions: Any = None
@@ -136,27 +132,49 @@ class ChatFields(OpenAIFields, kw_only=True):
     moderation: Any = None
     verbosity: Any = None
     include_reasoning: Any = None
-    reasoning: Any = None
     task: Any = None
     input_ids: Any = None
     return_meta_info: Any = None
 
 
-CHAT_REFUSED = (
+class ChatFields(ConversationFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    # Not served.
+    reasoning: Any = None
+
+
+_CONVERSATION_REFUSED = (
     "functions",
     "audio",
     "prediction",
     "chat_template",
     "moderation",
-    "reasoning",
     "task",
     "input_ids",
     "return_meta_info",
 )
-CHAT_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
+_CONVERSATION_REFUSED_UNLESS = {"verbosity": "medium", "include_reasoning": True}
 
 _completions = msgspec.json.Decoder(CompletionFields)
 _chats = msgspec.json.Decoder(ChatFields)
+
+
+def check_conversation(fields: ConversationFields) -> None:
+    """Raises ApiError for what is wrong in any conversation, or is not served."""
+    check_shared(fields)
+    refuse(fields, _CONVERSATION_REFUSED)
+    if fields.web_search_options is not None:  # {} asks for a search as well
+        raise not_served("web_search_options")
+    refuse_unless(fields, _CONVERSATION_REFUSED_UNLESS)
+    if fields.modalities not in (None, [], ["text"]):
+        raise not_served("modalities")
+    if fields.function_call not in (None, "none", "auto"):
+        raise not_served("function_call")
 
 
 def read_completion(body: bytes) -> CompletionFields:
@@ -170,15 +188,8 @@ def read_completion(body: bytes) -> CompletionFields:
 def read_chat(body: bytes) -> ChatFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_chats, body)
-    check_shared(fields)
-    refuse(fields, CHAT_REFUSED)
-    if fields.web_search_options is not None:  # {} asks for a search as well
-        raise not_served("web_search_options")
-    refuse_unless(fields, CHAT_REFUSED_UNLESS)
-    if fields.modalities not in (None, [], ["text"]):
-        raise not_served("modalities")
-    if fields.function_call not in (None, "none", "auto"):
-        raise not_served("function_call")
+    check_conversation(fields)
+    refuse(fields, ("reasoning",))
     if fields.messages is None:
         raise ApiError(400, "messages: this field is required", "messages", "missing_field")
     if fields.top_logprobs and not fields.logprobs:

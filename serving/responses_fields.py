@@ -13,7 +13,7 @@ from serving.conversation import check_function
 from serving.errors import ApiError, bad_field, not_served, quoted, wrong_type
 from serving.grammar import JsonSchemaFormat, ResponseFormat
 from serving.json_fields import read_json, refuse, refuse_unless
-from serving.openai_fields import ChatFields, OpenAIFields, check_shared
+from serving.openai_fields import ChatFields, ConversationFields, check_conversation
 from serving.response_input import messages_of_input
 
 LOGPROBS = "message.output_text.logprobs"
@@ -51,22 +51,16 @@ class TextOptions(msgspec.Struct):
     verbosity: Any = None
 
 
-class ResponsesFields(OpenAIFields, kw_only=True):
+class ResponsesFields(ConversationFields, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
     truncation: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
     # Shown again in the answer, and nothing else.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -80,11 +74,8 @@ class ResponsesFields(OpenAIFields, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     context_management: Any = None
-    moderation: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
-    functions: Any = None
-    verbosity: Any = None
     # What chats call something that has another name here.
     logprobs: Any = None
     max_completion_tokens: Any = None
@@ -96,16 +87,15 @@ _REFUSED = (
     "background",
     "conversation",
     "context_management",
+    "continue_final_message",
     "echo",
-    "functions",
-    "moderation",
     "previous_response_id",
     "prompt",
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
 )
-_REFUSED_UNLESS = {"n": 1, "truncation": "disabled", "verbosity": "medium"}
+_REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1, "truncation": "disabled"}
 _OF_CHATS = {
     "logprobs": f"include: {LOGPROBS}",
     "max_completion_tokens": "max_output_tokens",
@@ -120,7 +110,7 @@ _responses = msgspec.json.Decoder(ResponsesFields)
 def read_responses(body: bytes) -> ResponsesFields:
     """The body's fields, those checked that need no model. Raises ApiError."""
     fields = read_json(_responses, body)
-    check_shared(fields)
+    check_conversation(fields)
     refuse(fields, _REFUSED)
     refuse_unless(fields, _REFUSED_UNLESS)
     for name, own_name in _OF_CHATS.items():
@@ -140,20 +130,17 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
     """The chat that is asked for. Raises ApiError for what no chat has."""
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     assert fields.input is not None, "it was read"
-    shared = (name for name in OpenAIFields.__struct_fields__ if name not in _OF_CHATS)
+    own = {"tools", "tool_choice", *_OF_CHATS}
+    shared = (name for name in ConversationFields.__struct_fields__ if name not in own)
     return ChatFields(
         **{name: getattr(fields, name) for name in shared},
         messages=messages_of_input(fields.input, fields.instructions),
         max_completion_tokens=fields.max_output_tokens,
         tools=[_chats_tool(function) for function, _ in functions_of(fields)] or None,
         tool_choice=_tool_choice(fields.tool_choice),
-        parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=None if fields.reasoning is None else fields.reasoning.effort,
         response_format=_response_format(fields.text),
         logprobs=wants_logprobs,
-        top_logprobs=fields.top_logprobs,
-        chat_template_kwargs=fields.chat_template_kwargs,
-        documents=fields.documents,
     )
 
 

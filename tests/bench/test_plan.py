@@ -171,6 +171,15 @@ def test_the_number_of_workers_follows_from_the_slower_role() -> None:
     assert "prefill, 1.0 decode" in longer[-2]
 
 
+def test_slots_are_of_all_ranks_as_those_of_a_worker() -> None:
+    cfg = QWEN3_30B_A3B.cfg
+    group = plan_group(cfg, GroupConfig(dtype="bfloat16", dp_size=4), 139.0)
+    told = report(dataclasses.replace(PLAN, max_running_requests=32), group, group)
+    assert "step of 8 slot(s)" in told[-3]
+    with pytest.raises(ConfigError, match="--dp-size 4 must divide --max-running-requests 30"):
+        report(dataclasses.replace(PLAN, max_running_requests=30), group, group)
+
+
 @pytest.mark.parametrize(
     ("values", "memory_gib", "message"),
     [
@@ -195,6 +204,7 @@ def test_what_does_not_fit_is_refused(
         (GroupConfig, {"tp_size": 2, "ep_size": 4}, "--ep-size 4 must divide --tp-size 2"),
         (GroupConfig, {"mem_fraction_static": 0.0}, "--mem-fraction-static must be in (0, 1]"),
         (PlanConfig, {"output_tokens": 0}, "--output-tokens must be above 0, got 0"),
+        (PlanConfig, {"max_running_requests": -1}, "--max-running-requests must be at least 0"),
         (PlanConfig, {"link_gb": -1.0}, "--link-gb must be above 0, got -1.0"),
         (PlanConfig, {"copy_gb": float("nan")}, "--copy-gb must be above 0, got nan"),
     ],

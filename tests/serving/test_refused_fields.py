@@ -8,7 +8,7 @@ import pytest
 from serving.errors import ApiError
 from serving.protocol import Request
 from tests.serving.live import live_server
-from tests.serving.test_protocol import HELLO, chat, completion, generate
+from tests.serving.test_protocol import HELLO, chat, completion, generate, responses
 
 Read = Callable[..., Awaitable[Request]]
 
@@ -30,16 +30,27 @@ OPENAI: list[tuple[str, Any, list[Any]]] = [
     ("ec_transfer_params", {"a": 1}, [{}]),
     ("vllm_xargs", {"a": 1}, [{}]),
 ]
-CHAT: list[tuple[str, Any, list[Any]]] = [
+CONVERSATION: list[tuple[str, Any, list[Any]]] = [
     ("verbosity", "low", ["medium"]),
     ("verbosity", "high", []),
     ("include_reasoning", False, [True]),
     ("moderation", {"model": "omni-moderation-latest"}, []),
-    ("reasoning", {"effort": "high"}, [{}]),
     ("task", "title", []),
     ("web_search_options", {}, []),
+    ("functions", [{"name": "f"}], [[]]),
+    ("function_call", {"name": "f"}, ["none", "auto"]),
+    ("audio", {"voice": "alloy"}, []),
+    ("modalities", ["text", "audio"], [[], ["text"]]),
+    ("prediction", {"type": "content"}, []),
+    ("chat_template", "{{ messages }}", [""]),
     ("input_ids", [1, 2], []),
     ("return_meta_info", True, [False]),
+]
+CHAT: list[tuple[str, Any, list[Any]]] = [("reasoning", {"effort": "high"}, [{}])]
+RESPONSES: list[tuple[str, Any, list[Any]]] = [
+    ("add_generation_prompt", False, [True]),
+    ("continue_final_message", True, [False]),
+    ("conversation", "conv_1", []),
 ]
 GENERATE: list[tuple[str, Any, list[Any]]] = [
     ("lora_id", "a", []),
@@ -55,8 +66,10 @@ GENERATE: list[tuple[str, Any, list[Any]]] = [
     ("return_prompt_token_ids", True, [False]),
 ]
 BY_ROUTE = [
-    *((read, *case) for read in (completion, chat) for case in OPENAI),
+    *((read, *case) for read in (completion, chat, responses) for case in OPENAI),
+    *((read, *case) for read in (chat, responses) for case in CONVERSATION),
     *((chat, *case) for case in CHAT),
+    *((responses, *case) for case in RESPONSES),
     *((generate, *case) for case in GENERATE),
 ]
 
