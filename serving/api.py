@@ -162,26 +162,9 @@ async def serve(
         ensure_listening(sock, config)
         await server.serve(sockets=[sock])
 
-    leaving = front.leaving
-
-    def terminated() -> None:
-        if server.takes.is_set() and not leaving.draining:
-            front.drain()
-        else:
-            leaving.over.set()
-
-    def told_to_drain() -> None:
-        if not leaving.draining:
-            terminated()
-
-    told = {
-        signal.SIGINT: leaving.over.set,
-        signal.SIGTERM: terminated,
-        DRAIN: told_to_drain,
-    }
-    with on_signals(told):
+    with on_signals(_told(front, server)):
         serving = asyncio.create_task(take_clients())
-        stopped = asyncio.create_task(leaving.over.wait())
+        stopped = asyncio.create_task(front.leaving.over.wait())
         takes = asyncio.create_task(server.takes.wait())
         try:
             await asyncio.wait({serving, stopped, takes}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,6 +184,23 @@ async def serve(
             takes.cancel()
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
+
+
+def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], None]]:
+    """What each signal does."""
+    leaving = front.leaving
+
+    def terminated() -> None:
+        if server.takes.is_set() and not leaving.draining:
+            front.drain()
+        else:
+            leaving.over.set()
+
+    def told_to_drain() -> None:
+        if not leaving.draining:
+            terminated()
+
+    return {signal.SIGINT: leaving.over.set, signal.SIGTERM: terminated, DRAIN: told_to_drain}
 
 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:

@@ -13,8 +13,6 @@ from serving.errors import ApiError
 from serving.openai_api import ChatReader, CompletionReader
 from serving.openai_fields import read_chat, read_completion
 from serving.protocol import INLINE_CHARACTERS, Request, ServedModel, fit_tokens
-from serving.responses_api import ResponsesReader
-from serving.responses_fields import read_responses
 from serving.sglang_api import GenerateReader, read_generate
 from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, tokenizer_of_tests
@@ -44,11 +42,6 @@ async def completion(on: ServedModel | None = None, /, **fields: Any) -> Request
 async def chat(on: ServedModel | None = None, /, **fields: Any) -> Request:
     body = json.dumps({"messages": HELLO, **fields}).encode()
     return await ChatReader(read_chat(body), on or served()).finish(None)
-
-
-async def responses(on: ServedModel | None = None, /, **fields: Any) -> Request:
-    body = json.dumps({"input": "Hi!", **fields}).encode()
-    return await ResponsesReader(read_responses(body), on or served()).finish(None)
 
 
 async def generate(on: ServedModel | None = None, /, **fields: Any) -> Request:

@@ -1,5 +1,6 @@
 """Fields that would change the result and are not served are refused by name."""
 
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -7,10 +8,18 @@ import pytest
 
 from serving.errors import ApiError
 from serving.protocol import Request
+from serving.responses_api import ResponsesReader
+from serving.responses_fields import read_responses
 from tests.serving.live import live_server
-from tests.serving.test_protocol import HELLO, chat, completion, generate, responses
+from tests.serving.test_protocol import HELLO, chat, completion, generate, served
 
 Read = Callable[..., Awaitable[Request]]
+
+
+async def responses(**fields: Any) -> Request:
+    body = json.dumps({"input": "Hi!", **fields}).encode()
+    return await ResponsesReader(read_responses(body), served()).finish(None)
+
 
 # A field, what is refused of it, and the values that change nothing.
 OPENAI: list[tuple[str, Any, list[Any]]] = [
