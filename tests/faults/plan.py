@@ -6,7 +6,7 @@ from typing import Literal
 
 Kind = Literal[
     "kill",  # SIGKILL
-    "term",  # SIGTERM: a worker drains
+    "term",  # SIGTERM: workers and API processes drain
     "int",  # SIGINT: it ends at once
     "hang",  # SIGSTOP for a while, then SIGCONT
     "hang_kill",  # SIGSTOP for a while, then SIGKILL
