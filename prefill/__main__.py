@@ -22,15 +22,16 @@ def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     from prefill.opening import build_engine
     from prefill.worker import PrefillWorker
     from transfer.member import Member
+    from transfer.rpc import to_the_end
 
     prepare_devices(config.own_devices, config.meeting_host)
     if config.node_rank:
         role = PrefillWorker.role
         member = Member(config, role, security, lambda: build_engine(config)[0].calls)
-        asyncio.run(member.run(flags.announce))
+        asyncio.run(to_the_end(member.run(flags.announce)))
         return
     worker = PrefillWorker(config, security)
-    asyncio.run(worker.run(config.registry_address, flags.announce))
+    asyncio.run(to_the_end(worker.run(config.registry_address, flags.announce)))
 
 
 if __name__ == "__main__":

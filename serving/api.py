@@ -39,7 +39,7 @@ from transfer import flags, open_files
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
-from transfer.rpc import Security
+from transfer.rpc import Security, to_the_end
 from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
         except TokenizerError as error:
             raise ConfigError(str(error)) from error
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, security, sock, tokenizer, model_config, seat))
+            serving = serve(config, security, sock, tokenizer, model_config, seat)
+            runner.run(to_the_end(serving))
 
 
 def _seated(config: ServeConfig, seat: Seat) -> socket.socket:

@@ -14,7 +14,7 @@ from transfer.bootstrap import RegistryServer
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import ConfigError
 from transfer.routes import MAX_ROOMS, TTL_S, RouteTable
-from transfer.rpc import Security, host_port
+from transfer.rpc import Security, host_port, to_the_end
 from transfer.signals import on_signals
 from transfer.worker import HEARTBEAT_S
 
@@ -69,7 +69,8 @@ def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
     flags.add_flags(parser, RegistryConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)
-    uvloop.run(serve(flags.config_from(RegistryConfig, args), flags.security_from(args)))
+    serving = serve(flags.config_from(RegistryConfig, args), flags.security_from(args))
+    uvloop.run(to_the_end(serving))
 
 
 async def serve(config: RegistryConfig, security: Security) -> None:

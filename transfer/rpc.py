@@ -5,7 +5,7 @@ import hmac
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ SERVICE = "kvferry.v1"
 _CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
 _QUIET_S = 60.0  # between two lines of the log about wrong tokens
+_LAST_S = 1.0  # for gRPC's own tasks, where a process ends
+_GRPC_TASKS = ("_schedule_rpc_coro", "_handle_exceptions")
 _LAST_TURNS = 50  # of the loop, for handlers to end: they release what they hold, and little more
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
@@ -266,6 +268,23 @@ class RpcServer:
             return _Answer(b"", _status(error).name, str(error))
         except Exception as error:
             return _Answer(b"", grpc.StatusCode.INTERNAL.name, _unexpected(what, error))
+
+
+async def to_the_end[T](main: Coroutine[Any, Any, T]) -> T:
+    """What a process's main comes to, once gRPC has let go of every call that it answered.
+
+    A busy host may take more turns for that than `RpcServer.stop` gives it.
+    """
+    try:
+        return await main
+    finally:
+        tasks = [
+            task
+            for task in asyncio.all_tasks()
+            if getattr(task.get_coro(), "__qualname__", "") in _GRPC_TASKS
+        ]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_S)
 
 
 class RpcClient:

@@ -22,7 +22,7 @@ from transfer.errors import (
     Unauthenticated,
     Unavailable,
 )
-from transfer.rpc import SERVICE, RpcClient, RpcServer, Security
+from transfer.rpc import SERVICE, RpcClient, RpcServer, Security, to_the_end
 
 
 async def echo(batch: wire.AbortBatch) -> wire.AbortBatch:
@@ -388,6 +388,33 @@ async def test_leaving_a_stream_reaches_the_handler_s_finally() -> None:
         assert await anext(stream) == wire.Empty()
         await stream.aclose()
         await asyncio.wait_for(left.wait(), PATIENCE_S)
+
+
+async def test_a_process_ends_once_grpc_has_let_go_of_a_handler_that_took_its_time() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def linger(_: wire.Empty) -> AsyncIterator[wire.Empty]:
+        try:
+            begun.set()
+            yield wire.Empty()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)  # more turns than a server that stops gives it
+            ended.set()
+
+    async def main() -> str:
+        server = RpcServer(SECURITY)
+        server.stream("Linger", wire.Empty, linger)
+        async with served(server) as client:
+            async for _ in client.stream("Linger", wire.Empty(), wire.Empty):
+                break
+        return "done"
+
+    assert await to_the_end(main()) == "done"
+    assert begun.is_set()
+    assert ended.is_set()
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    assert "_schedule_rpc_coro" not in names
 
 
 async def test_an_error_inside_a_stream_reaches_the_reader_by_type() -> None:
