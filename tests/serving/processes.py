@@ -143,6 +143,22 @@ def stream(http: httpx.AsyncClient, **more: Any) -> Stream:
     return Stream(asyncio.create_task(read()), events)
 
 
+async def begun_streams(cluster: FakeCluster, *doors: httpx.AsyncClient) -> list[Stream]:
+    """A completion over each of these, of which the first event has come."""
+    streams = [stream(http) for http in doors]
+    await cluster.submitted(len(streams))
+    cluster.step()
+    await until(lambda: all(begun.events for begun in streams))
+    return streams
+
+
+async def cut_off(*streams: Stream) -> None:
+    """They end as those of a server that does not wait for them."""
+    for begun in streams:
+        *_, last = await begun.task
+        assert last["error"]["code"] == "shutting_down"
+
+
 async def step_until(cluster: FakeCluster, *tasks: "asyncio.Task[Any]") -> None:
     """Step the workers until these have ended."""
 

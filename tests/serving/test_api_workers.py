@@ -12,7 +12,16 @@ import pytest
 from tests.fakes import FakeCluster, until
 from tests.serving.commands import MODEL, TOKEN, copy_of, refused, start
 from tests.serving.live import alphabet, letters
-from tests.serving.processes import Server, all_ready, info_of, serving, step_until, stream
+from tests.serving.processes import (
+    Server,
+    all_ready,
+    begun_streams,
+    cut_off,
+    info_of,
+    serving,
+    step_until,
+    stream,
+)
 from tests.serving.test_listening import leave_stale
 from tests.serving.test_metrics import parsed
 
@@ -198,23 +207,16 @@ async def test_a_process_that_hangs_is_left_out_and_counted(tmp_path: Path) -> N
         assert "another API process of this server is left out: " in server.command.text
 
 
-async def test_told_to_stop_at_once_every_process_ends_its_streams(
-    tmp_path: Path,
-) -> None:
+async def test_told_to_stop_at_once_every_process_ends_its_streams(tmp_path: Path) -> None:
     async with (
         FakeCluster(network=alphabet, auto_step=False) as cluster,
         serving(cluster, tmp_path, TWO) as server,
         server.door(0) as first,
         server.door(1) as second,
     ):
-        streams = [stream(first), stream(second)]
-        await cluster.submitted(2)
-        cluster.step()
-        await until(lambda: all(begun.events for begun in streams))
+        streams = await begun_streams(cluster, first, second)
         await stopped(server, signal.SIGINT)
-        for ended in streams:
-            *_, last = await ended.task
-            assert last["error"]["code"] == "shutting_down"
+        await cut_off(*streams)
         await until(lambda: not any(worker.num_streams for worker in cluster.workers))
 
 

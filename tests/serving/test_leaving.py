@@ -10,7 +10,16 @@ import pytest
 
 from tests.fakes import FakeCluster, until
 from tests.serving.live import alphabet, letters
-from tests.serving.processes import Server, all_ready, info_of, serving, step_until, stream
+from tests.serving.processes import (
+    Server,
+    all_ready,
+    begun_streams,
+    cut_off,
+    info_of,
+    serving,
+    step_until,
+    stream,
+)
 
 PROCESSES = pytest.mark.parametrize("processes", [1, 2])
 NEW = {"prompt": "Hi!", "max_tokens": 1}
@@ -85,14 +94,10 @@ async def test_told_again_it_ends_at_once(
         serving(cluster, tmp_path, *several(processes)) as server,
         server.door(0) as http,
     ):
-        begun = stream(http)
-        await cluster.submitted(1)
-        cluster.step()
-        await until(lambda: bool(begun.events))
+        (begun,) = await begun_streams(cluster, http)
         await told_to_leave(server, processes)
         server.command.signal(number)
-        *_, last = await begun.task
-        assert last["error"]["code"] == "shutting_down"
+        await cut_off(begun)
         await ended(server)
 
 
@@ -105,13 +110,9 @@ async def test_what_takes_longer_than_that_ends_with_an_error(
         serving(cluster, tmp_path, *several(processes), "--drain-timeout=0.2") as server,
         server.door(0) as http,
     ):
-        begun = stream(http)
-        await cluster.submitted(1)
-        cluster.step()
-        await until(lambda: bool(begun.events))
+        (begun,) = await begun_streams(cluster, http)
         await told_to_leave(server, processes)
-        *_, last = await begun.task
-        assert last["error"]["code"] == "shutting_down"
+        await cut_off(begun)
         await ended(server)
         assert "not drained after 0.2 s: 1 requests are left" in server.command.text
 
@@ -124,8 +125,7 @@ async def test_told_alone_and_then_with_all_it_still_finishes_what_has_come(
         serving(cluster, tmp_path, *several(2)) as server,
         server.door(0) as http,
     ):
-        begun = stream(http)
-        await cluster.submitted(1)
+        (begun,) = await begun_streams(cluster, http)
         psutil.Process((await server.pids())[0]).terminate()
         await until(lambda: " draining: 1 requests " in server.command.text)
         server.command.signal(signal.SIGTERM)
@@ -141,10 +141,7 @@ async def test_one_of_several_that_was_told_alone_comes_back(tmp_path: Path) -> 
         serving(cluster, tmp_path, *several(2)) as server,
         server.door(0) as http,
     ):
-        begun = stream(http)
-        await cluster.submitted(1)
-        cluster.step()
-        await until(lambda: bool(begun.events))
+        (begun,) = await begun_streams(cluster, http)
         leaving = (await server.pids())[0]
         psutil.Process(leaving).terminate()
         await until(lambda: " draining: 1 requests " in server.command.text)

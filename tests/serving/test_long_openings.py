@@ -77,6 +77,14 @@ def run_of(
     return Streaming(asks, spell=spell, prompt_logprobs=TOLD)
 
 
+async def spelled(sink: stream.StreamedChoice, held: Held) -> None:
+    """Its opening is."""
+    held.free.set()
+    opener = sink._opener
+    assert opener is not None
+    await opener
+
+
 def tell(run: Streaming, count: int) -> None:
     for letter in LETTERS[:count]:
         run.answer.sinks[0].on_tokens(Tokens([letter], [-1.0], [[(letter, -1.0)]]))
@@ -131,9 +139,7 @@ async def test_an_error_waits_for_no_opening_and_is_a_status(
     sink.on_error(RequestError(Code.PEER_LOST, "both workers are gone"))
     with pytest.raises(ApiError, match="both workers are gone"):
         await run.bench.stream.closed
-    held.free.set()
-    assert sink._opener is not None
-    await sink._opener
+    await spelled(sink, held)
     assert run.events == []
 
 
@@ -142,9 +148,7 @@ async def test_an_opening_alone_does_not_begin_the_stream(
 ) -> None:
     run = run_of(monkeypatch, held)
     sink = run.answer.sinks[0]
-    held.free.set()
-    assert sink._opener is not None
-    await sink._opener
+    await spelled(sink, held)
     assert run.events == []
     tell(run, 1)
     assert run.texts() == ["abc", "a"]
@@ -184,10 +188,7 @@ async def test_a_client_that_left_meanwhile_is_written_nothing(
     sink = run.answer.sinks[0]
     tell(run, 1)
     run.answer.close()
-    held.free.set()
-    opener = sink._opener
-    assert opener is not None
-    await opener
+    await spelled(sink, held)
     assert run.events == []
 
 
