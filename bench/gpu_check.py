@@ -42,7 +42,7 @@ LIMITS_S = {
 }
 TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
 STOP_TIMEOUT_S = 10.0
-PROFILED = (1, 64)  # slots, where a shape has them
+PROFILED = (1, 64, 256)  # slots, where a shape has them
 # Parts named after their shape, and what stands in for it on a CPU.
 OTHER_SHAPES = {
     "qwen3-30b-a3b-fp8": "demo-moe-fp8",
@@ -204,7 +204,8 @@ def _profile(report: Report, shape: Shape, budget_s: float) -> bool:
 
     shape = _fitted(report, shape)
     bench = KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s)
-    profile_steps(bench, [slots for slots in shape.slots if slots in PROFILED] or shape.slots[-1:])
+    slots = [slots for slots in shape.slots if slots in PROFILED] or shape.slots[-1:]
+    profile_steps(bench, slots, shape.chunks[-1:])
     return True
 
 

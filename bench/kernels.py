@@ -139,7 +139,7 @@ class KernelBench:
 
     def prefill(self) -> None:
         """One prompt in one chunk, logits of its last token included."""
-        chunks = {tokens: (self._chunk(tokens),) for tokens in self.shape.chunks}
+        chunks = {tokens: self.chunk_args(tokens) for tokens in self.shape.chunks}
         taken = self._time_with_pool("prefill_chunk", partial(last_logits, self.model), chunks)
         for tokens, taken_s in taken:
             cost = prefill_chunk_cost(self.shape, tokens)
@@ -326,6 +326,10 @@ class KernelBench:
         kv_idx = last * self.shape.page_size + positions % self.shape.page_size
         args: tuple[Any, ...] = jax.device_put((self._ids(slots), positions, table, kv_idx))
         return args
+
+    def chunk_args(self, tokens: int) -> tuple[Any, ...]:
+        """Arguments of `last_logits` behind parameters and pool."""
+        return (self._chunk(tokens),)
 
     def _table(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
         """Positions i32[slots] and page tables i32[slots, table_pages], pages scattered."""

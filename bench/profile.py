@@ -1,22 +1,22 @@
-"""Where the time of one step goes, by named scope: a trace of it beside the text of its program.
+"""Where the time of a step or a chunk goes, by named scope: a trace beside the program's text.
 
-The step is compiled without CUDA graphs, in which a trace finds no single kernel. On a CPU events
+Both are compiled without CUDA graphs, in which a trace finds no single kernel. On a CPU events
 are those of threads, which run side by side.
 """
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax.profiler import ProfileData
 
 from bench.hlo import parse
-from bench.kernels import KernelBench, greedy_step
-from model.programs import Program
+from bench.kernels import KernelBench, greedy_step, last_logits
+from model.programs import Program, compile_all
 
 STEPS: Final = 2  # traced
 _LAYER: Final = "jit(block)/"
@@ -33,33 +33,45 @@ class Spent(NamedTuple):
     seconds: float
 
 
-def profile_steps(bench: KernelBench, slots: Iterable[int]) -> None:
-    """Rows of a greedy step of each of so many slots: every scope's time and launches."""
+def profile_steps(bench: KernelBench, slots: Iterable[int], chunks: Iterable[int] = ()) -> None:
+    """Rows of greedy steps of so many slots, of chunks of so many tokens: every scope's time and
+    launches.
+    """
+    cases: list[tuple[str, Program, tuple[Any, ...], dict[str, int]]] = []
     for count in slots:
-        args = bench.step_args(count)
-        program = Program(
-            f"decode_step {count}",
-            partial(greedy_step, bench.model),
-            (bench.params, bench.pool, *args),
-            donate=(1,),
-        ).compile(_OPTIONS)
-        scopes = scopes_of(str(program.compiled.as_text()))
+        args, sizes = bench.step_args(count), {"slots": count}
+        cases.append((f"step x{count}", _program(bench, greedy_step, args), args, sizes))
+    for tokens in chunks:
+        args, sizes = bench.chunk_args(tokens), {"tokens": tokens}
+        cases.append((f"chunk {tokens}", _program(bench, last_logits, args), args, sizes))
+    compile_all([program for _, program, _, _ in cases], _OPTIONS)
+    for case, program, args, sizes in cases:
+        for scope, (launches, seconds) in _traced(bench, program, args).items():
+            shapes = {"shape": bench.shape.name, "dtype": bench.shape.dtype, **sizes}
+            name = f"{bench.shape.name} {case}: {scope}"
+            bench.report.add(name, "time", seconds * 1e3, "ms", shapes=shapes)
+            bench.report.add(name, "launches", launches, "count", shapes=shapes)
 
-        def step(program: Program = program, args: tuple[jax.Array, ...] = args) -> jax.Array:
-            out, bench.pool = program(bench.params, bench.pool, *args)
-            return jax.block_until_ready(out)
 
-        step()  # what is loaded at the first run is no part of it
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for _ in range(STEPS):
-                    step()
-            spent = by_scope(_operations(Path(folder), scopes), scopes, STEPS)
-        for scope, (launches, seconds) in spent.items():
-            sizes = {"shape": bench.shape.name, "dtype": bench.shape.dtype, "slots": count}
-            case = f"{bench.shape.name} step x{count}: {scope}"
-            bench.report.add(case, "time", seconds * 1e3, "ms", shapes=sizes)
-            bench.report.add(case, "launches", launches, "count", shapes=sizes)
+def _program(bench: KernelBench, function: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+    taken = (bench.params, bench.pool, *args)
+    return Program(function.__name__, partial(function, bench.model), taken, donate=(1,))
+
+
+def _traced(bench: KernelBench, program: Program, args: tuple[Any, ...]) -> dict[str, Spent]:
+    """What each scope took of one call."""
+    scopes = scopes_of(str(program.compiled.as_text()))
+
+    def call() -> None:
+        out, bench.pool = program(bench.params, bench.pool, *args)
+        jax.block_until_ready(out)
+
+    call()  # what is loaded at the first run is no part of it
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(STEPS):
+                call()
+        return by_scope(_operations(Path(folder), scopes), scopes, STEPS)
 
 
 def scopes_of(text: str) -> dict[str, str]:

@@ -96,10 +96,11 @@ class Program:
         return int(memory.temp_size_in_bytes + max(fresh, 0))
 
 
-def compile_all(programs: Sequence[Program]) -> None:
+def compile_all(programs: Sequence[Program], more: Mapping[str, str] | None = None) -> None:
     """Compile them, several at once: XLA uses one processor for most of what it does.
 
-    Raises what the first one that failed raised; those not yet begun are left.
+    more: see Program.compile. Raises what the first one that failed raised; those not yet begun are
+    left.
     """
     # Processes that share a mesh may have to talk of a program while they compile it.
     together = 1 if jax.process_count() > 1 else len(os.sched_getaffinity(0))
@@ -112,7 +113,7 @@ def compile_all(programs: Sequence[Program]) -> None:
             except IndexError:
                 return
             try:
-                program.compile()
+                program.compile(more)
             except BaseException:
                 left.clear()
                 raise

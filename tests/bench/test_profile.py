@@ -37,11 +37,13 @@ def test_layers_are_alike_and_what_only_runs_others_has_no_time() -> None:
     assert spent["moe/router"].seconds == pytest.approx(3e-6)
 
 
-def test_a_step_is_traced_and_its_scopes_are_rows() -> None:
+def test_a_step_and_a_chunk_are_traced_and_their_scopes_are_rows() -> None:
     report = Report("gpu_check", Surroundings("c", "d", {}), out=io.StringIO())
     bench = kernels.KernelBench(report, TINY_GPT_OSS, Ceilings(1.0, 1.0), 0.01)
-    profile_steps(bench, [2])
+    profile_steps(bench, [2], TINY_GPT_OSS.chunks[:1])
     times = {row.case: row.value for row in report.rows if row.metric == "time"}
-    assert {f"tiny step x2: {scope}" for scope in ("attention", "moe/experts")} <= times.keys()
-    assert "tiny step x2: unknown" not in times
+    for case in ("step x2", f"chunk {TINY_GPT_OSS.chunks[0]}"):
+        wanted = {f"tiny {case}: {scope}" for scope in ("attention", "moe/experts")}
+        assert wanted <= times.keys()
+        assert f"tiny {case}: unknown" not in times
     assert min(times.values()) > 0
