@@ -17,6 +17,7 @@ from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.kv import init_pool
 from model.members import any_of_all, least_of_all
+from model.params import Params
 from model.placement import PlacedExperts
 from model.programs import (
     MemoryPlan,
@@ -28,11 +29,19 @@ from model.programs import (
 )
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
 from model.transformer import Model
-from model.weights import coded_parameters, load_params, model_digest, stored_bytes
+from model.weights import (
+    coded_parameters,
+    dummy_digest,
+    load_params,
+    model_digest,
+    random_params,
+    stored_bytes,
+)
 
 log = logging.getLogger(__name__)
 
 ROUNDED = "-fp8-layers"  # behind the digest of a model whose weights were rounded when loaded
+DUMMY_SEED = 0  # the same for all, so that every role and rank has the same network
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
 
 
@@ -82,6 +91,7 @@ def open_model(
     dp_size: int = 1,
     placing: ExpertPolicy = AS_TRAINED,
     quantization: str = "auto",
+    load_format: str = "auto",
 ) -> OpenedModel:
     """Read config and weights onto a mesh of dp_size * tp_size devices.
 
@@ -95,6 +105,7 @@ def open_model(
     quantization: "fp8" keeps layers' weights as codes of a byte, those of a quantised checkpoint
     that are quantised there, of another all, rounded; "none" brings all to dtype; "auto" keeps
     those of a quantised checkpoint on CPU.
+    load_format: "dummy" reads no weights: parameters are random, the same on every mesh.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
@@ -130,14 +141,12 @@ def open_model(
         page_size,
         share_experts=shared,
         redundant_experts=redundant,
-        coded=coded_parameters(path, cfg, dims, quantization, by_default=on_cpu()),
+        coded=coded_parameters(path, cfg, dims, quantization, on_cpu(), load_format == "dummy"),
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
-    digest = model_digest(path) + (ROUNDED if model.dims.coded and not cfg.quantization else "")
-    log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
-    params = load_params(path, model, progress=_Progress())
+    params, digest = (_draw if load_format == "dummy" else _load)(path, model)
     return OpenedModel(
         model=model,
         params=params,
@@ -147,6 +156,22 @@ def open_model(
         digest=digest,
         experts=experts,
     )
+
+
+def _load(path: Path, model: Model) -> tuple[Params, str]:
+    """The parameters of a checkpoint, and its digest."""
+    rounded = model.dims.coded and not model.cfg.quantization
+    digest = model_digest(path) + (ROUNDED if rounded else "")
+    dtype, num_devices = model.dtype.name, model.mesh.size
+    log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
+    return load_params(path, model, progress=_Progress()), digest
+
+
+def _draw(path: Path, model: Model) -> tuple[Params, str]:
+    """Random parameters of the network in the folder, and their digest."""
+    log.warning("--load-format dummy: weights are random, and so are answers")
+    params = jax.block_until_ready(random_params(model, DUMMY_SEED))
+    return params, dummy_digest(path, model.dims.coded)
 
 
 def make_pool(

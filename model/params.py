@@ -3,6 +3,7 @@
 import enum
 import functools
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -338,13 +339,37 @@ def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
 
 def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
     """Random parameters, made where they live. The same seed gives every mesh the same network."""
-    flat, tree = jax.tree.flatten(leaves)
     key = jax.random.key(seed)
-    made = [_random_leaf(leaf, mesh, jax.random.fold_in(key, i)) for i, leaf in enumerate(flat)]
-    return jax.tree.unflatten(tree, made)
+    made = {
+        name: _random_leaf(leaf, mesh, _key_of(key, name))
+        for name, leaf in leaves.items()
+        if name != "layers"
+    }
+    layers, first = [], 0
+    for run in leaves["layers"]:
+        end = first + next(iter(run.values())).canonical[0]
+        # A key for each layer: how many of them share arrays differs with the platform.
+        numbers = np.arange(first, end)
+        layers.append(
+            {
+                name: _random_leaf(leaf, mesh, _keys_of_layers(_key_of(key, name), numbers))
+                for name, leaf in run.items()
+            }
+        )
+        first = end
+    return made | {"layers": tuple(layers)}
+
+
+_keys_of_layers = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
+
+
+def _key_of(key: Array, name: str) -> Array:
+    """By name, not by place: parameters that are codes have others beside them."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def _random_leaf(leaf: Leaf, mesh: Mesh, key: Array) -> Array:
+    """key: of the parameter, or one for each layer of a stack."""
     if leaf.std == 0:
         return jnp.ones(leaf.shape, leaf.dtype, device=leaf.sharding(mesh))
     if leaf.holds is Holds.SCALES:
@@ -363,11 +388,10 @@ def _random_maker(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
         return (values * np.float32(leaf.std)).astype(leaf.dtype)
 
     def make(key: Array) -> Array:
-        if len(leaf.canonical) <= 2:
+        if key.ndim == 0:
             return leaf.expand(draw(key, leaf.canonical), jnp)
         # Layer by layer: the float32 draws of a whole stack would not fit beside it.
-        keys = jax.random.split(key, leaf.canonical[0])
-        rows = jax.lax.map(lambda row_key: draw(row_key, leaf.canonical[1:]), keys)
+        rows = jax.lax.map(lambda row_key: draw(row_key, leaf.canonical[1:]), key)
         return leaf.expand(rows, jnp)
 
     return jax.jit(make, out_shardings=leaf.sharding(mesh))

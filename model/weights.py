@@ -25,6 +25,7 @@ from model.transformer import Model, random_params
 
 __all__ = [
     "coded_parameters",
+    "dummy_digest",
     "is_orbax",
     "load_params",
     "model_digest",
@@ -58,17 +59,25 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
 
 
 def coded_parameters(
-    path: str | Path, cfg: ModelConfig, dims: Dims, quantization: str, by_default: bool
+    path: str | Path,
+    cfg: ModelConfig,
+    dims: Dims,
+    quantization: str,
+    by_default: bool,
+    dummy: bool = False,
 ) -> tuple[str, ...]:
     """`Dims.coded` for a checkpoint folder and a value of --quantization; see codes_to_keep.
 
     "fp8" asks for codes, "none" for none, and "auto" for those of a quantised checkpoint if
-    by_default. An Orbax folder has none. Raises ModelError where they are asked for and not to be
-    had, and as load_params does.
+    by_default. An Orbax folder has none. dummy: there are no tensors to look at; their codes are
+    those that such a model is published with. Raises ModelError where they are asked for and not
+    to be had, and as load_params does.
     """
     folder, asked = Path(path), quantization == "fp8"
     if not asked and not (quantization == "auto" and by_default and cfg.quantization):
         return ()
+    if dummy:
+        return dims.coded_as_published("fp8")
     if is_orbax(folder):
         if asked:
             raise ModelError(
@@ -164,6 +173,16 @@ def model_digest(path: str | Path) -> str:
         if shape and min(shape) > 0:
             digest.update(_sample(files, name, shape))
     return digest.hexdigest()
+
+
+def dummy_digest(path: str | Path, coded: tuple[str, ...] = ()) -> str:
+    """What stands for model_digest where parameters are random: of the configuration alone.
+
+    coded: parameters that are codes. Drawn as such they are not those drawn in the model's dtype,
+    so two that differ in them must not pair. No checkpoint has such a digest.
+    """
+    told = repr((ModelConfig.from_dir(path), coded))
+    return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 
 def _sample(files: Checkpoint, name: str, shape: tuple[int, ...]) -> bytes:

@@ -411,6 +411,8 @@ WORKER_HELP = {
     "port": "port to listen on; 0 picks one",
     "worker_id": "name in the cluster; '' makes one of role, host and port",
     "served_model_name": "model name in the API; '' takes the folder's",
+    "load_format": "auto: the weights of the folder; dummy: random ones, of which none are read, "
+    "to measure speed with",
     "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
     "context_length": "most tokens of one request; 0: the model's (at most 4096 on CPU)",
     "tp_size": "devices that share each layer, in each data-parallel rank (virtual ones on CPU)",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from model.eplb import TRIVIAL
-from model.weights import model_digest
+from model.weights import dummy_digest, model_digest
 from transfer import flags, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
 from transfer.rpc import RpcClient, RpcServer, Security, host_port
@@ -254,7 +254,8 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
     flags_alike = {name: value for name, value in vars(config).items() if name not in _OWN}
     settings |= {flags.flag_name(name): str(value) for name, value in flags_alike.items()}
     settings["--init-expert-location"] = _location(config.init_expert_location)
-    settings["model digest"] = model_digest(config.model_path)
+    digest_of = dummy_digest if config.load_format == "dummy" else model_digest
+    settings["model digest"] = digest_of(config.model_path)
     return settings
 
 

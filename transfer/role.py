@@ -432,6 +432,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         config.dp_size,
         config.placing,
         config.quantization,
+        config.load_format,
     )
 
 

@@ -23,6 +23,7 @@ class WorkerConfig:
     port: int = 0  # control server; 0 picks one
     worker_id: str = ""  # default: role, host and port
     served_model_name: str = ""  # default: the folder's name
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, none are read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     context_length: int = 0  # 0 = the model's, at most 4096 on CPU
     tp_size: int = 1

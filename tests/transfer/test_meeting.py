@@ -298,6 +298,8 @@ def test_nodes_compare_versions_flags_and_model_but_not_where_each_is() -> None:
     assert compared["--init-expert-location"] == "trivial"
     assert len(compared["model digest"]) == 16
     assert not {"--host", "--port", "--node-rank", "--model-path"} & set(compared)
+    dummies = settings_of(dataclasses.replace(CONFIG, load_format="dummy"), "prefill")
+    assert dummies["model digest"].endswith("-dummy")
 
 
 def test_what_is_in_a_file_of_experts_is_compared_and_not_where_it_is(tmp_path: Path) -> None:
