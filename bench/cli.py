@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, compare, differences, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
@@ -66,6 +67,14 @@ def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str
     return parse
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"expected a number, or several with commas between, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 _BUDGET_S = _at_least(0.001, float)
 
 
@@ -87,18 +96,39 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="server to load; without it one is started")
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--url", help="server to load; without it one is started")
+    served.add_argument("--model-path", help="model of the server to start")
+    served.add_argument(
+        "--shape",
+        choices=sorted(WRITABLE),
+        metavar="SHAPE",
+        help=f"its model, with random weights: {', '.join(WRITABLE)}",
+    )
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
-    parser.add_argument("--model-path", help="model of the server to start")
     parser.add_argument("--server-args", default="", help="further arguments of `kvferry up`")
-    parser.add_argument("--num-requests", type=int, default=64)
+    parser.add_argument(
+        "--num-requests",
+        type=_numbers,
+        default=(64,),
+        metavar="N[,N...]",
+        help="or one for each --concurrency",
+    )
     parser.add_argument("--input-tokens", "--isl", type=int, default=512)
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
     parser.add_argument("--spread", type=float, default=0.0, help="0.5: lengths of 0.5 to 1.5 x")
     parser.add_argument("--shared-prefix-tokens", type=int, default=0)
     parser.add_argument("--rate", type=float, help="Poisson arrivals a second")
-    parser.add_argument("--concurrency", type=int, default=8, help="in flight, without --rate")
-    parser.add_argument("--vocab-size", type=int, default=1000, help="prompt ids are below this")
+    parser.add_argument(
+        "--concurrency",
+        type=_numbers,
+        default=(8,),
+        metavar="N[,N...]",
+        help="in flight, without --rate; 1,16: one case after the other, on one server",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="prompt ids are below this; default: the shape's, or 1000"
+    )
     parser.add_argument(
         "--repeat-token", type=int, metavar="ID", help="bias answers to it: drafts are all right"
     )

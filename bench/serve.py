@@ -17,19 +17,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from bench.client import Server, Trace, get_json, stream_completion
+from bench.dummy_model import flags_of, write_model
 from bench.report import Report
+from bench.shapes import SHAPES
 from bench.timelines import read_timelines, report_timelines
 from bench.workload import PlannedRequest, WorkloadConfig, plan_requests, plan_warm_up
 from transfer.flags import LIFELINE_ENV
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
+
+_VOCAB_SIZE = 1000  # that of any model is larger
+_SEEDS_OF_A_CASE = 1 << 16  # seeds that near are those of other runs
 
 
 class NoServer(RuntimeError):
@@ -201,6 +207,13 @@ def served_model(server: Server) -> str:
         raise NoServer(f"/v1/models answered {status} without a model") from error
 
 
+def name_devices(report: Report, server: Server) -> None:
+    """Have rows from here on name the accelerators of the server, where it has some."""
+    devices = devices_of(server)
+    if devices:
+        report.surroundings = replace(report.surroundings, device=devices)
+
+
 def devices_of(server: Server) -> str:
     """The accelerators that its workers say they have; "" where there is none, or nobody says."""
     try:
@@ -236,9 +249,7 @@ def load(
     if warm_up < 0:
         raise ValueError(f"warm_up must be at least 0, got {warm_up}")
     model = served_model(server)
-    devices = devices_of(server)
-    if devices:
-        report.surroundings = replace(report.surroundings, device=devices)
+    name_devices(report, server)
     if warm_up:
         first = plan_warm_up(config, warm_up)
         asyncio.run(run_workload(server, model, first, config, timeout_s))
@@ -254,35 +265,77 @@ def load(
     return traces
 
 
+def configs_of(args: argparse.Namespace) -> list[WorkloadConfig]:
+    """A workload for each --concurrency, with prompts of its own. Raises ValueError."""
+    several, counts = args.concurrency, args.num_requests
+    if args.rate is not None and len(several) > 1:
+        raise ValueError(f"--rate takes one --concurrency, of no effect, got {len(several)}")
+    if len(counts) not in (1, len(several)):
+        raise ValueError(
+            f"--num-requests must be one number, or {len(several)} as --concurrency has, "
+            f"got {len(counts)}"
+        )
+    counts = counts * len(several) if len(counts) == 1 else counts
+    usual = SHAPES[args.shape].cfg.vocab_size if args.shape else _VOCAB_SIZE
+    return [
+        WorkloadConfig(
+            num_requests=count,
+            input_tokens=args.input_tokens,
+            output_tokens=args.output_tokens,
+            spread=args.spread,
+            shared_prefix_tokens=args.shared_prefix_tokens,
+            rate_per_s=args.rate,
+            concurrency=concurrency,
+            vocab_size=usual if args.vocab_size is None else args.vocab_size,
+            seed=args.seed + place * _SEEDS_OF_A_CASE,
+            repeat_token=args.repeat_token,
+        )
+        for place, (concurrency, count) in enumerate(zip(several, counts, strict=True))
+    ]
+
+
+def case_of(config: WorkloadConfig, server: str) -> str:
+    """What rows of this workload are called. server: what sets apart the one started for it."""
+    paced = f"rate {config.rate_per_s}" if config.rate_per_s else f"x{config.concurrency}"
+    repeating = "" if config.repeat_token is None else " repeating"
+    return f"{config.input_tokens}/{config.output_tokens} {paced}{repeating}{server}"
+
+
 def run(args: argparse.Namespace, report: Report) -> int:
     """Load the server named or started. 1 when any request failed."""
-    config = WorkloadConfig(
-        num_requests=args.num_requests,
-        input_tokens=args.input_tokens,
-        output_tokens=args.output_tokens,
-        spread=args.spread,
-        shared_prefix_tokens=args.shared_prefix_tokens,
-        rate_per_s=args.rate,
-        concurrency=args.concurrency,
-        vocab_size=args.vocab_size,
-        seed=args.seed,
-        repeat_token=args.repeat_token,
-    )
+    configs = configs_of(args)
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
-    paced = f"rate {args.rate}" if args.rate else f"x{args.concurrency}"
-    case = f"{config.input_tokens}/{config.output_tokens} {paced}"
-    if args.repeat_token is not None:
-        case += " repeating"
-    if args.server_args and not args.url:
-        case += f", {args.server_args.strip()}"  # its rows are no later ones of the case without
+    told = [] if args.url else [args.shape, args.server_args.strip()]
+    apart = "".join(f", {text}" for text in told if text)  # from rows of the case without
+    ok = True
     with contextlib.ExitStack() as stack:
         if args.url:
-            server = parse_url(args.url, args.api_key)
+            server, said = parse_url(args.url, args.api_key), args.url
         else:
-            arguments = args.server_args.split()
-            if args.model_path:
-                arguments += ["--model-path", args.model_path]
-            server = stack.enter_context(started_server(arguments))
-        said = args.url or f"up {' '.join(arguments)}".strip()
-        traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up, said)
-    return 0 if all(trace.ok for trace in traces) else 1
+            server, said = stack.enter_context(_started(args, report, f"start to ready{apart}"))
+        for config in configs:
+            case = case_of(config, apart)
+            traces = load(report, server, case, config, slo, args.timeout_s, args.warm_up, said)
+            ok = ok and all(trace.ok for trace in traces)
+    return 0 if ok else 1
+
+
+@contextlib.contextmanager
+def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tuple[Server, str]]:
+    """The server that the arguments ask for, and what rows say of it; reports when it was ready."""
+    arguments, more = args.server_args.split(), []
+    with tempfile.TemporaryDirectory() as parent:
+        if args.shape:
+            shape, folder = SHAPES[args.shape], Path(parent) / args.shape  # the model's name
+            folder.mkdir()
+            write_model(shape, folder)
+            more = flags_of(shape, folder)
+        elif args.model_path:
+            more = ["--model-path", args.model_path]
+        said = f"up {' '.join([*arguments, *more])}".strip().replace(f"{parent}/", "")
+        start_s = time.perf_counter()
+        with started_server([*arguments, *more]) as server:
+            ready_s = time.perf_counter() - start_s
+            name_devices(report, server)
+            report.add(case, "ready", ready_s, "s", shapes={"server": said})
+            yield server, said
