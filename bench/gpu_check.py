@@ -36,6 +36,7 @@ LIMITS_S = {
     "pages": 30,
     "profile": 60,
     "serving": 100,
+    "goldens-bfloat16": 90,
     "qwen3-30b-a3b-fp8": 90,
     "deepseek-v2-lite": 90,
     "gpt-oss-20b": 90,
@@ -172,10 +173,13 @@ def _ceilings(report: Report, shape: Shape, budget_s: float) -> bool:
     return True
 
 
-def _goldens(report: Report, shape: Shape, budget_s: float) -> bool:
-    from bench.goldens import check_goldens
+def _goldens(dtype: str) -> Callable[[Report, Shape, float], bool]:
+    def run(report: Report, shape: Shape, budget_s: float) -> bool:
+        from bench.goldens import check_goldens
 
-    return check_goldens(report)
+        return check_goldens(report, dtype=dtype)
+
+    return run
 
 
 def _backends(report: Report, shape: Shape, budget_s: float) -> bool:
@@ -241,13 +245,14 @@ def _serving(report: Report, shape: Shape, budget_s: float) -> bool:
 
 PARTS: dict[str, Callable[[Report, Shape, float], bool]] = {
     "ceilings": _ceilings,
-    "goldens": _goldens,
+    "goldens": _goldens("float32"),
     "backends": _backends,
     "steps": _kernels("decode", "prefill"),
     "kernels": _kernels("attention", "experts", "sampling"),
     "pages": _kernels("pages"),
     "profile": _profile,
     "serving": _serving,
+    "goldens-bfloat16": _goldens("bfloat16"),
     "qwen3-30b-a3b-fp8": _other_shape,
     "deepseek-v2-lite": _other_shape,
     "gpt-oss-20b": _other_shape,

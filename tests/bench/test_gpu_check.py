@@ -10,7 +10,7 @@ import pytest
 
 from bench import gpu_check
 from bench.cli import main
-from bench.goldens import FOLDER, check_golden
+from bench.goldens import BFLOAT16_MEDIANS, FOLDER, check_golden
 from tests.cluster import has_ended, wait_until
 
 
@@ -101,6 +101,12 @@ def test_a_golden_checkpoint_gives_its_recorded_numbers(name):
     outcome = check_golden(FOLDER / name)
     assert outcome.error < 2e-4
     assert outcome.same == outcome.prompts == 4
+
+
+def test_in_bfloat16_one_is_as_near_as_other_correct_runs_and_no_nearer():
+    assert (
+        1e-3 < check_golden(FOLDER / "llama", "bfloat16").median < 1.5 * BFLOAT16_MEDIANS["llama"]
+    )
 
 
 @pytest.mark.parametrize(
