@@ -10,8 +10,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from model.config import ModelConfig
-from model.kv import PagePool, write_tokens
-from model.layers import rms_norm, rms_norm_of_all, rotate
+from model.heads import Heads, rotate_and_write, split
+from model.kv import PagePool
+from model.layers import rms_norm_of_all
 from model.page_groups import Place
 from model.products import LayerWeights, product
 from model.sharding import num_shards, sum_shards
@@ -48,6 +49,9 @@ class Rows(NamedTuple):
 # The last two as in model/kernels/attention/reference.py.
 Attend = Callable[[Array, Array, Place, Array | None, Array | None], Array]
 
+# See model/heads.py.
+PlaceHeads = Callable[[Heads, Array, Array, Array, str], tuple[Array, Array]]
+
 
 def window_of(cfg: ModelConfig, layer: Int32[Array, ""]) -> Int32[Array, ""] | None:
     """Positions that a layer's tokens see, their own included; None where all layers see all."""
@@ -66,6 +70,7 @@ def attention(
     place: Place,
     rows: Rows,
     attend: Attend,
+    place_heads: PlaceHeads,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """Attention of this shard's heads, summed over shards; float32. Returns also the pool.
 
@@ -76,21 +81,18 @@ def attention(
     with jax.named_scope("attention"):
         heads, group, head_dim = weights.shape("o")[:3]
         qkv = product(x, weights.matrix("qkv")).reshape(-1, heads, group + 2, head_dim)
-        if cfg.qkv_bias:
-            qkv = qkv + weights["qkv_bias"].astype(jnp.float32)
-        qkv = qkv.astype(x.dtype)
-        q, k, v = qkv[:, :, :group], qkv[:, :, group], qkv[:, :, group + 1]
-        if cfg.qk_norm:
-            q = rms_norm(q, weights["q_norm"], cfg.rms_norm_eps)
-            k = rms_norm(k, weights["k_norm"], cfg.rms_norm_eps)
-        elif cfg.qk_norm_of_all:
+        bias = weights["qkv_bias"] if cfg.qkv_bias else None
+        norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else None
+        found = Heads(qkv, bias, norms, cfg.rms_norm_eps, rows.cos, rows.sin)
+        where = pool, place.layer, rows.kv_idx[place.group]
+        if cfg.qk_norm_of_all:
+            q, k, v = split(found, x.dtype.name)
             # A kv head that several shards hold is in the sum each time, and in its size, too.
             sizes = cfg.num_heads * head_dim, heads * num_shards() * head_dim
             q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
-        q = rotate(q.reshape(-1, heads * group, head_dim), rows.cos, rows.sin)
-        k = rotate(k, rows.cos, rows.sin)
-        pool = write_tokens(pool, place.layer, jnp.stack([k, v], axis=1), rows.kv_idx[place.group])
-        q = q.reshape(-1, heads, group, head_dim)
+            q, pool = rotate_and_write(q, k, v, found, *where)
+        else:
+            q, pool = place_heads(found, *where, x.dtype.name)
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
         out = sum_shards(product(out, weights.matrix("o", inputs=3)))

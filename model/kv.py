@@ -67,7 +67,7 @@ def write_tokens(
     # layout inside the loop (one kv head per shard is enough), and to copy all of it to have it.
     page, offset = jnp.divmod(kv_idx, np.int32(pool.shape[3]))
     row = pool.at[layer, :, page, offset]
-    return row.set(_stored(kv, pool.dtype), mode="drop", wrap_negative_indices=False)
+    return row.set(stored(kv, pool.dtype), mode="drop", wrap_negative_indices=False)
 
 
 def read_plane(
@@ -123,7 +123,7 @@ def _numbers(pages: Array) -> Array:
     return pages
 
 
-def _stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:
+def stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:
     """As a pool of that dtype keeps them, in finite numbers only.
 
     What it cannot hold becomes its largest value, and what is no number zero. Attention looks at

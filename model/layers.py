@@ -28,6 +28,17 @@ def rms_norm(
     return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def add_and_norm(
+    x: Float[Array, "rows hidden"],
+    added: Float[Array, "rows hidden"],
+    weight: Float[Array, " hidden"],
+    eps: float,
+) -> tuple[Float[Array, "rows hidden"], Float[Array, "rows hidden"]]:
+    """The sum of both, and its norm, of x's dtype. added: float32, rounded before it is added."""
+    total = x + added.astype(x.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def rms_norm_of_all(
     q: Float[Array, "rows kv_heads group head_dim"],
     k: Float[Array, "rows kv_heads head_dim"],

@@ -5,7 +5,7 @@ the sums of its own rows brought back. All ranks have as many rows, padding incl
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int32
 
 from model.coded import ExpertStacks
 from model.config import ModelConfig
-from model.config_experts import RouterConfig
 from model.layers import feed_forward
 from model.products import LayerWeights, contract, product, with_company
 from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
@@ -41,41 +40,46 @@ class Routing(NamedTuple):
 
 # (x, local expert ids, weights, stacks, index into the stacks) -> f32 like x.
 Experts = Callable[..., Array]
-_LEAST = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
+# (logits, correction or None) -> expert ids and weights; see model.kernels.moe.routing.
+Best = Callable[[Array, Array | None], tuple[Array, Array]]
+_MANY_ROWS: Final = 512  # for which a router's products take longer than their launches
 
 
-def route(cfg: ModelConfig, x: Float[Array, "rows hidden"], params: LayerWeights) -> Routing:
+def route(
+    cfg: ModelConfig, x: Float[Array, "rows hidden"], params: LayerWeights, best: Best
+) -> Routing:
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
     params: one layer's. Source: arXiv:2401.04088, section 2.1, and those of RouterConfig.
     """
     how = cfg.router
     with jax.named_scope("router"):
-        alone = len(x) == 1 and not params.on_cpu
-        rows = with_company(x) if alone else x
-        logits = contract(rows, params["router"], ((1,), (0,)))[: len(x)]
+        logits = _scores(x, params["router"], params.on_cpu)
         if how.bias:
             logits += params["router_bias"]
-        scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
-        choice = scores + params["router_correction"] if how.correction else scores
-        if how.num_groups > 1:
-            choice = _in_best_groups(how, choice)
-        _, ids = lax.top_k(choice, cfg.num_experts_per_tok)
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
-        if how.normalise:
-            weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), _LEAST)
-        return Routing(logits, ids.astype(jnp.int32), weights * np.float32(how.scale))
+        correction = params["router_correction"] if how.correction else None
+        return Routing(logits, *best(logits, correction))
 
 
-def _in_best_groups(
-    how: RouterConfig, choice: Float[Array, "rows experts"]
+def _scores(
+    x: Float[Array, "rows hidden"], router: Float[Array, "hidden experts"], on_cpu: bool
 ) -> Float[Array, "rows experts"]:
-    """Experts outside the best groups are out of the running, whatever their score."""
-    groups = choice.reshape(choice.shape[0], how.num_groups, -1)
-    best, _ = lax.top_k(groups, 2 if how.best_two else 1)
-    _, chosen = lax.top_k(jnp.sum(best, axis=-1), how.groups_per_tok)
-    inside = jnp.any(chosen[:, :, None] == jnp.arange(how.num_groups), axis=1)
-    return jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+    """A product in float32."""
+    if on_cpu:
+        return contract(x, router, ((1,), (0,)))
+    if len(x) == 1:
+        return contract(with_company(x), router, ((1,), (0,)))[:1]
+    if len(x) < _MANY_ROWS or x.dtype != jnp.bfloat16:
+        return contract(x, router, ((1,), (0,)))
+    # 24 bits of a number are three of bfloat16, of whose products none is rounded.
+    parts, rest = [], router.astype(jnp.float32)
+    for _ in range(3):
+        part = lax.reduce_precision(rest, 8, 7)
+        parts.append(part.astype(x.dtype))
+        rest = rest - part
+    whole = contract(x, jnp.concatenate(parts, axis=1), ((1,), (0,)))
+    first, second, third = jnp.split(whole, 3, axis=1)
+    return first + (second + third)
 
 
 def moe(
@@ -85,6 +89,7 @@ def moe(
     idx: Int32[Array, ""],
     placed: ExpertMap,
     live: Bool[Array, " rows"],
+    best: Best,
     experts: Experts,
     share_experts: bool = False,
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
@@ -95,7 +100,7 @@ def moe(
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
-        routing = route(cfg, x, params)
+        routing = route(cfg, x, params, best)
         physical = jnp.where(live[:, None], _physical(placed, routing.expert_ids), np.int32(-1))
         rows, weights = x, routing.weights
         if share_experts:

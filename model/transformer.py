@@ -22,7 +22,7 @@ from model.kernels import Target
 from model.kernels.attention.reference import short_context
 from model.kv import PagePool
 from model.latent import latent_attention
-from model.layers import embed, feed_forward, rms_norm, rope_tables
+from model.layers import embed, feed_forward, rope_tables, zeros_after
 from model.moe import ExpertMap, moe, shared_experts, with_rows
 from model.page_groups import (
     Place,
@@ -48,6 +48,9 @@ class Kernels(NamedTuple):
     prefill_attention: Callable[..., Any]
     decode_attention: Callable[..., Any]
     experts: Callable[..., Any]
+    best_experts: Callable[..., Any]
+    place_heads: Callable[..., Any]
+    add_and_norm: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ class Model:
             kernels.choose("prefill_attention", kernels.PREFILL_ATTENTION, shape),
             kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape),
             kernels.choose("experts", kernels.EXPERTS, routed),
+            kernels.choose("best_experts", kernels.BEST_EXPERTS, routed),
+            kernels.choose("place_heads", kernels.PLACE_HEADS, shape),
+            kernels.choose("add_and_norm", kernels.ADD_AND_NORM, shape),
         )
         return Model(cfg, dims, mesh, kind, page_size, chosen, target)
 
@@ -155,9 +161,13 @@ class _Inputs(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What goes from layer to layer. The pool must be here: anywhere else it would be copied."""
+    """What goes from layer to layer. The pool must be here: anywhere else it would be copied.
+
+    added: to x by the last layer, not yet in it, since the next one's norm takes both.
+    """
 
     x: Array
+    added: Array
     pool: Array
     loads: Array | None
     captured: Captured | None
@@ -364,7 +374,8 @@ def _layers(
     freq = rope_frequencies(cfg.rope, cfg.rope_dim)
     tables = rope_tables(freq, inputs.positions, cfg.rope.attention_factor)
     rows = Rows(*tables, inputs.kv_idx)
-    carry = _Carry(x, pool, loads, nothing_captured(cfg, x) if capture else None)
+    added = zeros_after(x)
+    carry = _Carry(x, added, pool, loads, nothing_captured(cfg, x) if capture else None)
 
     # Traced once for layers of a kind, however many have own arrays.
     @partial(jax.jit, static_argnums=0)
@@ -376,7 +387,9 @@ def _layers(
         group = group_of_layer(cfg, run.first) if alone else None
         carry = _run(model, run, stacks, carry, partial(block, _Kind(run.moe, group, alone)))
     with jax.named_scope("final_norm"):
-        return carry._replace(x=rms_norm(carry.x, params["norm"], cfg.rms_norm_eps))
+        norm = model.kernels.add_and_norm
+        _, x = norm(carry.x, carry.added, params["norm"], cfg.rms_norm_eps)
+        return carry._replace(x=x)
 
 
 def _run(
@@ -422,15 +435,16 @@ def _block(
 ) -> _Carry:
     """One layer. arrays: its own, but for stacks (see `_run`), of which `idx` is this layer's."""
     cfg = model.cfg
-    x, pool, loads, captured = carry
+    x, added, pool, loads, captured = carry
     stacked = _read_in_stacks(model, kind.alone)
     weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx)
-    inner = rms_norm(x, weights["attn_norm"], cfg.rms_norm_eps)
-    attend_layer = latent_attention if cfg.latent else attention
+    norm, eps = model.kernels.add_and_norm, cfg.rms_norm_eps
+    x, inner = norm(x, added, weights["attn_norm"], eps)
+    place_heads = model.kernels.place_heads
+    attend_layer = latent_attention if cfg.latent else partial(attention, place_heads=place_heads)
     place = place_of(cfg, layer, kind.group)
     out, pool = attend_layer(cfg, weights, inner, pool, layer, place, rows, attend)
-    x = x + out.astype(x.dtype)
-    inner = rms_norm(x, weights["mlp_norm"], cfg.rms_norm_eps)
+    x, inner = norm(x, out, weights["mlp_norm"], eps)
     routing = None
     if kind.moe:
         out, routing = moe(
@@ -440,6 +454,7 @@ def _block(
             idx,
             jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
+            model.kernels.best_experts,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )
@@ -450,7 +465,6 @@ def _block(
             out += shared_experts(inner, weights)
     else:
         out = feed_forward(inner, weights.matrix("gate_up"), weights.matrix("down"))
-    x = x + out.astype(x.dtype)
     if captured is not None:
-        captured = capture_layer(captured, layer, x, routing)
-    return _Carry(x, pool, loads, captured)
+        captured = capture_layer(captured, layer, x + out.astype(x.dtype), routing)
+    return _Carry(x, out, pool, loads, captured)

@@ -11,10 +11,15 @@ import model.kernels.moe.batched as moe_batched
 import model.kernels.moe.grouped as moe_grouped
 import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
+from model.config_experts import RouterConfig
+from model.heads import place_heads
+from model.kernels import rows
 from model.kernels.attention.paged_decode import paged_decode
 from model.kernels.attention.paged_prefill import paged_prefill
 from model.kernels.attention.unpacked import unpacked_decode
+from model.kernels.moe.routing import best_experts, best_experts_by_kernel
 from model.kernels.tiles import LEAST
+from model.layers import add_and_norm
 from model.sharding import Dims
 
 log = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ class ExpertsShape:
     """What one shard's experts have to serve. experts and intermediate are per shard.
 
     limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: see
-    Target.
+    Target. router: how experts are chosen.
     """
 
     platform: str
@@ -71,6 +76,7 @@ class ExpertsShape:
     alpha: float = 1.0
     bias: bool = False
     interpreted: bool = False
+    router: RouterConfig = RouterConfig()  # noqa: RUF009 - frozen
 
 
 def attention_shape(
@@ -105,6 +111,7 @@ def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> E
         cfg.swiglu_alpha,
         cfg.experts_bias,
         target.interpreted,
+        cfg.router,
     )
 
 
@@ -148,6 +155,32 @@ def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
     )
 
 
+def _build_router(shape: ExpertsShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    if shape.router.num_groups > 1:
+        raise NotImplementedError(f"for one group of experts, there are {shape.router.num_groups}")
+    return partial(
+        best_experts_by_kernel, how=shape.router, chosen=shape.chosen, interpret=shape.interpreted
+    )
+
+
+def _build_heads(shape: AttentionShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    if shape.planes == 1:
+        raise NotImplementedError("for keys and values apart, this has them in one")
+    if shape.head_dim & (shape.head_dim - 1) or shape.head_dim < 2 * LEAST:
+        raise NotImplementedError(f"for powers of two from 32, heads have {shape.head_dim}")
+    return partial(rows.place_heads, interpret=shape.interpreted)
+
+
+def _build_norm(shape: AttentionShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    return partial(rows.add_and_norm, interpret=shape.interpreted)
+
+
 def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
     if shape.platform == "cpu":
         raise NotImplementedError("for accelerators: a processor reads chosen experts one by one")
@@ -171,6 +204,20 @@ EXPERTS: Sequence[Backend] = (
         "reference",
         lambda shape: partial(moe_reference.experts, limit=shape.limit, alpha=shape.alpha),
     ),
+)
+BEST_EXPERTS: Sequence[Backend] = (
+    Backend("kernel", _build_router),
+    Backend(
+        "reference", lambda shape: partial(best_experts, how=shape.router, chosen=shape.chosen)
+    ),
+)
+PLACE_HEADS: Sequence[Backend] = (
+    Backend("fused", _build_heads),
+    Backend("reference", lambda shape: place_heads),
+)
+ADD_AND_NORM: Sequence[Backend] = (
+    Backend("fused", _build_norm),
+    Backend("reference", lambda shape: add_and_norm),
 )
 
 

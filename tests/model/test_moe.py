@@ -1,6 +1,7 @@
 """Routing against one row at a time, in plain Python, of every family's router."""
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import kernels
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.moe import route
@@ -51,7 +53,7 @@ def _routed(
 ) -> Routed:
     """The router's weights are an identity, so that logits are what goes in.
 
-    On an accelerator a row alone has company.
+    All backends find the same, and so does an accelerator, where a row alone has company.
     """
     cfg = dataclasses.replace(
         BASE, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, router=how, hidden_size=EXPERTS
@@ -61,13 +63,52 @@ def _routed(
         "router_bias": jnp.asarray(bias),
         "router_correction": jnp.asarray(correction),
     }
-    found = []
-    for on_cpu in (True, False):
+    shape = kernels.ExpertsShape(
+        "gpu", "float32", EXPERTS, 16, EXPERTS, CHOSEN, interpreted=True, router=how
+    )
+    seen = []
+    for backend, on_cpu in itertools.product(kernels.BEST_EXPERTS, (True, False)):
+        try:
+            best = backend.build(shape)
+        except NotImplementedError:
+            assert how.num_groups > 1
+            continue
         weights = LayerWeights(params, np.float32, on_cpu)
-        found.append(jax.jit(lambda x, of=weights: route(cfg, x, of))(jnp.asarray(logits)))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-    return Routed(*(np.asarray(x) for x in found[0]))
+        run = jax.jit(lambda x, of=weights, best=best: route(cfg, x, of, best))
+        seen.append(Routed(*(np.asarray(x) for x in run(jnp.asarray(logits)))))
+    for other in seen[:-1]:
+        np.testing.assert_array_equal(other.expert_ids, seen[-1].expert_ids)
+        np.testing.assert_allclose(other.weights, seen[-1].weights, rtol=2e-6, atol=1e-9)
+    return seen[-1]
+
+
+def test_experts_without_a_score_are_chosen_once_each() -> None:
+    shape = kernels.ExpertsShape("gpu", "float32", 8, 16, 5, 3, interpreted=True)
+    best = kernels.BEST_EXPERTS[0].build(shape)
+    for value in (-np.inf, np.nan):
+        logits = np.array([[value, 1.0, value, value, value]], np.float32)
+        ids, _ = best(jnp.asarray(logits), None)
+        assert len(set(np.asarray(ids)[0].tolist())) == 3
+        assert 0 <= np.asarray(ids).min() <= np.asarray(ids).max() < 5
+
+
+def test_many_rows_are_scored_in_float32_by_products_of_bfloat16() -> None:
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((600, 64)).astype(jnp.bfloat16)
+    router = draw.standard_normal((64, EXPERTS)).astype(np.float32)
+    cfg = dataclasses.replace(
+        BASE,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        router=RouterConfig(),
+        hidden_size=64,
+    )
+    shape = kernels.ExpertsShape("gpu", "bfloat16", 64, 16, EXPERTS, CHOSEN, interpreted=True)
+    best = kernels.BEST_EXPERTS[-1].build(shape)
+    weights = LayerWeights({"router": jnp.asarray(router)}, np.float32, on_cpu=False)
+    found = np.asarray(jax.jit(lambda x: route(cfg, x, weights, best))(jnp.asarray(x)).logits)
+    expected = x.astype(np.float64) @ router.astype(np.float64)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def _scores(how: RouterConfig, logits: list[float]) -> list[float]:

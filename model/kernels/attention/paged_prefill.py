@@ -38,7 +38,7 @@ class Cut:
     rows: int = 128
     positions: int = 64
     warps: int = 4
-    stages: int = 2
+    stages: int = 3
 
     def shared(self, group: int) -> tuple[int, int, int]:
         """Tokens of a tile, queries of each, and programs that share a group's queries."""
@@ -154,7 +154,7 @@ def cut_of(head_dim: int, itemsize: int) -> Cut:
         return Cut(32, 16 if head_dim > 128 else 32, 4, 2)
     if head_dim > 256:
         return Cut(64, 32, 8, 2)
-    return Cut() if head_dim <= 128 else Cut(warps=8)
+    return Cut() if head_dim <= 128 else Cut(warps=8, stages=2)
 
 
 def paged_prefill(

@@ -2,13 +2,13 @@
 
 A block of rows is multiplied with its expert's weights where they lie, so that an expert is read
 once for each block of its rows, one that nobody chose not at all, and skewed routing costs what its
-rows cost. Sorting is plain XLA on the ids alone. Source: arXiv:2211.15841 for blocks of one expert.
+rows cost. Source: arXiv:2211.15841 for blocks of one expert.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks
 from model.kernels.moe import batched
+from model.kernels.moe.sorting import blocks
 from model.kernels.tiles import exact, is_indexed, numbers
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
-_FEW_PAIRS: Final = 2048  # of row and expert, which are compared with one another
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,8 @@ _CUTS: Final = (
     (8, (Tiles(16, 64, 128), Tiles(16, 128, 128))),
     (24, (Tiles(32, 64, 128), Tiles(32, 128, 64))),
     (96, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
-    (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8))),
+    (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8, 4))),
 )
-
-
-class Blocks(NamedTuple):
-    """Where pairs of row and expert stand: in slots, so many to a block, each of one expert.
-
-    experts: the number of experts means that a block is of nobody. rows: that stand in the slots,
-    some row where a slot is of nobody. slots: of each pair, row by row; any where its expert is not
-    here.
-    """
-
-    experts: Int32[Array, " blocks"]
-    rows: Int32[Array, " slots"]
-    slots: Int32[Array, " pairs"]
 
 
 def divisor(size: int, most: int) -> int:
@@ -79,43 +66,6 @@ def _fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
     most, stages = (cut.inputs // 2, 2) if itemsize > 2 else (cut.inputs, cut.stages)
     sizes = divisor(outputs, cut.outputs), divisor(inputs, most)
     return Tiles(cut.rows, *sizes, cut.warps, stages)
-
-
-def num_blocks(pairs: int, experts: int, size: int) -> int:
-    """That so many pairs fill at most: one begun for each expert that has any, the rest full."""
-    begun = min(pairs, experts)
-    return begun + (pairs - begun) // size
-
-
-def blocks(local_ids: Int32[Array, "rows chosen"], experts: int, size: int) -> Blocks:
-    """Sort pairs into blocks of so many. A few are compared with one another, more are sorted."""
-    num_rows, chosen = local_ids.shape
-    flat = local_ids.reshape(-1)
-    pairs = len(flat)
-    each = jnp.arange(experts, dtype=jnp.int32)
-    at = jnp.arange(pairs, dtype=jnp.int32)
-    if num_rows == 1:  # a row chooses an expert once
-        rows = jnp.zeros(pairs * size, jnp.int32)
-        return Blocks(flat, rows, at * np.int32(size))
-    counts = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
-    if pairs <= _FEW_PAIRS:
-        before = (flat[:, None] == flat) & (at[:, None] > at)
-        place = jnp.sum(before, axis=1, dtype=jnp.int32)
-    else:
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        sorted_at = jnp.zeros_like(flat).at[order].set(at, unique_indices=True)
-        place = sorted_at - jnp.pad(jnp.cumsum(counts) - counts, (0, 1))[flat]
-    filled = -(-counts // np.int32(size))
-    # A sum of a matrix, as XLA's running sum takes several launches.
-    first = jnp.sum(jnp.where(each[:, None] > each, filled, np.int32(0)), axis=1)
-    total = num_blocks(pairs, experts, size)
-    slots = jnp.pad(first, (0, 1))[flat] * np.int32(size) + place
-    here = jnp.where(flat < experts, slots, np.int32(total * size))
-    nobody = jnp.zeros(total * size, jnp.int32)
-    rows = nobody.at[here].set(at // np.int32(chosen), mode="drop")
-    block = jnp.arange(total, dtype=jnp.int32)[:, None]
-    of_block = jnp.sum((first + filled) <= block, axis=1, dtype=jnp.int32)
-    return Blocks(of_block, rows, jnp.where(flat < experts, slots, np.int32(0)))
 
 
 def _weights(ref: Any, scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any) -> Any:
@@ -156,7 +106,8 @@ def _first_kernel(
     @pl.when(expert < num_experts)
     def _() -> None:
         slots = pl.ds(block * np.int32(cut.rows), cut.rows)
-        rows = row_ref[slots]
+        # What stands in a slot of nobody may be anything.
+        rows = jnp.clip(row_ref[slots], np.int32(0), np.int32(x_ref.shape[0] - 1))
 
         def step(k: Any, both: tuple[Any, Any]) -> tuple[Any, Any]:
             x = x_ref[rows, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
@@ -280,7 +231,7 @@ def experts(
     if not (is_indexed(stacks.gate_up) and is_indexed(stacks.down)):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
-        sorted_ = blocks(local_ids, num_experts, first.rows)
+        sorted_ = blocks(local_ids, num_experts, first.rows, interpret)
         num_slots = len(sorted_.rows)
         at = layer.reshape(1)
         kernel = partial(_first_kernel, limit=limit, alpha=alpha)

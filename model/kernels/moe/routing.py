@@ -1,0 +1,97 @@
+"""Which experts a row goes to and with what weights: in plain XLA, and in one kernel for GPUs."""
+
+from functools import partial
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int32
+
+from model.config_experts import RouterConfig
+
+LEAST: Final = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
+
+
+def best_experts(
+    logits: Float[Array, "rows experts"],
+    correction: Float[Array, " experts"] | None,
+    how: RouterConfig,
+    chosen: int,
+) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
+    """Ids of those that score best, best first, and their weights; float32.
+
+    correction: added to the scores when choosing, where the router has one.
+    """
+    scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
+    choice = scores if correction is None else scores + correction
+    if how.num_groups > 1:
+        choice = _in_best_groups(how, choice)
+    _, ids = lax.top_k(choice, chosen)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if how.normalise:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST)
+    return ids.astype(jnp.int32), weights * np.float32(how.scale)
+
+
+def _in_best_groups(
+    how: RouterConfig, choice: Float[Array, "rows experts"]
+) -> Float[Array, "rows experts"]:
+    """Experts outside the best groups are out of the running, whatever their score."""
+    groups = choice.reshape(choice.shape[0], how.num_groups, -1)
+    best, _ = lax.top_k(groups, 2 if how.best_two else 1)
+    _, chosen = lax.top_k(jnp.sum(best, axis=-1), how.groups_per_tok)
+    inside = jnp.any(chosen[:, :, None] == jnp.arange(how.num_groups), axis=1)
+    return jnp.where(inside[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+
+
+def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
+    """One row, whose experts are found one after the other."""
+    logit_ref, *others, id_ref, weight_ref = refs
+    row, num_experts = pl.program_id(0), logit_ref.shape[1]
+    each = jnp.arange(1 << (num_experts - 1).bit_length(), dtype=jnp.int32)
+    # What is past the last expert is that one once more, and none to choose.
+    at, left = jnp.minimum(each, np.int32(num_experts - 1)), each < num_experts
+    logits = jnp.where(left, logit_ref[row, at], -jnp.inf)
+    if how.sigmoid:
+        scores = jax.nn.sigmoid(logits)
+    else:
+        weights = jnp.exp(logits - jnp.max(logits))
+        scores = weights / jnp.sum(weights)
+    choice = scores + others[0][at] if others else scores
+    nobody = np.int32(num_experts)
+    found = []
+    for nth in range(chosen):
+        best = jnp.max(jnp.where(left, choice, -jnp.inf))
+        first = jnp.min(jnp.where(left & (choice >= best), each, nobody))
+        # Of scores that are no numbers none is best, and any other is as good.
+        expert = jnp.where(first < nobody, first, jnp.min(jnp.where(left, each, nobody)))
+        id_ref[row, nth] = expert
+        found.append(jnp.sum(jnp.where(each == expert, scores, np.float32(0))))
+        left &= each != expert
+    share = jnp.maximum(sum(found), LEAST) if how.normalise else np.float32(1)
+    for nth, weight in enumerate(found):
+        weight_ref[row, nth] = weight / share * np.float32(how.scale)
+
+
+def best_experts_by_kernel(
+    logits: Float[Array, "rows experts"],
+    correction: Float[Array, " experts"] | None,
+    how: RouterConfig,
+    chosen: int,
+    interpret: bool = False,
+) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
+    """As `best_experts`, of a router without groups."""
+    sizes = logits.shape[0], chosen
+    out: Any = pl.pallas_call(
+        partial(_kernel, how=how, chosen=chosen),
+        out_shape=[jax.ShapeDtypeStruct(sizes, kind) for kind in (jnp.int32, jnp.float32)],
+        grid=(sizes[0],),
+        name="router",
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+    )(logits, *(() if correction is None else (correction,)))
+    return out[0], out[1]

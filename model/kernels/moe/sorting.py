@@ -1,0 +1,129 @@
+"""Pairs of row and expert, sorted into blocks of one expert each, for products on a GPU."""
+
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Int32
+
+# Pairs that one kernel sorts, each of whose programs looks at all of them.
+_FEW_PAIRS: Final = 2048
+_TOGETHER: Final = 64  # pairs that are counted at once
+
+
+class Blocks(NamedTuple):
+    """Where pairs of row and expert stand: in slots, so many to a block, each of one expert.
+
+    experts: the number of experts means that a block is of nobody. rows: that stand in the slots,
+    anything where a slot is of nobody. slots: of each pair, row by row; any where its expert is not
+    here.
+    """
+
+    experts: Int32[Array, " blocks"]
+    rows: Int32[Array, " slots"]
+    slots: Int32[Array, " pairs"]
+
+
+def num_blocks(pairs: int, experts: int, size: int) -> int:
+    """That so many pairs fill at most: one begun for each expert that has any, the rest full."""
+    begun = min(pairs, experts)
+    return begun + (pairs - begun) // size
+
+
+def blocks(
+    local_ids: Int32[Array, "rows chosen"], experts: int, size: int, interpret: bool = False
+) -> Blocks:
+    """Sort pairs into blocks of so many; a few by one kernel."""
+    num_rows, chosen = local_ids.shape
+    flat = local_ids.reshape(-1)
+    pairs = len(flat)
+    at = jnp.arange(pairs, dtype=jnp.int32)
+    if num_rows == 1:  # a row chooses an expert once
+        rows = jnp.zeros(pairs * size, jnp.int32)
+        return Blocks(flat, rows, at * np.int32(size))
+    if pairs <= _FEW_PAIRS:
+        return _by_kernel(flat, _How(experts, size, chosen), interpret)
+    each = jnp.arange(experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sorted_at = jnp.zeros_like(flat).at[order].set(at, unique_indices=True)
+    place = sorted_at - jnp.pad(jnp.cumsum(counts) - counts, (0, 1))[flat]
+    filled = -(-counts // np.int32(size))
+    # A sum of a matrix, as XLA's running sum takes several launches.
+    first = jnp.sum(jnp.where(each[:, None] > each, filled, np.int32(0)), axis=1)
+    total = num_blocks(pairs, experts, size)
+    slots = jnp.pad(first, (0, 1))[flat] * np.int32(size) + place
+    here = jnp.where(flat < experts, slots, np.int32(total * size))
+    nobody = jnp.zeros(total * size, jnp.int32)
+    rows = nobody.at[here].set(at // np.int32(chosen), mode="drop")
+    block = jnp.arange(total, dtype=jnp.int32)[:, None]
+    of_block = jnp.sum((first + filled) <= block, axis=1, dtype=jnp.int32)
+    return Blocks(of_block, rows, jnp.where(flat < experts, slots, np.int32(0)))
+
+
+class _How(NamedTuple):
+    """Experts, rows of a block, and experts that a row chooses."""
+
+    experts: int
+    size: int
+    chosen: int
+
+
+def _sort_kernel(id_ref: Any, block_ref: Any, row_ref: Any, slot_ref: Any, *, how: _How) -> None:
+    """One expert: its blocks, and its pairs' slots."""
+    expert, last = pl.program_id(0), pl.program_id(0) == np.int32(how.experts - 1)
+    pairs, nobody = id_ref.shape[0], np.int32(how.experts)
+    each = jnp.arange(1 << (how.experts - 1).bit_length(), dtype=jnp.int32)
+
+    def found(at: Any) -> Any:
+        return plt.load(id_ref.at[at], mask=at < pairs, other=nobody)
+
+    def count(i: Any, counts: Any) -> Any:
+        at = i * np.int32(_TOGETHER) + jnp.arange(_TOGETHER, dtype=jnp.int32)
+        return counts + (found(at)[:, None] == each).astype(jnp.int32)
+
+    # Summed over pairs once: a sum for each turn is a wait of all warps for each.
+    steps, none = np.int32(-(-pairs // _TOGETHER)), jnp.zeros((_TOGETHER, each.size), jnp.int32)
+    counts = jnp.sum(lax.fori_loop(np.int32(0), steps, count, none), axis=0)
+    filled = (counts + np.int32(how.size - 1)) // np.int32(how.size)
+    first = jnp.sum(jnp.where(each < expert, filled, np.int32(0)))
+    own = jnp.sum(jnp.where(each == expert, filled, np.int32(0)))
+
+    total = block_ref.shape[0]
+    at = jnp.arange(1 << (total - 1).bit_length(), dtype=jnp.int32)
+    behind = at >= first + own
+    mine = (at >= first) & (~behind | last) & (at < total)
+    plt.store(block_ref.at[at], jnp.where(behind, nobody, expert), mask=mine)
+
+    pair = jnp.arange(1 << (pairs - 1).bit_length(), dtype=jnp.int32)
+    ids = found(pair)
+    is_own = ids == expert
+    place = jnp.cumsum(is_own.astype(jnp.int32)) - np.int32(1)
+    slots = jnp.where(is_own, first * np.int32(how.size) + place, np.int32(0))
+    rows = pair // np.int32(how.chosen)
+    # Interpreted, what is not to be stored puts back what was there, and must not find a slot.
+    where = jnp.where(is_own, slots, np.int32(row_ref.shape[0]))
+    plt.store(row_ref.at[where], rows, mask=is_own)
+    is_elsewhere = (ids >= nobody) & (pair < pairs) & last
+    plt.store(slot_ref.at[pair], slots, mask=is_own | is_elsewhere)
+
+
+def _by_kernel(flat: Int32[Array, " pairs"], how: _How, interpret: bool) -> Blocks:
+    total = num_blocks(len(flat), how.experts, how.size)
+    out: Any = pl.pallas_call(
+        partial(_sort_kernel, how=how),
+        out_shape=[
+            jax.ShapeDtypeStruct((length,), jnp.int32)
+            for length in (total, total * how.size, len(flat))
+        ],
+        grid=(how.experts,),
+        name="experts_sort",
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+    )(flat)
+    return Blocks(*out)
