@@ -14,7 +14,7 @@ from model.heads import Heads, rotate_and_write, split
 from model.kv import PagePool
 from model.layers import rms_norm_of_all
 from model.page_groups import Place
-from model.products import LayerWeights, product
+from model.products import LayerWeights, ProductParts
 from model.sharding import num_shards, sum_shards
 
 
@@ -71,16 +71,18 @@ def attention(
     rows: Rows,
     attend: Attend,
     place_heads: PlaceHeads,
-) -> tuple[Float[Array, "rows hidden"], PagePool]:
-    """Attention of this shard's heads, summed over shards; float32. Returns also the pool.
+    product_parts: ProductParts,
+) -> tuple[Float[Array, "parts rows hidden"], PagePool]:
+    """Attention of this shard's heads, summed over shards; float32, in parts to be added up.
 
-    weights: one layer's. place: where the pool has it. The rows' keys and values are there before
-    they attend.
+    Returns also the pool. weights: one layer's. place: where the pool has it. The rows' keys and
+    values are there before they attend.
     Source: grouped queries arXiv:2305.13245; pages arXiv:2309.06180, section 4.1.
     """
     with jax.named_scope("attention"):
         heads, group, head_dim = weights.shape("o")[:3]
-        qkv = product(x, weights.matrix("qkv")).reshape(-1, heads, group + 2, head_dim)
+        qkv = product_parts(x, weights.matrix("qkv"))
+        qkv = qkv.reshape(*qkv.shape[:2], heads, group + 2, head_dim)
         bias = weights["qkv_bias"] if cfg.qkv_bias else None
         norms = (weights["q_norm"], weights["k_norm"]) if cfg.qk_norm else None
         found = Heads(qkv, bias, norms, cfg.rms_norm_eps, rows.cos, rows.sin)
@@ -95,7 +97,10 @@ def attention(
             q, pool = place_heads(found, *where, x.dtype.name)
         out = attend(q, pool, place, weights.get("sinks"), window_of(cfg, layer))
         out = out.reshape(-1, heads * group * head_dim)
-        out = sum_shards(product(out, weights.matrix("o", inputs=3)))
+        parts = product_parts(out, weights.matrix("o", inputs=3))
+        if num_shards() > 1:
+            parts = sum_shards(jnp.sum(parts, axis=0))[None]
         if cfg.o_bias:
-            out = out + weights["o_bias"].astype(jnp.float32)
-        return out, pool
+            bias = weights["o_bias"].astype(jnp.float32)
+            parts = (jnp.sum(parts, axis=0) + bias)[None]
+        return parts, pool

@@ -13,11 +13,12 @@ from model.layers import rms_norm, rotate
 class Heads(NamedTuple):
     """What a product gave for each head, and what is done to it before anything attends.
 
-    qkv: float32; of each kv head its queries, then its key and its value. bias: added to it.
+    qkv: float32, in parts to be added up; of each kv head its queries, then its key and its value.
+    bias: added to it.
     norms: weights for queries and for keys, or nothing. eps: of norms. cos, sin: of every row.
     """
 
-    qkv: Float[Array, "rows kv_heads group_and_two head_dim"]
+    qkv: Float[Array, "parts rows kv_heads group_and_two head_dim"]
     bias: Float[Array, "kv_heads group_and_two head_dim"] | None
     norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None
     eps: float
@@ -45,7 +46,7 @@ def split(
     heads: Heads, dtype: str
 ) -> tuple[Queries, Float[Array, "rows kv_heads head_dim"], Float[Array, "rows kv_heads head_dim"]]:
     """Queries, keys and values, with their biases, rounded."""
-    qkv = heads.qkv
+    qkv = jnp.sum(heads.qkv, axis=0)
     if heads.bias is not None:
         qkv = qkv + heads.bias.astype(jnp.float32)
     qkv = qkv.astype(dtype)

@@ -35,7 +35,7 @@ def latent_attention(
     place: Place,
     rows: Rows,
     attend: Attend,
-) -> tuple[Float[Array, "rows hidden"], PagePool]:
+) -> tuple[Float[Array, "parts rows hidden"], PagePool]:
     """As model.attention.attention, for models with latent attention; every shard has the latent.
 
     weights: one layer's. The last entries of a head's query, and of kv_a, are rotated by halves:
@@ -58,7 +58,7 @@ def latent_attention(
         found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0, :, :rank]
         out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
         out = product(out, weights.matrix("o", inputs=3))
-        return sum_shards(out), pool
+        return sum_shards(out)[None], pool
 
 
 def _queries(

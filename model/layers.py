@@ -30,12 +30,15 @@ def rms_norm(
 
 def add_and_norm(
     x: Float[Array, "rows hidden"],
-    added: Float[Array, "rows hidden"],
+    added: Float[Array, "parts rows hidden"],
     weight: Float[Array, " hidden"],
     eps: float,
 ) -> tuple[Float[Array, "rows hidden"], Float[Array, "rows hidden"]]:
-    """The sum of both, and its norm, of x's dtype. added: float32, rounded before it is added."""
-    total = x + added.astype(x.dtype)
+    """The sum of both, and its norm, of x's dtype.
+
+    added: float32, in parts whose sum is rounded before it is added.
+    """
+    total = x + jnp.sum(added, axis=0).astype(x.dtype)
     return total, rms_norm(total, weight, eps)
 
 

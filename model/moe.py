@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int32
 from model.coded import ExpertStacks
 from model.config import ModelConfig
 from model.layers import feed_forward
-from model.products import LayerWeights, contract, product, with_company
+from model.products import LayerWeights, Matrix, ProductParts, contract, product
 from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards, sum_to_ranks
 
 
@@ -40,13 +40,17 @@ class Routing(NamedTuple):
 
 # (x, local expert ids, weights, stacks, index into the stacks) -> f32 like x.
 Experts = Callable[..., Array]
-# (logits, correction or None) -> expert ids and weights; see model.kernels.moe.routing.
+# (logits in parts, correction or None) -> expert ids and weights; see model.kernels.moe.routing.
 Best = Callable[[Array, Array | None], tuple[Array, Array]]
 _MANY_ROWS: Final = 512  # for which a router's products take longer than their launches
 
 
 def route(
-    cfg: ModelConfig, x: Float[Array, "rows hidden"], params: LayerWeights, best: Best
+    cfg: ModelConfig,
+    x: Float[Array, "rows hidden"],
+    params: LayerWeights,
+    best: Best,
+    product_parts: ProductParts,
 ) -> Routing:
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
@@ -54,23 +58,24 @@ def route(
     """
     how = cfg.router
     with jax.named_scope("router"):
-        logits = _scores(x, params["router"], params.on_cpu)
+        parts = _scores(x, params, product_parts)
+        logits = jnp.sum(parts, axis=0)
         if how.bias:
             logits += params["router_bias"]
+            parts = logits[None]
         correction = params["router_correction"] if how.correction else None
-        return Routing(logits, *best(logits, correction))
+        return Routing(logits, *best(parts, correction))
 
 
 def _scores(
-    x: Float[Array, "rows hidden"], router: Float[Array, "hidden experts"], on_cpu: bool
-) -> Float[Array, "rows experts"]:
-    """A product in float32."""
-    if on_cpu:
-        return contract(x, router, ((1,), (0,)))
-    if len(x) == 1:
-        return contract(with_company(x), router, ((1,), (0,)))[:1]
+    x: Float[Array, "rows hidden"], params: LayerWeights, product_parts: ProductParts
+) -> Float[Array, "parts rows experts"]:
+    """A product in float32, in parts to be added up."""
+    router = params["router"]
+    if params.on_cpu:
+        return contract(x, router, ((1,), (0,)))[None]
     if len(x) < _MANY_ROWS or x.dtype != jnp.bfloat16:
-        return contract(x, router, ((1,), (0,)))
+        return product_parts(x, Matrix(router, None, router.dtype, params.on_cpu))
     # 24 bits of a number are three of bfloat16, of whose products none is rounded.
     parts, rest = [], router.astype(jnp.float32)
     for _ in range(3):
@@ -79,7 +84,7 @@ def _scores(
         rest = rest - part
     whole = contract(x, jnp.concatenate(parts, axis=1), ((1,), (0,)))
     first, second, third = jnp.split(whole, 3, axis=1)
-    return first + (second + third)
+    return (first + (second + third))[None]
 
 
 def moe(
@@ -90,6 +95,7 @@ def moe(
     placed: ExpertMap,
     live: Bool[Array, " rows"],
     best: Best,
+    product_parts: ProductParts,
     experts: Experts,
     share_experts: bool = False,
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
@@ -100,7 +106,7 @@ def moe(
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
-        routing = route(cfg, x, params, best)
+        routing = route(cfg, x, params, best, product_parts)
         physical = jnp.where(live[:, None], _physical(placed, routing.expert_ids), np.int32(-1))
         rows, weights = x, routing.weights
         if share_experts:

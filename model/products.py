@@ -6,7 +6,7 @@ one: it packs weights for every product (docs/adr/0051).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,6 +31,8 @@ _UNIT_ROWS: Final = 16
 _LARGE: Final = 2 * 2**20  # weights; smaller ones stay in the processor's cache
 
 Axes = tuple[int, ...]
+# (rows, matrix) -> parts to be added up; see `product_parts`.
+ProductParts = Callable[[Array, "Matrix"], Array]
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,11 @@ def product(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "rows b"]:
 
     nothing = jnp.zeros((rows, outputs), jnp.float32)
     return lax.fori_loop(np.int32(0), np.int32(outputs // narrow), put_strip, nothing)
+
+
+def product_parts(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "parts rows b"]:
+    """`product`, as parts that are still to be added up."""
+    return product(x, w)[None]
 
 
 def _row_by_codes(x: Float[Array, "1 a"], w: Matrix) -> Float[Array, "1 b"]:

@@ -50,6 +50,7 @@ class Kernels(NamedTuple):
     experts: Callable[..., Any]
     best_experts: Callable[..., Any]
     place_heads: Callable[..., Any]
+    product_parts: Callable[..., Any]
     add_and_norm: Callable[..., Any]
 
 
@@ -102,6 +103,7 @@ class Model:
             kernels.choose("experts", kernels.EXPERTS, routed),
             kernels.choose("best_experts", kernels.BEST_EXPERTS, routed),
             kernels.choose("place_heads", kernels.PLACE_HEADS, shape),
+            kernels.choose("product_parts", kernels.PRODUCT_PARTS, shape),
             kernels.choose("add_and_norm", kernels.ADD_AND_NORM, shape),
         )
         return Model(cfg, dims, mesh, kind, page_size, chosen, target)
@@ -388,7 +390,7 @@ def _layers(
         carry = _run(model, run, stacks, carry, partial(block, _Kind(run.moe, group, alone)))
     with jax.named_scope("final_norm"):
         norm = model.kernels.add_and_norm
-        _, x = norm(carry.x, carry.added, params["norm"], cfg.rms_norm_eps)
+        _, x = norm(carry.x, carry.added[None], params["norm"], cfg.rms_norm_eps)
         return carry._replace(x=x)
 
 
@@ -439,9 +441,11 @@ def _block(
     stacked = _read_in_stacks(model, kind.alone)
     weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx)
     norm, eps = model.kernels.add_and_norm, cfg.rms_norm_eps
-    x, inner = norm(x, added, weights["attn_norm"], eps)
-    place_heads = model.kernels.place_heads
-    attend_layer = latent_attention if cfg.latent else partial(attention, place_heads=place_heads)
+    x, inner = norm(x, added[None], weights["attn_norm"], eps)
+    of_heads = model.kernels.place_heads, model.kernels.product_parts
+    attend_layer = latent_attention
+    if not cfg.latent:
+        attend_layer = partial(attention, place_heads=of_heads[0], product_parts=of_heads[1])
     place = place_of(cfg, layer, kind.group)
     out, pool = attend_layer(cfg, weights, inner, pool, layer, place, rows, attend)
     x, inner = norm(x, out, weights["mlp_norm"], eps)
@@ -455,6 +459,7 @@ def _block(
             jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
             model.kernels.best_experts,
+            model.kernels.product_parts,
             model.kernels.experts,
             model.dims.ranks_share_experts,
         )

@@ -13,13 +13,14 @@ import model.kernels.moe.reference as moe_reference
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.heads import place_heads
-from model.kernels import rows
+from model.kernels import products, rows
 from model.kernels.attention.paged_decode import paged_decode
 from model.kernels.attention.paged_prefill import paged_prefill
 from model.kernels.attention.unpacked import unpacked_decode
 from model.kernels.moe.routing import best_experts, best_experts_by_kernel
 from model.kernels.tiles import LEAST
 from model.layers import add_and_norm
+from model.products import product_parts
 from model.sharding import Dims
 
 log = logging.getLogger(__name__)
@@ -181,6 +182,12 @@ def _build_norm(shape: AttentionShape) -> Callable[..., Any]:
     return partial(rows.add_and_norm, interpret=shape.interpreted)
 
 
+def _build_parts(shape: AttentionShape) -> Callable[..., Any]:
+    if shape.platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    return partial(products.product_parts, interpret=shape.interpreted)
+
+
 def _build_batched(shape: ExpertsShape) -> Callable[..., Any]:
     if shape.platform == "cpu":
         raise NotImplementedError("for accelerators: a processor reads chosen experts one by one")
@@ -214,6 +221,10 @@ BEST_EXPERTS: Sequence[Backend] = (
 PLACE_HEADS: Sequence[Backend] = (
     Backend("fused", _build_heads),
     Backend("reference", lambda shape: place_heads),
+)
+PRODUCT_PARTS: Sequence[Backend] = (
+    Backend("split", _build_parts),
+    Backend("reference", lambda shape: product_parts),
 )
 ADD_AND_NORM: Sequence[Backend] = (
     Backend("fused", _build_norm),

@@ -34,7 +34,8 @@ def _norm_kernel(x_ref: Any, added_ref: Any, weight_ref: Any, *outs: Any, eps: f
         return plt.load(ref, mask=inside, other=0)
 
     x = found(x_ref.at[row, each])
-    total = x + found(added_ref.at[row, each]).astype(x.dtype)
+    added = sum(found(added_ref.at[np.int32(i), row, each]) for i in range(added_ref.shape[0]))
+    total = x + added.astype(x.dtype)
     wide = total.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / np.float32(size) + np.float32(eps))
     normed = wide * scale * found(weight_ref.at[each]).astype(jnp.float32)
@@ -44,7 +45,7 @@ def _norm_kernel(x_ref: Any, added_ref: Any, weight_ref: Any, *outs: Any, eps: f
 
 def add_and_norm(
     x: Float[Array, "rows hidden"],
-    added: Float[Array, "rows hidden"],
+    added: Float[Array, "parts rows hidden"],
     weight: Float[Array, " hidden"],
     eps: float,
     interpret: bool = False,
@@ -73,7 +74,10 @@ def _heads_kernel(*refs: Any, eps: float, given: tuple[bool, bool]) -> None:
     cos, sin = cos_ref[row, halves[0]], sin_ref[row, halves[0]]
 
     def rounded(at: Any) -> list[Any]:
-        both = [qkv_ref[row, head, at, half] for half in halves]
+        both = [
+            sum(qkv_ref[np.int32(i), row, head, at, half] for i in range(qkv_ref.shape[0]))
+            for half in halves
+        ]
         if bias_ref is not None:
             own = [bias_ref[head, at, half].astype(jnp.float32) for half in halves]
             both = [x + bias for x, bias in zip(both, own, strict=True)]
@@ -120,7 +124,7 @@ def place_heads(
     interpret: bool = False,
 ) -> tuple[Queries, PagePool]:
     """See model.heads.place_heads."""
-    rows, kv_heads, width, head_dim = heads.qkv.shape
+    _, rows, kv_heads, width, head_dim = heads.qkv.shape
     if not is_indexed(pool) or 2 * heads.cos.shape[1] != head_dim:
         return reference.place_heads(heads, pool, layer, kv_idx, dtype)
     extras = [] if heads.bias is None else [heads.bias]

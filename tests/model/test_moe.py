@@ -14,7 +14,7 @@ from model import kernels
 from model.config import ModelConfig
 from model.config_experts import RouterConfig
 from model.moe import route
-from model.products import LayerWeights
+from model.products import LayerWeights, product_parts
 from tests.model.harness import GOLDENS
 
 EXPERTS, CHOSEN, ROWS = 24, 4, 60
@@ -74,7 +74,7 @@ def _routed(
             assert how.num_groups > 1
             continue
         weights = LayerWeights(params, np.float32, on_cpu)
-        run = jax.jit(lambda x, of=weights, best=best: route(cfg, x, of, best))
+        run = jax.jit(lambda x, of=weights, best=best: route(cfg, x, of, best, product_parts))
         seen.append(Routed(*(np.asarray(x) for x in run(jnp.asarray(logits)))))
     for other in seen[:-1]:
         np.testing.assert_array_equal(other.expert_ids, seen[-1].expert_ids)
@@ -87,7 +87,7 @@ def test_experts_without_a_score_are_chosen_once_each() -> None:
     best = kernels.BEST_EXPERTS[0].build(shape)
     for value in (-np.inf, np.nan):
         logits = np.array([[value, 1.0, value, value, value]], np.float32)
-        ids, _ = best(jnp.asarray(logits), None)
+        ids, _ = best(jnp.asarray(logits)[None], None)
         assert len(set(np.asarray(ids)[0].tolist())) == 3
         assert 0 <= np.asarray(ids).min() <= np.asarray(ids).max() < 5
 
@@ -106,7 +106,9 @@ def test_many_rows_are_scored_in_float32_by_products_of_bfloat16() -> None:
     shape = kernels.ExpertsShape("gpu", "bfloat16", 64, 16, EXPERTS, CHOSEN, interpreted=True)
     best = kernels.BEST_EXPERTS[-1].build(shape)
     weights = LayerWeights({"router": jnp.asarray(router)}, np.float32, on_cpu=False)
-    found = np.asarray(jax.jit(lambda x: route(cfg, x, weights, best))(jnp.asarray(x)).logits)
+    found = np.asarray(
+        jax.jit(lambda x: route(cfg, x, weights, best, product_parts))(jnp.asarray(x)).logits
+    )
     expected = x.astype(np.float64) @ router.astype(np.float64)
     np.testing.assert_allclose(found, expected, atol=2e-5)
 

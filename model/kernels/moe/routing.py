@@ -17,16 +17,18 @@ LEAST: Final = np.float32(1e-20)  # of weights that are normalised: sigmoids may
 
 
 def best_experts(
-    logits: Float[Array, "rows experts"],
+    logits: Float[Array, "parts rows experts"],
     correction: Float[Array, " experts"] | None,
     how: RouterConfig,
     chosen: int,
 ) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
     """Ids of those that score best, best first, and their weights; float32.
 
-    correction: added to the scores when choosing, where the router has one.
+    logits: in parts to be added up. correction: added to the scores when choosing, where the router
+    has one.
     """
-    scores = jax.nn.sigmoid(logits) if how.sigmoid else jax.nn.softmax(logits, axis=-1)
+    whole = jnp.sum(logits, axis=0)
+    scores = jax.nn.sigmoid(whole) if how.sigmoid else jax.nn.softmax(whole, axis=-1)
     choice = scores if correction is None else scores + correction
     if how.num_groups > 1:
         choice = _in_best_groups(how, choice)
@@ -51,11 +53,12 @@ def _in_best_groups(
 def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
     """One row, whose experts are found one after the other."""
     logit_ref, *others, id_ref, weight_ref = refs
-    row, num_experts = pl.program_id(0), logit_ref.shape[1]
+    row, (parts, _, num_experts) = pl.program_id(0), logit_ref.shape
     each = jnp.arange(1 << (num_experts - 1).bit_length(), dtype=jnp.int32)
     # What is past the last expert is that one once more, and none to choose.
     at, left = jnp.minimum(each, np.int32(num_experts - 1)), each < num_experts
-    logits = jnp.where(left, logit_ref[row, at], -jnp.inf)
+    whole = sum(logit_ref[np.int32(i), row, at] for i in range(parts))
+    logits = jnp.where(left, whole, -jnp.inf)
     if how.sigmoid:
         scores = jax.nn.sigmoid(logits)
     else:
@@ -78,14 +81,14 @@ def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
 
 
 def best_experts_by_kernel(
-    logits: Float[Array, "rows experts"],
+    logits: Float[Array, "parts rows experts"],
     correction: Float[Array, " experts"] | None,
     how: RouterConfig,
     chosen: int,
     interpret: bool = False,
 ) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
     """As `best_experts`, of a router without groups."""
-    sizes = logits.shape[0], chosen
+    sizes = logits.shape[1], chosen
     out: Any = pl.pallas_call(
         partial(_kernel, how=how, chosen=chosen),
         out_shape=[jax.ShapeDtypeStruct(sizes, kind) for kind in (jnp.int32, jnp.float32)],

@@ -29,7 +29,7 @@ def _heads(
     weights = (numbers(head_dim).astype(dtype), numbers(head_dim).astype(dtype))
     angles = draw.random((rows, head_dim // 2)) * 6
     return reference.Heads(
-        numbers(rows, 2, group + 2, head_dim),
+        numbers(3, rows, 2, group + 2, head_dim),
         own,
         weights if norms else None,
         1e-6,
@@ -71,7 +71,7 @@ def test_heads_are_normed_rotated_and_written_as_the_plain_form_does_it(
 
 def test_what_a_pool_cannot_hold_is_written_as_its_largest_number_and_none_as_zero() -> None:
     heads = _heads(2, 1, 32, bias=False, norms=False, dtype="bfloat16")
-    heads = heads._replace(qkv=heads.qkv.at[0].set(1e9).at[1].set(np.nan))
+    heads = heads._replace(qkv=heads.qkv.at[:, 0].set(1e9).at[:, 1].set(np.nan))
     pool = jnp.zeros((LAYERS, 2, PAGES, 16, 2, 32), jnp.uint8)
     args = heads, pool, i32(0), jnp.asarray([3, 4], jnp.int32), "bfloat16"
     found = fused.place_heads(*args, interpret=True)[1]
@@ -84,14 +84,14 @@ def test_what_a_pool_cannot_hold_is_written_as_its_largest_number_and_none_as_ze
 def test_what_a_layer_adds_is_in_the_sum_and_in_its_norm(hidden: int, dtype: str) -> None:
     draw = np.random.default_rng(hidden)
     x = jnp.asarray(draw.standard_normal((3, hidden)), jnp.dtype(dtype))
-    added = jnp.asarray(draw.standard_normal((3, hidden)), jnp.float32)
+    added = jnp.asarray(draw.standard_normal((4, 3, hidden)), jnp.float32)
     weight = jnp.asarray(draw.standard_normal(hidden), jnp.dtype(dtype))
     found = fused.add_and_norm(x, added, weight, 1e-6, interpret=True)
     expected = add_and_norm(x, added, weight, 1e-6)
-    np.testing.assert_array_equal(found[0], expected[0])
-    one, other = (np.asarray(both[1].astype(jnp.float32)) for both in (found, expected))
     tolerance = 1e-5 if dtype == "float32" else 0.01
-    np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    for pair in zip(found, expected, strict=True):
+        one, other = (np.asarray(x.astype(jnp.float32)) for x in pair)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_processors_latents_and_heads_that_are_no_powers_of_two_have_the_plain_form() -> None:
