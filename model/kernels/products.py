@@ -20,7 +20,7 @@ from model.kernels.moe.grouped import Tiles, divisor
 from model.kernels.tiles import LEAST, exact, is_indexed
 from model.products import Matrix, product
 
-_MOST_ROWS: Final = 64
+_MOST_ROWS: Final = {2: 64, 4: 16}  # by bytes of a weight: more of float32 take XLA less time
 _PROGRAMS: Final = 256  # that there are at least, where inputs are enough
 _MOST_PARTS: Final = 16
 
@@ -28,9 +28,12 @@ _MOST_PARTS: Final = 16
 def _cut(rows: int, w: Matrix) -> Tiles | None:
     """None: of weights like these the whole product is made."""
     inputs, outputs = w.shape
-    if rows > _MOST_ROWS or w.scales is not None or w.turned or w.at or not is_indexed(w.values):
+    if w.scales is not None or w.turned or w.at or not is_indexed(w.values):
         return None
-    wide = w.values.dtype.itemsize > 2
+    size = w.values.dtype.itemsize
+    if rows > _MOST_ROWS.get(size, 0):
+        return None
+    wide = size > 2
     most = max(LEAST, 1 << (rows - 1).bit_length())
     cut = Tiles(
         most, divisor(outputs, 64), divisor(inputs, 32 if wide else 128), 4, 2 if wide else 3

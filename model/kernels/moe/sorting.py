@@ -6,14 +6,12 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Int32
 
-# Pairs that one kernel sorts, each of whose programs looks at all of them.
-_FEW_PAIRS: Final = 2048
-_TOGETHER: Final = 64  # pairs that are counted at once
+_FEW_PAIRS: Final = 2048  # that kernels sort, each of whose programs looks at all of them
 
 
 class Blocks(NamedTuple):
@@ -38,7 +36,7 @@ def num_blocks(pairs: int, experts: int, size: int) -> int:
 def blocks(
     local_ids: Int32[Array, "rows chosen"], experts: int, size: int, interpret: bool = False
 ) -> Blocks:
-    """Sort pairs into blocks of so many; a few by one kernel."""
+    """Sort pairs into blocks of so many; a few by kernels."""
     num_rows, chosen = local_ids.shape
     flat = local_ids.reshape(-1)
     pairs = len(flat)
@@ -47,7 +45,7 @@ def blocks(
         rows = jnp.zeros(pairs * size, jnp.int32)
         return Blocks(flat, rows, at * np.int32(size))
     if pairs <= _FEW_PAIRS:
-        return _by_kernel(flat, _How(experts, size, chosen), interpret)
+        return _by_kernels(flat, _How(experts, size, chosen), interpret)
     each = jnp.arange(experts, dtype=jnp.int32)
     counts = jnp.sum(flat[:, None] == each, axis=0, dtype=jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -74,34 +72,41 @@ class _How(NamedTuple):
     chosen: int
 
 
-def _sort_kernel(id_ref: Any, block_ref: Any, row_ref: Any, slot_ref: Any, *, how: _How) -> None:
+def _found(id_ref: Any, pair: Any, how: _How) -> Any:
+    return plt.load(id_ref.at[pair], mask=pair < id_ref.shape[0], other=np.int32(how.experts))
+
+
+def _all(size: int) -> Any:
+    """A vector for so many, a power of two."""
+    return jnp.arange(1 << (size - 1).bit_length(), dtype=jnp.int32)
+
+
+def _count_kernel(id_ref: Any, count_ref: Any, *, how: _How) -> None:
+    """One expert's pairs."""
+    expert = pl.program_id(0)
+    is_own = _found(id_ref, _all(id_ref.shape[0]), how) == expert
+    count_ref[expert] = jnp.sum(is_own.astype(jnp.int32))
+
+
+def _sort_kernel(
+    id_ref: Any, count_ref: Any, block_ref: Any, row_ref: Any, slot_ref: Any, *, how: _How
+) -> None:
     """One expert: its blocks, and its pairs' slots."""
     expert, last = pl.program_id(0), pl.program_id(0) == np.int32(how.experts - 1)
-    pairs, nobody = id_ref.shape[0], np.int32(how.experts)
-    each = jnp.arange(1 << (how.experts - 1).bit_length(), dtype=jnp.int32)
-
-    def found(at: Any) -> Any:
-        return plt.load(id_ref.at[at], mask=at < pairs, other=nobody)
-
-    def count(i: Any, counts: Any) -> Any:
-        at = i * np.int32(_TOGETHER) + jnp.arange(_TOGETHER, dtype=jnp.int32)
-        return counts + (found(at)[:, None] == each).astype(jnp.int32)
-
-    # Summed over pairs once: a sum for each turn is a wait of all warps for each.
-    steps, none = np.int32(-(-pairs // _TOGETHER)), jnp.zeros((_TOGETHER, each.size), jnp.int32)
-    counts = jnp.sum(lax.fori_loop(np.int32(0), steps, count, none), axis=0)
+    pairs, nobody, each = id_ref.shape[0], np.int32(how.experts), _all(how.experts)
+    counts = plt.load(count_ref.at[each], mask=each < nobody, other=np.int32(0))
     filled = (counts + np.int32(how.size - 1)) // np.int32(how.size)
     first = jnp.sum(jnp.where(each < expert, filled, np.int32(0)))
     own = jnp.sum(jnp.where(each == expert, filled, np.int32(0)))
 
     total = block_ref.shape[0]
-    at = jnp.arange(1 << (total - 1).bit_length(), dtype=jnp.int32)
+    at = _all(total)
     behind = at >= first + own
     mine = (at >= first) & (~behind | last) & (at < total)
     plt.store(block_ref.at[at], jnp.where(behind, nobody, expert), mask=mine)
 
-    pair = jnp.arange(1 << (pairs - 1).bit_length(), dtype=jnp.int32)
-    ids = found(pair)
+    pair = _all(pairs)
+    ids = _found(id_ref, pair, how)
     is_own = ids == expert
     place = jnp.cumsum(is_own.astype(jnp.int32)) - np.int32(1)
     slots = jnp.where(is_own, first * np.int32(how.size) + place, np.int32(0))
@@ -113,17 +118,20 @@ def _sort_kernel(id_ref: Any, block_ref: Any, row_ref: Any, slot_ref: Any, *, ho
     plt.store(slot_ref.at[pair], slots, mask=is_own | is_elsewhere)
 
 
-def _by_kernel(flat: Int32[Array, " pairs"], how: _How, interpret: bool) -> Blocks:
+def _by_kernels(flat: Int32[Array, " pairs"], how: _How, interpret: bool) -> Blocks:
+    """Counted by one, placed by another: one that did both counted all experts in each program."""
     total = num_blocks(len(flat), how.experts, how.size)
-    out: Any = pl.pallas_call(
-        partial(_sort_kernel, how=how),
-        out_shape=[
-            jax.ShapeDtypeStruct((length,), jnp.int32)
-            for length in (total, total * how.size, len(flat))
-        ],
-        grid=(how.experts,),
-        name="experts_sort",
-        interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
-    )(flat)
-    return Blocks(*out)
+
+    def run(name: str, kernel: Any, sizes: tuple[int, ...], *args: Array) -> Any:
+        return pl.pallas_call(
+            partial(kernel, how=how),
+            out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes],
+            grid=(how.experts,),
+            name=name,
+            interpret=interpret,
+            compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        )(*args)
+
+    (counts,) = run("experts_count", _count_kernel, (how.experts,), flat)
+    sizes = total, total * how.size, len(flat)
+    return Blocks(*run("experts_sort", _sort_kernel, sizes, flat, counts))
