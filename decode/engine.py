@@ -7,7 +7,7 @@ The host counts slots over all data-parallel ranks, those of rank 0 first, and p
 On the device every rank counts its own slots and pages, and all take each step together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -17,8 +17,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from decode.draws import Draws, width_of
 from decode.local import LocalPiece, LocalPrompt
-from decode.step import SlotState, admit_slots, decode_step, mask_slots
+from decode.step import (
+    SlotState,
+    admit_slots,
+    decode_step,
+    mask_slots,
+    try_tokens,
+)
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
@@ -27,7 +34,7 @@ from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
-from model.sampling import SampleOut, empty_rows, set_row
+from model.sampling import Asks, SampleOut, empty_rows, set_row
 from model.sharding import (
     COLUMNS_OF_RANKS,
     POOL_SPEC,
@@ -114,7 +121,11 @@ class _StepKind(NamedTuple):
 
 
 class DecodeEngine:
-    """Owner of the decode pool array, the slot state and the programs."""
+    """Owner of the decode pool array, the slot state and the programs.
+
+    A step is one program, or two where tokens are drawn apart: by the one that has what the step's
+    slots ask for, and nothing that the host would have to wait for.
+    """
 
     def __init__(
         self,
@@ -123,8 +134,12 @@ class DecodeEngine:
         mem_fraction: float,
         max_total_tokens: int,
         local: PrefillBuckets | None = None,
+        draws_apart: bool | None = None,
     ) -> None:
-        """local: chunks of prompts that decode computes itself; None: there are none."""
+        """local: chunks of prompts that decode computes itself; None: there are none.
+
+        draws_apart: whether a step is two programs; None: on an accelerator.
+        """
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
@@ -137,6 +152,9 @@ class DecodeEngine:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
         self._step: dict[_StepKind, Program] = {}
         self._step_kinds: list[_StepKind] = []
+        self._draws: Draws | None = None
+        if not opened.model.on_cpu if draws_apart is None else draws_apart:
+            self._draws = Draws(opened.model, buckets, self._dp_size)
         all_slots = self._dp_size * self._rank_slots
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
@@ -152,6 +170,8 @@ class DecodeEngine:
         # Every device of a rank has the state of all its slots.
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(empty))
         state_bytes *= len(opened.devices) // self._dp_size
+        if self._draws is not None:
+            state_bytes += self._draws.logits_bytes * len(opened.devices)
         self._pool, self.plan, self.programs = make_pool(
             opened,
             mem_fraction,
@@ -212,6 +232,8 @@ class DecodeEngine:
                 if fresh.ring is not None:
                     fresh.ring[row, : len(start.ring)] = start.ring
                 set_row(fresh.rows, row, start.params)
+                if self._draws is not None:
+                    self._draws.start(start.slot, start.params)
             self.calls("admit", per_call, slots, *jax.tree.leaves(fresh))
 
     def set_masks(self, slots: np.ndarray, masks: np.ndarray) -> None:
@@ -244,10 +266,11 @@ class DecodeEngine:
         plan = self._no_slots(bucket)
         plan[:, rows] = rank_slots, new_pages, places, new_in_ring
         drafting = self._buckets.drafting_of(bucket)
-        width = 1 + drafting.num_tokens if drafting is not None and tries else 1
+        width = width_of(drafting, tries)
         reach = self._buckets.pages_per_slot if num_pages is None else num_pages
         kind = _StepKind(bucket, width > 1, bucket_for(reach, self._reaches(bucket, width)))
-        out = self.calls("step", self._step_kinds.index(kind), plan)
+        asks = Asks.ANYTHING if self._draws is None else self._draws.asked(slots)
+        out = self.calls("step", self._step_kinds.index(kind) * len(Asks) + asks, plan)
         return StepInFlight(out, rows, width, drafting is not None)
 
     def can_draft(self, slots: np.ndarray) -> bool:
@@ -296,12 +319,20 @@ class DecodeEngine:
         self._state = self._set_mask[num_rows](self._state, slots, masks)
 
     def _run_step(self, key: int, plan: np.ndarray) -> SampleOut:
+        """key: of a kind of step, times what there is to ask for, plus what its slots do."""
         out: SampleOut
+        of_kind, asks = divmod(key, len(Asks))
+        kind = self._step_kinds[of_kind]
         self._params = self._experts.turn(self._params)
-        self._pool, self._state, loads, out = self._step[self._step_kinds[key]](
+        self._pool, self._state, loads, *rest = self._step[kind](
             self._params, self._pool, self._state, plan, *self._experts.args
         )
         self._experts.counted(loads)
+        if self._draws is None:
+            (out,) = rest
+        else:
+            width = width_of(self._buckets.drafting_of(kind.slots), kind.tries)
+            self._state, out = self._draws(width, Asks(asks), self._state, plan, *rest)
         out.ids.copy_to_host_async()
         return out
 
@@ -356,15 +387,23 @@ class DecodeEngine:
         self._step_kinds = list(self._kinds())
         for kind in self._step_kinds:
             drafting = buckets.drafting_of(kind.slots)
-            function = partial(decode_step, self._model, drafting, kind.tries, kind.num_pages)
-            step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, told_spec(mesh)))
+            sizes = drafting, kind.tries, kind.num_pages
+            function: Callable[..., Any] = decode_step if self._draws is None else try_tokens
+            rest = (told_spec(mesh),) if self._draws is None else (RANKS, RANKS)
+            step = on_ranks(
+                mesh,
+                partial(function, self._model, *sizes),
+                specs,
+                (POOL_SPEC, RANKS, RANKS, *rest),
+            )
             plan = abstract_i32((4, dp_size * kind.slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             of = f"slots={kind.slots}{', drafts' if kind.tries else ''}"
             if kind.num_pages < buckets.pages_per_slot:
                 of += f", pages={kind.num_pages}"
             self._step[kind] = Program(f"step[{of}]", step, args, (1, 2, 5))
-        return list(self._step.values())
+        draws = self._draws.programs(state) if self._draws is not None else ()
+        return [*self._step.values(), *draws]
 
     def _kinds(self) -> Iterator[_StepKind]:
         for slots in self._buckets.slots:

@@ -12,7 +12,7 @@ from jax import Array
 from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
 from model.buckets import Drafting
 from model.moe import ExpertMap
-from model.sampling import SampleOut, SamplingRows, empty_rows, sample
+from model.sampling import Asks, SampleOut, SamplingRows, empty_rows, sample
 from model.sharding import rank_idx, tell_host
 from model.transformer import Model, decode_rows, row_logits
 
@@ -30,12 +30,14 @@ class SlotState(NamedTuple):
     rows: SamplingRows  # leading axis S
 
 
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
     """Rows of a step: each slot's last token and the drafts behind it. W = 1 + drafts."""
 
     token_ids: Array  # i32[B, W]
     positions: Array  # i32[B, W]; below zero: nothing is computed
-    is_draft: Array  # bool[B, W - 1]
+    # bool[B, W]; the first is none. An argument without an element, split over devices, ends the
+    # process when XLA compiles for it (jaxlib 0.11.2).
+    is_draft: Array
     expected: Array  # i32[B]: the first draft, tried or not; NO_DRAFT: there is none
 
 
@@ -51,32 +53,46 @@ def decode_step(
     expert_map: ExpertMap | None,
     loads: Array | None,
 ) -> tuple[Array, SlotState, Array | None, SampleOut]:
-    """The next tokens of each slot of the plan, of one rank.
+    """The next tokens of each slot of the plan, of one rank: `try_tokens`, then `draw_tokens`."""
+    sizes = drafting, tries, num_pages
+    pool, state, loads, logits, tried = try_tokens(
+        model, *sizes, params, pool, state, plan, expert_map, loads
+    )
+    state, out = draw_tokens(model, drafting, Asks.ANYTHING, state, plan, logits, tried)
+    return pool, state, loads, out
+
+
+def try_tokens(
+    model: Model,
+    drafting: Drafting | None,
+    tries: bool,
+    num_pages: int,
+    params: Any,
+    pool: Array,
+    state: SlotState,
+    plan: Array,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
+) -> tuple[Array, SlotState, Array | None, Array, Tried]:
+    """Logits of each slot's last token, and of drafts behind it.
 
     drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
     with what is drawn. num_pages: of each page table that are looked at: no slot of the plan has
     positions behind them. pool: see model/kv, donated. plan: i32[4, B]: slots (S = padding row),
     pages to enter in their page tables (-1 = none), where there, and pages to enter at the same
     places of their rings. expert_map, loads: see model.transformer.decode_rows; the loads are
-    donated. Returns pool, state, loads and SampleOut, in which rows of padding mean nothing: B * W
-    rows, a slot's one behind the other, but for the ids. Those are i32[B * W], or i32[B * (W + 1)]
-    where drafts are made, a slot's last saying whether the first draft, tried or not, is what was
-    drawn. Ids that do not count are REJECTED or NO_DRAFT.
+    donated. Returns pool, state with those pages, loads, logits f32[B * W, vocab] and what was
+    tried.
     """
     slots, new_pages, places, new_in_ring = plan
-    num_slots, capacity = state.history.shape
-    real = slots < num_slots
-    safe = jnp.minimum(slots, num_slots - 1)
-    length = state.length[safe]
+    real, safe = _slots_of(state, slots)
     page_size = model.page_size
 
     page_table = _entered(state.page_table, slots, new_pages, places)
     table = page_table[safe, :num_pages]
     # Pages are new in a ring before it is whole, and until then places are the same there.
     ring = state.ring if state.ring is None else _entered(state.ring, slots, new_in_ring, places)
-    rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
-
-    tried = _tried(drafting, tries, state, safe, real, rows.has_mask)
+    tried = _tried(drafting, tries, state, safe, real)
     width = tried.token_ids.shape[1]
     at = jnp.maximum(tried.positions, 0)
     page = jnp.take_along_axis(table, at // page_size, axis=1)
@@ -95,7 +111,32 @@ def decode_step(
         loads,
         _repeated(ring[safe], width) if ring is not None else None,
     )
-    prompt_len = state.prompt_len[safe]
+    state = state._replace(page_table=page_table, ring=ring)
+    return pool, state, loads, row_logits(model, params, hidden), tried
+
+
+def draw_tokens(
+    model: Model,
+    drafting: Drafting | None,
+    asks: Asks,
+    state: SlotState,
+    plan: Array,
+    logits: Array,
+    tried: Tried,
+) -> tuple[SlotState, SampleOut]:
+    """The next tokens of each slot from the logits of what was tried.
+
+    asks: what slots of the plan may be sampled with. state: donated. plan: see `try_tokens`.
+    Returns state and SampleOut, in which rows of padding mean nothing: B * W rows, a slot's one
+    behind the other, but for the ids. Those are i32[B * W], or i32[B * (W + 1)] where drafts are
+    made, a slot's last saying whether the first draft, tried or not, is what was drawn. Ids that do
+    not count are REJECTED or NO_DRAFT.
+    """
+    slots, capacity = plan[0], state.history.shape[1]
+    real, safe = _slots_of(state, slots)
+    rows = jax.tree.map(partial(_rows_at, safe, real), state.rows, empty_rows(1))
+    length, prompt_len = state.length[safe], state.prompt_len[safe]
+    width = tried.token_ids.shape[1]
     lengths = length[:, None] + jnp.arange(width, dtype=jnp.int32)
 
     def history() -> tuple[Array, Array, Array]:
@@ -106,26 +147,23 @@ def decode_step(
     def masks() -> Array:
         return _repeated(state.masks[safe], width)
 
-    logits = row_logits(model, params, hidden)
     all_rows = jax.tree.map(partial(_repeated, width=width), rows)
-    out = sample(logits, all_rows, history, (lengths - prompt_len[:, None]).ravel(), masks)
+    token_idx = (lengths - prompt_len[:, None]).ravel()
+    out = sample(logits, all_rows, history, token_idx, masks, asks)
     drawn = out.ids.reshape(-1, width)
-    count = num_drawn(tried.token_ids[:, 1:], tried.is_draft, drawn)
+    count = num_drawn(tried.token_ids[:, 1:], tried.is_draft[:, 1:], drawn)
     counts = jnp.arange(width, dtype=jnp.int32) < count[:, None]
     state = state._replace(
         history=state.history.at[slots[:, None], jnp.where(counts, lengths, capacity)].set(
             drawn, mode="drop"
         ),
         length=state.length.at[slots].add(count, mode="drop"),
-        page_table=page_table,
-        ring=ring,
     )
-    was_tried = jnp.pad(tried.is_draft, ((0, 0), (1, 0)))
-    ids = jnp.where(counts, drawn, jnp.where(was_tried, REJECTED, NO_DRAFT))
+    ids = jnp.where(counts, drawn, jnp.where(tried.is_draft, REJECTED, NO_DRAFT))
     if drafting is not None:
         is_right = (tried.expected == drawn[:, 0]).astype(jnp.int32)
         ids = jnp.concatenate([ids, is_right[:, None]], axis=1)
-    return pool, state, loads, tell_host(model.mesh, out._replace(ids=ids.ravel()))
+    return state, tell_host(model.mesh, out._replace(ids=ids.ravel()))
 
 
 def mask_slots(state: SlotState, slots: Array, masks: Array) -> SlotState:
@@ -149,9 +187,8 @@ def _tried(
     state: SlotState,
     safe: Array,
     real: Array,
-    has_mask: Array,
-) -> _Tried:
-    """safe: i32[B], slots; real: bool[B], whether they are; has_mask: bool[B].
+) -> Tried:
+    """safe: i32[B], slots; real: bool[B], whether they are.
 
     Nothing is computed from where a request ends on: no page of its own may be there.
     """
@@ -162,7 +199,7 @@ def _tried(
     expected = jnp.full(len(safe), NO_DRAFT, jnp.int32)
     if drafting is not None:
         drafts, found = propose(drafting, state.history[safe], length)
-        may_draft = real & found & ~has_mask  # a mask is of the next token alone
+        may_draft = real & found & ~state.rows.has_mask[safe]  # of the next token alone
         expected = jnp.where(may_draft, drafts[:, 0], NO_DRAFT)
         drafts = drafts if tries else drafts[:, :0]
     token_ids = jnp.concatenate([last, drafts], axis=1)
@@ -170,7 +207,13 @@ def _tried(
     positions = (length - 1)[:, None] + ahead
     is_live = jnp.where(ahead == 0, real[:, None], may_draft[:, None])
     is_live &= positions < state.max_length[safe][:, None] - 1
-    return _Tried(token_ids, jnp.where(is_live, positions, -1), is_live[:, 1:], expected)
+    return Tried(token_ids, jnp.where(is_live, positions, -1), is_live & (ahead > 0), expected)
+
+
+def _slots_of(state: SlotState, slots: Array) -> tuple[Array, Array]:
+    """Which rows have a slot, and a slot for each: bool[B], i32[B]."""
+    num_slots = state.length.shape[0]
+    return slots < num_slots, jnp.minimum(slots, num_slots - 1)
 
 
 def _entered(table: Array, slots: Array, pages: Array, places: Array) -> Array:

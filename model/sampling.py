@@ -8,10 +8,14 @@ with the same tokens in any slot, batch, rank or worker. Two rules keep it so:
        other rows of the batch.
     2. The noise of vocabulary entry v is a function of (seed, token index, v).
 
-Costly features stand under `lax.cond` on "any row asks", so one compiled program serves all.
+Costly features stand under `lax.cond` on "any row asks", so one compiled program serves all. On a
+GPU the host waits for each predicate, and cannot launch what comes next meanwhile: there it picks,
+by what it knows of the rows (`asks_of`), a program that has no more than they need.
 """
 
+import enum
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -61,6 +65,15 @@ class SampleOut(NamedTuple):
     logprobs: Any  # f32[B], log-softmax of the logits as given, at ids
     top_ids: Any  # i32[B, NUM_TOP], best first; zeros when no row asks
     top_logprobs: Any  # f32[B, NUM_TOP]; zeros when no row asks
+
+
+class Asks(enum.IntEnum):
+    """What rows may ask for; each has what those before it have."""
+
+    GREEDY = 0
+    DRAWN = 1  # by temperature
+    FILTERED = 2  # with top-k, top-p or min-p
+    ANYTHING = 3  # found out on the device
 
 
 @runtime_checkable
@@ -148,6 +161,24 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     rows.has_mask[row] = bool(params.grammar)
 
 
+def asks_of(params: SamplingLike) -> Asks:
+    """The least that a request may be sampled with."""
+    is_edited = bool(
+        params.repetition_penalty != 1.0
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.logit_bias
+        or params.min_tokens
+        or params.grammar
+    )
+    if is_edited or params.num_top_logprobs > 0:
+        return Asks.ANYTHING
+    if not params.temperature > 0:
+        return Asks.GREEDY
+    is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return Asks.FILTERED if is_filtered else Asks.DRAWN
+
+
 # --- sampling, on the device ------------------------------------------------------------------
 
 
@@ -157,6 +188,7 @@ def sample(
     history: History,
     token_idx: Int[Array, " B"],
     masks: Masks | None = None,
+    asks: Asks = Asks.ANYTHING,
 ) -> SampleOut:
     """Draw one token a row.
 
@@ -167,19 +199,25 @@ def sample(
     masks: called while tracing, used only when a row has a mask; gives u32[B, W], see
         model.buckets.mask_words. None: no row has one. A mask without a bit leaves nothing to
         draw: whoever makes it sees to that.
+    asks: no row may ask for more, and what it may ask for is computed whether one does or not.
     Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
     temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
     the bias. Entries that tie with the last one kept by top-k or top-p are kept too.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     with jax.named_scope("sample"):
-        edited = _edit(logits, rows, history, token_idx, masks)
+        tests = asks is Asks.ANYTHING
+        edited = _edit(logits, rows, history, token_idx, masks) if tests else logits
         greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
-        ids = lax.cond(
-            jnp.any(rows.temperature > 0),
-            lambda: jnp.where(rows.temperature > 0, _draw(edited, rows, token_idx), greedy),
-            lambda: greedy,
-        )
+
+        def drawn() -> Array:
+            return jnp.where(rows.temperature > 0, _draw(edited, rows, token_idx, asks), greedy)
+
+        ids = greedy
+        if tests:
+            ids = lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: greedy)
+        elif asks is not Asks.GREEDY:
+            ids = drawn()
         log_total = jax.nn.logsumexp(logits, axis=-1)
         # A NaN anywhere in the row is in its sum; drawn from, it would be some token or other.
         ids = jnp.where(jnp.isfinite(log_total), ids, NOT_A_TOKEN)
@@ -188,12 +226,11 @@ def sample(
             jnp.zeros((logits.shape[0], NUM_TOP), jnp.int32),
             jnp.zeros((logits.shape[0], NUM_TOP), jnp.float32),
         )
-        top_ids, top_logprobs = lax.cond(
-            jnp.any(rows.num_top_logprobs > 0),
-            lambda: _best(logits, log_total),
-            lambda: blank,
-        )
-    return SampleOut(ids, chosen - log_total, top_ids, top_logprobs)
+        best = blank
+        if tests:
+            has_top = jnp.any(rows.num_top_logprobs > 0)
+            best = lax.cond(has_top, lambda: _best(logits, log_total), lambda: blank)
+    return SampleOut(ids, chosen - log_total, *best)
 
 
 def prompt_logprobs(
@@ -303,12 +340,15 @@ def _masked(logits: Array, rows: SamplingRows, masks: Array) -> Array:
 # --- filters and the draw ---------------------------------------------------------------------
 
 
-def _draw(logits: Array, rows: SamplingRows, token_idx: Array) -> Array:
+def _draw(logits: Array, rows: SamplingRows, token_idx: Array, asks: Asks) -> Array:
     """i32[B]: one draw a row by the Gumbel-max trick. Rows with temperature 0 mean nothing."""
     scaled = logits / jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
-    asks = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
-    has_filter = jnp.any(asks & (rows.temperature > 0))
-    scaled = lax.cond(has_filter, lambda: _filter(scaled, rows), lambda: scaled)
+    if asks is Asks.ANYTHING:
+        is_filtered = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
+        has_filter = jnp.any(is_filtered & (rows.temperature > 0))
+        scaled = lax.cond(has_filter, lambda: _filter(scaled, rows, True), lambda: scaled)
+    elif asks is Asks.FILTERED:
+        scaled = _filter(scaled, rows, False)
     noise = jax.vmap(lambda s, i: _gumbel(s, i, logits.shape[1]))(rows.seed, token_idx)
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
@@ -326,14 +366,17 @@ def _gumbel(seed: UInt32[Array, "2"], token_idx: Int[Array, ""], vocab: int) -> 
     return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1.0 - 2.0**-24)))
 
 
-def _filter(scaled: Array, rows: SamplingRows) -> Array:
-    """-inf for entries outside top-k, then top-p of what is left, then min-p."""
-    scaled = lax.cond(
-        jnp.any(rows.top_k > 0), lambda: _keep_top_k(scaled, rows.top_k), lambda: scaled
-    )
-    scaled = lax.cond(
-        jnp.any(rows.top_p < 1.0), lambda: _keep_top_p(scaled, rows.top_p), lambda: scaled
-    )
+def _filter(scaled: Array, rows: SamplingRows, tests: bool) -> Array:
+    """-inf for entries outside top-k, then top-p of what is left, then min-p.
+
+    tests: whether it is tested if any row has those.
+    """
+    for asked, keep, values in (
+        (rows.top_k > 0, _keep_top_k, rows.top_k),
+        (rows.top_p < 1.0, _keep_top_p, rows.top_p),
+    ):
+        kept = partial(keep, scaled, values)
+        scaled = lax.cond(jnp.any(asked), kept, lambda x=scaled: x) if tests else kept()
     least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = -inf keeps all
     return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
 

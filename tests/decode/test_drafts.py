@@ -200,7 +200,8 @@ def engine_of(dp_size: int) -> DecodeEngine:
     buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, HOW)
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
     local = local_buckets(48, 48, DEVICE_PAGE)
-    return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local)
+    # Of one rank tokens are drawn with the step, of two apart.
+    return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local, draws_apart=dp_size > 1)
 
 
 class Request:

@@ -14,6 +14,7 @@ from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import mask_words
 from model.opening import open_model
 from model.programs import Program
+from model.sampling import Asks
 from model.transformer import Model
 from serving.demo import demo_model_path
 from tests.model.harness import full_steps
@@ -142,6 +143,46 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
     assert drawn[0] == drawn[1]
     assert used[0] == ["step[slots=2]"] * 35
     assert used[1] == ["step[slots=2, pages=3]"] * 24 + ["step[slots=2]"] * 11
+
+
+def test_tokens_drawn_apart_are_those_of_steps_that_draw_them() -> None:
+    """As on accelerators, by programs in which the host waits for no predicate."""
+    page_size, context = 16, 128
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
+    drawn = msgspec.structs.replace(greedy, temperature=1.0, seed=7)
+    filtered = msgspec.structs.replace(drawn, top_k=40, top_p=0.9)
+    edited = msgspec.structs.replace(filtered, repetition_penalty=1.2, num_top_logprobs=2)
+    all_params = [greedy, drawn, filtered, edited]
+    ids, slots = np.arange(20, dtype=np.int32), np.arange(4, dtype=np.int32)
+    found, names = [], list[str]()
+    for apart in (False, True):
+        opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
+        engine = DecodeEngine(
+            opened, full_steps(4, context, page_size), 0.0, 4 * context, draws_apart=apart
+        )
+        if engine._draws is not None:
+            for key, program in engine._draws._programs.items():
+                has_tests = " conditional(" in str(program.compiled.as_text())
+                assert has_tests is (key[-1] is Asks.ANYTHING)
+                engine._draws._programs[key] = cast(Program, _Noted(program, names))
+        engine.start_slots(
+            [
+                SlotStart(slot, ids, 19, [2 * slot, 2 * slot + 1], params)
+                for slot, params in enumerate(all_params)
+            ]
+        )
+        steps = []
+        for number in range(10):
+            live = slots[: 1 + number % 4]
+            nowhere = np.full(len(live), -1, np.int32)
+            out = engine.step(live, nowhere, nowhere, nowhere)
+            steps.append([np.asarray(array)[: len(live)] for array in out.out])
+        found.append(steps)
+    for one, other in zip(*found, strict=True):
+        for array, same in zip(one, other, strict=True):
+            np.testing.assert_array_equal(array, same)
+    kinds = [f"draw[slots=4, {asks.name.lower()}]" for asks in Asks]
+    assert names == (kinds * 3)[:10]
 
 
 class _Noted:

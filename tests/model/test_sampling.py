@@ -1,6 +1,7 @@
 """model/sampling against a plain numpy model, and the promises about what a draw depends on."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from model import sampling
 from model.buckets import mask_words
-from model.sampling import NUM_BIAS, NUM_STOP, NUM_TOP
+from model.sampling import NUM_BIAS, NUM_STOP, NUM_TOP, Asks
 from transfer import wire
 
 VOCAB = 40
@@ -395,6 +396,43 @@ def test_the_history_is_not_touched_when_no_row_has_a_penalty():
     assert "sort" not in outer
     assert "cond" in outer
     assert "sort" in str(jaxpr)
+
+
+KINDS = (
+    (Asks.GREEDY, Request(logit_bias=(), num_top_logprobs=0)),
+    (Asks.DRAWN, Request(temperature=0.7, seed=3)),
+    (Asks.FILTERED, Request(temperature=0.7, seed=3, top_k=5)),
+    (Asks.FILTERED, Request(temperature=0.7, seed=3, top_p=0.8)),
+    (Asks.FILTERED, Request(temperature=0.7, seed=3, min_p=0.1)),
+    (Asks.ANYTHING, Request(num_top_logprobs=1)),
+    (Asks.ANYTHING, Request(frequency_penalty=0.5)),
+    (Asks.ANYTHING, Request(presence_penalty=0.5)),
+    (Asks.ANYTHING, Request(repetition_penalty=1.1)),
+    (Asks.ANYTHING, Request(logit_bias=((3, 1.0),))),
+    (Asks.ANYTHING, Request(min_tokens=2, stop_token_ids=(3,))),
+    (Asks.ANYTHING, Request(grammar="any", mask=(3,))),
+)
+
+
+@pytest.mark.parametrize(("asks", "request_"), KINDS)
+def test_a_program_that_has_what_rows_ask_for_draws_what_one_that_has_everything_does(
+    asks, request_
+):
+    assert sampling.asks_of(request_) is asks
+    rows = packed([Request(), request_, Request(temperature=0.0, top_k=3)], BATCH)
+    draw = np.random.default_rng(5)
+    logits = jnp.asarray(draw.standard_normal((BATCH, VOCAB)), jnp.float32)
+    logits = logits.at[3].set(jnp.nan)
+    none = jnp.zeros((BATCH, HISTORY), jnp.int32), *(jnp.zeros(BATCH, jnp.int32),) * 2
+    token_idx = jnp.arange(BATCH, dtype=jnp.int32)
+    masks = jnp.full((BATCH, mask_words(VOCAB)), 8, jnp.uint32)
+    found = []
+    for kind in (asks, Asks.ANYTHING):
+        run = partial(sampling.sample, asks=kind)
+        out = jax.jit(lambda x, run=run: run(x, rows, lambda: none, token_idx, lambda: masks))
+        found.append(out(logits))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_packing_fills_fields_from_the_wire_and_leaves_the_other_rows_off():
