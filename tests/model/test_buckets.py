@@ -11,6 +11,7 @@ from model.buckets import (
     MAX_RUN_PAGES,
     bucket_for,
     check_page_size,
+    chunk_sizes,
     decode_buckets,
     geometric,
     pages_for,
@@ -23,6 +24,13 @@ def test_geometric_sizes_end_at_the_largest() -> None:
     assert geometric(16, 512, 4) == (32, 128, 512)
     assert geometric(16, 16, 4) == (16,)
     assert geometric(16, 8, 4) == (8,)
+
+
+def test_long_chunks_double_and_short_ones_are_four_times_as_long_as_the_last() -> None:
+    assert chunk_sizes(8192) == (32, 128, 512, 1024, 2048, 4096, 8192)
+    assert chunk_sizes(1536) == (48, 192, 768, 1536)
+    assert chunk_sizes(512) == (32, 128, 512)
+    assert chunk_sizes(16) == (16,)
 
 
 @given(st.integers(1, 64), st.integers(1, 10_000), st.integers(2, 8))
