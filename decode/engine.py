@@ -19,13 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from decode.draws import Draws, width_of
 from decode.local import LocalPiece, LocalPrompt
-from decode.step import (
-    SlotState,
-    admit_slots,
-    decode_step,
-    mask_slots,
-    try_tokens,
-)
+from decode.step import SlotState, admit_slots, decode_step, mask_slots, try_tokens
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
 from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
@@ -387,15 +381,10 @@ class DecodeEngine:
         self._step_kinds = list(self._kinds())
         for kind in self._step_kinds:
             drafting = buckets.drafting_of(kind.slots)
-            sizes = drafting, kind.tries, kind.num_pages
-            function: Callable[..., Any] = decode_step if self._draws is None else try_tokens
+            whole: Callable[..., Any] = decode_step if self._draws is None else try_tokens
+            function = partial(whole, self._model, drafting, kind.tries, kind.num_pages)
             rest = (told_spec(mesh),) if self._draws is None else (RANKS, RANKS)
-            step = on_ranks(
-                mesh,
-                partial(function, self._model, *sizes),
-                specs,
-                (POOL_SPEC, RANKS, RANKS, *rest),
-            )
+            step = on_ranks(mesh, function, specs, (POOL_SPEC, RANKS, RANKS, *rest))
             plan = abstract_i32((4, dp_size * kind.slots), mesh, COLUMNS_OF_RANKS)
             args = (params, pool, state, plan, *experts)
             of = f"slots={kind.slots}{', drafts' if kind.tries else ''}"

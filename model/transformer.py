@@ -440,12 +440,14 @@ def _block(
     x, added, pool, loads, captured = carry
     stacked = _read_in_stacks(model, kind.alone)
     weights = LayerWeights(arrays, model.dtype, model.on_cpu, stacked, idx)
-    norm, eps = model.kernels.add_and_norm, cfg.rms_norm_eps
+    chosen = model.kernels
+    norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)
-    of_heads = model.kernels.place_heads, model.kernels.product_parts
     attend_layer = latent_attention
     if not cfg.latent:
-        attend_layer = partial(attention, place_heads=of_heads[0], product_parts=of_heads[1])
+        attend_layer = partial(
+            attention, place_heads=chosen.place_heads, product_parts=chosen.product_parts
+        )
     place = place_of(cfg, layer, kind.group)
     out, pool = attend_layer(cfg, weights, inner, pool, layer, place, rows, attend)
     x, inner = norm(x, out, weights["mlp_norm"], eps)
@@ -458,9 +460,9 @@ def _block(
             idx,
             jax.tree.map(lambda of_layers: of_layers[layer], expert_map),
             inputs.live,
-            model.kernels.best_experts,
-            model.kernels.product_parts,
-            model.kernels.experts,
+            chosen.best_experts,
+            chosen.product_parts,
+            chosen.experts,
             model.dims.ranks_share_experts,
         )
         if loads is not None:
