@@ -61,11 +61,12 @@ def test_only_what_is_said_to_be_shared_is_shared() -> None:
 
 def test_a_chunk_costs_what_its_busiest_rank_costs() -> None:
     cost = ChunkCost(call_s=1.0, token_s=0.001, pair_s=0.0001)
-    alone = cost.of([(600, 50)])
+    alone = cost.of([(1100, 50)])
     assert alone == pytest.approx(1.0 + 2.048 + 0.005)  # padded to the bucket
-    assert cost.of([(600, 50), (0, 0), (20, 10)]) == alone
-    assert cost.of([(600, 50), (2000, 50)]) == alone
-    assert cost.of([(600, 50), (20, 80)]) == pytest.approx(1.0 + 2.048 + 0.008)
+    assert cost.of([(1100, 50), (0, 0), (20, 10)]) == alone
+    assert cost.of([(1100, 50), (2000, 50)]) == alone
+    assert cost.of([(1100, 50), (20, 80)]) == pytest.approx(1.0 + 2.048 + 0.008)
+    assert cost.of([(600, 50), (20, 50)]) == pytest.approx(1.0 + 1.024 + 0.005)
 
 
 def test_pairs_add_up_over_the_runs_of_a_prompt() -> None:
