@@ -21,6 +21,7 @@ from model.kernels.tiles import is_indexed
 from model.kv import PagePool, stored
 
 _POOL: Final = 5  # of `_heads_kernel`'s arguments
+_MOST_INTERPRETED: Final = 16  # programs that write to a pool, each of which then copies all of it
 _WIDE: Final = 4096  # numbers of a row, from which on it has eight warps
 
 
@@ -125,7 +126,8 @@ def place_heads(
 ) -> tuple[Queries, PagePool]:
     """See model.heads.place_heads."""
     _, rows, kv_heads, width, head_dim = heads.qkv.shape
-    if not is_indexed(pool) or 2 * heads.cos.shape[1] != head_dim:
+    takes_long = interpret and rows * kv_heads > _MOST_INTERPRETED
+    if takes_long or not is_indexed(pool) or 2 * heads.cos.shape[1] != head_dim:
         return reference.place_heads(heads, pool, layer, kv_idx, dtype)
     extras = [] if heads.bias is None else [heads.bias]
     extras += [] if heads.norms is None else [*heads.norms]
