@@ -123,9 +123,13 @@ class Backend(NamedTuple):
     build: Callable[[Any], Callable[..., Any]]
 
 
+def _refuse_all_but_gpus(platform: str) -> None:
+    if platform not in _GPUS:
+        raise NotImplementedError(f"for GPUs, this is {platform}")
+
+
 def _build_paged(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     if shape.head_dim % LEAST:
         raise NotImplementedError(f"for multiples of {LEAST}, heads have {shape.head_dim}")
     return partial(kernel, scale=shape.scale, interpret=shape.interpreted)
@@ -146,8 +150,7 @@ def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:
 
 
 def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
         if size % LEAST:
             raise NotImplementedError(f"for multiples of {LEAST}, {name} size is {size}")
@@ -157,8 +160,7 @@ def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
 
 
 def _build_router(shape: ExpertsShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     if shape.router.num_groups > 1:
         raise NotImplementedError(f"for one group of experts, there are {shape.router.num_groups}")
     return partial(
@@ -167,8 +169,7 @@ def _build_router(shape: ExpertsShape) -> Callable[..., Any]:
 
 
 def _build_heads(shape: AttentionShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     if shape.planes == 1:
         raise NotImplementedError("for keys and values apart, this has them in one")
     if shape.head_dim & (shape.head_dim - 1) or shape.head_dim < 2 * LEAST:
@@ -177,14 +178,12 @@ def _build_heads(shape: AttentionShape) -> Callable[..., Any]:
 
 
 def _build_norm(shape: AttentionShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     return partial(rows.add_and_norm, interpret=shape.interpreted)
 
 
 def _build_parts(shape: AttentionShape) -> Callable[..., Any]:
-    if shape.platform not in _GPUS:
-        raise NotImplementedError(f"for GPUs, this is {shape.platform}")
+    _refuse_all_but_gpus(shape.platform)
     return partial(products.product_parts, interpret=shape.interpreted)
 
 
