@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
-from model.kernels.moe.grouped import Tiles, divisor
-from model.kernels.tiles import LEAST, exact, is_indexed
+from model.kernels.tiles import LEAST, Tiles, divisor, exact, is_indexed
 from model.products import Matrix, product
 
 _MOST_ROWS: Final = {2: 64, 4: 16}  # by bytes of a weight: more of float32 take XLA less time

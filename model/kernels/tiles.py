@@ -1,6 +1,7 @@
-"""What kernels for GPUs share: tiles of pages, the softmax over them, and what may be indexed."""
+"""What kernels for GPUs share: tiles, the softmax over pages, and what may be indexed."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -15,6 +16,22 @@ Parts = list[tuple[int, int]]
 # Maximum and sum of the scores so far, and the weighted sum of each part of the values.
 Running = tuple[Any, ...]
 LEAST: Final = 16  # of a side of a tile that a matrix unit takes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is cut: rows, outputs and inputs of a tile, and how it is run."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 3
+
+
+def divisor(size: int, most: int) -> int:
+    """The largest power of two that size is a multiple of, and at most so much."""
+    return min(size & -size, most)
 
 
 def parts_of(head_dim: int) -> Parts:

@@ -6,7 +6,6 @@ rows cost. Source: arXiv:2211.15841 for blocks of one expert.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,20 +20,9 @@ from jaxtyping import Float, Int32
 from model.coded import ExpertStacks
 from model.kernels.moe import batched
 from model.kernels.moe.sorting import blocks
-from model.kernels.tiles import exact, is_indexed, numbers
+from model.kernels.tiles import Tiles, divisor, exact, is_indexed, numbers
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a product is cut: rows, outputs and inputs of a tile, and how it is run."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int = 4
-    stages: int = 3
 
 
 # By the rows that an expert gets when all get as many: of both products. Those with few rows are
@@ -45,11 +33,6 @@ _CUTS: Final = (
     (96, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
     (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8, 4))),
 )
-
-
-def divisor(size: int, most: int) -> int:
-    """The largest power of two that size is a multiple of, and at most so much."""
-    return min(size & -size, most)
 
 
 def tiles(rows: int, chosen: int, stacks: ExpertStacks, dtype: Any) -> tuple[Tiles, Tiles]:
