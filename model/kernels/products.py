@@ -16,68 +16,85 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
-from model.kernels.tiles import LEAST, Tiles, divisor, exact, is_indexed
+from model.kernels.codes import Weights, in_pairs
+from model.kernels.tiles import LEAST, Tiles, add_products, divisor, is_indexed
 from model.products import Matrix, product
 
-_MOST_ROWS: Final = {2: 64, 4: 16}  # by bytes of a weight: more of float32 take XLA less time
+# By bytes of a weight: more take XLA less time, which decodes codes first, and of float32 that of
+# rows of bfloat16, see add_products.
+_MOST_ROWS: Final = {1: 256, 2: 64, 4: 256}
+_MOST_WIDE_ROWS: Final = 16  # of float32 by float32
+_TILE_ROWS: Final = 64
 _PROGRAMS: Final = 256  # that there are at least, where inputs are enough
 _MOST_PARTS: Final = 16
 
 
-def _cut(rows: int, w: Matrix) -> Tiles | None:
-    """None: of weights like these the whole product is made."""
-    inputs, outputs = w.shape
-    if w.scales is not None or w.turned or w.at or not is_indexed(w.values):
+def _cut(x: Array, w: Matrix) -> Tiles | None:
+    """None: of rows and weights like these the whole product is made."""
+    rows, (inputs, outputs) = len(x), w.shape
+    if w.turned or w.at or not is_indexed(in_pairs(w.values)):
         return None
     size = w.values.dtype.itemsize
-    if rows > _MOST_ROWS.get(size, 0):
+    wide, exact = w.dtype == jnp.float32, w.dtype == jnp.float32 and x.dtype == jnp.bfloat16
+    if rows > (_MOST_WIDE_ROWS if wide and not exact else _MOST_ROWS[size]):
         return None
-    wide = size > 2
-    most = max(LEAST, 1 << (rows - 1).bit_length())
-    cut = Tiles(
-        most, divisor(outputs, 64), divisor(inputs, 32 if wide else 128), 4, 2 if wide else 3
-    )
-    return cut if min(cut.outputs, cut.inputs) >= LEAST else None
+    # Of codes a tile becomes two, of half the outputs each.
+    most = {1: 128, 2: 64, 4: 32 if exact else 64}[size], 32 if wide else 128
+    sides = divisor(outputs, most[0]), divisor(inputs, most[1])
+    least = LEAST if size > 1 else 2 * LEAST, LEAST
+    if any(side < enough for side, enough in zip(sides, least, strict=True)):
+        return None
+    tile_rows = min(max(LEAST, 1 << (rows - 1).bit_length()), _TILE_ROWS)
+    return Tiles(tile_rows, *sides, 4, 2 if wide else 3)
 
 
-def _parts(cut: Tiles, w: Matrix) -> int:
+def _parts(cut: Tiles, rows: int, w: Matrix) -> int:
     inputs, outputs = w.shape
-    wanted = -(-_PROGRAMS * cut.outputs // outputs)
+    tiles = outputs // cut.outputs * -(-rows // cut.rows)
+    wanted = -(-_PROGRAMS // tiles)
     return divisor(inputs // cut.inputs, min(_MOST_PARTS, 1 << (wanted - 1).bit_length()))
 
 
-def _kernel(x_ref: Any, w_ref: Any, out_ref: Any, *, cut: Tiles) -> None:
+def _kernel(x_ref: Any, w_ref: Any, *others: Any, cut: Tiles, dtype: Any, interpret: bool) -> None:
     """A tile of outputs, over a part of the inputs."""
-    outputs, part = pl.ds(pl.program_id(0) * np.int32(cut.outputs), cut.outputs), pl.program_id(1)
+    *scale_refs, out_ref = others
+    weights = Weights(w_ref, scale_refs[0] if scale_refs else None, interpret)
+    nth, part, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     # What is more than the rows is the last once more, in all that is read and written.
-    rows = jnp.arange(cut.rows, dtype=jnp.int32)
+    rows = block * np.int32(cut.rows) + jnp.arange(cut.rows, dtype=jnp.int32)
     rows = jnp.minimum(rows, np.int32(x_ref.shape[0] - 1))
     steps = w_ref.shape[0] // cut.inputs // out_ref.shape[0]
 
-    def step(k: Any, acc: Any) -> Any:
+    def step(k: Any, accs: tuple[Any, ...]) -> tuple[Any, ...]:
         first = (part * np.int32(steps) + k) * np.int32(cut.inputs)
-        inputs = pl.ds(first, cut.inputs)
-        w = w_ref[inputs, outputs]
-        return acc + plt.dot(x_ref[rows, inputs].astype(w.dtype), w, precision=exact(w))
+        x = x_ref[rows, pl.ds(first, cut.inputs)]
+        if interpret or dtype != jnp.float32:
+            x = x.astype(dtype)
+        tiles = weights.tile(((), ()), (first, cut.inputs), (nth, cut.outputs), dtype)
+        return add_products(accs, x, tiles)
 
-    zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
-    out_ref[part, rows, outputs] = lax.fori_loop(np.int32(0), np.int32(steps), step, zeros)
+    zeros = (jnp.zeros((cut.rows, cut.outputs // weights.lanes), jnp.float32),) * weights.lanes
+    done = lax.fori_loop(np.int32(0), np.int32(steps), step, zeros)
+    for lane, out in enumerate(done):
+        outputs = weights.outputs(nth, cut.outputs, lane)
+        out_ref[part, rows[:, None], outputs[None, :]] = out
 
 
 def product_parts(
     x: Float[Array, "rows a"], w: Matrix, interpret: bool = False
 ) -> Float[Array, "parts rows b"]:
     """See model.products.product_parts."""
-    cut = _cut(len(x), w)
+    cut = _cut(x, w)
     if cut is None:
         return product(x, w)[None]
-    parts, outputs = _parts(cut, w), w.shape[1]
+    parts, outputs = _parts(cut, len(x), w), w.shape[1]
+    given = (in_pairs(w.values), *(() if w.scales is None else (w.scales,)))
     found: Array = pl.pallas_call(
-        partial(_kernel, cut=cut),
+        partial(_kernel, cut=cut, dtype=jnp.dtype(w.dtype), interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((parts, len(x), outputs), jnp.float32),
-        grid=(outputs // cut.outputs, parts),
+        grid=(outputs // cut.outputs, parts, -(-len(x) // cut.rows)),
         name="product_parts",
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-    )(x, w.values)
+    )(x, *given)
     return found

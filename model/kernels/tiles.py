@@ -1,6 +1,7 @@
 """What kernels for GPUs share: tiles, the softmax over pages, and what may be indexed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -12,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 LOW: Final = np.float32(-1e30)  # a score of nothing; finite, so that differences are numbers
-Parts = list[tuple[int, int]]
 # Maximum and sum of the scores so far, and the weighted sum of each part of the values.
 Running = tuple[Any, ...]
 LEAST: Final = 16  # of a side of a tile that a matrix unit takes
@@ -34,13 +34,30 @@ def divisor(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-def parts_of(head_dim: int) -> Parts:
-    """Where each part of a head begins and its size, powers of two: 576 is 512 and 64."""
-    parts: Parts = []
-    at = 0
-    while at < head_dim:
-        size = 1 << ((head_dim - at).bit_length() - 1)
-        parts.append((at, size))
+class Part(NamedTuple):
+    """Of a head: so many numbers from `at` on, as they are read. Of pairs, those of a lane."""
+
+    at: int
+    size: int
+    lane: int = 0
+    lanes: int = 1
+
+    def of(self, *heads: Any) -> tuple[Any, ...]:
+        """An index of these numbers of some heads that are not read in pairs."""
+        if self.lanes == 1:
+            return *heads, pl.ds(self.at, self.size)
+        pairs = np.int32(self.at) + jnp.arange(self.size, dtype=jnp.int32)
+        own = pairs * np.int32(self.lanes) + np.int32(self.lane)
+        return *(at[:, None] if jnp.ndim(at) else at for at in heads), own[None, :]
+
+
+def parts_of(head_dim: int, lanes: int = 1) -> list[Part]:
+    """Of a head, whose sizes are powers of two: 576 is 512 and 64, each lane of it 256 and 32."""
+    parts: list[Part] = []
+    at, end = 0, head_dim // lanes
+    while at < end:
+        size = 1 << ((end - at).bit_length() - 1)
+        parts += [Part(at, size, lane, lanes) for lane in range(lanes)]
         at += size
     return parts
 
@@ -63,6 +80,25 @@ def exact(operand: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
 
 
+def add_products(accs: Sequence[Any], x: Any, tiles: Sequence[Any]) -> tuple[Any, ...]:
+    """Sums, each with one more product of some rows and a tile of weights.
+
+    Of rows of bfloat16 and weights of float32 no product is rounded: 24 bits of a number are three
+    of bfloat16.
+    """
+
+    def added(acc: Any, tile: Any) -> Any:
+        if tile.dtype == x.dtype:
+            return acc + plt.dot(x, tile, precision=exact(x))
+        for _ in range(3):
+            part = tile.astype(x.dtype)
+            acc += plt.dot(x, part)
+            tile -= part.astype(tile.dtype)
+        return acc
+
+    return tuple(added(acc, tile) for acc, tile in zip(accs, tiles, strict=True))
+
+
 def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
     """Which page in a list the positions from `at` on are in, and where in it.
 
@@ -73,24 +109,6 @@ def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
         return at // np.int32(page_size), pl.ds(at % np.int32(page_size), positions)
     each = at + jnp.arange(positions, dtype=jnp.int32)
     return each // np.int32(page_size), each % np.int32(page_size)
-
-
-def keys_and_values(
-    pool_ref: Any, layer: Any, where: tuple[Any, Any, Any], parts: Parts, dtype: Any
-) -> tuple[list[Any], list[Any]]:
-    """Some positions' parts, each [positions, size]. where: pages, offsets in them, a head.
-
-    A page past the pool is some page, as in model.kv.read_pages.
-    """
-    pages, *within = where
-    pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
-
-    def plane(which: int) -> list[Any]:
-        at = layer, np.int32(which), pages, *within
-        return [numbers(pool_ref[(*at, pl.ds(*part))]).astype(dtype) for part in parts]
-
-    keys = plane(0)
-    return keys, keys if pool_ref.shape[1] == 1 else plane(1)
 
 
 class Softmax(NamedTuple):
@@ -139,16 +157,9 @@ def add_block(
     return (new_top, total * keep + jnp.sum(weights, axis=1), *accs)
 
 
-def begin(queries: int, parts: Parts, sinks: Any) -> Running:
+def begin(queries: int, parts: Sequence[Part], sinks: Any) -> Running:
     """Before the first block. sinks: scores without a value, of each query, or None."""
-    accs = [jnp.zeros((queries, size), jnp.float32) for _, size in parts]
+    accs = [jnp.zeros((queries, part.size), jnp.float32) for part in parts]
     if sinks is None:
         return (jnp.full(queries, LOW), jnp.zeros(queries, jnp.float32), *accs)
     return (sinks * np.float32(to_bits(1.0)), jnp.ones(queries, jnp.float32), *accs)
-
-
-def numbers(found: Any) -> Any:
-    """What bytes in a pool or a stack of weights stand for."""
-    if found.dtype == jnp.uint8:
-        return lax.bitcast_convert_type(found, jnp.float8_e4m3fn)
-    return found

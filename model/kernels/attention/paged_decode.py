@@ -7,7 +7,7 @@ what it sees, whatever the others do. Source: arXiv:2205.14135 for the running m
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
 from model.kernels.attention import reference
+from model.kernels.codes import are_read, in_pairs, keys_and_values, lanes_of
 from model.kernels.tiles import (
     LEAST,
     LOW,
@@ -26,12 +27,12 @@ from model.kernels.tiles import (
     add_block,
     begin,
     block_at,
-    is_indexed,
-    keys_and_values,
     parts_of,
     to_bits,
 )
 from model.kv import PagePool
+
+_JOINED: Final = 16  # splits that are joined at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Cut:
     """How the work is cut. positions: looked at together, a power of two. least: of a split."""
 
     positions: int = 64
-    least: int = 256
+    least: int = 64
     programs: int = 264  # that there are at least, where rows have enough positions
     most_queries: int = 64  # of a program
     warps: int = 4
@@ -88,8 +89,8 @@ def _attend_kernel(
     queries = block * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
     queries = jnp.minimum(queries, np.int32(group - 1))
     layer, position = layer_ref[0], position_ref[row]
-    parts = parts_of(q_ref.shape[3])
-    qs = [q_ref[row, head, queries, pl.ds(at, wide)] for at, wide in parts]
+    parts = parts_of(q_ref.shape[3], lanes_of(pool_ref))
+    qs = [q_ref[part.of(row, head, queries)] for part in parts]
     first, each, _ = _reach(position, window, splits, cut)
     first += split * each
     end = jnp.minimum(first + each, position + np.int32(1))
@@ -100,7 +101,8 @@ def _attend_kernel(
         slot, offsets = block_at(at, cut.positions, page_size)
         slot = jnp.minimum(slot, np.int32(table_ref.shape[1] - 1))
         where = table_ref[row, slot], offsets, head
-        keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
+        kind = q_ref.dtype, how.interpret
+        keys, values = keys_and_values(pool_ref, (layer, where), parts, kind)
         at += jnp.arange(cut.positions, dtype=jnp.int32)
         seen = at < end
         if window is not None:
@@ -113,15 +115,15 @@ def _attend_kernel(
     if splits == 1:
         (out_ref,) = others
         shares = jnp.where(total > 0, total, np.float32(1))[:, None]
-        for (at, wide), acc in zip(parts, accs, strict=True):
+        for own_part, acc in zip(parts, accs, strict=True):
             done = (acc / shares).astype(out_ref.dtype)
-            out_ref[row, head, queries, pl.ds(at, wide)] = done
+            out_ref[own_part.of(row, head, queries)] = done
         return
     acc_ref, top_ref, total_ref = others
     top_ref[row, head, split, queries] = top
     total_ref[row, head, split, queries] = total
-    for (at, wide), acc in zip(parts, accs, strict=True):
-        acc_ref[row, head, split, queries, pl.ds(at, wide)] = acc
+    for own_part, acc in zip(parts, accs, strict=True):
+        acc_ref[own_part.of(row, head, split, queries)] = acc
 
 
 def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) -> None:
@@ -130,29 +132,37 @@ def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) ->
     sink_ref = others.pop(0) if given[0] else None
     window = others.pop(0)[0] if given[1] else None
     query, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    parts = parts_of(out_ref.shape[3])
     _, _, used = _reach(position_ref[row], window, splits, cut)
+    size = min(_JOINED, 1 << (splits - 1).bit_length())
+    parts = parts_of(out_ref.shape[3])
 
-    def step(split: Any, carry: Running) -> Running:
+    def step(i: Any, carry: Running) -> Running:
         top, total, *accs = carry
-        its_top = top_ref[row, head, split, query]
-        new_top = jnp.maximum(top, its_top)
-        keep, its_keep = jnp.exp2(top - new_top), jnp.exp2(its_top - new_top)
-        total = total * keep + total_ref[row, head, split, query] * its_keep
-        accs = [
-            acc * keep + acc_ref[row, head, split, query, pl.ds(at, wide)] * its_keep
-            for (at, wide), acc in zip(parts, accs, strict=True)
-        ]
-        return (new_top, total, *accs)
+        each = i * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
+        there, each = each < used, jnp.minimum(each, np.int32(splits - 1))
+        tops = jnp.where(there, top_ref[row, head, each, query], LOW)
+        new_top = jnp.maximum(top, jnp.max(tops))
+        # Where nothing was seen so far, nothing is as high as the highest.
+        keeps = jnp.where(there, jnp.exp2(tops - new_top), np.float32(0))
+        keep = jnp.exp2(top - new_top)
+        # What nobody wrote may be no number.
+        totals = jnp.where(there, total_ref[row, head, each, query], np.float32(0))
+        joined = []
+        for part, acc in zip(parts, accs, strict=True):
+            own = acc_ref[row, head, each, query, pl.ds(part.at, part.size)]
+            own = jnp.where(there[:, None], own, np.float32(0))
+            joined.append(acc * keep + jnp.sum(own * keeps[:, None], axis=0))
+        return (new_top, total * keep + jnp.sum(totals * keeps), *joined)
 
     top, total = jnp.float32(LOW), jnp.float32(0)
     if sink_ref is not None:
         top, total = sink_ref[head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
-    zeros = [jnp.zeros(wide, jnp.float32) for _, wide in parts]
-    _, total, *accs = lax.fori_loop(np.int32(0), used, step, (top, total, *zeros))
+    zeros = [jnp.zeros(part.size, jnp.float32) for part in parts]
+    steps = -(-used // np.int32(size))
+    _, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
     share = jnp.where(total > 0, total, np.float32(1))
-    for (at, wide), acc in zip(parts, accs, strict=True):
-        out_ref[row, head, query, pl.ds(at, wide)] = (acc / share).astype(out_ref.dtype)
+    for part, acc in zip(parts, accs, strict=True):
+        out_ref[part.of(row, head, query)] = (acc / share).astype(out_ref.dtype)
 
 
 def paged_decode(
@@ -168,10 +178,10 @@ def paged_decode(
     interpret: bool = False,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """See model.kernels.attention.reference.decode."""
-    if not is_indexed(pool):
+    if not are_read(pool):
         args = q, pool, layer, positions, page_table, sinks, window, scale
         return reference.decode(*args, accelerator=True)
-    rows, heads, group, head_dim = q.shape
+    (rows, heads, group, head_dim), pairs = q.shape, in_pairs(pool)
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
     blocks = -(-group // cut.most_queries)
     splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)
@@ -192,7 +202,7 @@ def paged_decode(
             name="decode_attention",
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-        )(layer.reshape(1), positions, page_table, q, pool, *extras)
+        )(layer.reshape(1), positions, page_table, q, pairs, *extras)
         if splits == 1:
             return attended
         joined: Array = pl.pallas_call(

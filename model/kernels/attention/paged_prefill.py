@@ -18,14 +18,13 @@ from jaxtyping import Float, Int32
 
 from model.attention import ChunkBatch
 from model.kernels.attention import reference
+from model.kernels.codes import are_read, in_pairs, keys_and_values, lanes_of
 from model.kernels.tiles import (
     Running,
     Softmax,
     add_block,
     begin,
     block_at,
-    is_indexed,
-    keys_and_values,
     parts_of,
 )
 from model.kv import PagePool
@@ -104,8 +103,8 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
     # What is past the last token or query is that one once more, in all that is read and written.
     token = jnp.minimum(tile * np.int32(tokens) + row // np.int32(size), np.int32(num_tokens - 1))
     query = jnp.minimum(block * np.int32(size) + row % np.int32(size), np.int32(group - 1))
-    layer, parts = layer_ref[0], parts_of(q_ref.shape[3])
-    qs = [q_ref[token, head, query, pl.ds(at, wide)] for at, wide in parts]
+    layer, parts = layer_ref[0], parts_of(q_ref.shape[3], lanes_of(pool_ref))
+    qs = [q_ref[part.of(token, head, query)] for part in parts]
     position, seq = place_ref[0, token], place_ref[1, token]
     page_size = pool_ref.shape[3]
     first, last, full_first, full_last = (span_ref[i, tile] * np.int32(page_size) for i in range(4))
@@ -117,7 +116,8 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
         page, offsets = block_at(at, cut.positions, page_size)
         page = jnp.minimum(page, np.int32(page_ref.shape[1] - 1))
         where = page_ref[0, page], offsets, head
-        keys, values = keys_and_values(pool_ref, layer, where, parts, q_ref.dtype)
+        kind = q_ref.dtype, how.interpret
+        keys, values = keys_and_values(pool_ref, (layer, where), parts, kind)
         seen = None
         if masked:
             listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
@@ -144,8 +144,8 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
     carry = lax.fori_loop(np.int32(0), num_full, full, begin(cut.rows, parts, own))
     _, total, *accs = lax.fori_loop(np.int32(0), before + behind, partly, carry)
     share = jnp.where(total > 0, total, np.float32(1))[:, None]
-    for (at, wide), acc in zip(parts, accs, strict=True):
-        out_ref[token, head, query, pl.ds(at, wide)] = (acc / share).astype(out_ref.dtype)
+    for part, acc in zip(parts, accs, strict=True):
+        out_ref[part.of(token, head, query)] = (acc / share).astype(out_ref.dtype)
 
 
 def cut_of(head_dim: int, itemsize: int) -> Cut:
@@ -169,7 +169,7 @@ def paged_prefill(
     interpret: bool = False,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
     """See model.kernels.attention.reference.prefill."""
-    if not is_indexed(pool):
+    if not are_read(pool):
         args = q, pool, layer, batch, sinks, window, scale
         return reference.prefill(*args, accelerator=True)
     num_tokens, heads, group, head_dim = q.shape
@@ -198,7 +198,7 @@ def paged_prefill(
             jnp.stack([batch.positions, batch.seq_idx]),
             jnp.stack([batch.page_ids, batch.page_seq, batch.page_pos]),
             q,
-            pool,
+            in_pairs(pool),
             *extras,
         )
         return attended

@@ -18,9 +18,10 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks
+from model.kernels.codes import Weights, in_pairs
 from model.kernels.moe import batched
 from model.kernels.moe.sorting import blocks
-from model.kernels.tiles import Tiles, divisor, exact, is_indexed, numbers
+from model.kernels.tiles import Tiles, add_products, divisor, is_indexed
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 
@@ -51,91 +52,74 @@ def _fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
     return Tiles(cut.rows, *sizes, cut.warps, stages)
 
 
-def _weights(ref: Any, scale_ref: Any, at: tuple[Any, ...], k: Any, cut: Tiles, n: Any) -> Any:
-    """A tile of weights, or of codes times their scales.
-
-    at: what stands before the axes of inputs and outputs; a number behind inputs is of a half.
-    """
-    layer, expert, *half = at
-    first, outputs = k * np.int32(cut.inputs), pl.ds(n, cut.outputs)
-    found = ref[(layer, expert, pl.ds(first, cut.inputs), *half, outputs)]
-    if scale_ref is None:
-        return found
-    group = ref.shape[2] // scale_ref.shape[2]
-    if group % cut.inputs == 0:
-        scales = scale_ref[(layer, expert, first // np.int32(group), *half, outputs)][None, :]
-    else:
-        of_inputs = (first + jnp.arange(cut.inputs, dtype=jnp.int32)) // np.int32(group)
-        scales = scale_ref[(layer, expert, of_inputs, *half, outputs)]
-    return numbers(found).astype(jnp.float32) * scales
-
-
-def _added(acc: Any, x: Any, w: Any) -> Any:
-    """The sum with one more product of tiles, of weights rounded as they are where they lie so."""
-    return acc + plt.dot(x, w.astype(x.dtype), precision=exact(x))
-
-
 def _first_kernel(
-    *refs: Any, cut: Tiles, limit: float, alpha: float, given: tuple[bool, bool]
+    *refs: Any, cut: Tiles, given: tuple[bool, bool], limit: float, alpha: float, interpret: bool
 ) -> None:
     """One tile of what goes into the second product. given: scales, biases."""
     layer_ref, expert_ref, row_ref, x_ref, w_ref, *others, out_ref = refs
-    scale_ref = others.pop(0) if given[0] else None
+    weights = Weights(w_ref, others.pop(0) if given[0] else None, interpret)
     bias_ref = others.pop(0) if given[1] else None
-    n, block = pl.program_id(0) * np.int32(cut.outputs), pl.program_id(1)
+    nth, block = pl.program_id(0), pl.program_id(1)
     layer, expert = layer_ref[0], expert_ref[block]
     num_experts, hidden = w_ref.shape[1:3]
 
     @pl.when(expert < num_experts)
     def _() -> None:
-        slots = pl.ds(block * np.int32(cut.rows), cut.rows)
+        slots = block * np.int32(cut.rows) + jnp.arange(cut.rows, dtype=jnp.int32)
         # What stands in a slot of nobody may be anything.
         rows = jnp.clip(row_ref[slots], np.int32(0), np.int32(x_ref.shape[0] - 1))
 
-        def step(k: Any, both: tuple[Any, Any]) -> tuple[Any, Any]:
-            x = x_ref[rows, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
+        def step(k: Any, halves: tuple[Any, ...]) -> tuple[Any, ...]:
+            first = k * np.int32(cut.inputs)
+            x = x_ref[rows, pl.ds(first, cut.inputs)]
+            wide = (first, cut.inputs), (nth, cut.outputs)
 
-            def half(acc: Any, which: int) -> Any:
-                at = layer, expert, which
-                return _added(acc, x, _weights(w_ref, scale_ref, at, k, cut, n))
+            def half(accs: Any, which: int) -> Any:
+                at = (layer, expert), (np.int32(which),)
+                return add_products(accs, x, weights.tile(at, *wide, x.dtype))
 
-            return half(both[0], 0), half(both[1], 1)
+            return half(halves[0], 0), half(halves[1], 1)
 
-        zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
-        gate, up = lax.fori_loop(0, hidden // cut.inputs, step, (zeros, zeros))
-        if bias_ref is not None:
-            outputs = pl.ds(n, cut.outputs)
-            gate += bias_ref[layer, expert, 0, outputs].astype(jnp.float32)[None, :]
-            up += bias_ref[layer, expert, 1, outputs].astype(jnp.float32)[None, :]
-        if limit:
-            gate = jnp.minimum(gate, np.float32(limit))
-            up = jnp.clip(up, np.float32(-limit), np.float32(limit)) + np.float32(1)
-        inner = gate * jax.nn.sigmoid(np.float32(alpha if limit else 1.0) * gate) * up
-        out_ref[slots, pl.ds(n, cut.outputs)] = inner.astype(out_ref.dtype)
+        zeros = (jnp.zeros((cut.rows, cut.outputs // weights.lanes), jnp.float32),) * weights.lanes
+        done = lax.fori_loop(0, hidden // cut.inputs, step, (zeros, zeros))
+        for lane, (gate, up) in enumerate(zip(*done, strict=True)):
+            outputs = weights.outputs(nth, cut.outputs, lane)
+            if bias_ref is not None:
+                gate += bias_ref[layer, expert, 0, outputs].astype(jnp.float32)[None, :]
+                up += bias_ref[layer, expert, 1, outputs].astype(jnp.float32)[None, :]
+            if limit:
+                gate = jnp.minimum(gate, np.float32(limit))
+                up = jnp.clip(up, np.float32(-limit), np.float32(limit)) + np.float32(1)
+            inner = gate * jax.nn.sigmoid(np.float32(alpha if limit else 1.0) * gate) * up
+            out_ref[slots[:, None], outputs[None, :]] = inner.astype(out_ref.dtype)
 
 
-def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool]) -> None:
+def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool], interpret: bool) -> None:
     """One tile of an expert's output. given: scales, biases."""
     layer_ref, expert_ref, x_ref, w_ref, *others, out_ref = refs
-    scale_ref = others.pop(0) if given[0] else None
+    weights = Weights(w_ref, others.pop(0) if given[0] else None, interpret)
     bias_ref = others.pop(0) if given[1] else None
-    n, block = pl.program_id(0) * np.int32(cut.outputs), pl.program_id(1)
+    nth, block = pl.program_id(0), pl.program_id(1)
     layer, expert = layer_ref[0], expert_ref[block]
     num_experts, width = w_ref.shape[1:3]
 
     @pl.when(expert < num_experts)
     def _() -> None:
-        slots, at = pl.ds(block * np.int32(cut.rows), cut.rows), (layer, expert)
+        slots = block * np.int32(cut.rows) + jnp.arange(cut.rows, dtype=jnp.int32)
 
-        def step(k: Any, acc: Any) -> Any:
-            x = x_ref[slots, pl.ds(k * np.int32(cut.inputs), cut.inputs)]
-            return _added(acc, x, _weights(w_ref, scale_ref, at, k, cut, n))
+        def step(k: Any, accs: Any) -> Any:
+            first = k * np.int32(cut.inputs)
+            x = x_ref[slots, pl.ds(first, cut.inputs)]
+            wide = (first, cut.inputs), (nth, cut.outputs)
+            return add_products(accs, x, weights.tile(((layer, expert), ()), *wide, x.dtype))
 
-        zeros = jnp.zeros((cut.rows, cut.outputs), jnp.float32)
-        out = lax.fori_loop(0, width // cut.inputs, step, zeros)
-        if bias_ref is not None:
-            out += bias_ref[layer, expert, pl.ds(n, cut.outputs)].astype(jnp.float32)[None, :]
-        out_ref[slots, pl.ds(n, cut.outputs)] = out.astype(out_ref.dtype)
+        zeros = (jnp.zeros((cut.rows, cut.outputs // weights.lanes), jnp.float32),) * weights.lanes
+        done = lax.fori_loop(0, width // cut.inputs, step, zeros)
+        for lane, out in enumerate(done):
+            outputs = weights.outputs(nth, cut.outputs, lane)
+            if bias_ref is not None:
+                out += bias_ref[layer, expert, outputs].astype(jnp.float32)[None, :]
+            out_ref[slots[:, None], outputs[None, :]] = out.astype(out_ref.dtype)
 
 
 def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
@@ -185,7 +169,7 @@ def _multiplied(
     weights, scales, bias = stacks
     grid = out.shape[1] // cut.outputs, out.shape[0] // cut.rows
     call = pl.pallas_call(
-        partial(kernel, cut=cut, given=(scales is not None, bias is not None)),
+        partial(kernel, cut=cut, given=(scales is not None, bias is not None), interpret=interpret),
         out_shape=out,
         grid=grid,
         name=name,
@@ -211,7 +195,8 @@ def experts(
     num_rows, chosen = local_ids.shape
     num_experts, width, hidden = stacks.down.shape[1:]
     first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype)
-    if not (is_indexed(stacks.gate_up) and is_indexed(stacks.down)):
+    gate_up, down = in_pairs(stacks.gate_up), in_pairs(stacks.down)
+    if not (is_indexed(gate_up) and is_indexed(down)):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
         sorted_ = blocks(local_ids, num_experts, first.rows, interpret)
@@ -224,7 +209,7 @@ def experts(
             first,
             jax.ShapeDtypeStruct((num_slots, width), x.dtype),
             (at, sorted_.experts, sorted_.rows, x),
-            (stacks.gate_up, stacks.gate_up_scale, stacks.gate_up_bias),
+            (gate_up, stacks.gate_up_scale, stacks.gate_up_bias),
             interpret,
         )
         done = _multiplied(
@@ -233,7 +218,7 @@ def experts(
             second,
             jax.ShapeDtypeStruct((num_slots, hidden), x.dtype),
             (at, sorted_.experts, inner),
-            (stacks.down, stacks.down_scale, stacks.down_bias),
+            (down, stacks.down_scale, stacks.down_bias),
             interpret,
         )
         return _summed(local_ids, weights, sorted_.slots, done, num_experts, interpret)

@@ -1,0 +1,162 @@
+"""What kernels for GPUs multiply rows with, numbers or codes of a byte: how a tile of it is read.
+
+A matrix unit takes operands of two bytes as they lie in shared memory, whichever axis is summed
+over; single bytes only along that axis, and else one by one. So codes are read two at a time, as
+one number that is two neighbours along the last axis, and a tile of them becomes two, its lanes: of
+even numbers and of odd.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from model.kernels.tiles import LEAST, Part, is_indexed
+
+# Two pairs of codes to two rounded numbers: the first of each pair, or the second. In the place of
+# "by" those are multiplied. Source: NVIDIA's PTX manual, cvt.
+_NUMBERS: Final = """
+{{
+.reg .b16 a, b, first, second;
+.reg .b32 s, t;
+.reg .f32 x, y;
+mov.b32 {{a, b}}, $1;
+cvt.rn.f16x2.e4m3x2 s, a;
+cvt.rn.f16x2.e4m3x2 t, b;
+mov.b32 {{first, second}}, s;
+cvt.f32.f16 x, {which};
+mov.b32 {{first, second}}, t;
+cvt.f32.f16 y, {which};
+{by}
+cvt.rn.bf16x2.f32 $0, y, x;
+}}
+"""
+_BY_SCALES: Final = "mul.f32 x, x, $2;\nmul.f32 y, y, $3;"
+
+
+def in_pairs(array: Array) -> Array:
+    """Codes [..., n] as [..., n / 2] of two bytes each, the first in the lower; nothing is moved.
+
+    Of numbers the array itself.
+    """
+    if array.dtype != jnp.uint8:
+        return array
+    apart = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
+    return lax.bitcast_convert_type(apart, jnp.uint16)
+
+
+def lanes_of(ref: Any) -> int:
+    """Tiles that one of it becomes, see `in_pairs`."""
+    return 2 if ref.dtype == jnp.uint16 else 1
+
+
+def are_read(pool: Array) -> bool:
+    """Whether attention's kernels find all of it, and take parts of its heads in whole tiles."""
+    whole = pool.dtype != jnp.uint8 or pool.shape[-1] % (2 * LEAST) == 0
+    return whole and is_indexed(in_pairs(pool))
+
+
+def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = None) -> Any:
+    """A lane of what was read, rounded to dtype. scales: of codes, or what broadcasts to them."""
+    if found.dtype != jnp.uint16:
+        return found.astype(dtype)
+    if interpret or dtype != jnp.bfloat16:
+        codes = (found >> np.uint16(8 * lane)).astype(jnp.uint8)
+        wide = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        return (wide if scales is None else wide * scales).astype(dtype)
+    args = [found] if scales is None else [found, jnp.broadcast_to(scales, found.shape)]
+    text = _NUMBERS.format(which=("first", "second")[lane], by="" if scales is None else _BY_SCALES)
+    (rounded,) = plt.elementwise_inline_asm(
+        text,
+        args=args,
+        constraints="=r,r" if scales is None else "=r,r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(found.shape, dtype)],
+    )
+    return rounded
+
+
+def keys_and_values(
+    pool_ref: Any,
+    at: tuple[Any, tuple[Any, Any, Any]],
+    parts: Sequence[Part],
+    how: tuple[Any, bool],
+) -> tuple[list[Any], list[Any]]:
+    """Some positions' parts, each [positions, size].
+
+    at: layer, and there pages, offsets in them, a head. A page past the pool is some page, as in
+    model.kv.read_pages. how: dtype, and see Target.interpreted.
+    """
+    layer, (pages, *within) = at
+    pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
+
+    def plane(which: int) -> list[Any]:
+        tiles, found = [], None
+        for part in parts:
+            if part.lane == 0:
+                own = pl.ds(part.at, part.size)
+                found = pool_ref[(layer, np.int32(which), pages, *within, own)]
+            tiles.append(numbers(found, part.lane, *how))
+        return tiles
+
+    keys = plane(0)
+    return keys, keys if pool_ref.shape[1] == 1 else plane(1)
+
+
+class Weights(NamedTuple):
+    """Of a kernel's call: [*stack, inputs, *halves, outputs], codes `in_pairs` of outputs.
+
+    scale_ref: [*stack, groups, *halves, outputs], or None of numbers. interpret: see Target.
+    """
+
+    ref: Any
+    scale_ref: Any
+    interpret: bool
+
+    @property
+    def lanes(self) -> int:
+        """See lanes_of."""
+        return lanes_of(self.ref)
+
+    def outputs(self, nth: Any, size: int, lane: int) -> Any:
+        """Those of a lane, of the nth tile of so many."""
+        of_lane = jnp.arange(size // self.lanes, dtype=jnp.int32)
+        return nth * np.int32(size) + (np.int32(self.lanes) * of_lane + np.int32(lane))
+
+    def tile(
+        self,
+        at: tuple[tuple[Any, ...], tuple[Any, ...]],
+        inputs: tuple[Any, int],
+        outputs: tuple[Any, int],
+        dtype: Any,
+    ) -> list[Any]:
+        """A lane each, [inputs, outputs of a lane], rounded to dtype.
+
+        at: what stands before the axis of inputs, and what stands behind it. inputs: the first and
+        how many. outputs: which tile of them, and of how many. Both many are powers of two.
+        """
+        stack, halves = at
+        (first_input, num_inputs), (nth, size) = inputs, outputs
+        wide = size // self.lanes
+        where = pl.ds(first_input, num_inputs), *halves, pl.ds(nth * np.int32(wide), wide)
+        found = self.ref[(*stack, *where)]
+
+        def scales(lane: int) -> Any:
+            if self.scale_ref is None:
+                return None
+            axis, own = len(stack), self.outputs(nth, size, lane)
+            group = self.ref.shape[axis] // self.scale_ref.shape[axis]
+            if group % num_inputs == 0:
+                of_all = first_input // np.int32(group)
+                return self.scale_ref[(*stack, of_all, *halves, own)][None, :]
+            of_each = (first_input + jnp.arange(num_inputs, dtype=jnp.int32)) // np.int32(group)
+            return self.scale_ref[(*stack, of_each[:, None], *halves, own[None, :])]
+
+        return [
+            numbers(found, lane, dtype, self.interpret, scales(lane)) for lane in range(self.lanes)
+        ]
