@@ -38,7 +38,7 @@ from model.kv import gather_pages, init_pool, write_pages
 from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
 from model.programs import Program, compile_all, mib
-from model.sampling import empty_rows, sample
+from model.sampling import Asks, empty_rows, sample
 from model.sharding import make_mesh, replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
 
@@ -110,6 +110,10 @@ def fitting(shape: Shape, memory_bytes: int) -> Shape:
     return replace(shape, slots=tuple(batches))
 
 
+def _in_turn(program: Program, turns: Iterator[tuple[Any, ...]]) -> Any:
+    return program(*next(turns))
+
+
 class KernelBench:
     """One network on one device: owner of its parameters and of the pool that calls donate."""
 
@@ -155,17 +159,23 @@ class KernelBench:
 
     def _decode_attention(self, name: str, layers: Sequence[int]) -> None:
         windowed = self._windowed(layers[0])
-        for slots in self.shape.slots:
-            args = self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
-            taken_s = self._time("decode_attention", self.model.kernels.decode_attention, args)
+        cases = {
+            slots: self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
+            for slots in self.shape.slots
+        }
+        taken = self._time("decode_attention", self.model.kernels.decode_attention, cases)
+        for slots, taken_s in taken:
             cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
             self._rows(f"{name} x{slots}", taken_s, cost, {"slots": slots})
 
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> None:
         windowed = self._windowed(layers[0])
-        for tokens in self.shape.chunks:
-            args = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
-            taken_s = self._time("prefill_attention", self.model.kernels.prefill_attention, args)
+        cases = {
+            tokens: self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
+            for tokens in self.shape.chunks
+        }
+        taken = self._time("prefill_attention", self.model.kernels.prefill_attention, cases)
+        for tokens, taken_s in taken:
             cost = prefill_attention_cost(self.shape, tokens, windowed)
             self._rows(f"{name} {tokens}", taken_s, cost, {"tokens": tokens})
 
@@ -173,29 +183,34 @@ class KernelBench:
         """One layer's routed experts, evenly chosen; nothing for a dense network."""
         if not self.shape.cfg.num_experts:
             return
-        for tokens in (*self.shape.slots, *self.shape.chunks):
-            args = self._of_expert_layers(self.experts_inputs(tokens))
-            taken_s = self._time("experts", self.model.kernels.experts, args)
+        cases = {
+            tokens: self._of_expert_layers(self.experts_inputs(tokens))
+            for tokens in (*self.shape.slots, *self.shape.chunks)
+        }
+        for tokens, taken_s in self._time("experts", self.model.kernels.experts, cases):
             cost = moe_cost(self.shape, tokens)
             self._rows(f"experts {tokens} tokens", taken_s, cost, {"tokens": tokens})
 
     def sampling(self) -> None:
-        """Logits to ids: greedy, and with temperature and top-p in every row."""
-        vocab = self.shape.cfg.vocab_size
-        for slots in self.shape.slots:
-            scores = jnp.asarray(self.rng.standard_normal((slots, vocab), np.float32))
-            warm = empty_rows(slots)
-            warm.temperature[:] = 0.8
-            warm.top_p[:] = 0.9
-            token_idx = np.zeros(slots, np.int32)
+        """Logits to ids, as a step does it that has to: greedy, and all rows with top-p."""
+        vocab, on_cpu = self.shape.cfg.vocab_size, self.model.on_cpu
+        for name, asks, top_p in (("greedy", Asks.GREEDY, 1.0), ("top-p", Asks.FILTERED, 0.9)):
 
-            def draw(scores: Any, rows: Any, token_idx: Any) -> Any:
+            def draw(scores: Any, rows: Any, token_idx: Any, asks: Asks = asks) -> Any:
                 none = jnp.zeros((scores.shape[0], 1), jnp.int32)
                 length = jnp.zeros(scores.shape[0], jnp.int32)
-                return sample(scores, rows, lambda: (none, length, length), token_idx)
+                history = none, length, length
+                own = Asks.ANYTHING if on_cpu else asks
+                return sample(scores, rows, lambda: history, token_idx, asks=own)
 
-            for name, rows in (("greedy", empty_rows(slots)), ("top-p", warm)):
-                taken_s = self._time("sample", draw, [(scores, rows, token_idx)])
+            cases = {}
+            for slots in self.shape.slots:
+                scores = jnp.asarray(self.rng.standard_normal((slots, vocab), np.float32))
+                rows = empty_rows(slots)
+                rows.top_p[:] = top_p
+                rows.temperature[:] = 0.8 if asks > Asks.GREEDY else 0.0
+                cases[slots] = [(scores, rows, np.zeros(slots, np.int32))]
+            for slots, taken_s in self._time("sample", draw, cases):
                 cost = Cost(slots * vocab * 4.0, 0.0)
                 self._rows(f"sampling {name} x{slots}", taken_s, cost, {"slots": slots})
 
@@ -369,13 +384,20 @@ class KernelBench:
         return seconds_per_call(call, jax.block_until_ready, self.budget_s)
 
     def _time(
-        self, name: str, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]
-    ) -> float:
-        """cases: arguments alike in shapes, which take turns."""
-        placed = jax.device_put(list(cases))
-        program = Program(name, function, placed[0]).compile()
-        turns = cycle(placed)
-        return self._measure(lambda: program(*next(turns)))
+        self,
+        name: str,
+        function: Callable[..., Any],
+        cases: Mapping[int, Sequence[tuple[Any, ...]]],
+    ) -> Iterator[tuple[int, float]]:
+        """By rows, arguments alike in shapes, which take turns. Yields (rows, seconds) of each."""
+        placed = {rows: jax.device_put(list(args)) for rows, args in cases.items()}
+        programs = {
+            rows: Program(f"{name} {rows}", function, args[0]) for rows, args in placed.items()
+        }
+        compile_all([*programs.values()])
+        for rows, program in programs.items():
+            turns = cycle(placed[rows])
+            yield rows, self._measure(partial(_in_turn, program, turns))
 
     def _time_with_pool(
         self, name: str, function: Callable[..., Any], cases: Mapping[int, tuple[Any, ...]]

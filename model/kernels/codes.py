@@ -18,25 +18,27 @@ from jax.experimental.pallas import triton as plt
 
 from model.kernels.tiles import LEAST, Part, is_indexed
 
-# Two pairs of codes to two rounded numbers: the first of each pair, or the second. In the place of
-# "by" those are multiplied. Source: NVIDIA's PTX manual, cvt.
-_NUMBERS: Final = """
-{{
-.reg .b16 a, b, first, second;
+# Two pairs of codes, a and b, to numbers of two bytes: the first of each pair, or the second, x and
+# y. Those of float16 need no rounding. Source: NVIDIA's PTX manual, cvt.
+_READ: Final = """
+.reg .b16 a, b, first, second, x, y;
 .reg .b32 s, t;
-.reg .f32 x, y;
 mov.b32 {{a, b}}, $1;
 cvt.rn.f16x2.e4m3x2 s, a;
 cvt.rn.f16x2.e4m3x2 t, b;
 mov.b32 {{first, second}}, s;
-cvt.f32.f16 x, {which};
+mov.b16 x, {which};
 mov.b32 {{first, second}}, t;
-cvt.f32.f16 y, {which};
-{by}
-cvt.rn.bf16x2.f32 $0, y, x;
-}}
+mov.b16 y, {which};
 """
-_BY_SCALES: Final = "mul.f32 x, x, $2;\nmul.f32 y, y, $3;"
+_AS_THEY_ARE: Final = "mov.b32 $0, {x, y};"
+_WIDE: Final = """
+.reg .f32 p, q;
+cvt.f32.f16 p, x;
+cvt.f32.f16 q, y;
+"""
+_BY_SCALES: Final = "mul.f32 p, p, $2;\nmul.f32 q, q, $3;\n"
+_ROUNDED: Final = "cvt.rn.bf16x2.f32 $0, q, p;"
 
 
 def in_pairs(array: Array) -> Array:
@@ -62,17 +64,26 @@ def are_read(pool: Array) -> bool:
 
 
 def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = None) -> Any:
-    """A lane of what was read, rounded to dtype. scales: of codes, or what broadcasts to them."""
+    """A lane of what was read, rounded to dtype. scales: of codes, or what broadcasts to them.
+
+    Codes without scales may become float16, which holds all of them.
+    """
     if found.dtype != jnp.uint16:
         return found.astype(dtype)
-    if interpret or dtype != jnp.bfloat16:
+    if interpret or dtype == jnp.float32:
         codes = (found >> np.uint16(8 * lane)).astype(jnp.uint8)
         wide = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         return (wide if scales is None else wide * scales).astype(dtype)
-    args = [found] if scales is None else [found, jnp.broadcast_to(scales, found.shape)]
-    text = _NUMBERS.format(which=("first", "second")[lane], by="" if scales is None else _BY_SCALES)
+    text, args = _READ.format(which=("first", "second")[lane]), [found]
+    if dtype == jnp.float16:
+        text += _AS_THEY_ARE
+    elif scales is None:
+        text += _WIDE + _ROUNDED
+    else:
+        text += _WIDE + _BY_SCALES + _ROUNDED
+        args.append(jnp.broadcast_to(scales, found.shape))
     (rounded,) = plt.elementwise_inline_asm(
-        text,
+        f"{{{text}}}",
         args=args,
         constraints="=r,r" if scales is None else "=r,r,r,r",
         pack=2,
@@ -87,7 +98,7 @@ def keys_and_values(
     parts: Sequence[Part],
     how: tuple[Any, bool],
 ) -> tuple[list[Any], list[Any]]:
-    """Some positions' parts, each [positions, size].
+    """Some positions' parts, each [positions, size]; values of codes are float16 at the least.
 
     at: layer, and there pages, offsets in them, a head. A page past the pool is some page, as in
     model.kv.read_pages. how: dtype, and see Target.interpreted.
@@ -95,17 +106,21 @@ def keys_and_values(
     layer, (pages, *within) = at
     pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
 
-    def plane(which: int) -> list[Any]:
+    dtype, interpret = how
+
+    def plane(which: int, dtype: Any) -> list[Any]:
         tiles, found = [], None
         for part in parts:
             if part.lane == 0:
                 own = pl.ds(part.at, part.size)
                 found = pool_ref[(layer, np.int32(which), pages, *within, own)]
-            tiles.append(numbers(found, part.lane, *how))
+            tiles.append(numbers(found, part.lane, dtype, interpret))
         return tiles
 
-    keys = plane(0)
-    return keys, keys if pool_ref.shape[1] == 1 else plane(1)
+    keys, last = plane(0, dtype), pool_ref.shape[1] - 1
+    # A weight is one at most: float16 holds it, and codes, with less work than bfloat16.
+    of_values = jnp.float16 if lanes_of(pool_ref) == 2 and dtype == jnp.bfloat16 else dtype
+    return keys, keys if last == 0 and of_values == dtype else plane(last, of_values)
 
 
 class Weights(NamedTuple):

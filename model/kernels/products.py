@@ -29,7 +29,7 @@ _PROGRAMS: Final = 256  # that there are at least, where inputs are enough
 _MOST_PARTS: Final = 16
 
 
-def _cut(x: Array, w: Matrix) -> Tiles | None:
+def _tiles(x: Array, w: Matrix) -> Tiles | None:
     """None: of rows and weights like these the whole product is made."""
     rows, (inputs, outputs) = len(x), w.shape
     if w.turned or w.at or not is_indexed(in_pairs(w.values)):
@@ -50,8 +50,7 @@ def _cut(x: Array, w: Matrix) -> Tiles | None:
 
 def _parts(cut: Tiles, rows: int, w: Matrix) -> int:
     inputs, outputs = w.shape
-    tiles = outputs // cut.outputs * -(-rows // cut.rows)
-    wanted = -(-_PROGRAMS // tiles)
+    wanted = -(-_PROGRAMS // (outputs // cut.outputs * -(-rows // cut.rows)))
     return divisor(inputs // cut.inputs, min(_MOST_PARTS, 1 << (wanted - 1).bit_length()))
 
 
@@ -81,20 +80,23 @@ def _kernel(x_ref: Any, w_ref: Any, *others: Any, cut: Tiles, dtype: Any, interp
 
 
 def product_parts(
-    x: Float[Array, "rows a"], w: Matrix, interpret: bool = False
+    x: Float[Array, "rows a"],
+    w: Matrix,
+    cut: tuple[Tiles, int] | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "parts rows b"]:
-    """See model.products.product_parts."""
-    cut = _cut(x, w)
-    if cut is None:
+    """See model.products.product_parts. cut: tiles, and parts of as many of them."""
+    tiles, outputs = cut[0] if cut else _tiles(x, w), w.shape[1]
+    if tiles is None:
         return product(x, w)[None]
-    parts, outputs = _parts(cut, len(x), w), w.shape[1]
+    parts = cut[1] if cut else _parts(tiles, len(x), w)
     given = (in_pairs(w.values), *(() if w.scales is None else (w.scales,)))
     found: Array = pl.pallas_call(
-        partial(_kernel, cut=cut, dtype=jnp.dtype(w.dtype), interpret=interpret),
+        partial(_kernel, cut=tiles, dtype=jnp.dtype(w.dtype), interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((parts, len(x), outputs), jnp.float32),
-        grid=(outputs // cut.outputs, parts, -(-len(x) // cut.rows)),
+        grid=(outputs // tiles.outputs, parts, -(-len(x) // tiles.rows)),
         name="product_parts",
         interpret=interpret,
-        compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        compiler_params=plt.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
     )(x, *given)
     return found

@@ -149,7 +149,7 @@ def add_block(
         # Where nothing was seen so far, nothing is as high as the highest.
         weights = jnp.where(seen, weights, np.float32(0))
     keep = how.power(top - new_top)
-    weighed = weights.astype(qs[0].dtype)
+    weighed = weights.astype(values[0].dtype)
     accs = [
         acc * keep[:, None] + plt.dot(weighed, value, precision=exact(weighed))
         for acc, value in zip(accs, values, strict=True)

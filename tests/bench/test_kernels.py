@@ -131,5 +131,6 @@ def test_layers_take_turns(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(bench, "_measure", measure)
-    bench._time("name", lambda layer: layer + 0, [(jnp.int32(layer),) for layer in range(3)])
+    layers = [(jnp.int32(layer),) for layer in range(3)]
+    assert list(bench._time("name", lambda layer: layer + 0, {8: layers})) == [(8, 1.0)]
     assert seen == [0, 1, 2, 0, 1, 2]

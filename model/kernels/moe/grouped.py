@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
-from model.coded import ExpertStacks
+from model.coded import ExpertStacks, decoded
 from model.kernels.codes import Weights, in_pairs
 from model.kernels.moe import batched
 from model.kernels.moe.sorting import blocks
-from model.kernels.tiles import Tiles, add_products, divisor, is_indexed
+from model.kernels.tiles import LEAST, Tiles, add_products, divisor, is_indexed
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 
@@ -34,15 +34,47 @@ _CUTS: Final = (
     (96, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
     (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8, 4))),
 )
+_CUTS_OF_CODES: Final = (
+    (1, (Tiles(16, 64, 128), Tiles(16, 128, 128))),
+    (8, (Tiles(16, 128, 128), Tiles(16, 128, 128))),
+    (24, (Tiles(32, 128, 128), Tiles(32, 128, 128))),
+    (math.inf, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
+)
+_MOST_OF_CODES: Final = (
+    256  # of such rows; for more, codes are decoded once, and not block by block
+)
 
 
 def tiles(rows: int, chosen: int, stacks: ExpertStacks, dtype: Any) -> tuple[Tiles, Tiles]:
     """Of the first product and of the second. dtype: of products."""
-    num_experts, width, hidden = stacks.down.shape[1:]
-    even = -(-rows * chosen // num_experts)
-    first, second = next(cuts for most, cuts in _CUTS if even <= most)
+    width, hidden = stacks.down.shape[2:]
+    even = _even(rows, chosen, stacks)
+    cuts = _CUTS if stacks.down_scale is None else _CUTS_OF_CODES
+    first, second = next(cuts for most, cuts in cuts if even <= most)
     size = jnp.dtype(dtype).itemsize
     return _fitted(first, width, hidden, size), _fitted(second, hidden, width, size)
+
+
+def _even(rows: int, chosen: int, stacks: ExpertStacks) -> int:
+    """Rows of each expert, if all have as many."""
+    return -(-rows * chosen // int(stacks.down.shape[1]))
+
+
+def _decoded(stacks: ExpertStacks, layer: Int32[Array, ""], dtype: Any) -> ExpertStacks:
+    """One layer's experts as numbers."""
+
+    def own(array: Array | None) -> Any:
+        return None if array is None else lax.dynamic_index_in_dim(array, layer)
+
+    def numbers(codes: Array, scales: Array | None) -> Array:
+        return decoded(own(codes), own(scales), 2, dtype, native=True)
+
+    return ExpertStacks(
+        numbers(stacks.gate_up, stacks.gate_up_scale),
+        numbers(stacks.down, stacks.down_scale),
+        own(stacks.gate_up_bias),
+        own(stacks.down_bias),
+    )
 
 
 def _fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
@@ -194,9 +226,13 @@ def experts(
     """See model.kernels.moe.reference.experts. cuts: of both products, with as many rows each."""
     num_rows, chosen = local_ids.shape
     num_experts, width, hidden = stacks.down.shape[1:]
+    is_coded = stacks.down_scale is not None
+    if is_coded and cuts is None and _even(num_rows, chosen, stacks) > _MOST_OF_CODES:
+        stacks, layer, is_coded = _decoded(stacks, layer, x.dtype), jnp.zeros_like(layer), False
     first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype)
     gate_up, down = in_pairs(stacks.gate_up), in_pairs(stacks.down)
-    if not (is_indexed(gate_up) and is_indexed(down)):
+    is_cut = min(first.outputs, second.outputs) >= LEAST * (2 if is_coded else 1)
+    if not (is_cut and is_indexed(gate_up) and is_indexed(down)):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
         sorted_ = blocks(local_ids, num_experts, first.rows, interpret)

@@ -1,5 +1,6 @@
 """Products of few rows in parts, beside whole ones."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from model.products import Matrix, product
         (5, 256, 64, "bfloat16", 2),
         (64, 512, 128, "bfloat16", 4),
         (3, 1024, 64, "float32", 16),
+        (70, 1024, 64, "float32", 16),  # two blocks of rows
         (65, 256, 64, "bfloat16", 1),  # too many rows to be bound by weights
         (4, 200, 64, "bfloat16", 1),  # inputs that make no tile
         (4, 256, 72, "bfloat16", 1),
@@ -32,7 +34,27 @@ def test_parts_add_up_to_the_product(
     np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-3)
 
 
-def test_codes_are_multiplied_whole() -> None:
-    codes = jnp.ones((128, 64), jnp.uint8)
-    matrix = Matrix(codes, jnp.ones((1, 64), jnp.float32), jnp.bfloat16, on_cpu=False)
-    assert product_parts(jnp.ones((4, 128), jnp.bfloat16), matrix, interpret=True).shape[0] == 1
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "group", "parts"),
+    [
+        (1, 1024, 256, 128, 8),
+        (70, 256, 64, 32, 2),  # two blocks of rows
+        (4, 256, 64, 8, 2),
+        (257, 256, 64, 32, 1),  # decoded first
+        (4, 256, 48, 32, 1),  # outputs of which half make no tile
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_are_decoded_where_they_are_multiplied(
+    rows: int, inputs: int, outputs: int, group: int, parts: int, dtype: str
+) -> None:
+    draw = np.random.default_rng(rows)
+    x = jnp.asarray(draw.standard_normal((rows, inputs)), dtype)
+    values = jnp.asarray(draw.standard_normal((inputs, outputs)), jnp.float8_e4m3fn)
+    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    scales = jnp.asarray(draw.random((inputs // group, outputs)) * 0.2, jnp.float32)
+    matrix = Matrix(codes, scales, jnp.dtype(dtype), on_cpu=False)
+    found = np.asarray(product_parts(x, matrix, interpret=True))
+    if dtype == "bfloat16":
+        assert found.shape[0] == parts
+    np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-4)

@@ -60,7 +60,7 @@ def test_all_rows_by_one_expert_and_by_all_give_what_the_plain_form_does() -> No
 
 
 @pytest.mark.parametrize("group", [32, 16, 8])
-@pytest.mark.parametrize("rows", [2, 50])
+@pytest.mark.parametrize("rows", [2, 50, 700])
 def test_codes_are_decoded_in_the_kernel_whatever_number_of_inputs_shares_a_scale(
     rows: int, group: int
 ) -> None:
