@@ -192,7 +192,9 @@ class KernelBench:
             def draw(scores: Any, rows: Any, token_idx: Any) -> Any:
                 none = jnp.zeros((scores.shape[0], 1), jnp.int32)
                 length = jnp.zeros(scores.shape[0], jnp.int32)
-                return sample(scores, rows, lambda: (none, length, length), token_idx)
+                history = none, length, length
+                on_cpu = self.model.on_cpu
+                return sample(scores, rows, lambda: history, token_idx, on_cpu=on_cpu)
 
             for name, rows in (("greedy", empty_rows(slots)), ("top-p", warm)):
                 taken_s = self._time("sample", draw, [(scores, rows, token_idx)])
