@@ -201,7 +201,7 @@ class KernelBench:
                 length = jnp.zeros(scores.shape[0], jnp.int32)
                 history = none, length, length
                 own = Asks.ANYTHING if on_cpu else asks
-                return sample(scores, rows, lambda: history, token_idx, asks=own)
+                return sample(scores, rows, lambda: history, token_idx, None, own, on_cpu)
 
             cases = {}
             for slots in self.shape.slots:

@@ -149,7 +149,7 @@ def draw_tokens(
 
     all_rows = jax.tree.map(partial(_repeated, width=width), rows)
     token_idx = (lengths - prompt_len[:, None]).ravel()
-    out = sample(logits, all_rows, history, token_idx, masks, asks)
+    out = sample(logits, all_rows, history, token_idx, masks, asks, model.on_cpu)
     drawn = out.ids.reshape(-1, width)
     count = num_drawn(tried.token_ids[:, 1:], tried.is_draft[:, 1:], drawn)
     counts = jnp.arange(width, dtype=jnp.int32) < count[:, None]

@@ -272,7 +272,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs, self._mask_words(width)), jnp.uint32),
         )
-        function = partial(_sample_fn, mesh)
+        function = partial(_sample_fn, mesh, self._model.on_cpu)
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
         args = abstract_of(shapes, mesh, RANKS)
         return Program(f"sample[history={width}]", sample_ranks, args)
@@ -280,6 +280,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
 
 def _sample_fn(
     mesh: Mesh,
+    on_cpu: bool,
     last_logits: Array,
     rows: Any,
     history: Array,
@@ -293,6 +294,7 @@ def _sample_fn(
         lambda: (history, prompt_len, length),
         length - prompt_len,
         (lambda: masks) if masks.size else None,
+        on_cpu=on_cpu,
     )
     told: SampleOut = tell_host(mesh, out)
     return told

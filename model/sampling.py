@@ -15,14 +15,15 @@ by what it knows of the rows (`asks_of`), a program that has no more than they n
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
+
+from model.filters import least_kept
 
 NUM_TOP = 20  # alternatives returned with a token
 NUM_BIAS = 300  # logit biases a request may set
@@ -189,6 +190,7 @@ def sample(
     token_idx: Int[Array, " B"],
     masks: Masks | None = None,
     asks: Asks = Asks.ANYTHING,
+    on_cpu: bool = True,
 ) -> SampleOut:
     """Draw one token a row.
 
@@ -200,6 +202,7 @@ def sample(
         model.buckets.mask_words. None: no row has one. A mask without a bit leaves nothing to
         draw: whoever makes it sees to that.
     asks: no row may ask for more, and what it may ask for is computed whether one does or not.
+    on_cpu: whether forms of operations are those for a processor.
     Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
     temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
     the bias. Entries that tie with the last one kept by top-k or top-p are kept too.
@@ -211,7 +214,8 @@ def sample(
         greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
 
         def drawn() -> Array:
-            return jnp.where(rows.temperature > 0, _draw(edited, rows, token_idx, asks), greedy)
+            ids = _draw(edited, rows, token_idx, asks, on_cpu)
+            return jnp.where(rows.temperature > 0, ids, greedy)
 
         ids = greedy
         if tests:
@@ -340,17 +344,24 @@ def _masked(logits: Array, rows: SamplingRows, masks: Array) -> Array:
 # --- filters and the draw ---------------------------------------------------------------------
 
 
-def _draw(logits: Array, rows: SamplingRows, token_idx: Array, asks: Asks) -> Array:
+def _draw(logits: Array, rows: SamplingRows, token_idx: Array, asks: Asks, on_cpu: bool) -> Array:
     """i32[B]: one draw a row by the Gumbel-max trick. Rows with temperature 0 mean nothing."""
     scaled = logits / jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
-    if asks is Asks.ANYTHING:
+    tests = asks is Asks.ANYTHING
+
+    def filtered() -> Array:
+        least = least_kept(scaled, rows.top_k, rows.top_p, rows.min_p, tests, on_cpu)
+        return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+
+    kept = scaled
+    if tests:
         is_filtered = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
         has_filter = jnp.any(is_filtered & (rows.temperature > 0))
-        scaled = lax.cond(has_filter, lambda: _filter(scaled, rows, True), lambda: scaled)
+        kept = lax.cond(has_filter, filtered, lambda: scaled)
     elif asks is Asks.FILTERED:
-        scaled = _filter(scaled, rows, False)
+        kept = filtered()
     noise = jax.vmap(lambda s, i: _gumbel(s, i, logits.shape[1]))(rows.seed, token_idx)
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+    return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 
 
 def _gumbel(seed: UInt32[Array, "2"], token_idx: Int[Array, ""], vocab: int) -> Array:
@@ -364,71 +375,6 @@ def _gumbel(seed: UInt32[Array, "2"], token_idx: Int[Array, ""], vocab: int) -> 
     u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     # Never 1: noise of -inf could not be told from a filtered entry.
     return -jnp.log(-jnp.log1p(-jnp.minimum(u, 1.0 - 2.0**-24)))
-
-
-def _filter(scaled: Array, rows: SamplingRows, tests: bool) -> Array:
-    """-inf for entries outside top-k, then top-p of what is left, then min-p.
-
-    tests: whether it is tested if any row has those.
-    """
-    for asked, keep, values in (
-        (rows.top_k > 0, _keep_top_k, rows.top_k),
-        (rows.top_p < 1.0, _keep_top_p, rows.top_p),
-    ):
-        kept = partial(keep, scaled, values)
-        scaled = lax.cond(jnp.any(asked), kept, lambda x=scaled: x) if tests else kept()
-    least = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # log 0 = -inf keeps all
-    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-
-
-def _keep_top_k(scaled: Array, top_k: Array) -> Array:
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[1]), scaled.shape[1])
-    least = _threshold(scaled, lambda above: jnp.sum(above, axis=-1, dtype=jnp.int32) >= wanted)
-    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-
-
-def _keep_top_p(scaled: Array, top_p: Array) -> Array:
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    # The best entry weighs 1, so a target between 0 and 1 keeps it even when top_p is 0.
-    wanted = jnp.maximum(top_p * jnp.sum(weights, axis=-1), 0.5)
-    least = _threshold(
-        scaled, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= wanted
-    )
-    least = jnp.where(top_p < 1.0, least, -jnp.inf)
-    return jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
-
-
-def _threshold(
-    values: Float[Array, "B V"], enough: Callable[[Bool[Array, "B V"]], Bool[Array, " B"]]
-) -> Float[Array, " B"]:
-    """The largest t for which the entries >= t are enough, by bisection over the bits of f32.
-
-    32 passes over the values instead of a sort, which takes XLA several times as long.
-    `enough` must hold for all entries and be monotone.
-    """
-    keys = _ordered(values)
-
-    def one_bit(step: Array, found: Array) -> Array:
-        bit = lax.shift_left(jnp.uint32(1), jnp.uint32(31) - step.astype(jnp.uint32))
-        candidate = found | bit
-        return jnp.where(enough(keys >= candidate[:, None]), candidate, found)
-
-    found = lax.fori_loop(0, 32, one_bit, jnp.zeros(values.shape[0], jnp.uint32))
-    return _unordered(found)
-
-
-SIGN = np.uint32(1 << 31)
-
-
-def _ordered(values: Array) -> Array:
-    """u32 that compare as the f32 do."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
-    return jnp.where(bits & SIGN != 0, ~bits, bits | SIGN)
-
-
-def _unordered(keys: Array) -> Array:
-    bits = jnp.where(keys & SIGN != 0, keys ^ SIGN, ~keys)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _best(logits: Array, log_total: Array) -> tuple[Array, Array]:

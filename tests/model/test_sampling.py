@@ -435,6 +435,21 @@ def test_a_program_that_has_what_rows_ask_for_draws_what_one_that_has_everything
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("asks", [Asks.FILTERED, Asks.ANYTHING])
+def test_forms_for_a_processor_and_others_draw_the_same(asks):
+    logits = logits_of(9, rows=5)
+    requests = [Request(1.0, k, p, m, seed=9) for k, p, m in ((0, 1.0, 0.0), (5, 1.0, 0.0))]
+    requests += [Request(1.0, k, p, m, seed=9) for k, p, m in ((0, 0.7, 0.0), (9, 0.6, 0.1))]
+    rows = packed([*requests, Request()], 5)
+    none = jnp.zeros((5, HISTORY), jnp.int32), *(jnp.zeros(5, jnp.int32),) * 2
+    found = []
+    for on_cpu in (True, False):
+        run = partial(sampling.sample, asks=asks, on_cpu=on_cpu)
+        draw = jax.jit(lambda x, i, run=run: run(x, rows, lambda: none, i).ids)
+        found.append([draw(logits, jnp.full(5, i, jnp.int32)) for i in range(32)])
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 def test_packing_fills_fields_from_the_wire_and_leaves_the_other_rows_off():
     params = wire.SamplingParams(
         max_new_tokens=5, temperature=0.5, top_k=7, logit_bias=((3, -1.5), (9, 2.0)),
