@@ -128,11 +128,11 @@ class DecodeEngine:
         mem_fraction: float,
         max_total_tokens: int,
         local: PrefillBuckets | None = None,
-        draws_apart: bool | None = None,
+        apart: bool | None = None,
     ) -> None:
         """local: chunks of prompts that decode computes itself; None: there are none.
 
-        draws_apart: whether a step is two programs; None: on an accelerator.
+        apart: whether a step is two programs, and see ChunkPrograms; None: on an accelerator.
         """
         self._opened = opened
         self._model = opened.model
@@ -143,11 +143,11 @@ class DecodeEngine:
         self._rank_slots = buckets.slots[-1]
         self._chunks: ChunkPrograms[LocalPrompt] | None = None
         if local is not None:
-            self._chunks = ChunkPrograms(opened.model, local, opened.context_length)
+            self._chunks = ChunkPrograms(opened.model, local, opened.context_length, apart)
         self._step: dict[_StepKind, Program] = {}
         self._step_kinds: list[_StepKind] = []
         self._draws: Draws | None = None
-        if not opened.model.on_cpu if draws_apart is None else draws_apart:
+        if not opened.model.on_cpu if apart is None else apart:
             self._draws = Draws(opened.model, buckets, self._dp_size)
         all_slots = self._dp_size * self._rank_slots
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
@@ -166,6 +166,8 @@ class DecodeEngine:
         state_bytes *= len(opened.devices) // self._dp_size
         if self._draws is not None:
             state_bytes += self._draws.logits_bytes * len(opened.devices)
+        if self._chunks is not None:
+            state_bytes += self._chunks.hidden_bytes * len(opened.devices)
         self._pool, self.plan, self.programs = make_pool(
             opened,
             mem_fraction,
@@ -291,8 +293,8 @@ class DecodeEngine:
                 draws.append(FirstSample(placed.row, params, prompt.token_ids, num_prompt, mask))
         if not draws:
             return chunk, None
-        width, arrays = self._chunks.pack_firsts(draws)
-        return chunk, self.calls("sample", width, *arrays)
+        kind, arrays = self._chunks.pack_firsts(draws)
+        return chunk, self.calls("sample", kind, *arrays)
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -344,8 +346,8 @@ class DecodeEngine:
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
             self.calls.take("chunk", packed.bucket, *packed.arrays)
-            width, arrays = self._chunks.pack_firsts(())
-            self.calls.take("sample", width, *arrays)
+            kind, arrays = self._chunks.pack_firsts(())
+            self.calls.take("sample", kind, *arrays)
         no_slots = self._no_slots(self._step_kinds[0].slots)
         jax.block_until_ready(self.calls.take("step", 0, no_slots))
 

@@ -3,7 +3,8 @@
 Both roles run them: prefill for its prompts, decode for those that it computes itself. All
 data-parallel ranks take each call together, each with its own part, which may be empty. Rows of
 arrays are those of rank 0 first; pages are counted within each rank. Nothing here waits for the
-device.
+device: a GPU's host waits for every predicate, so there what a chunk may be asked for has programs
+of its own, and a processor has one program for all.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from model.buckets import PrefillBuckets, bucket_for, mask_words
@@ -24,9 +24,10 @@ from model.pieces import ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
 from model.programs import Program
 from model.sampling import (
-    NUM_TOP,
+    Asks,
     SampleOut,
     SamplingLike,
+    asks_of,
     empty_rows,
     prompt_logprobs,
     sample,
@@ -94,15 +95,26 @@ class FirstSample:
 class ChunkPrograms[Q: ChunkPrompt]:
     """Every chunk program of one model, and the draws of first tokens behind them."""
 
-    def __init__(self, model: Model, buckets: PrefillBuckets, context_length: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        buckets: PrefillBuckets,
+        context_length: int,
+        apart: bool | None = None,
+    ) -> None:
+        """apart: whether what may be asked for has programs of its own; None: on an accelerator."""
         self.buckets = buckets
+        self._apart = not model.on_cpu if apart is None else apart
         self._model = model
         self._context_length = context_length
         self._dp_size = num_ranks(model.mesh)
         self._nowhere = 0  # a position past the pool of a rank
         self._chunk: dict[int, Program] = {}
-        self._sample_plain: Program
-        self._sample_edited: Program
+        self._logprobs: dict[int, Program] = {}  # where they are apart
+        # By what there is to ask for, and how many tokens so far a draw may look at.
+        sampled = list(Asks) if self._apart else [Asks.ANYTHING]
+        self._kinds = [(asks, 1) for asks in sampled] + [(Asks.ANYTHING, context_length)]
+        self._sample: list[Program] = []
         self._rows_tree = jax.tree.structure(empty_rows(1))
         self._logits: Array  # of the last chunk
 
@@ -128,12 +140,23 @@ class ChunkPrograms[Q: ChunkPrompt]:
     ) -> tuple[Array, tuple[Array, ...]]:
         """Dispatch a packed chunk. Returns the donated pool, and what `in_flight` takes."""
         *fields, last_rows, wants, targets = arrays
-        batch = _chunk_batch(fields)
-        outs = self._chunk[bucket](params, pool, batch, last_rows, wants, targets, *experts.args)
-        pool, loads, *told = outs
+        batch, asked = _chunk_batch(fields), () if self._apart else (wants, targets)
+        pool, loads, logits, *rest = self._chunk[bucket](
+            params, pool, batch, last_rows, *asked, *experts.args
+        )
         experts.counted(loads)
-        self._logits = told[0]
-        return pool, tuple(told)
+        self._logits = logits
+        if self._apart:
+            (hidden,) = rest
+            rest = self._logprobs[bucket](params, hidden, targets) if wants else ()
+        return pool, (logits, *rest)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of the longest chunk's hidden states on one device, where they outlive its program."""
+        dtype = np.dtype(self._model.dtype)
+        tokens = self.buckets.tokens[-1] if self._apart else 0
+        return tokens * self._model.cfg.hidden_size * int(dtype.itemsize)
 
     def pack_firsts(self, firsts: Sequence[FirstSample]) -> tuple[int, tuple[np.ndarray, ...]]:
         """Draws of first tokens, as `sample_first` takes them."""
@@ -142,6 +165,8 @@ class ChunkPrograms[Q: ChunkPrompt]:
         lengths = np.zeros((2, seqs), np.int32)
         edited = any(_edited(first.params) for first in firsts)
         width = self._context_length if edited else 1
+        asks = max((asks_of(first.params) for first in firsts), default=Asks.GREEDY)
+        kind = self._kinds.index((asks if self._apart else Asks.ANYTHING, width))
         history = np.zeros((seqs, width), np.int32)
         masks = np.zeros((seqs, self._mask_words(width)), np.uint32)
         for first in firsts:
@@ -151,14 +176,13 @@ class ChunkPrograms[Q: ChunkPrompt]:
                 history[first.row, : len(first.token_ids)] = first.token_ids
             if first.mask is not None:
                 masks[first.row] = first.mask
-        return width, (*jax.tree.leaves(rows), history, *lengths, masks)
+        return kind, (*jax.tree.leaves(rows), history, *lengths, masks)
 
-    def sample_first(self, width: int, *arrays: np.ndarray) -> SampleOut:
+    def sample_first(self, kind: int, *arrays: np.ndarray) -> SampleOut:
         """Dispatch draws from the last chunk; row i belongs to row i of its logits."""
         *leaves, history, prompt_len, length, masks = arrays
         rows = jax.tree.unflatten(self._rows_tree, leaves)
-        program = self._sample_plain if width == 1 else self._sample_edited
-        out: SampleOut = program(self._logits, rows, history, prompt_len, length, masks)
+        out: SampleOut = self._sample[kind](self._logits, rows, history, prompt_len, length, masks)
         for array in out:
             array.copy_to_host_async()
         return out
@@ -201,21 +225,45 @@ class ChunkPrograms[Q: ChunkPrompt]:
         params, pool, experts: their shapes.
         """
         self._nowhere = pool.shape[2] // self._dp_size * self._model.page_size
-        chunk = on_ranks(
-            self._model.mesh,
-            self._chunk_fn,
-            (self._model.param_specs(), POOL_SPEC, RANKS, RANKS, P(), RANKS, P(), RANKS),
-            (POOL_SPEC, RANKS, RANKS, *(told_spec(self._model.mesh),) * 3),
-        )
+        mesh, of_params = self._model.mesh, self._model.param_specs()
+        told = (told_spec(mesh),) * 3
+        given, gives = (of_params, POOL_SPEC, RANKS, RANKS), (POOL_SPEC, RANKS, RANKS)
+        if self._apart:
+            chunk = on_ranks(mesh, self._chunk_alone, (*given, P(), RANKS), (*gives, RANKS))
+        else:
+            asked = (*given, P(), RANKS, P(), RANKS)
+            chunk = on_ranks(mesh, self._chunk_whole, asked, (*gives, *told))
         for tokens in self.buckets.tokens:
-            args = (params, pool, *self._chunk_shapes(tokens), *experts)
-            donate = (1, len(args) - 1)
-            self._chunk[tokens] = Program(f"chunk[tokens={tokens}]", chunk, args, donate)
-        self._sample_plain = self._sample_program(1)
-        self._sample_edited = self._sample_program(self._context_length)
-        return [*self._chunk.values(), self._sample_plain, self._sample_edited]
+            batch, last_rows, wants, targets = self._chunk_shapes(tokens)
+            own = () if self._apart else (wants, targets)
+            args = (params, pool, batch, last_rows, *own, *experts)
+            self._chunk[tokens] = Program(
+                f"chunk[tokens={tokens}]", chunk, args, (1, len(args) - 1)
+            )
+        if self._apart:
+            logprobs = on_ranks(mesh, self._prompt_logprobs, (of_params, RANKS, RANKS), told)
+            for tokens in self.buckets.tokens:
+                *_, targets = self._chunk_shapes(tokens)
+                args = (params, self._hidden_shape(tokens), targets)
+                self._logprobs[tokens] = Program(f"logprobs[tokens={tokens}]", logprobs, args)
+        self._sample = [self._sample_program(asks, width) for asks, width in self._kinds]
+        return [*self._chunk.values(), *self._logprobs.values(), *self._sample]
 
-    def _chunk_fn(
+    def _chunk_alone(
+        self,
+        params: Any,
+        pool: Array,
+        batch: ChunkBatch,
+        last_rows: Array,
+        expert_map: ExpertMap | None,
+        loads: Array | None,
+    ) -> tuple[Array | None, ...]:
+        """One rank's chunk: pool, loads, logits f32[seqs, vocab], hidden states [T, hidden]."""
+        batch = batch._replace(num_pages_used=batch.num_pages_used[0])
+        hidden, pool, loads = prefill_rows(self._model, params, pool, batch, expert_map, loads)
+        return pool, loads, row_logits(self._model, params, hidden[last_rows]), hidden
+
+    def _chunk_whole(
         self,
         params: Any,
         pool: Array,
@@ -226,31 +274,31 @@ class ChunkPrograms[Q: ChunkPrompt]:
         expert_map: ExpertMap | None,
         loads: Array | None,
     ) -> tuple[Array | None, ...]:
-        """One rank's chunk. wants is the same on all ranks: what it decides has collectives in it.
+        """With `_prompt_logprobs` in the place of hidden states, zeros unless wanted.
 
-        (pool, loads, logits f32[seqs, vocab], logprobs f32[T], top_ids i32[T,20], top f32[T,20]).
+        wants is the same on all ranks: what it decides has collectives in it.
         """
-        batch = batch._replace(num_pages_used=batch.num_pages_used[0])
-        hidden, pool, loads = prefill_rows(self._model, params, pool, batch, expert_map, loads)
-        tokens = hidden.shape[0]
+        args = params, pool, batch, last_rows, expert_map, loads
+        pool_, loads, logits, hidden = self._chunk_alone(*args)
+        assert hidden is not None
+        shapes = jax.eval_shape(self._logprobs_of, params, hidden, targets)
+        asked = jax.lax.cond(
+            wants,
+            lambda: self._logprobs_of(params, hidden, targets),
+            lambda: jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes),
+        )
+        return pool_, loads, logits, *tell_host(self._model.mesh, asked)
 
-        def rows_to_logits(rows: Array) -> Array:
-            return row_logits(self._model, params, rows)
+    def _prompt_logprobs(self, params: Any, hidden: Array, targets: Array) -> Any:
+        return tell_host(self._model.mesh, self._logprobs_of(params, hidden, targets))
 
-        def compute() -> tuple[Array, Array, Array]:
-            block = min(_LOGPROB_BLOCK, tokens)
-            return prompt_logprobs(rows_to_logits, hidden, targets, block)
-
-        def nothing() -> tuple[Array, Array, Array]:
-            top = (tokens, NUM_TOP)
-            return (
-                jnp.zeros((tokens,), jnp.float32),
-                jnp.zeros(top, jnp.int32),
-                jnp.zeros(top, jnp.float32),
-            )
-
-        asked = tell_host(self._model.mesh, jax.lax.cond(wants, compute, nothing))
-        return pool, loads, rows_to_logits(hidden[last_rows]), *asked
+    def _logprobs_of(
+        self, params: Any, hidden: Array, targets: Array
+    ) -> tuple[Array, Array, Array]:
+        """Logprobs f32[T], and of the best i32[T, 20] and f32[T, 20]."""
+        block = min(_LOGPROB_BLOCK, hidden.shape[0])
+        logits = partial(row_logits, self._model, params)
+        return prompt_logprobs(logits, hidden, targets, block)
 
     def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
         mesh, seqs, pages = self._model.mesh, self.buckets.seqs, self.buckets.pages
@@ -261,7 +309,11 @@ class ChunkPrograms[Q: ChunkPrompt]:
         batch = _chunk_batch([i32(size) for size in (tokens,) * 4 + (pages,) * 3 + (1,)])
         return batch, i32(seqs), abstract_of(np.bool_(False), mesh, P()), i32(tokens)
 
-    def _sample_program(self, width: int) -> Program:
+    def _hidden_shape(self, tokens: int) -> Any:
+        sizes = self._dp_size * tokens, self._model.cfg.hidden_size
+        return abstract_of(jax.ShapeDtypeStruct(sizes, self._model.dtype), self._model.mesh, RANKS)
+
+    def _sample_program(self, asks: Asks, width: int) -> Program:
         mesh, vocab = self._model.mesh, self._model.cfg.vocab_size
         seqs = self._dp_size * self.buckets.seqs
         shapes = (
@@ -272,15 +324,15 @@ class ChunkPrograms[Q: ChunkPrompt]:
             jax.ShapeDtypeStruct((seqs,), jnp.int32),
             jax.ShapeDtypeStruct((seqs, self._mask_words(width)), jnp.uint32),
         )
-        function = partial(_sample_fn, mesh, self._model.on_cpu)
+        function = partial(_sample_fn, self._model, asks)
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
         args = abstract_of(shapes, mesh, RANKS)
-        return Program(f"sample[history={width}]", sample_ranks, args)
+        return Program(f"sample[{asks.name.lower()}, history={width}]", sample_ranks, args)
 
 
 def _sample_fn(
-    mesh: Mesh,
-    on_cpu: bool,
+    model: Model,
+    asks: Asks,
     last_logits: Array,
     rows: Any,
     history: Array,
@@ -294,9 +346,10 @@ def _sample_fn(
         lambda: (history, prompt_len, length),
         length - prompt_len,
         (lambda: masks) if masks.size else None,
-        on_cpu=on_cpu,
+        asks,
+        model.on_cpu,
     )
-    told: SampleOut = tell_host(mesh, out)
+    told: SampleOut = tell_host(model.mesh, out)
     return told
 
 

@@ -33,13 +33,15 @@ class PrefillEngine:
         mem_fraction: float,
         max_total_tokens: int,
         natural_pages: int,
+        apart: bool | None = None,
     ) -> None:
+        """apart: see ChunkPrograms."""
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
         self._experts = opened.experts
         self._buckets = buckets
-        self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length)
+        self._chunks = ChunkPrograms[Prompt](opened.model, buckets, opened.context_length, apart)
         self._runs = GatheredRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self.plan: MemoryPlan
         self._pool: Array
@@ -50,6 +52,7 @@ class PrefillEngine:
             natural_pages,
             self._programs,
             buckets.staged_pages * self._runs.copies,
+            self._chunks.hidden_bytes * len(opened.devices),
         )
         self._params = self._experts.settle(self._params)
         self.calls = Calls()
@@ -73,8 +76,8 @@ class PrefillEngine:
 
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
         """Dispatch the draw of first tokens from the last chunk; row i belongs to its row i."""
-        width, arrays = self._chunks.pack_firsts(firsts)
-        out: SampleOut = self.calls("sample", width, *arrays)
+        kind, arrays = self._chunks.pack_firsts(firsts)
+        out: SampleOut = self.calls("sample", kind, *arrays)
         return out
 
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -105,8 +108,8 @@ class PrefillEngine:
         """Have devices of all members find each other now, not at the first request."""
         packed = self._chunks.pack([()] * num_ranks)
         self.calls.take("chunk", packed.bucket, *packed.arrays)
-        width, arrays = self._chunks.pack_firsts(())
-        self.calls.take("sample", width, *arrays)
+        kind, arrays = self._chunks.pack_firsts(())
+        self.calls.take("sample", kind, *arrays)
         jax.block_until_ready(self.calls.take("gather", *self._runs.ids_of([()] * num_ranks)))
 
     # --- shapes -------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def engine_of(dp_size: int) -> DecodeEngine:
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
     local = local_buckets(48, 48, DEVICE_PAGE)
     # Of one rank tokens are drawn with the step, of two apart.
-    return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local, draws_apart=dp_size > 1)
+    return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local, apart=dp_size > 1)
 
 
 class Request:

@@ -158,7 +158,7 @@ def test_tokens_drawn_apart_are_those_of_steps_that_draw_them() -> None:
     for apart in (False, True):
         opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
         engine = DecodeEngine(
-            opened, full_steps(4, context, page_size), 0.0, 4 * context, draws_apart=apart
+            opened, full_steps(4, context, page_size), 0.0, 4 * context, apart=apart
         )
         if engine._draws is not None:
             for key, program in engine._draws._programs.items():
