@@ -38,7 +38,10 @@ cvt.f32.f16 p, x;
 cvt.f32.f16 q, y;
 """
 _BY_SCALES: Final = "mul.f32 p, p, $2;\nmul.f32 q, q, $3;\n"
-_ROUNDED: Final = "cvt.rn.bf16x2.f32 $0, q, p;"
+_ROUNDED: Final = {
+    "bfloat16": "cvt.rn.bf16x2.f32 $0, q, p;",
+    "float16": "cvt.rn.f16x2.f32 $0, q, p;",
+}
 
 
 def in_pairs(array: Array) -> Array:
@@ -75,13 +78,12 @@ def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = No
         wide = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
         return (wide if scales is None else wide * scales).astype(dtype)
     text, args = _READ.format(which=("first", "second")[lane]), [found]
-    if dtype == jnp.float16:
-        text += _AS_THEY_ARE
-    elif scales is None:
-        text += _WIDE + _ROUNDED
-    else:
-        text += _WIDE + _BY_SCALES + _ROUNDED
+    rounding = _ROUNDED[jnp.dtype(dtype).name]
+    if scales is not None:
+        text += _WIDE + _BY_SCALES + rounding
         args.append(jnp.broadcast_to(scales, found.shape))
+    else:
+        text += _AS_THEY_ARE if dtype == jnp.float16 else _WIDE + rounding
     (rounded,) = plt.elementwise_inline_asm(
         f"{{{text}}}",
         args=args,
@@ -105,7 +107,6 @@ def keys_and_values(
     """
     layer, (pages, *within) = at
     pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
-
     dtype, interpret = how
 
     def plane(which: int, dtype: Any) -> list[Any]:

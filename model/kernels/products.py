@@ -6,7 +6,7 @@ launch of their own, nor does a row alone its company (model.products.with_compa
 """
 
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,42 +16,58 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
-from model.kernels.codes import Weights, in_pairs
+from model.kernels.codes import Weights, in_pairs, lanes_of
 from model.kernels.tiles import LEAST, Tiles, add_products, divisor, is_indexed
 from model.products import Matrix, product
 
-# By bytes of a weight: more take XLA less time, which decodes codes first, and of float32 that of
-# rows of bfloat16, see add_products.
-_MOST_ROWS: Final = {1: 256, 2: 64, 4: 256}
-_MOST_WIDE_ROWS: Final = 16  # of float32 by float32
-_TILE_ROWS: Final = 64
-_PROGRAMS: Final = 256  # that there are at least, where inputs are enough
-_MOST_PARTS: Final = 16
+
+class _How(NamedTuple):
+    """How products of a kind are cut; of tiles and parts, the most. Measured on an H200.
+
+    most_rows: of those with more the whole product is made, which then takes less time.
+    programs: that there are at least, where inputs are enough.
+    """
+
+    most_rows: int
+    rows: int
+    outputs: int
+    inputs: int
+    stages: int
+    parts: int
+    programs: int = 256
 
 
-def _tiles(x: Array, w: Matrix) -> Tiles | None:
-    """None: of rows and weights like these the whole product is made."""
-    rows, (inputs, outputs) = len(x), w.shape
-    if w.turned or w.at or not is_indexed(in_pairs(w.values)):
+_OF_NUMBERS: Final = _How(64, 64, 64, 128, 3, 16)
+_OF_MANY_ROWS: Final = _OF_NUMBERS._replace(programs=160)  # whose parts take time to write
+# Of 64 rows a matrix unit takes both operands from shared memory, where decoded weights are not.
+_OF_CODES: Final = _How(64, 32, 128, 128, 3, 16)
+_OF_CODES_BY_MANY: Final = _OF_CODES._replace(most_rows=256, rows=64)
+_OF_FLOAT32: Final = _How(16, 16, 64, 32, 2, 16)
+_OF_ROUTERS: Final = _How(256, 64, 32, 64, 2, 32)  # float32 by bfloat16, see add_products
+
+
+def _how(x: Array, w: Matrix) -> _How:
+    if w.dtype == jnp.float32:
+        return _OF_ROUTERS if x.dtype == jnp.bfloat16 and w.scales is None else _OF_FLOAT32
+    if w.scales is not None:
+        return _OF_CODES if len(x) <= _OF_CODES.most_rows else _OF_CODES_BY_MANY
+    return _OF_NUMBERS if len(x) <= LEAST else _OF_MANY_ROWS
+
+
+def _cut(x: Array, w: Matrix) -> tuple[Tiles, int] | None:
+    """Tiles and parts. None: of rows and weights like these the whole product is made."""
+    rows, (inputs, outputs), how = len(x), w.shape, _how(x, w)
+    values = in_pairs(w.values)
+    if rows > how.most_rows or w.turned or w.at or not is_indexed(values):
         return None
-    size = w.values.dtype.itemsize
-    wide, exact = w.dtype == jnp.float32, w.dtype == jnp.float32 and x.dtype == jnp.bfloat16
-    if rows > (_MOST_WIDE_ROWS if wide and not exact else _MOST_ROWS[size]):
+    tile_rows = min(max(LEAST, 1 << (rows - 1).bit_length()), how.rows)
+    sides = divisor(outputs, how.outputs), divisor(inputs, how.inputs)
+    tile = Tiles(tile_rows, *sides, stages=how.stages)
+    if min(tile.outputs // lanes_of(values), tile.inputs) < LEAST:
         return None
-    # Of codes a tile becomes two, of half the outputs each.
-    most = {1: 128, 2: 64, 4: 32 if exact else 64}[size], 32 if wide else 128
-    sides = divisor(outputs, most[0]), divisor(inputs, most[1])
-    least = LEAST if size > 1 else 2 * LEAST, LEAST
-    if any(side < enough for side, enough in zip(sides, least, strict=True)):
-        return None
-    tile_rows = min(max(LEAST, 1 << (rows - 1).bit_length()), _TILE_ROWS)
-    return Tiles(tile_rows, *sides, 4, 2 if wide else 3)
-
-
-def _parts(cut: Tiles, rows: int, w: Matrix) -> int:
-    inputs, outputs = w.shape
-    wanted = -(-_PROGRAMS // (outputs // cut.outputs * -(-rows // cut.rows)))
-    return divisor(inputs // cut.inputs, min(_MOST_PARTS, 1 << (wanted - 1).bit_length()))
+    wanted = -(-how.programs // (outputs // tile.outputs * -(-rows // tile.rows)))
+    parts = divisor(inputs // tile.inputs, min(how.parts, 1 << (wanted - 1).bit_length()))
+    return tile, parts
 
 
 def _kernel(x_ref: Any, w_ref: Any, *others: Any, cut: Tiles, dtype: Any, interpret: bool) -> None:
@@ -67,7 +83,7 @@ def _kernel(x_ref: Any, w_ref: Any, *others: Any, cut: Tiles, dtype: Any, interp
     def step(k: Any, accs: tuple[Any, ...]) -> tuple[Any, ...]:
         first = (part * np.int32(steps) + k) * np.int32(cut.inputs)
         x = x_ref[rows, pl.ds(first, cut.inputs)]
-        if interpret or dtype != jnp.float32:
+        if interpret or dtype != jnp.float32 or x.dtype != jnp.bfloat16:
             x = x.astype(dtype)
         tiles = weights.tile(((), ()), (first, cut.inputs), (nth, cut.outputs), dtype)
         return add_products(accs, x, tiles)
@@ -86,10 +102,10 @@ def product_parts(
     interpret: bool = False,
 ) -> Float[Array, "parts rows b"]:
     """See model.products.product_parts. cut: tiles, and parts of as many of them."""
-    tiles, outputs = cut[0] if cut else _tiles(x, w), w.shape[1]
-    if tiles is None:
+    cut = cut or _cut(x, w)
+    if cut is None:
         return product(x, w)[None]
-    parts = cut[1] if cut else _parts(tiles, len(x), w)
+    (tiles, parts), outputs = cut, w.shape[1]
     given = (in_pairs(w.values), *(() if w.scales is None else (w.scales,)))
     found: Array = pl.pallas_call(
         partial(_kernel, cut=tiles, dtype=jnp.dtype(w.dtype), interpret=interpret),
