@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from model.kernels.tiles import LEAST, Part, is_indexed
+from model.kernels.tiles import LEAST, Part
 
 # Two pairs of codes, a and b, to numbers of two bytes: the first of each pair, or the second, x and
 # y. Those of float16 need no rounding. Source: NVIDIA's PTX manual, cvt.
@@ -47,9 +47,9 @@ _ROUNDED: Final = {
 def in_pairs(array: Array) -> Array:
     """Codes [..., n] as [..., n / 2] of two bytes each, the first in the lower; nothing is moved.
 
-    Of numbers the array itself.
+    Of numbers the array itself, and of codes where half of a tile would be none.
     """
-    if array.dtype != jnp.uint8:
+    if array.dtype != jnp.uint8 or array.shape[-1] % (2 * LEAST):
         return array
     apart = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
     return lax.bitcast_convert_type(apart, jnp.uint16)
@@ -60,22 +60,18 @@ def lanes_of(ref: Any) -> int:
     return 2 if ref.dtype == jnp.uint16 else 1
 
 
-def are_read(pool: Array) -> bool:
-    """Whether attention's kernels find all of it, and take parts of its heads in whole tiles."""
-    whole = pool.dtype != jnp.uint8 or pool.shape[-1] % (2 * LEAST) == 0
-    return whole and is_indexed(in_pairs(pool))
-
-
 def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = None) -> Any:
     """A lane of what was read, rounded to dtype. scales: of codes, or what broadcasts to them.
 
     Codes without scales may become float16, which holds all of them.
     """
-    if found.dtype != jnp.uint16:
+    if found.dtype not in (jnp.uint8, jnp.uint16):
         return found.astype(dtype)
-    if interpret or dtype == jnp.float32:
-        codes = (found >> np.uint16(8 * lane)).astype(jnp.uint8)
-        wide = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    if interpret or dtype == jnp.float32 or found.dtype == jnp.uint8:
+        codes = found if lane == 0 else found >> np.uint16(8)
+        wide = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn).astype(
+            jnp.float32
+        )
         return (wide if scales is None else wide * scales).astype(dtype)
     text, args = _READ.format(which=("first", "second")[lane]), [found]
     rounding = _ROUNDED[jnp.dtype(dtype).name]

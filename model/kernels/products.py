@@ -25,33 +25,37 @@ class _How(NamedTuple):
     """How products of a kind are cut; of tiles and parts, the most. Measured on an H200.
 
     most_rows: of those with more the whole product is made, which then takes less time.
-    programs: that there are at least, where inputs are enough.
+    programs: that there would be, of tiles of 64 by 64, where inputs are enough.
     """
 
     most_rows: int
     rows: int
     outputs: int
     inputs: int
-    stages: int
-    parts: int
+    stages: int = 3
+    parts: int = 16
     programs: int = 256
 
 
-_OF_NUMBERS: Final = _How(64, 64, 64, 128, 3, 16)
-_OF_MANY_ROWS: Final = _OF_NUMBERS._replace(programs=160)  # whose parts take time to write
-# Of 64 rows a matrix unit takes both operands from shared memory, where decoded weights are not.
-_OF_CODES: Final = _How(64, 32, 128, 128, 3, 16)
-_OF_CODES_BY_MANY: Final = _OF_CODES._replace(most_rows=256, rows=64)
-_OF_FLOAT32: Final = _How(16, 16, 64, 32, 2, 16)
-_OF_ROUTERS: Final = _How(256, 64, 32, 64, 2, 32)  # float32 by bfloat16, see add_products
+_UNIT: Final = 64
+_OF_NUMBERS: Final = _How(64, 64, 64, 128)
+# Inputs as those of numbers are, and as many parts: what is added up comes in the same order. Of 64
+# rows a matrix unit takes both operands from shared memory, where decoded weights are not.
+_OF_CODES: Final = _How(64, 32, 128, 128)
+_OF_CODES_BY_MANY: Final = _How(256, 64, 128, 128, programs=512)
+_OF_FLOAT32: Final = _How(16, 16, 64, 32, stages=2)
+# float32 by bfloat16, see add_products.
+_OF_ROUTERS: Final = _How(256, 64, 32, 64, stages=2, parts=32)
 
 
 def _how(x: Array, w: Matrix) -> _How:
     if w.dtype == jnp.float32:
         return _OF_ROUTERS if x.dtype == jnp.bfloat16 and w.scales is None else _OF_FLOAT32
-    if w.scales is not None:
-        return _OF_CODES if len(x) <= _OF_CODES.most_rows else _OF_CODES_BY_MANY
-    return _OF_NUMBERS if len(x) <= LEAST else _OF_MANY_ROWS
+    if w.scales is not None and len(x) > _OF_CODES.most_rows:
+        return _OF_CODES_BY_MANY
+    how = _OF_NUMBERS if w.scales is None else _OF_CODES
+    # Of many rows parts take time to write.
+    return how if len(x) <= LEAST else how._replace(programs=160)
 
 
 def _cut(x: Array, w: Matrix) -> tuple[Tiles, int] | None:
@@ -65,7 +69,7 @@ def _cut(x: Array, w: Matrix) -> tuple[Tiles, int] | None:
     tile = Tiles(tile_rows, *sides, stages=how.stages)
     if min(tile.outputs // lanes_of(values), tile.inputs) < LEAST:
         return None
-    wanted = -(-how.programs // (outputs // tile.outputs * -(-rows // tile.rows)))
+    wanted = -(-how.programs // (-(-outputs // _UNIT) * -(-rows // _UNIT)))
     parts = divisor(inputs // tile.inputs, min(how.parts, 1 << (wanted - 1).bit_length()))
     return tile, parts
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
 from model.kernels.attention import reference
-from model.kernels.codes import are_read, in_pairs, keys_and_values, lanes_of
+from model.kernels.codes import in_pairs, keys_and_values, lanes_of
 from model.kernels.tiles import (
     LEAST,
     LOW,
@@ -27,6 +27,7 @@ from model.kernels.tiles import (
     add_block,
     begin,
     block_at,
+    is_indexed,
     parts_of,
     to_bits,
 )
@@ -178,10 +179,11 @@ def paged_decode(
     interpret: bool = False,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """See model.kernels.attention.reference.decode."""
-    if not are_read(pool):
+    pairs = in_pairs(pool)
+    if not is_indexed(pairs):
         args = q, pool, layer, positions, page_table, sinks, window, scale
         return reference.decode(*args, accelerator=True)
-    (rows, heads, group, head_dim), pairs = q.shape, in_pairs(pool)
+    rows, heads, group, head_dim = q.shape
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
     blocks = -(-group // cut.most_queries)
     splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)

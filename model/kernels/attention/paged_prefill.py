@@ -18,13 +18,14 @@ from jaxtyping import Float, Int32
 
 from model.attention import ChunkBatch
 from model.kernels.attention import reference
-from model.kernels.codes import are_read, in_pairs, keys_and_values, lanes_of
+from model.kernels.codes import in_pairs, keys_and_values, lanes_of
 from model.kernels.tiles import (
     Running,
     Softmax,
     add_block,
     begin,
     block_at,
+    is_indexed,
     parts_of,
 )
 from model.kv import PagePool
@@ -169,7 +170,8 @@ def paged_prefill(
     interpret: bool = False,
 ) -> Float[Array, "tokens kv_heads group head_dim"]:
     """See model.kernels.attention.reference.prefill."""
-    if not are_read(pool):
+    pairs = in_pairs(pool)
+    if not is_indexed(pairs):
         args = q, pool, layer, batch, sinks, window, scale
         return reference.prefill(*args, accelerator=True)
     num_tokens, heads, group, head_dim = q.shape
@@ -198,7 +200,7 @@ def paged_prefill(
             jnp.stack([batch.positions, batch.seq_idx]),
             jnp.stack([batch.page_ids, batch.page_seq, batch.page_pos]),
             q,
-            in_pairs(pool),
+            pairs,
             *extras,
         )
         return attended

@@ -41,7 +41,7 @@ def test_parts_add_up_to_the_product(
         (70, 256, 64, 32, 2),  # two blocks of rows
         (4, 256, 64, 8, 2),
         (257, 256, 64, 32, 1),  # decoded first
-        (4, 256, 48, 32, 1),  # outputs of which half make no tile
+        (4, 256, 48, 32, 2),  # outputs of which half make no tile are read one by one
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
