@@ -91,11 +91,11 @@ class Harness:
 
     @cached_property
     def _prefill(self) -> Any:
-        return compiled_soon(prefill_hidden)
+        return compiled_soon(prefill_hidden, self.model)
 
     @cached_property
     def _decode(self) -> Any:
-        return compiled_soon(decode_hidden)
+        return compiled_soon(decode_hidden, self.model)
 
     @cached_property
     def _logits(self) -> Any:
@@ -145,14 +145,17 @@ class Harness:
     def capture(self, prompt: list[int]) -> tuple[np.ndarray, Captured]:
         """One prompt as one chunk, looked at from inside. Returns its last hidden states too."""
         (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
-        run = compiled_soon(prefill_captured)
+        run = compiled_soon(prefill_captured, self.model)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)
 
 
-def compiled_soon(function: Any) -> Any:
-    """A program of (model, params, pool, ...), not optimized: few calls are made of it."""
-    options = {"xla_backend_optimization_level": 0}
+def compiled_soon(function: Any, model: Model) -> Any:
+    """A program of (model, params, pool, ...), not optimized: few calls are made of it.
+
+    Interpreted kernels are: compiled as soon, a call of them takes an eighth of the time.
+    """
+    options = None if model.target.interpreted else {"xla_backend_optimization_level": 0}
     return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
