@@ -22,6 +22,7 @@ PAGES, HEADS, GROUP, HEAD_DIM = 24, 2, 3, 32
 DECODE_CUTS = [
     decoding.Cut(positions=16, least=16, programs=1),
     decoding.Cut(positions=16, least=16, programs=60),
+    decoding.Cut(positions=16, least=16, programs=400),  # more parts than are joined at a time
     decoding.Cut(positions=64, least=64, programs=60),
     decoding.Cut(positions=64, least=256, programs=1000, most_queries=2),
 ]
