@@ -3,8 +3,8 @@
 Both roles run them: prefill for its prompts, decode for those that it computes itself. All
 data-parallel ranks take each call together, each with its own part, which may be empty. Rows of
 arrays are those of rank 0 first; pages are counted within each rank. Nothing here waits for the
-device: a GPU's host waits for every predicate, so there what a chunk may be asked for has programs
-of its own, and a processor has one program for all.
+device, but for what `Asks.ANYTHING` has on a GPU: its host waits for every predicate, so there what
+a chunk may be asked for has programs of its own. A processor has one program for all.
 """
 
 from collections.abc import Sequence

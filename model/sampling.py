@@ -1,7 +1,8 @@
 """Logits -> token ids: penalties, filters and the draw, as a pure function of its arguments.
 
 What a row draws depends on (seed, token index, its own logits) alone, so a request continues
-with the same tokens in any slot, batch, rank or worker. Two rules keep it so:
+with the same tokens in any slot, batch, rank or worker. On a GPU sums of top-p are rounded by the
+size of the batch, as logits are there. Two rules keep it so:
 
     1. A row that does not ask for a feature passes through it bit for bit unchanged (x / 1,
        x + 0, a mask that keeps all), because whether its branch runs at all is decided by the

@@ -96,7 +96,7 @@ def keys_and_values(
     parts: Sequence[Part],
     how: tuple[Any, bool],
 ) -> tuple[list[Any], list[Any]]:
-    """Some positions' parts, each [positions, size]; values of codes are float16 at the least.
+    """Some positions' parts, each [positions, size]; values of pairs are float16 at the least.
 
     at: layer, and there pages, offsets in them, a head. A page past the pool is some page, as in
     model.kv.read_pages. how: dtype, and see Target.interpreted.

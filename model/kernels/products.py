@@ -39,8 +39,9 @@ class _How(NamedTuple):
 
 _UNIT: Final = 64
 _OF_NUMBERS: Final = _How(64, 64, 64, 128)
-# Inputs as those of numbers are, and as many parts: what is added up comes in the same order. Of 64
-# rows a matrix unit takes both operands from shared memory, where decoded weights are not.
+# Inputs as those of numbers are, and as many parts: what is added up comes in the same order, but
+# for many rows, of which numbers are multiplied whole. Of 64 rows a matrix unit takes both operands
+# from shared memory, where decoded weights are not.
 _OF_CODES: Final = _How(64, 32, 128, 128)
 _OF_CODES_BY_MANY: Final = _How(256, 64, 128, 128, programs=512)
 _OF_FLOAT32: Final = _How(16, 16, 64, 32, stages=2)

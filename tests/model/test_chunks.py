@@ -73,3 +73,5 @@ def test_only_the_draw_of_anything_has_a_predicate_apart() -> None:
     programs = [*chunks._chunk.values(), *chunks._logprobs.values(), *chunks._sample]
     have = {p.name for p in programs if " conditional(" in str(p.compiled.as_text())}
     assert have == {"sample[anything, history=1]", "sample[anything, history=128]"}
+    # What outlives a chunk's program is planned for.
+    assert chunks.hidden_bytes == 64 * chunks._model.cfg.hidden_size * 4

@@ -146,14 +146,12 @@ def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) ->
         # Where nothing was seen so far, nothing is as high as the highest.
         keeps = jnp.where(there, jnp.exp2(tops - new_top), np.float32(0))
         keep = jnp.exp2(top - new_top)
-        # What nobody wrote may be no number.
-        totals = jnp.where(there, total_ref[row, head, each, query], np.float32(0))
         joined = []
         for part, acc in zip(parts, accs, strict=True):
             own = acc_ref[row, head, each, query, pl.ds(part.at, part.size)]
-            own = jnp.where(there[:, None], own, np.float32(0))
             joined.append(acc * keep + jnp.sum(own * keeps[:, None], axis=0))
-        return (new_top, total * keep + jnp.sum(totals * keeps), *joined)
+        own_totals = total_ref[row, head, each, query]
+        return (new_top, total * keep + jnp.sum(own_totals * keeps), *joined)
 
     top, total = jnp.float32(LOW), jnp.float32(0)
     if sink_ref is not None:

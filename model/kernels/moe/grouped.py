@@ -41,9 +41,8 @@ _CUTS_OF_CODES: Final = (
     (24, (Tiles(32, 128, 128), Tiles(32, 256, 64, stages=4))),
     (math.inf, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
 )
-_MOST_OF_CODES: Final = (
-    256  # of such rows; for more, codes are decoded once, and not block by block
-)
+# Of such rows; for more, codes are decoded once, and not block by block.
+_MOST_OF_CODES: Final = 256
 
 
 def tiles(rows: int, chosen: int, stacks: ExpertStacks, dtype: Any) -> tuple[Tiles, Tiles]:

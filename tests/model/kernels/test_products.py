@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.coded import decoded
 from model.kernels.products import product_parts
+from model.kernels.tiles import Tiles, add_products
 from model.products import Matrix, product
 
 
@@ -58,3 +60,41 @@ def test_codes_are_decoded_where_they_are_multiplied(
     if dtype == "bfloat16":
         assert found.shape[0] == parts
     np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [4, 40, 64])
+def test_codes_of_few_rows_give_bit_for_bit_what_their_numbers_do(rows: int) -> None:
+    draw = np.random.default_rng(rows)
+    x = jnp.asarray(draw.standard_normal((rows, 1024)), jnp.bfloat16)
+    values = jnp.asarray(draw.standard_normal((1024, 256)), jnp.float8_e4m3fn)
+    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    scales = jnp.asarray(draw.random((8, 256)) * 0.2, jnp.float32)
+    weights = decoded(codes, scales, 0, jnp.bfloat16, native=True)
+    found = [
+        product_parts(x, Matrix(own, scale, jnp.bfloat16, on_cpu=False), interpret=True)
+        for own, scale in ((codes, scales), (weights, None))
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("cut", [(Tiles(16, 32, 64), 4), (Tiles(32, 128, 16), 8)])
+def test_parts_add_up_however_a_product_is_cut(cut: tuple[Tiles, int]) -> None:
+    draw = np.random.default_rng(2)
+    x = jnp.asarray(draw.standard_normal((20, 256)), jnp.bfloat16)
+    values = jnp.asarray(draw.standard_normal((256, 128)), jnp.bfloat16)
+    matrix = Matrix(values, None, values.dtype, on_cpu=False)
+    found = np.asarray(product_parts(x, matrix, cut, interpret=True))
+    assert found.shape == (cut[1], 20, 128)
+    np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-3)
+
+
+def test_rows_of_bfloat16_lose_nothing_of_weights_of_float32() -> None:
+    """As a kernel has it that is not interpreted, in which both would be float32."""
+    draw = np.random.default_rng(3)
+    x = jnp.asarray(draw.standard_normal((16, 64)), jnp.bfloat16)
+    tile = jnp.asarray(draw.standard_normal((64, 32)), jnp.float32)
+    (found,) = add_products((jnp.zeros((16, 32), jnp.float32),), x, (tile,))
+    exact = np.asarray(x, np.float64) @ np.asarray(tile, np.float64)
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+    rounded = np.asarray(x, np.float64) @ np.asarray(tile.astype(jnp.bfloat16), np.float64)
+    assert np.abs(rounded - exact).max() > 1e-3
