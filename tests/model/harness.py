@@ -69,7 +69,9 @@ class Harness:
         stacks: Stacks | None = None,
         platform: str = "",  # as if on this one
         coded: bool = False,  # whether weights that may be codes are
+        optimized: bool = False,  # see compiled_soon
     ) -> None:
+        self._optimized = optimized
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
         how, dims = "fp8" if coded else "none", Dims.of(cfg, mesh, ep > tp)
@@ -91,11 +93,11 @@ class Harness:
 
     @cached_property
     def _prefill(self) -> Any:
-        return compiled_soon(prefill_hidden, self.model)
+        return compiled_soon(prefill_hidden, self._optimized)
 
     @cached_property
     def _decode(self) -> Any:
-        return compiled_soon(decode_hidden, self.model)
+        return compiled_soon(decode_hidden, self._optimized)
 
     @cached_property
     def _logits(self) -> Any:
@@ -145,17 +147,17 @@ class Harness:
     def capture(self, prompt: list[int]) -> tuple[np.ndarray, Captured]:
         """One prompt as one chunk, looked at from inside. Returns its last hidden states too."""
         (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
-        run = compiled_soon(prefill_captured, self.model)
+        run = compiled_soon(prefill_captured, self._optimized)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)
 
 
-def compiled_soon(function: Any, model: Model) -> Any:
+def compiled_soon(function: Any, optimized: bool) -> Any:
     """A program of (model, params, pool, ...), not optimized: few calls are made of it.
 
-    Interpreted kernels are: compiled as soon, a call of them takes an eighth of the time.
+    optimized: compiled up to three times as long, for calls that take longer than that.
     """
-    options = None if model.target.interpreted else {"xla_backend_optimization_level": 0}
+    options = None if optimized else {"xla_backend_optimization_level": 0}
     return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
