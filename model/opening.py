@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from model.weights import (
 )
 
 log = logging.getLogger(__name__)
+
+CODES_CAPABILITY = 8, 9  # of a GPU that converts e4m3
 
 ROUNDED = "-fp8-layers"  # behind the digest of a model whose weights were rounded when loaded
 DUMMY_SEED = 0  # the same for all, so that every role and rank has the same network
@@ -145,6 +148,8 @@ def open_model(
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
+    if model.dims.coded or kv_dtype == FP8:
+        check_reads_codes(own_devices(mesh))
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     params, digest = (_draw if load_format == "dummy" else _load)(path, model)
     return OpenedModel(
@@ -228,6 +233,21 @@ def make_pool(
         compile_all(programs)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
+
+
+def check_reads_codes(devices: Sequence[Any]) -> None:
+    """Raises ModelError for a GPU that has no conversion of e4m3.
+
+    Source: NVIDIA's PTX manual, cvt.
+    """
+    for device in devices:
+        capability = str(getattr(device, "compute_capability", ""))
+        parts = re.fullmatch(r"(\d+)\.(\d+)", capability)
+        if parts is not None and tuple(map(int, parts.groups())) < CODES_CAPABILITY:
+            raise ModelError(
+                f"{device.device_kind} has compute capability {capability}; --quantization fp8 "
+                "and --kv-cache-dtype fp8_e4m3 take 8.9 and later"
+            )
 
 
 def _fraction(fraction: float) -> float:

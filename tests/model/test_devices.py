@@ -2,12 +2,14 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
-from model import devices
+from model import devices, opening
+from model.errors import ModelError
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -55,3 +57,15 @@ def test_a_user_without_a_home_keeps_none(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", nobody)
     assert "jax_compilation_cache_dir" not in prepared(monkeypatch)
+
+
+@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "gfx942", None])
+def test_a_device_that_converts_codes_or_is_not_nvidias_is_taken(capability: str | None) -> None:
+    opening.check_reads_codes([SimpleNamespace(device_kind="x", compute_capability=capability)])
+    opening.check_reads_codes(jax.devices())
+
+
+def test_a_gpu_that_cannot_convert_codes_is_refused() -> None:
+    old = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+    with pytest.raises(ModelError, match=r"A100 has compute capability 8\.0; .* 8\.9 and later"):
+        opening.check_reads_codes([old])
