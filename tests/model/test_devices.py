@@ -1,4 +1,4 @@
-"""What a worker sets of JAX, whatever its surroundings say."""
+"""What a worker sets of JAX, whatever its surroundings say, and which devices it refuses."""
 
 import os
 from pathlib import Path
