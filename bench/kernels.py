@@ -41,6 +41,7 @@ from model.programs import Program, compile_all, mib
 from model.sampling import Asks, empty_rows, sample
 from model.sharding import make_mesh, replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
+from transfer.buffers import BufferPool
 
 TRAVEL_PAGES = 32
 
@@ -234,7 +235,10 @@ class KernelBench:
         gather = Program("gather", gather_pages, (self.pool, ids)).compile()
         row("gather", self._measure(lambda: gather(self.pool, ids)))
         staged = gather(self.pool, ids)
-        host = np.asarray(staged)
+        # Where pages come in when they are another worker's.
+        memory = BufferPool(0, page_runs.memory_pinner(self.model.mesh)).take(staged.nbytes)
+        host = memory.view(staged.dtype).reshape(staged.shape)
+        host[...] = np.asarray(staged)
 
         def to_host() -> Any:
             # A fresh array each time: a second look at one is answered from its copy.

@@ -37,6 +37,7 @@ from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
+from model.page_runs import memory_pinner
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
@@ -99,6 +100,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             host=config.data_host or config.host,
             port=config.data_port,
             staging_bytes=config.transfer_staging_bytes,
+            pin=memory_pinner(opened.model.mesh),
             kv=opened.kv,
             on_pages=lambda room, start, shards: self.inbox.post(PagesArrived(room, start, shards)),
             on_finish=lambda room, first: self.inbox.post(Finished(room, first)),

@@ -5,7 +5,9 @@ spans processes its leader has all that travels: shards pass between its first d
 within the programs, so that nobody beyond the mesh knows of its processes.
 """
 
-from collections.abc import Sequence
+import logging
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ from model.sharding import (
     shard_idx,
     spans_processes,
 )
+
+log = logging.getLogger(__name__)
 
 _ON_THE_HOST = ("cpu",)  # platforms whose memory is the host's
 
@@ -205,6 +209,29 @@ def to_host(array: Array) -> Array:
         return array
     pinned: Array = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
     return pinned
+
+
+def memory_pinner(mesh: Mesh) -> Callable[[np.ndarray], None] | None:
+    """What pins host memory until it is gone, so that devices copy out of it as it is.
+
+    What is not pinned the driver's host side copies first: 96 MiB came to an H200 at 5 GB/s so, out
+    of pinned memory at 43. None: devices read the host's memory. Where memory cannot be pinned the
+    log says so, and copies take longer.
+    """
+    device = own_devices(mesh)[0]
+    if device.platform in _ON_THE_HOST:
+        return None
+
+    def pin(memory: np.ndarray) -> None:
+        client, address = device.client, memory.ctypes.data
+        try:
+            client.dma_map(address, memory.nbytes)
+        except (AttributeError, RuntimeError) as error:
+            log.warning("%d bytes of host memory stay unpinned: %s", memory.nbytes, error)
+            return
+        weakref.finalize(memory, client.dma_unmap, address).atexit = False
+
+    return pin
 
 
 def _gather_all(pool: Array, page_ids: Array) -> Array:

@@ -1,9 +1,16 @@
 """Payload buffers that are used again once nobody holds a view of them."""
 
+import mmap
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
+
+# Told of memory, u8[n], that devices will read again and again, before anything is in it.
+PinMemory = Callable[[np.ndarray], None]
+_LEAST_PINNED: Final = 1 << 20  # copied sooner than memory is pinned
 
 
 class BufferPool:
@@ -14,8 +21,10 @@ class BufferPool:
     holds it. At most max_idle_bytes wait for use.
     """
 
-    def __init__(self, max_idle_bytes: int) -> None:
+    def __init__(self, max_idle_bytes: int, pin: PinMemory | None = None) -> None:
+        """pin: of what is worth it."""
         self.max_idle_bytes = max_idle_bytes
+        self.pin = pin
         self._lock = threading.RLock()  # a collection inside `take` may give back
         self._idle: dict[int, list[np.ndarray]] = {}
         self._idle_bytes = 0
@@ -33,12 +42,20 @@ class BufferPool:
             if memory is not None:
                 self._idle_bytes -= size
         if memory is None:
-            memory = np.empty(size, np.uint8)
+            memory = self._fresh(size)
         # A view through the buffer protocol stays the base of every view made of it, so its
         # own end is the end of them all.
         lent = np.frombuffer(memoryview(memory), np.uint8)
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent[:num_bytes]
+
+    def _fresh(self, size: int) -> np.ndarray:
+        if self.pin is None or size < _LEAST_PINNED:
+            return np.empty(size, np.uint8)
+        # Pages of its own: no page may be pinned twice.
+        memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.pin(memory)
+        return memory
 
     def _give_back(self, memory: np.ndarray) -> None:
         with self._lock:

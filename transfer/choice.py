@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from transfer.backend import OnEvent, PageReceiver, PageSender
+from transfer.buffers import PinMemory
 from transfer.nixl import NixlReceiver, NixlSender
 from transfer.rpc import Security
 from transfer.shm import ShmReceiver, ShmSender
@@ -50,9 +51,16 @@ def open_sender(
 
 
 def open_receiver(
-    config: WorkerConfig, security: Security, staging_bytes: int, **more: Any
+    config: WorkerConfig,
+    security: Security,
+    staging_bytes: int,
+    pin: PinMemory | None = None,
+    **more: Any,
 ) -> PageReceiver:
-    """Decode's end, not started. more: host, port, kv and the callbacks of TcpReceiver.
+    """Decode's end, not started.
+
+    pin: memory in which pages come; NIXL locks its own. more: host, port, kv and the callbacks of
+    TcpReceiver.
 
     Raises ConfigError when TLS files, the backend or staging_bytes cannot be used.
     """
@@ -64,7 +72,8 @@ def open_receiver(
     }
     backend = config.disaggregation_transfer_backend
     if backend == "tcp":
-        return TcpReceiver(**common)
+        return TcpReceiver(**common, pin=pin)
     if backend == "nixl":
         return NixlReceiver(**common, staging_bytes=staging_bytes)
-    return ShmReceiver(**common, staging_bytes=staging_bytes, is_demand=backend == "shm")
+    common |= {"staging_bytes": staging_bytes, "is_demand": backend == "shm"}
+    return ShmReceiver(**common, pin=pin)

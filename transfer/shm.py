@@ -17,6 +17,7 @@ from pathlib import Path
 from model.config import KVSpec
 from transfer import wire
 from transfer.backend import Frame, Kind, OnEvent, OnFinish, OnLost, OnPages
+from transfer.buffers import PinMemory
 from transfer.errors import BadMessage, ConfigError, Incompatible, KvferryError
 from transfer.framing import Connection
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, Offer
@@ -167,15 +168,18 @@ class ShmReceiver(TcpReceiver):
         staging_bytes: int = 0,
         is_demand: bool = False,
         identity: str | None = None,
+        pin: PinMemory | None = None,
     ) -> None:
-        """is_demand: rather nothing than TCP. identity: this host's.
+        """is_demand: rather nothing than TCP. identity: this host's. pin: memory in which pages
+        come.
 
         Raises ConfigError when staging_bytes is too small, or shared memory is demanded where
         there is none.
         """
         super().__init__(
-            security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s
+            security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s, pin
         )
+        self.pin = pin
         self.shape = slot_shape(kv.page_bytes // tp_size, tp_size, FRAME_BYTES, staging_bytes)
         self._identity = host_identity() if identity is None else identity
         self._is_demand = is_demand
@@ -217,7 +221,8 @@ class _ShmFeeder(SlotFeeder):
 
     def greeted(self, connection: Connection) -> None:
         """Make the memory and pass it. Raises OSError when there is none."""
-        self.slots = slots = SharedSlots(self.receiver.shape, self.slot_freed)
+        receiver = self.receiver
+        self.slots = slots = SharedSlots(receiver.shape, self.slot_freed, receiver.pin)
         try:
             connection.send_fd(Frame(Kind.MEMORY), wire.encode(slots.shape), slots.fd)
         finally:

@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 
 from transfer import wire
+from transfer.buffers import PinMemory
 from transfer.errors import BadMessage, ConfigError
 
 _SEALS = (
@@ -91,6 +92,7 @@ class LentSlots:
         thread)."""
         self.shape = shape
         self._memory = memory
+        self._bytes = np.frombuffer(memory, np.uint8)
         self._on_freed: Callable[[], None] | None = on_freed
         self._held = bytearray(shape.num_slots)  # 1: the receiver's
         self._freed: deque[int] = deque()
@@ -108,14 +110,15 @@ class LentSlots:
         self._held[slot] = 1
         # A view through the buffer protocol stays the base of every view made of it, so its
         # own end is the end of them all.
-        lent = np.frombuffer(self._memory, np.uint8, num_bytes, slot * self.shape.slot_bytes)
+        start = slot * self.shape.slot_bytes
+        lent = np.frombuffer(memoryview(self._bytes), np.uint8, num_bytes, start)
         view = weakref.ref(lent, partial(self._free, slot))
         _VIEWS[id(view)] = view
         return lent
 
     def close(self) -> None:
         """Let go of the memory; it is gone with the last view of it."""
-        del self._memory
+        del self._memory, self._bytes
         self._on_freed = None
 
     def _free(self, slot: int, view: object) -> None:
@@ -139,7 +142,9 @@ class LentSlots:
 class SharedSlots(LentSlots):
     """Slots in memory that the sender maps too."""
 
-    def __init__(self, shape: SlotShape, on_freed: Callable[[], None]) -> None:
+    def __init__(
+        self, shape: SlotShape, on_freed: Callable[[], None], pin: PinMemory | None = None
+    ) -> None:
         """Raises OSError when there is no such memory."""
         self.fd = os.memfd_create("kvferry-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -150,6 +155,8 @@ class SharedSlots(LentSlots):
             os.close(self.fd)
             raise
         super().__init__(shape, memory, on_freed)
+        if pin is not None:
+            pin(self._bytes)
 
     def close_fd(self) -> None:
         """The sender has the descriptor, and this end its mapping."""

@@ -26,7 +26,7 @@ from transfer.backend import (
     whole_frame,
     without_payload,
 )
-from transfer.buffers import BufferPool
+from transfer.buffers import BufferPool, PinMemory
 from transfer.clock import SYSTEM_CLOCK
 from transfer.complaint import Complaint, Complaints
 from transfer.errors import ConfigError, Incompatible, KvferryError, PeerLost
@@ -245,12 +245,14 @@ class TcpReceiver(Receiver):
         on_finish: OnFinish,
         on_lost: OnLost,
         stall_timeout_s: float = 3.0,
+        pin: PinMemory | None = None,
     ) -> None:
+        """pin: memory in which pages come."""
         super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
         self.security = security
         self.stall_timeout_s = stall_timeout_s
         self.context = server_context(security)
-        self.buffers = BufferPool(_IDLE_BUFFER_BYTES)
+        self.buffers = BufferPool(_IDLE_BUFFER_BYTES, pin)
         self.offer: Offer | None = None
         self.refused = Complaints(log, "page connection refused")  # by host
         self.feeder: type[TcpFeeder] = TcpFeeder  # of connections by TCP

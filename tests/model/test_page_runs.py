@@ -1,5 +1,7 @@
 """Pages pass between pool and host as they are, also as where a mesh spans processes."""
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from model import page_runs
 from model.config import FP8, KVSpec
 from model.kv import abstract_pool, init_pool
-from model.page_runs import GatheredRuns, PlacedRuns
+from model.page_runs import GatheredRuns, PlacedRuns, memory_pinner
 from model.programs import CompileCounter, compile_all
 from model.sharding import make_mesh
 
@@ -84,3 +86,47 @@ def test_what_leaves_a_device_through_pinned_memory_is_found_there_as_it_is(
     assert counter.after_ready == 0
     assert found.ctypes.data == pinned.unsafe_buffer_pointer()
     np.testing.assert_array_equal(found, np.asarray(array))
+
+
+def test_a_processor_reads_memory_that_is_not_pinned() -> None:
+    assert memory_pinner(make_mesh(1, 1)) is None
+
+
+class _Client:
+    """Stands for jax's of a GPU: addresses that are mapped, until it has had enough."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.mapped: dict[int, int] = {}
+
+    def dma_map(self, address: int, size: int) -> None:
+        if len(self.mapped) == self.most:
+            raise RuntimeError("no more memory can be pinned")
+        self.mapped[address] = size
+
+    def dma_unmap(self, address: int) -> None:
+        del self.mapped[address]
+
+
+def test_memory_is_pinned_until_it_is_gone_or_said_to_be_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = _Client(most=1)
+    gpu = SimpleNamespace(platform="gpu", client=client)
+    monkeypatch.setattr(page_runs, "own_devices", lambda mesh: [gpu])
+    pin = memory_pinner(make_mesh(1, 1))
+    assert pin is not None
+    first, second = np.zeros(4096, np.uint8), np.zeros(8192, np.uint8)
+    pin(first)
+    assert client.mapped == {first.ctypes.data: 4096}
+    pin(second)
+    assert "8192 bytes of host memory stay unpinned: no more memory" in caplog.text
+    del second
+    assert len(client.mapped) == 1
+    view = first[5:]
+    gone = weakref.ref(first)
+    del first
+    assert gone() is not None
+    assert len(client.mapped) == 1
+    del view
+    assert not client.mapped

@@ -1,6 +1,8 @@
 """Payload buffers come back when their last view is gone, and not before."""
 
+import mmap
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -42,6 +44,39 @@ def test_idle_memory_is_bounded() -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 1 << 16])
 def test_a_buffer_has_the_length_asked_for(num_bytes: int) -> None:
     assert BufferPool(1 << 20).take(num_bytes).nbytes == num_bytes
+
+
+class Pins:
+    """Stands for what pins memory: what is pinned, in order, and what is no more."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.ended: list[int] = []
+
+    def __call__(self, memory: np.ndarray) -> None:
+        assert memory.ctypes.data % mmap.PAGESIZE == 0
+        assert not memory.any()
+        self.sizes.append(memory.nbytes)
+        weakref.finalize(memory, self.ended.append, memory.nbytes)
+
+
+def test_a_large_buffer_is_pinned_once_and_for_as_long_as_it_is_used() -> None:
+    pins = Pins()
+    pool = BufferPool(3 << 20, pins)
+    small, large = pool.take(4096), pool.take((1 << 20) + 1)
+    assert pins.sizes == [2 << 20]
+    del small, large
+    large = pool.take(2 << 20)
+    assert pins.sizes == [2 << 20]
+    view = large.view(np.uint16)[7:]
+    larger = pool.take(4 << 20)
+    del larger  # it is more than may wait for use
+    assert pins.ended == [4 << 20]
+    pool.max_idle_bytes = 0
+    del large
+    assert pins.ended == [4 << 20]
+    del view
+    assert pins.ended == [4 << 20, 2 << 20]
 
 
 def test_threads_may_take_and_give_back_at_once() -> None:

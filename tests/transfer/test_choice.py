@@ -36,11 +36,13 @@ def test_auto_and_shm_offer_shared_memory(backend: str, is_demand: bool) -> None
         on_pages=print,
         on_finish=print,
         on_lost=print,
+        pin=print,
     )
     assert isinstance(sender, ShmSender)
     assert isinstance(receiver, ShmReceiver)
     assert sender.is_demand is is_demand
     assert receiver.shape.num_slots == 8
+    assert receiver.pin is receiver.buffers.pin is print
     receiver.start()
     assert receiver.offer is not None
     assert receiver.offer.is_demand is is_demand
@@ -59,10 +61,12 @@ def test_tcp_offers_nothing() -> None:
         on_pages=print,
         on_finish=print,
         on_lost=print,
+        pin=print,
     )
     assert type(sender) is TcpSender
     assert type(receiver) is TcpReceiver
     assert receiver.offer is None
+    assert receiver.buffers.pin is print
 
 
 @NEEDS_NIXL

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,24 @@ def test_a_slot_may_be_filled_to_its_last_byte() -> None:
     assert lent.take(slot, 4096).tolist() == [7] * 4096
     with pytest.raises(BadMessage, match="4097 bytes in a slot of 4096"):
         lent.take(slot + 1, 4097)
+
+
+def test_lent_memory_is_pinned_until_its_last_view_is_gone() -> None:
+    pinned: list[int] = []
+    ended: list[int] = []
+
+    def pin(memory: np.ndarray) -> None:
+        pinned.append(memory.nbytes)
+        weakref.finalize(memory, ended.append, memory.nbytes)
+
+    lent = SharedSlots(SHAPE, lambda: None, pin)
+    slot, _ = BorrowedSlots(lent.fd, SHAPE).write(np.full(9, 7, np.uint8))
+    view = lent.take(slot, 9)[3:]
+    lent.close()
+    assert (pinned, ended) == ([4 * 4096], [])
+    assert view.tolist() == [7] * 6
+    del view
+    assert ended == [4 * 4096]
 
 
 def test_memory_without_a_slot_is_not_mapped() -> None:
