@@ -55,7 +55,7 @@ def latent_attention(
         turned = rotate(q[..., nope:], rows.cos, rows.sin)
         inside = _by_head(q[..., :nope], weights["k_b"][0]).astype(x.dtype)
         q = jnp.concatenate([inside, turned], axis=-1)[:, None]
-        found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0, :, :rank]
+        found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0]
         out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
         out = product(out, weights.matrix("o", inputs=3))
         return sum_shards(out)[None], pool

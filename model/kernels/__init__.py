@@ -43,7 +43,7 @@ class AttentionShape:
     """What one shard's attention has to serve. kv_heads and group are per shard.
 
     planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
-    interpreted: see Target.
+    interpreted: see Target. value_dim: see model.kernels.attention.reference.prefill.
     """
 
     platform: str
@@ -57,6 +57,7 @@ class AttentionShape:
     sinks: bool = False
     windows: bool = False
     interpreted: bool = False
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def attention_shape(
         cfg.sinks,
         any(cfg.window_layers),
         target.interpreted,
+        cfg.latent.kv_rank if cfg.latent else None,
     )
 
 
@@ -132,11 +134,13 @@ def _build_paged(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[
     _refuse_all_but_gpus(shape.platform)
     if shape.head_dim % LEAST:
         raise NotImplementedError(f"for multiples of {LEAST}, heads have {shape.head_dim}")
-    return partial(kernel, scale=shape.scale, interpret=shape.interpreted)
+    how = {"scale": shape.scale, "value_dim": shape.value_dim}
+    return partial(kernel, **how, interpret=shape.interpreted)
 
 
 def _build_attention(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
-    return partial(kernel, scale=shape.scale, accelerator=shape.platform != "cpu")
+    how = {"scale": shape.scale, "value_dim": shape.value_dim}
+    return partial(kernel, **how, accelerator=shape.platform != "cpu")
 
 
 def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:

@@ -94,10 +94,12 @@ def keys_and_values(
     pool_ref: Any,
     at: tuple[Any, tuple[Any, Any, Any]],
     parts: Sequence[Part],
+    num_of_values: int,
     how: tuple[Any, bool],
 ) -> tuple[list[Any], list[Any]]:
     """Some positions' parts, each [positions, size]; values of pairs are float16 at the least.
 
+    num_of_values: the first parts, of which there are values.
     at: layer, and there pages, offsets in them, a head. A page past the pool is some page, as in
     model.kv.read_pages. how: dtype, and see Target.interpreted.
     """
@@ -105,7 +107,7 @@ def keys_and_values(
     pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
     dtype, interpret = how
 
-    def plane(which: int, dtype: Any) -> list[Any]:
+    def plane(which: int, dtype: Any, parts: Sequence[Part]) -> list[Any]:
         tiles, found = [], None
         for part in parts:
             if part.lane == 0:
@@ -114,10 +116,12 @@ def keys_and_values(
             tiles.append(numbers(found, part.lane, dtype, interpret))
         return tiles
 
-    keys, last = plane(0, dtype), pool_ref.shape[1] - 1
+    keys, last = plane(0, dtype, parts), pool_ref.shape[1] - 1
     # A weight is one at most: float16 holds it, and codes, with less work than bfloat16.
     of_values = jnp.float16 if lanes_of(pool_ref) == 2 and dtype == jnp.bfloat16 else dtype
-    return keys, keys if last == 0 and of_values == dtype else plane(last, of_values)
+    if last == 0 and of_values == dtype:
+        return keys, keys[:num_of_values]
+    return keys, plane(last, of_values, parts[:num_of_values])
 
 
 class Weights(NamedTuple):

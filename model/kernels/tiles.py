@@ -51,15 +51,24 @@ class Part(NamedTuple):
         return *(at[:, None] if jnp.ndim(at) else at for at in heads), own[None, :]
 
 
-def parts_of(head_dim: int, lanes: int = 1) -> list[Part]:
-    """Of a head, whose sizes are powers of two: 576 is 512 and 64, each lane of it 256 and 32."""
+def parts_of(head_dim: int, lanes: int = 1, most: int | None = None, first: int = 0) -> list[Part]:
+    """Of a head, whose sizes are powers of two: 576 is 512 and 64, each lane of it 256 and 32.
+
+    most: numbers of a part. first: of the head's numbers, those before it are not wanted.
+    """
     parts: list[Part] = []
-    at, end = 0, head_dim // lanes
+    at, end = first // lanes, head_dim // lanes
     while at < end:
-        size = 1 << ((end - at).bit_length() - 1)
+        size = min(1 << ((end - at).bit_length() - 1), (most or head_dim) // lanes)
         parts += [Part(at, size, lane, lanes) for lane in range(lanes)]
         at += size
     return parts
+
+
+def values_read(head_dim: int, value_dim: int | None, lanes: int) -> int:
+    """Numbers of a value that kernels read: those wanted, where products can be cut there."""
+    rest = head_dim - (value_dim or head_dim)
+    return head_dim - rest if rest % (LEAST * lanes) == 0 else head_dim
 
 
 def is_indexed(array: Any) -> bool:
@@ -112,10 +121,14 @@ def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
 
 
 class Softmax(NamedTuple):
-    """Of scores times scale. interpret: see Target in model/kernels."""
+    """Of scores times scale. interpret: see Target in model/kernels.
+
+    apart: parts' products are added up at last, so that none waits for another's.
+    """
 
     scale: float
     interpret: bool
+    apart: bool = False
 
     def power(self, exponents: Any) -> Any:
         """Of two, by the unit that does it, which makes zero of what is too small for others."""
@@ -136,11 +149,16 @@ def add_block(
 ) -> Running:
     """With one more block of positions. qs: parts of queries, each [queries, size].
 
-    seen: what may be looked at, [queries, positions] or what broadcasts to it; None: all.
+    values: of fewer parts, where those of the last are not wanted. seen: what may be looked at,
+    [queries, positions] or what broadcasts to it; None: all.
     """
     top, total, *accs = carry
     products = [plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)]
-    scores = sum(products[1:], products[0]) * np.float32(to_bits(how.scale))
+    scale = np.float32(to_bits(how.scale))
+    if how.apart:  # what is scaled first the compiler does not add to as it multiplies
+        scores = sum(product * scale for product in products)
+    else:
+        scores = sum(products[1:], products[0]) * scale
     if seen is not None:
         scores = jnp.where(seen, scores, LOW)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))

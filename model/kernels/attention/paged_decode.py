@@ -30,6 +30,7 @@ from model.kernels.tiles import (
     is_indexed,
     parts_of,
     to_bits,
+    values_read,
 )
 from model.kv import PagePool
 
@@ -46,6 +47,7 @@ class Cut:
     most_queries: int = 64  # of a program
     warps: int = 4
     stages: int = 3
+    part: int = 512  # numbers of a key that are multiplied with one another, each after the other
 
 
 def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
@@ -90,7 +92,9 @@ def _attend_kernel(
     queries = block * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
     queries = jnp.minimum(queries, np.int32(group - 1))
     layer, position = layer_ref[0], position_ref[row]
-    parts = parts_of(q_ref.shape[3], lanes_of(pool_ref))
+    lanes, value_dim = lanes_of(pool_ref), others[0].shape[-1]
+    of_values = parts_of(value_dim, lanes, cut.part)
+    parts = of_values + parts_of(q_ref.shape[3], lanes, cut.part, first=value_dim)
     qs = [q_ref[part.of(row, head, queries)] for part in parts]
     first, each, _ = _reach(position, window, splits, cut)
     first += split * each
@@ -103,7 +107,7 @@ def _attend_kernel(
         slot = jnp.minimum(slot, np.int32(table_ref.shape[1] - 1))
         where = table_ref[row, slot], offsets, head
         kind = q_ref.dtype, how.interpret
-        keys, values = keys_and_values(pool_ref, (layer, where), parts, kind)
+        keys, values = keys_and_values(pool_ref, (layer, where), parts, len(of_values), kind)
         at += jnp.arange(cut.positions, dtype=jnp.int32)
         seen = at < end
         if window is not None:
@@ -112,18 +116,18 @@ def _attend_kernel(
 
     own = sink_ref[head, queries] if splits == 1 and sink_ref is not None else None
     steps = -(-jnp.maximum(end - first, np.int32(0)) // np.int32(cut.positions))
-    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, begin(size, parts, own))
+    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, begin(size, of_values, own))
     if splits == 1:
         (out_ref,) = others
         shares = jnp.where(total > 0, total, np.float32(1))[:, None]
-        for own_part, acc in zip(parts, accs, strict=True):
+        for own_part, acc in zip(of_values, accs, strict=True):
             done = (acc / shares).astype(out_ref.dtype)
             out_ref[own_part.of(row, head, queries)] = done
         return
     acc_ref, top_ref, total_ref = others
     top_ref[row, head, split, queries] = top
     total_ref[row, head, split, queries] = total
-    for own_part, acc in zip(parts, accs, strict=True):
+    for own_part, acc in zip(of_values, accs, strict=True):
         acc_ref[own_part.of(row, head, split, queries)] = acc
 
 
@@ -173,13 +177,14 @@ def paged_decode(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     cut: Cut | None = None,
     interpret: bool = False,
-) -> Float[Array, "rows kv_heads group head_dim"]:
+) -> Float[Array, "rows kv_heads group value_dim"]:
     """See model.kernels.attention.reference.decode."""
     pairs = in_pairs(pool)
     if not is_indexed(pairs):
-        args = q, pool, layer, positions, page_table, sinks, window, scale
+        args = q, pool, layer, positions, page_table, sinks, window, scale, value_dim
         return reference.decode(*args, accelerator=True)
     rows, heads, group, head_dim = q.shape
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
@@ -188,11 +193,12 @@ def paged_decode(
     given = sinks is not None, window is not None
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
-    how = Softmax(head_dim**-0.5 if scale is None else scale, interpret)
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    how = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
+    read = values_read(head_dim, value_dim, lanes_of(pairs))
+    out = jax.ShapeDtypeStruct((rows, heads, group, read), q.dtype)
     sizes = rows, heads, splits, group
     partial_out = [
-        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, head_dim), sizes, sizes)
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, read), sizes, sizes)
     ]
     with jax.named_scope("decode_attention"):
         attended: Any = pl.pallas_call(
@@ -204,7 +210,8 @@ def paged_decode(
             compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         )(layer.reshape(1), positions, page_table, q, pairs, *extras)
         if splits == 1:
-            return attended
+            whole: Array = attended
+            return whole[..., :value_dim]
         joined: Array = pl.pallas_call(
             partial(_join_kernel, cut=cut, splits=splits, given=given),
             out_shape=out,
@@ -213,4 +220,4 @@ def paged_decode(
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=1, num_stages=3),
         )(positions, *attended, *extras)
-        return joined
+        return joined[..., :value_dim]

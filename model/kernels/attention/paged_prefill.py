@@ -27,6 +27,7 @@ from model.kernels.tiles import (
     block_at,
     is_indexed,
     parts_of,
+    values_read,
 )
 from model.kv import PagePool
 
@@ -104,7 +105,9 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
     # What is past the last token or query is that one once more, in all that is read and written.
     token = jnp.minimum(tile * np.int32(tokens) + row // np.int32(size), np.int32(num_tokens - 1))
     query = jnp.minimum(block * np.int32(size) + row % np.int32(size), np.int32(group - 1))
-    layer, parts = layer_ref[0], parts_of(q_ref.shape[3], lanes_of(pool_ref))
+    layer, lanes = layer_ref[0], lanes_of(pool_ref)
+    of_values = parts_of(out_ref.shape[3], lanes)
+    parts = of_values + parts_of(q_ref.shape[3], lanes, first=out_ref.shape[3])
     qs = [q_ref[part.of(token, head, query)] for part in parts]
     position, seq = place_ref[0, token], place_ref[1, token]
     page_size = pool_ref.shape[3]
@@ -118,7 +121,7 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
         page = jnp.minimum(page, np.int32(page_ref.shape[1] - 1))
         where = page_ref[0, page], offsets, head
         kind = q_ref.dtype, how.interpret
-        keys, values = keys_and_values(pool_ref, (layer, where), parts, kind)
+        keys, values = keys_and_values(pool_ref, (layer, where), parts, len(of_values), kind)
         seen = None
         if masked:
             listed = at + jnp.arange(cut.positions, dtype=jnp.int32)
@@ -142,10 +145,10 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
         return added(at + nth, jnp.where(ahead, full_first, last), True, carry)
 
     own = None if sink_ref is None else sink_ref[head, query]
-    carry = lax.fori_loop(np.int32(0), num_full, full, begin(cut.rows, parts, own))
+    carry = lax.fori_loop(np.int32(0), num_full, full, begin(cut.rows, of_values, own))
     _, total, *accs = lax.fori_loop(np.int32(0), before + behind, partly, carry)
     share = jnp.where(total > 0, total, np.float32(1))[:, None]
-    for part, acc in zip(parts, accs, strict=True):
+    for part, acc in zip(of_values, accs, strict=True):
         out_ref[part.of(token, head, query)] = (acc / share).astype(out_ref.dtype)
 
 
@@ -166,17 +169,19 @@ def paged_prefill(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     cut: Cut | None = None,
     interpret: bool = False,
-) -> Float[Array, "tokens kv_heads group head_dim"]:
+) -> Float[Array, "tokens kv_heads group value_dim"]:
     """See model.kernels.attention.reference.prefill."""
     pairs = in_pairs(pool)
     if not is_indexed(pairs):
-        args = q, pool, layer, batch, sinks, window, scale
+        args = q, pool, layer, batch, sinks, window, scale, value_dim
         return reference.prefill(*args, accelerator=True)
     num_tokens, heads, group, head_dim = q.shape
     cut = cut or cut_of(head_dim, q.dtype.itemsize)
     tokens, _, blocks = cut.shared(group)
+    read = values_read(head_dim, value_dim, lanes_of(pairs))
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
     with jax.named_scope("prefill_attention"):
@@ -189,7 +194,7 @@ def paged_prefill(
                 group=group,
                 given=(sinks is not None, window is not None),
             ),
-            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            out_shape=jax.ShapeDtypeStruct((*q.shape[:3], read), q.dtype),
             grid=(heads * blocks, -(-num_tokens // tokens)),
             name="prefill_attention",
             interpret=interpret,
@@ -203,4 +208,4 @@ def paged_prefill(
             pairs,
             *extras,
         )
-        return attended
+        return attended[..., :value_dim]

@@ -142,14 +142,15 @@ def prefill(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     accelerator: bool = False,
-) -> Float[Array, "tokens kv_heads group head_dim"]:
+) -> Float[Array, "tokens kv_heads group value_dim"]:
     """Every token attends to its own sequence's positions up to its own. Padding yields anything.
 
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
-    None: head_dim ** -0.5. accelerator: see above. Cost follows, for each tile of tokens, the pages
-    that any of them sees.
+    None: head_dim ** -0.5. value_dim: of a value's numbers the first, which are wanted; None: all.
+    accelerator: see above. Cost follows, for each tile of tokens, the pages that any of them sees.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -199,7 +200,7 @@ def prefill(
 
     with jax.named_scope("prefill_attention"):
         # A token of padding belongs to no sequence in the list, which numbers them from zero.
-        return _by_tiles(attended, tile, q, batch.positions, batch.seq_idx)
+        return _by_tiles(attended, tile, q, batch.positions, batch.seq_idx)[..., :value_dim]
 
 
 def add_by_products(
@@ -232,15 +233,16 @@ def decode(
     sinks: Float[Array, "kv_heads group"] | None = None,
     window: Int32[Array, ""] | None = None,
     scale: float | None = None,
+    value_dim: int | None = None,
     add: AddBlock = add_by_products,
     accelerator: bool = False,
-) -> Float[Array, "rows kv_heads group head_dim"]:
+) -> Float[Array, "rows kv_heads group value_dim"]:
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
-    sinks, window, scale, accelerator: see `prefill`. add: how a block is computed. On a processor
-    each row goes by itself, and cost follows what all of them see; on an accelerator it follows
-    rows times the longest, or what lies between the earliest position that any row sees and the
-    last.
+    sinks, window, scale, value_dim, accelerator: see `prefill`. add: how a block is computed. On a
+    processor each row goes by itself, and cost follows what all of them see; on an accelerator it
+    follows rows times the longest, or what lies between the earliest position that any row sees and
+    the last.
     """
     page_size = pool.shape[3]
     capacity = page_table.shape[1] * page_size
@@ -278,4 +280,5 @@ def decode(
 
     with jax.named_scope("decode_attention"):
         together = len(q) if accelerator else 1
-        return _by_tiles(attended, together, q, positions, _pad(page_table, per_block, 0))
+        table = _pad(page_table, per_block, 0)
+        return _by_tiles(attended, together, q, positions, table)[..., :value_dim]

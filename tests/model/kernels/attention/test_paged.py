@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -136,6 +137,47 @@ def test_pages_of_narrow_numbers_are_read_as_what_they_are(dtype: Any) -> None:
     seen = prefilling.paged_prefill(*chunk, interpret=True).astype(jnp.float32)
     expected = reference.prefill(*chunk, accelerator=True).astype(jnp.float32)
     near(np.asarray(seen)[live], np.asarray(expected)[live], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "part", "dtype"),
+    [
+        (96, 64, 32, jnp.float32),
+        (96, 64, 512, jnp.uint8),
+        (64, 48, 512, jnp.float32),
+        (64, 40, 512, jnp.uint8),
+    ],
+)
+def test_of_values_that_begin_a_key_no_more_than_they_have_is_found(
+    head_dim: int, value_dim: int, part: int, dtype: Any
+) -> None:
+    draw = np.random.default_rng(head_dim)
+    drawn = draw.standard_normal((2, 1, PAGES, 16, 1, head_dim), np.float32)
+    pool = jnp.asarray(drawn)
+    if dtype == jnp.uint8:
+        pool = jax.lax.bitcast_convert_type(pool.astype(jnp.float8_e4m3fn), jnp.uint8)
+    of = jnp.float32 if dtype == jnp.float32 else jnp.bfloat16
+    near: Callable[..., None] = partial(
+        np.testing.assert_allclose, atol=2e-6 if dtype == jnp.float32 else 0.02
+    )
+
+    def queries(rows: int) -> jax.Array:
+        return jnp.asarray(draw.standard_normal((rows, 1, 4, head_dim), np.float32), of)
+
+    table = i32(np.arange(24).reshape(4, 6))
+    args = queries(4), pool, i32(0), i32([95, 3, 40, 16]), table
+    expected = reference.decode(*args, value_dim=value_dim, accelerator=True).astype(jnp.float32)
+    assert expected.shape == (4, 1, 4, value_dim)
+    for programs in (1, 60):
+        cut = decoding.Cut(positions=16, least=16, programs=programs, part=part)
+        found = decoding.paged_decode(*args, value_dim=value_dim, cut=cut, interpret=True)
+        near(found.astype(jnp.float32), expected)
+    batch = _chunk(16)
+    live = np.asarray(batch.seq_idx) < 3
+    chunk = queries(len(live)), pool, i32(0), batch
+    expected = reference.prefill(*chunk, value_dim=value_dim, accelerator=True)
+    seen = prefilling.paged_prefill(*chunk, value_dim=value_dim, interpret=True)
+    near(np.asarray(seen, np.float32)[live], np.asarray(expected, np.float32)[live])
 
 
 def test_arrays_of_which_offsets_would_be_wrong_are_not_for_kernels() -> None:
