@@ -50,6 +50,19 @@ class Rows(NamedTuple):
 # The last two as in model/kernels/attention/reference.py.
 Attend = Callable[[Array, Array, Place, Array | None, Array | None], Array]
 
+
+class Listed(NamedTuple):
+    """The pages of a chunk's prompts, brought together in the order of the chunk's list.
+
+    read: (pool, place) -> numbers of keys, [num_pages, page_size, kv_heads, head_dim].
+    attend: (q, a pool of one layer and such pages, window, value_dim) -> as Attend.
+    """
+
+    num_positions: int
+    read: Callable[[Array, Place], Array]
+    attend: Callable[[Array, Array, Array | None, int], Array]
+
+
 # See model/heads.py.
 PlaceHeads = Callable[[Heads, Array, Array, Array, str], tuple[Array, Array]]
 

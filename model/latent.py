@@ -3,7 +3,9 @@
 What each head makes of the latent vector is moved to the other side of both products: queries are
 brought into the latent space, and what they find there is brought out of it. So pages hold the
 latent vector and the rotated key alone, and the kernels are those of grouped queries with one kv
-head. Source: arXiv:2405.04434, section 2.1.
+head. A chunk of many tokens takes less with keys and values of each head, as they were trained:
+they are made of the latent vectors of all that its prompts have, in each layer anew.
+Source: arXiv:2405.04434, section 2.1.
 """
 
 from typing import Final
@@ -13,8 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from model.attention import Attend, Rows, window_of
+from model.attention import Attend, Listed, Rows, window_of
 from model.config import ModelConfig
+from model.config_attention import LatentConfig
+from model.kernels.tiles import LEAST
 from model.kv import PagePool, write_tokens
 from model.layers import rms_norm, rotate
 from model.page_groups import Place
@@ -24,6 +28,7 @@ from model.sharding import sum_shards
 # Of the norms of latent vectors, whatever the config says of the others: transformers,
 # DeepseekV3Attention, as DeepSeek's own code.
 _EPS: Final = 1e-6
+_MOST_BYTES: Final = 1 << 30  # of keys and values of all heads
 
 
 def latent_attention(
@@ -35,11 +40,13 @@ def latent_attention(
     place: Place,
     rows: Rows,
     attend: Attend,
+    listed: Listed | None,
 ) -> tuple[Float[Array, "parts rows hidden"], PagePool]:
     """As model.attention.attention, for models with latent attention; every shard has the latent.
 
     weights: one layer's. The last entries of a head's query, and of kv_a, are rotated by halves:
-    the loader brought them into that order.
+    the loader brought them into that order. listed: of a chunk, which may have keys and values of
+    each head.
     """
     latent = cfg.latent
     assert latent is not None
@@ -53,12 +60,49 @@ def latent_attention(
         pool = write_tokens(pool, place.layer, row[:, None, None], rows.kv_idx[place.group])
         q = _queries(cfg, weights, x)
         turned = rotate(q[..., nope:], rows.cos, rows.sin)
-        inside = _by_head(q[..., :nope], weights["k_b"][0]).astype(x.dtype)
-        q = jnp.concatenate([inside, turned], axis=-1)[:, None]
-        found = attend(q, pool, place, None, window_of(cfg, layer))[:, 0]
-        out = _by_head(found, weights["v_b"][0]).reshape(-1, heads * latent.value_dim)
+        window = window_of(cfg, layer)
+        if listed is not None and _is_expanded(latent, heads, x, listed):
+            q = jnp.concatenate([q[..., :nope], turned], axis=-1)[:, :, None]
+            pages = _of_heads(listed.read(pool, place).astype(x.dtype), weights)
+            out = listed.attend(q, pages, window, latent.value_dim)
+        else:
+            inside = _by_head(q[..., :nope], weights["k_b"][0]).astype(x.dtype)
+            q = jnp.concatenate([inside, turned], axis=-1)[:, None]
+            out = _by_head(attend(q, pool, place, None, window)[:, 0], weights["v_b"][0])
+        out = out.reshape(-1, heads * latent.value_dim)
         out = product(out, weights.matrix("o", inputs=3))
         return sum_shards(out)[None], pool
+
+
+def _is_expanded(
+    latent: LatentConfig, heads: int, x: Float[Array, "tokens hidden"], listed: Listed
+) -> bool:
+    """Whether keys and values of each head are made for a chunk.
+
+    Making them costs operations for each position, and saves more of them for each token that looks
+    at it.
+    """
+    both = latent.nope_dim + latent.value_dim
+    saved = len(x) * (2 * latent.kv_rank - both)
+    size = latent.nope_dim + latent.rope_dim
+    num_bytes = 2 * listed.num_positions * heads * size * x.dtype.itemsize
+    fits = size % LEAST == latent.value_dim % LEAST == 0 and latent.value_dim <= size
+    return fits and saved > latent.kv_rank * both and num_bytes <= _MOST_BYTES
+
+
+def _of_heads(
+    pages: Float[Array, "pages page_size one latent"], weights: LayerWeights
+) -> Float[Array, "one planes pages page_size heads head_dim"]:
+    """A pool of keys and values, those with nothing behind what they have. weights: one layer's."""
+    to_key, to_value = weights["k_b"][0], weights["v_b"][0]
+    _, nope, rank = to_key.shape
+    inner, turned = pages[:, :, 0, :rank], pages[:, :, :, rank:]
+    key = contract(inner, to_key, ((2,), (2,))).astype(pages.dtype)
+    value = contract(inner, to_value, ((2,), (1,))).astype(pages.dtype)
+    turned = jnp.broadcast_to(turned, (*key.shape[:3], turned.shape[3]))
+    short = nope + turned.shape[3] - value.shape[3]
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, short)))
+    return jnp.stack([jnp.concatenate([key, turned], axis=-1), value])[None]
 
 
 def _queries(

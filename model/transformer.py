@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int32
 
 from model import kernels
-from model.attention import Attend, ChunkBatch, Rows, attention
+from model.attention import Attend, ChunkBatch, Listed, Rows, attention
 from model.captured import Captured, capture_layer, nothing_captured
 from model.config import DTYPE_BYTES, KVSpec, ModelConfig
 from model.errors import ModelError
 from model.kernels import Target
 from model.kernels.attention.reference import short_context
-from model.kv import PagePool
+from model.kv import PagePool, read_plane
 from model.latent import latent_attention
 from model.layers import embed, feed_forward, rope_tables, zeros_after
 from model.moe import ExpertMap, moe, shared_experts, with_rows
@@ -345,11 +345,24 @@ def _prefill(
         out: Array = model.kernels.prefill_attention(q, pool, place.layer, own, sinks, window)
         return out
 
+    def attend_listed(q: Array, pages: Array, window: Array | None, value_dim: int) -> Array:
+        own = batch._replace(page_ids=jnp.arange(len(batch.page_ids), dtype=jnp.int32))
+        only = jnp.zeros((), jnp.int32)
+        kernel = model.kernels.prefill_attention
+        out: Array = kernel(q, pages, only, own, None, window, value_dim=value_dim)
+        return out
+
+    listed = Listed(
+        len(batch.page_ids) * page_size,
+        lambda pool, place: read_plane(pool, place.layer, 0, page_ids[place.group]),
+        attend_listed,
+    )
     live = (batch.kv_idx >= 0) & (batch.kv_idx < num_pages * page_size)
     dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
     inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
-    return _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, capture)
+    placed = _placed(model, expert_map)
+    return _layers(model, params, pool, inputs, placed, loads, attend, capture, listed)
 
 
 def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap:
@@ -370,6 +383,7 @@ def _layers(
     loads: Array | None,
     attend: Attend,
     capture: bool,
+    listed: Listed | None = None,
 ) -> _Carry:
     cfg = model.cfg
     x = embed(params["embed"], inputs.token_ids)
@@ -382,7 +396,8 @@ def _layers(
     # Traced once for layers of a kind, however many have own arrays.
     @partial(jax.jit, static_argnums=0)
     def block(kind: _Kind, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
-        return _block(model, kind, idx, layer, weights, carry, inputs, rows, expert_map, attend)
+        own = kind, idx, layer, weights, carry
+        return _block(model, *own, inputs, rows, expert_map, attend, listed)
 
     for run, stacks in zip(segments(model.dims), params["layers"], strict=True):
         alone = run.num_layers == 1
@@ -434,6 +449,7 @@ def _block(
     rows: Rows,
     expert_map: ExpertMap,
     attend: Attend,
+    listed: Listed | None,
 ) -> _Carry:
     """One layer. arrays: its own, but for stacks (see `_run`), of which `idx` is this layer's."""
     cfg = model.cfg
@@ -443,8 +459,10 @@ def _block(
     chosen = model.kernels
     norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)
-    attend_layer = latent_attention
-    if not cfg.latent:
+    if cfg.latent:
+        # On a processor it is not measured.
+        attend_layer = partial(latent_attention, listed=None if model.on_cpu else listed)
+    else:
         attend_layer = partial(
             attention, place_heads=chosen.place_heads, product_parts=chosen.product_parts
         )

@@ -55,7 +55,8 @@ def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
     if itemsize > 2:
         return Cut(positions=16 if head_dim > 256 else 32, most_queries=LEAST, stages=2)
     if head_dim > 256:
-        return Cut(positions=32, warps=4 if group <= LEAST else 8, stages=2)
+        few = group <= LEAST
+        return Cut(64, part=128, stages=2) if few else Cut(32, warps=8, stages=2)
     return Cut()
 
 
