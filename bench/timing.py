@@ -1,11 +1,45 @@
-"""How long a call takes: warm-up, then batches long enough for the clock, then the median."""
+"""How long a call takes: warm-up, then batches long enough for the clock, then the median.
 
+And how much of it there is time for.
+"""
+
+import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
 
 WARM_UPS = 3  # CUDA graphs are captured in the first runs of an executable
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Until when something may measure, by a clock."""
+
+    end_s: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    def spend[T](self, tasks: Mapping[str, Callable[[], T]], out: TextIO) -> list[T]:
+        """Do tasks in order, which is that of what they tell: what they gave.
+
+        One is begun while as much time is left as the longest before it took. Those left out are
+        named.
+        """
+        done: list[T] = []
+        longest_s, now_s = 0.0, self.clock()
+        for name, task in tasks.items():
+            if self.end_s - now_s <= longest_s:
+                left_out = list(tasks)[list(tasks).index(name) :]
+                print(f"left out, for want of time: {', '.join(left_out)}", file=out, flush=True)
+                break
+            done.append(task())
+            began_s, now_s = now_s, self.clock()
+            longest_s = max(longest_s, now_s - began_s)
+        return done
+
+
+ENDLESS: Final = Allowance()
 
 
 def seconds_per_call(
