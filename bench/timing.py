@@ -20,22 +20,23 @@ class Allowance:
     end_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
-    def spend[T](self, tasks: Mapping[str, Callable[[], T]], out: TextIO) -> list[T]:
+    def spend[T](
+        self,
+        tasks: Mapping[str, Callable[[], T]],
+        out: TextIO,
+        least_s: Callable[[], float] = lambda: 0.0,
+    ) -> list[T]:
         """Do tasks in order, which is that of what they tell: what they gave.
 
-        One is begun while as much time is left as the longest before it took. Those left out are
-        named.
+        Each is begun while more than least_s is left. Those left out are named.
         """
         done: list[T] = []
-        longest_s, now_s = 0.0, self.clock()
-        for name, task in tasks.items():
-            if self.end_s - now_s <= longest_s:
-                left_out = list(tasks)[list(tasks).index(name) :]
-                print(f"left out, for want of time: {', '.join(left_out)}", file=out, flush=True)
+        for number, task in enumerate(tasks.values()):
+            if self.end_s - self.clock() <= least_s():
+                left_out = ", ".join([*tasks][number:])
+                print(f"left out, for want of time: {left_out}", file=out, flush=True)
                 break
             done.append(task())
-            began_s, now_s = now_s, self.clock()
-            longest_s = max(longest_s, now_s - began_s)
         return done
 
 
