@@ -5,11 +5,10 @@ and products of attention in float32. On an accelerator the reference itself tak
 which is compared, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +16,7 @@ from bench.kernels import KernelBench
 from bench.report import Report
 from model import kernels
 from model.kernels import Backend
+from model.programs import Program, compile_all
 
 # Of the largest number that comes out. Wrong pages or masks give more than a tenth.
 TOLERANCES: Final = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
@@ -35,15 +35,25 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
     compare = _Comparison(report, shape.name, shape.dtype)
     for name, (layer, *_) in bench.attention_layers().items():
         inputs = bench.decode_attention_inputs(slots, layer)
-        compare(f"decode {name} x{slots}", kernels.DECODE_ATTENTION, attention, inputs)
+        compare.add(f"decode {name} x{slots}", kernels.DECODE_ATTENTION, attention, inputs)
         inputs = bench.prefill_attention_inputs(chunk, layer)
-        compare(f"prefill {name} {chunk}", kernels.PREFILL_ATTENTION, attention, inputs)
+        compare.add(f"prefill {name} {chunk}", kernels.PREFILL_ATTENTION, attention, inputs)
     if cfg.num_experts:
         experts = kernels.experts_shape(cfg, dims, network.target, shape.dtype)
         for tokens in (slots, chunk):
             inputs = bench.experts_inputs(tokens)
-            compare(f"experts {tokens} tokens", kernels.EXPERTS, experts, inputs)
-    return compare.all_near
+            compare.add(f"experts {tokens} tokens", kernels.EXPERTS, experts, inputs)
+    return compare.all_near()
+
+
+class _Case(NamedTuple):
+    """One operation: programs of its inputs by what rows call them, and that of the plain form."""
+
+    name: str
+    inputs: tuple[Any, ...]
+    others: dict[str, Program]
+    plain_inputs: tuple[Any, ...]
+    plain: Program
 
 
 class _Comparison:
@@ -51,11 +61,12 @@ class _Comparison:
         self._report = report
         self._shapes = {"shape": name, "dtype": dtype}
         self._tolerance = TOLERANCES[dtype]
-        self.all_near = True
+        self._cases: list[_Case] = []
 
-    def __call__(
+    def add(
         self, operation: str, backends: Sequence[Backend], shape: Any, inputs: tuple[Any, ...]
     ) -> None:
+        """Have it compared, unless there is nothing to compare. Refusals are said at once."""
         case = f"{self._shapes['shape']} {operation}"
         plain = next(backend for backend in backends if backend.name == "reference")
         compared = [backend for backend in backends if backend is not plain]
@@ -64,21 +75,32 @@ class _Comparison:
         if not compared:
             print(f"{case}: no backend but the reference", file=self._report.out)
             return
-        rows, *others = inputs
-        kernel = plain.build(replace(shape, platform="cpu"))
-        expected = _run(kernel, (rows.astype(jnp.float32), *others))
-        scale = float(np.abs(expected).max()) or 1.0
+        others = {}
         for backend in compared:
             try:
-                kernel = backend.build(shape)
+                others[backend.name] = Program(backend.name, backend.build(shape), inputs)
             except NotImplementedError as refusal:
                 print(f"{case}: {backend.name} refuses: {refusal}", file=self._report.out)
-                continue
-            error = float(np.abs(_run(kernel, inputs) - expected).max()) / scale
-            metric = f"{backend.name} off reference"
-            self._report.add(case, metric, error, "error", self._tolerance, shapes=self._shapes)
-            self.all_near = self.all_near and error <= self._tolerance
+        rows, *rest = inputs
+        plain_inputs = (rows.astype(jnp.float32), *rest)
+        kernel = plain.build(replace(shape, platform="cpu"))
+        expected = Program(plain.name, kernel, plain_inputs)
+        self._cases.append(_Case(case, inputs, others, plain_inputs, expected))
+
+    def all_near(self) -> bool:
+        """Report each; whether none is too far from what is expected."""
+        compile_all([one for case in self._cases for one in (case.plain, *case.others.values())])
+        near = True
+        for case in self._cases:
+            expected = _run(case.plain, case.plain_inputs)
+            scale = float(np.abs(expected).max()) or 1.0
+            for name, program in case.others.items():
+                error = float(np.abs(_run(program, case.inputs) - expected).max()) / scale
+                metric, shapes = f"{name} off reference", self._shapes
+                self._report.add(case.name, metric, error, "error", self._tolerance, shapes=shapes)
+                near = near and error <= self._tolerance
+        return near
 
 
-def _run(kernel: Callable[..., Any], inputs: tuple[Any, ...]) -> np.ndarray:
-    return np.asarray(jax.jit(kernel)(*inputs).astype(jnp.float32))
+def _run(program: Program, inputs: tuple[Any, ...]) -> np.ndarray:
+    return np.asarray(program(*inputs).astype(jnp.float32))

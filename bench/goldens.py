@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bench.surroundings import ROOT
 from model.attention import ChunkBatch
 from model.config import ModelConfig
 from model.kv import init_pool
+from model.programs import Program, compile_all
 from model.sharding import make_mesh
 from model.transformer import Model, decode_hidden, logits, prefill_hidden
 from model.weights import load_params
@@ -69,7 +71,7 @@ def check_goldens(report: Report, names: Sequence[str] = (), dtype: str = "float
     chosen = list(names or found)
     if dtype != "float32":
         chosen = [name for name in chosen if name in BFLOAT16_MEDIANS]
-    # Each spends its time compiling, on one processor.
+    # Each spends its time compiling its two programs, side by side as well.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         outcomes = pool.map(lambda name: check_golden(FOLDER / name, dtype), chosen)
         for name, outcome in zip(chosen, outcomes, strict=True):
@@ -113,25 +115,39 @@ class _Runner:
     def __init__(self, network: Model, params: Any) -> None:
         self._network = network
         self._params = params
-        self._prefill = jax.jit(prefill_hidden, static_argnums=0, donate_argnums=2)
-        self._decode = jax.jit(decode_hidden, static_argnums=0, donate_argnums=2)
-        self._logits = jax.jit(logits, static_argnums=0)
+        taken = params, init_pool(network.kv_spec(), NUM_PAGES, network.mesh)
+        chunk, token = (partial(function, network) for function in (_chunk_logits, _token_logits))
+        self._prefill = Program("prefill", chunk, (*taken, _one_chunk([0])), donate=(1,))
+        self._decode = Program("decode", token, (*taken, *_one_token(0, 0)), donate=(1,))
+        compile_all([self._prefill, self._decode])
 
     def run(self, prompt: list[int], new_tokens: int) -> tuple[np.ndarray, list[int]]:
         """Logits f32[len(prompt), vocab] and the greedy continuation."""
         pool = init_pool(self._network.kv_spec(), NUM_PAGES, self._network.mesh)
-        batch = _one_chunk(prompt)
-        hidden, pool = self._prefill(self._network, self._params, pool, batch)
-        got = np.asarray(self._logits(self._network, self._params, hidden))[: len(prompt)]
+        scores, pool = self._prefill(self._params, pool, _one_chunk(prompt))
+        got = np.asarray(scores)[: len(prompt)]
         ids = [int(got[-1].argmax())]
-        table = jnp.asarray(_pages()[None])
         for position in range(len(prompt), len(prompt) + new_tokens - 1):
-            row = [ids[-1], position, _kv_idx(np.array([position]))[0]]
-            token, at, kv_idx = (jnp.asarray(np.array([value], np.int32)) for value in row)
-            hidden, pool = self._decode(self._network, self._params, pool, token, at, table, kv_idx)
-            scores = self._logits(self._network, self._params, hidden)
+            scores, pool = self._decode(self._params, pool, *_one_token(ids[-1], position))
             ids.append(int(np.asarray(scores)[0].argmax()))
         return got, ids
+
+
+def _chunk_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tuple[Any, Any]:
+    hidden, pool = prefill_hidden(model, params, pool, batch)
+    return logits(model, params, hidden), pool
+
+
+def _token_logits(model: Model, params: Any, pool: Any, *row: Any) -> tuple[Any, Any]:
+    hidden, pool = decode_hidden(model, params, pool, *row)
+    return logits(model, params, hidden), pool
+
+
+def _one_token(token_id: int, position: int) -> tuple[jax.Array, ...]:
+    """What a step takes of the one sequence: ids, positions, page table, kv index."""
+    kv_idx = _kv_idx(np.array([position]))
+    rows = (np.array([token_id]), np.array([position]), _pages()[None], kv_idx)
+    return tuple(jnp.asarray(row.astype(np.int32)) for row in rows)
 
 
 def _pages() -> np.ndarray:

@@ -4,113 +4,192 @@
     python -m bench.gpu_check --only steps  one part (repeat for more)
 
 Each part runs in a process of its own with a time limit, so that it has the device's memory to
-itself and cannot take the others along. The last three are all that other parts do, for a shape
-each, in the time that those have left. Rows are appended as they are measured, by default to
-bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo shapes stand in for
-the large ones. Batches whose pages do not fit beside the weights are left out.
+itself and cannot take the others along. Parts that only check numbers run beside each other, those
+that are timed alone. The last three are the steps of other shapes and what they are made of, in the
+time that is left: what that is not enough for is left out. Rows are appended as they are measured,
+by default to bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo
+shapes stand in for the large ones; the most telling are printed again at the end. Batches whose
+pages do not fit beside the weights are left out.
 """
 
 import argparse
 import contextlib
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from bench.report import Report
-from bench.shapes import SHAPES, Shape
+from bench.gpu_parts import OTHER_SHAPES, PARTS, shape_of
+from bench.gpu_summary import summary
+from bench.report import BadRows, Report, Row, read_rows
+from bench.shapes import SHAPES
 from bench.surroundings import ROOT, describe
+from bench.timing import Allowance
 from model.errors import ModelError
 
 # Seconds each part may take, and all together. Most take less than they may: what is left is for
 # those that come last, which measure what matters most first.
 LIMITS_S = {
     "ceilings": 30,
-    "goldens": 110,
-    "backends": 60,
-    "steps": 150,
+    "goldens": 150,
+    "goldens-bfloat16": 150,
+    "backends": 150,
+    "steps": 100,
     "kernels": 60,
     "pages": 30,
     "profile": 60,
     "serving": 100,
-    "goldens-bfloat16": 90,
     "qwen3-30b-a3b-fp8": 90,
     "deepseek-v2-lite": 90,
     "gpt-oss-20b": 90,
 }
 TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
+LEAST = 2 / 3  # of its limit: with less left a part is not begun
+ENDING_S = 10.0  # before its limit a part begins nothing more
 STOP_TIMEOUT_S = 10.0
-PROFILED = (1, 64, 256)  # slots, where a shape has them
-# Parts named after their shape, and what stands in for it on a CPU.
-OTHER_SHAPES = {
-    "qwen3-30b-a3b-fp8": "demo-moe-fp8",
-    "deepseek-v2-lite": "demo-latent",
-    "gpt-oss-20b": "demo-gpt-oss",
-}
+# Parts that run beside each other, and the share of the device's memory that each then has.
+BESIDE = {"goldens": 0.04, "goldens-bfloat16": 0.04, "backends": 0.82}
+ALONE = 0.92
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
+assert PARTS.keys() == LIMITS_S.keys()
 
 
 def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """0 when every part asked for ended well."""
+    """0 when every part that was begun ended well, and every one that was named was begun."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--budget-s", type=float, default=0.4, help="for each measurement")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=float, default=TOTAL_S, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    parts = args.only or list(LIMITS_S)
     if args.inside:
-        return _run_inside(parts[0], args)
-    end_s = clock() + TOTAL_S
-    failed = [part for part in parts if not _run_apart(part, args, end_s - clock())]
-    print(f"gpu_check: {len(parts) - len(failed)} of {len(parts)} parts ended well")
+        return _run_inside(args.only[0], args, Allowance(clock() + args.limit_s, clock))
+    path = args.json or RESULTS
+    try:
+        known = len(_rows(path))
+    except BadRows as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        args.scratch = Path(folder) / "rows.jsonl"
+        parts = [part for part in LIMITS_S if part in (args.only or LIMITS_S)]
+        codes = _run_all(parts, args, clock)
+        rows = [*_rows(path)[known:], *_rows(args.scratch)]
+    good = [part for part, code in codes.items() if code == 0]
+    print(f"gpu_check: {len(good)} of {len(parts)} parts ended well", flush=True)
+    failed = [part for part in parts if part not in good and (part in codes or args.only)]
     if failed:
-        print(f"gpu_check: failed: {', '.join(failed)}", file=sys.stderr)
+        print(f"gpu_check: failed: {', '.join(failed)}", file=sys.stderr, flush=True)
+    print(summary(rows), flush=True)
     return 1 if failed else 0
 
 
-def _run_apart(part: str, args: argparse.Namespace, left_s: float) -> bool:
-    if left_s <= 0:
-        print(f"gpu_check: {part} was not begun: no time is left", file=sys.stderr)
-        return False
-    limit_s = min(LIMITS_S[part], left_s)
-    command = [sys.executable, "-m", "bench.gpu_check", "--inside", "--only", part]
-    command += ["--budget-s", str(args.budget_s)]
+def _rows(path: Path) -> list[Row]:
+    return read_rows(path) if path.exists() else []
+
+
+def _run_all(
+    parts: Sequence[str], args: argparse.Namespace, clock: Callable[[], float]
+) -> dict[str, int | None]:
+    """Exit status of every part that was begun, None of one that had to be stopped."""
+    end_s = clock() + TOTAL_S
+    stages = stages_of(parts)
+    codes: dict[str, int | None] = {}
+    for number, stage in enumerate(stages):
+        limit_s = limit_of(stage, end_s - clock(), len(stages) - number)
+        if not limit_s:
+            for part in stage:
+                print(f"gpu_check: {part} was not begun: no time is left", flush=True)
+            continue
+        print(f"--- {', '.join(stage)} (at most {limit_s:.0f} s)", flush=True)
+        alone = len(stage) == 1
+        commands = {part: _command(part, args, limit_s - ENDING_S, alone) for part in stage}
+        for part, code in run_limited(commands, limit_s).items():
+            codes[part] = code
+            if code is None:
+                said = f"gpu_check: {part} was stopped after {limit_s:.0f} s"
+                print(said, file=sys.stderr, flush=True)
+    return codes
+
+
+def stages_of(parts: Sequence[str]) -> list[list[str]]:
+    """Parts in the order in which they run; those of one list run beside each other."""
+    beside = [part for part in parts if part in BESIDE]
+    stages = [beside if part in BESIDE else [part] for part in parts]
+    return [stage for number, stage in enumerate(stages) if stage not in stages[:number]]
+
+
+def limit_of(stage: Sequence[str], left_s: float, to_come: int) -> float:
+    """Seconds that these parts may take, 0 when what is left is too little to begin them.
+
+    to_come: these, and those that run after them. Other shapes share what is left.
+    """
+    limit_s = float(max(LIMITS_S[part] for part in stage))
+    least_s = LEAST * limit_s
+    if stage[0] in OTHER_SHAPES:
+        limit_s = min(limit_s, max(least_s, left_s / to_come))
+    return min(limit_s, left_s) if left_s >= least_s else 0.0
+
+
+class Command(NamedTuple):
+    """What runs a part."""
+
+    argv: list[str]
+    environment: dict[str, str]
+
+
+def _command(part: str, args: argparse.Namespace, limit_s: float, alone: bool) -> Command:
+    argv = [sys.executable, "-m", "bench.gpu_check", "--inside", "--only", part]
+    argv += ["--budget-s", str(args.budget_s), "--limit-s", str(limit_s)]
+    argv += ["--scratch", str(args.scratch)]
     if args.shape:
-        command += ["--shape", args.shape]
+        argv += ["--shape", args.shape]
     if args.json:
-        command += ["--json", str(args.json)]
-    print(f"--- {part} (at most {limit_s:.0f} s)", flush=True)
-    start_s = time.monotonic()
+        argv += ["--json", str(args.json)]
     environment = dict(os.environ)
     if part == "serving":  # the workers are processes of their own and share the device
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    elif alone:
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(ALONE))
     else:
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    code = run_limited(command, environment, limit_s)
-    if code is None:
-        print(f"gpu_check: {part} was stopped after {limit_s:.0f} s", file=sys.stderr)
-        return False
-    print(f"--- {part}: {time.monotonic() - start_s:.1f} s, exit {code}", flush=True)
-    return code == 0
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(BESIDE[part])
+    return Command(argv, environment)
 
 
-def run_limited(command: list[str], environment: dict[str, str], limit_s: float) -> int | None:
-    """Exit status of a command, or None when it had to be stopped, with all that it started.
+def run_limited(commands: Mapping[str, Command], limit_s: float) -> dict[str, int | None]:
+    """Exit statuses of commands beside each other, None where one had to be stopped."""
+    start_s = time.monotonic()
+
+    def ended(process: psutil.Process) -> None:
+        name = next(name for name, one in processes.items() if one.pid == process.pid)
+        taken_s, code = time.monotonic() - start_s, processes[name].poll()
+        print(f"--- {name}: {taken_s:.1f} s, exit {code}", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(_started(command)) for name, command in commands.items()
+        }
+        psutil.wait_procs(processes.values(), limit_s, ended)
+        return {name: process.poll() for name, process in processes.items()}
+
+
+@contextlib.contextmanager
+def _started(command: Command) -> Iterator[psutil.Popen]:
+    """A process that ends with the block, with all that it started.
 
     The next one finds the device's memory free: a server's workers have sessions of their own, and
     are waited for.
     """
-    process = psutil.Popen(command, env=environment, start_new_session=True)
+    process = psutil.Popen(command.argv, env=command.environment, start_new_session=True)
     try:
-        code: int = process.wait(limit_s)
-        return code
-    except psutil.TimeoutExpired:
-        return None
+        yield process
     finally:
         if process.poll() is None:
             everyone = [*process.children(recursive=True), process]
@@ -122,142 +201,28 @@ def run_limited(command: list[str], environment: dict[str, str], limit_s: float)
             psutil.wait_procs(deaf, STOP_TIMEOUT_S)
 
 
-def _run_inside(part: str, args: argparse.Namespace) -> int:
+def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> int:
     import jax
 
     on_cpu = jax.devices()[0].platform == "cpu"
-    path = args.json or (None if on_cpu else RESULTS)
+    path = args.json or (args.scratch if on_cpu else RESULTS)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    if not on_cpu:
-        # Programs and what autotuning found are kept for the parts that follow.
+    if not on_cpu and part not in BESIDE:
+        # Programs and what autotuning found, small ones too, are kept for the parts that follow.
+        # What it finds with others on the device is not to be relied on.
         jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     shape = shape_of(part, args.shape, on_cpu)
     report = Report("gpu_check", describe(with_jax=True), 0, path)
     try:
-        good = PARTS[part](report, shape, args.budget_s)
+        good = PARTS[part](report, shape, args.budget_s, allowance)
     except ModelError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 1
+    # With what came before there was a clock of ours: an interpreter, and modules.
+    report.add(part, "part", time.time() - psutil.Process().create_time(), "s", shapes={})
     return 0 if good else 1
-
-
-def shape_of(part: str, asked: str | None, on_cpu: bool) -> Shape:
-    """What a part measures. asked: heeded by parts that are not named after a shape."""
-    if part in OTHER_SHAPES:
-        return SHAPES[OTHER_SHAPES[part] if on_cpu else part]
-    return SHAPES[asked or ("demo" if on_cpu else "qwen3-30b-a3b")]
-
-
-def _fitted(report: Report, shape: Shape) -> Shape:
-    """The shape with what fits on the device. Raises ModelError when nothing does."""
-    import jax
-
-    from bench.kernels import fitting
-
-    stats = jax.devices()[0].memory_stats()
-    if not stats:  # a CPU's memory is the host's
-        return shape
-    fitted = fitting(shape, int(stats["bytes_limit"]))
-    if fitted.slots != shape.slots:
-        left_out = ", ".join(str(slots) for slots in shape.slots if slots not in fitted.slots)
-        print(f"{shape.name}: batches of {left_out} do not fit on the device", file=report.out)
-    return fitted
-
-
-def _ceilings(report: Report, shape: Shape, budget_s: float) -> bool:
-    from bench.ceilings import measure_ceilings
-
-    print(report.surroundings)
-    measure_ceilings(report, shape.dtype, budget_s)
-    return True
-
-
-def _goldens(dtype: str) -> Callable[[Report, Shape, float], bool]:
-    def run(report: Report, shape: Shape, budget_s: float) -> bool:
-        from bench.goldens import check_goldens
-
-        return check_goldens(report, dtype=dtype)
-
-    return run
-
-
-def _backends(report: Report, shape: Shape, budget_s: float) -> bool:
-    from bench.backends import compare_backends
-    from bench.floors import Ceilings
-    from bench.kernels import KernelBench
-
-    shape = _fitted(report, shape)
-    return compare_backends(report, KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s))
-
-
-def _kernels(*parts: str) -> Callable[[Report, Shape, float], bool]:
-    def run(report: Report, shape: Shape, budget_s: float) -> bool:
-        from bench import kernels
-
-        kernels.run(report, _fitted(report, shape), parts, budget_s)
-        return True
-
-    return run
-
-
-def _profile(report: Report, shape: Shape, budget_s: float) -> bool:
-    from bench.floors import Ceilings
-    from bench.kernels import KernelBench
-    from bench.profile import profile_steps
-
-    shape = _fitted(report, shape)
-    bench = KernelBench(report, shape, Ceilings(1.0, 1.0), budget_s)
-    slots = [slots for slots in shape.slots if slots in PROFILED] or shape.slots[-1:]
-    profile_steps(bench, slots, shape.chunks[-1:])
-    return True
-
-
-def _other_shape(report: Report, shape: Shape, budget_s: float) -> bool:
-    """Steps, then what they are made of, then backends: cut short, it has the most telling rows."""
-    from bench.backends import compare_backends
-    from bench.ceilings import measure_ceilings
-    from bench.kernels import KernelBench
-
-    shape = _fitted(report, shape)
-    bench = KernelBench(report, shape, measure_ceilings(report, shape.dtype, budget_s), budget_s)
-    for measure in (bench.decode, bench.prefill, bench.attention, bench.experts):
-        measure()
-    return compare_backends(report, bench)
-
-
-def _serving(report: Report, shape: Shape, budget_s: float) -> bool:
-    """Both roles on the one device, in two processes and in one: the demo model over HTTP."""
-    from bench.serve import Slo, load, started_server
-    from bench.workload import WorkloadConfig
-
-    config = WorkloadConfig(num_requests=32, input_tokens=64, output_tokens=32, concurrency=8)
-    traces = []
-    for said, arguments in (
-        ("", ["--mem-fraction-static", "0.3"]),
-        (", colocated", ["--mem-fraction-static", "0.6", "--colocated"]),
-    ):
-        with started_server([*arguments, "--max-running-requests", "16"]) as server:
-            case = f"demo 64/32 x8{said}"
-            traces += load(report, server, case, config, Slo(), timeout_s=30, warm_up=2)
-    return all(trace.ok for trace in traces)
-
-
-PARTS: dict[str, Callable[[Report, Shape, float], bool]] = {
-    "ceilings": _ceilings,
-    "goldens": _goldens("float32"),
-    "backends": _backends,
-    "steps": _kernels("decode", "prefill"),
-    "kernels": _kernels("attention", "experts", "sampling"),
-    "pages": _kernels("pages"),
-    "profile": _profile,
-    "serving": _serving,
-    "goldens-bfloat16": _goldens("bfloat16"),
-    "qwen3-30b-a3b-fp8": _other_shape,
-    "deepseek-v2-lite": _other_shape,
-    "gpt-oss-20b": _other_shape,
-}
-assert PARTS.keys() == LIMITS_S.keys()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ does: those of one would stay in an accelerator's cache.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from bench.floors import (
 )
 from bench.report import Report
 from bench.shapes import Shape
-from bench.timing import seconds_per_call
+from bench.timing import ENDLESS, Allowance, seconds_per_call
 from model import page_runs
 from model.attention import ChunkBatch, window_of
 from model.errors import ModelError
@@ -44,6 +44,9 @@ from model.transformer import Model, decode_hidden, logits, prefill_hidden, rand
 from transfer.buffers import BufferPool
 
 TRAVEL_PAGES = 32
+# What is compiled side by side. Pieces have the pool among their arguments, and steps donate it.
+STEPS: Final = ("decode", "prefill")
+PIECES: Final = ("attention", "experts", "sampling")
 
 
 def greedy_step(
@@ -111,20 +114,35 @@ def fitting(shape: Shape, memory_bytes: int) -> Shape:
     return replace(shape, slots=tuple(batches))
 
 
-def _in_turn(program: Program, turns: Iterator[tuple[Any, ...]]) -> Any:
-    return program(*next(turns))
+class Case(NamedTuple):
+    """One program to time, and the least that a call of it could take."""
+
+    name: str
+    program: Program
+    turns: Sequence[tuple[Any, ...]]  # arguments alike in shapes, which take turns
+    cost: Cost
+    sizes: dict[str, int]
+    tokens: int = 0  # of a whole step or chunk, which has parameters and pool before its arguments
 
 
 class KernelBench:
     """One network on one device: owner of its parameters and of the pool that calls donate."""
 
     def __init__(
-        self, report: Report, shape: Shape, ceilings: Ceilings, budget_s: float, seed: int = 0
+        self,
+        report: Report,
+        shape: Shape,
+        ceilings: Ceilings,
+        budget_s: float,
+        seed: int = 0,
+        allowance: Allowance = ENDLESS,
     ) -> None:
         self.report = report
         self.shape = shape
         self.ceilings = ceilings
         self.budget_s = budget_s
+        self.allowance = allowance
+        self.compiling_s = 0.0  # the longest so far, which nothing cuts short
         self.rng = np.random.default_rng(seed)
         self.model = model_of(shape)
         self.params = random_params(self.model, seed)
@@ -132,67 +150,77 @@ class KernelBench:
         self.num_pages = _pool_pages(shape)
         self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
 
+    def measure(self, parts: Iterable[str]) -> None:
+        """Rows of what these methods give: all compiled side by side, then timed one by one."""
+        start_s = self.allowance.clock()
+        cases = [case for part in parts for case in getattr(self, part)()]
+        compile_all([case.program for case in cases])
+        self.compiling_s = max(self.compiling_s, self.allowance.clock() - start_s)
+        timing = {case.name: partial(self._time, case) for case in cases}
+        self.allowance.spend(timing, self.report.out)
+
     # --- whole steps --------------------------------------------------------------------------
 
-    def decode(self) -> None:
+    def decode(self) -> list[Case]:
         """One token for every slot, logits and greedy choice included."""
-        steps = {slots: self.step_args(slots) for slots in self.shape.slots}
-        taken = self._time_with_pool("decode_step", partial(greedy_step, self.model), steps)
-        for slots, taken_s in taken:
+        cases = []
+        for slots in self.shape.slots:
             cost = decode_step_cost(self.shape, slots, self.shape.context)
-            self._rows(f"decode step x{slots}", taken_s, cost, {"slots": slots}, slots)
+            args = self.step_args(slots)
+            cases.append(
+                self._whole(f"decode step x{slots}", greedy_step, args, cost, "slots", slots)
+            )
+        return cases
 
-    def prefill(self) -> None:
+    def prefill(self) -> list[Case]:
         """One prompt in one chunk, logits of its last token included."""
-        chunks = {tokens: self.chunk_args(tokens) for tokens in self.shape.chunks}
-        taken = self._time_with_pool("prefill_chunk", partial(last_logits, self.model), chunks)
-        for tokens, taken_s in taken:
+        cases = []
+        for tokens in self.shape.chunks:
             cost = prefill_chunk_cost(self.shape, tokens)
-            self._rows(f"prefill chunk {tokens}", taken_s, cost, {"tokens": tokens}, tokens)
+            args = self.chunk_args(tokens)
+            cases.append(
+                self._whole(f"prefill chunk {tokens}", last_logits, args, cost, "tokens", tokens)
+            )
+        return cases
 
     # --- parts --------------------------------------------------------------------------------
 
-    def attention(self) -> None:
+    def attention(self) -> list[Case]:
         """Attention over pages, without projections, of one layer of each kind."""
-        for name, layers in self.attention_layers().items():
-            self._decode_attention(f"decode {name}", layers)
-            self._prefill_attention(f"prefill {name}", layers)
+        return [
+            case
+            for name, layers in self.attention_layers().items()
+            for case in (
+                *self._decode_attention(f"decode {name}", layers),
+                *self._prefill_attention(f"prefill {name}", layers),
+            )
+        ]
 
-    def _decode_attention(self, name: str, layers: Sequence[int]) -> None:
-        windowed = self._windowed(layers[0])
-        cases = {
-            slots: self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
-            for slots in self.shape.slots
-        }
-        taken = self._time("decode_attention", self.model.kernels.decode_attention, cases)
-        for slots, taken_s in taken:
+    def _decode_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
+        windowed, kernel = self._windowed(layers[0]), self.model.kernels.decode_attention
+        for slots in self.shape.slots:
+            turns = self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
             cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
-            self._rows(f"{name} x{slots}", taken_s, cost, {"slots": slots})
+            yield self._piece(f"{name} x{slots}", kernel, turns, cost, {"slots": slots})
 
-    def _prefill_attention(self, name: str, layers: Sequence[int]) -> None:
-        windowed = self._windowed(layers[0])
-        cases = {
-            tokens: self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
-            for tokens in self.shape.chunks
-        }
-        taken = self._time("prefill_attention", self.model.kernels.prefill_attention, cases)
-        for tokens, taken_s in taken:
+    def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
+        windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
+        for tokens in self.shape.chunks:
+            turns = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             cost = prefill_attention_cost(self.shape, tokens, windowed)
-            self._rows(f"{name} {tokens}", taken_s, cost, {"tokens": tokens})
+            yield self._piece(f"{name} {tokens}", kernel, turns, cost, {"tokens": tokens})
 
-    def experts(self) -> None:
+    def experts(self) -> Iterator[Case]:
         """One layer's routed experts, evenly chosen; nothing for a dense network."""
         if not self.shape.cfg.num_experts:
             return
-        cases = {
-            tokens: self._of_expert_layers(self.experts_inputs(tokens))
-            for tokens in (*self.shape.slots, *self.shape.chunks)
-        }
-        for tokens, taken_s in self._time("experts", self.model.kernels.experts, cases):
-            cost = moe_cost(self.shape, tokens)
-            self._rows(f"experts {tokens} tokens", taken_s, cost, {"tokens": tokens})
+        kernel = self.model.kernels.experts
+        for tokens in (*self.shape.slots, *self.shape.chunks):
+            turns = self._of_expert_layers(self.experts_inputs(tokens))
+            cost, sizes = moe_cost(self.shape, tokens), {"tokens": tokens}
+            yield self._piece(f"experts {tokens} tokens", kernel, turns, cost, sizes)
 
-    def sampling(self) -> None:
+    def sampling(self) -> Iterator[Case]:
         """Logits to ids, as a step does it that has to: greedy, and all rows with top-p."""
         vocab, on_cpu = self.shape.cfg.vocab_size, self.model.on_cpu
         for name, asks, top_p in (("greedy", Asks.GREEDY, 1.0), ("top-p", Asks.FILTERED, 0.9)):
@@ -204,16 +232,14 @@ class KernelBench:
                 own = Asks.ANYTHING if on_cpu else asks
                 return sample(scores, rows, lambda: history, token_idx, None, own, on_cpu)
 
-            cases = {}
             for slots in self.shape.slots:
                 scores = jnp.asarray(self.rng.standard_normal((slots, vocab), np.float32))
                 rows = empty_rows(slots)
                 rows.top_p[:] = top_p
                 rows.temperature[:] = 0.8 if asks > Asks.GREEDY else 0.0
-                cases[slots] = [(scores, rows, np.zeros(slots, np.int32))]
-            for slots, taken_s in self._time("sample", draw, cases):
+                turns = [(scores, rows, np.zeros(slots, np.int32))]
                 cost = Cost(slots * vocab * 4.0, 0.0)
-                self._rows(f"sampling {name} x{slots}", taken_s, cost, {"slots": slots})
+                yield self._piece(f"sampling {name} x{slots}", draw, turns, cost, {"slots": slots})
 
     def pages(self) -> None:
         """Pages packed, to the host, from the host, put in place: payload a second.
@@ -387,49 +413,49 @@ class KernelBench:
     def _measure(self, call: Callable[[], Any]) -> float:
         return seconds_per_call(call, jax.block_until_ready, self.budget_s)
 
-    def _time(
+    def _whole(
         self,
         name: str,
         function: Callable[..., Any],
-        cases: Mapping[int, Sequence[tuple[Any, ...]]],
-    ) -> Iterator[tuple[int, float]]:
-        """By rows, arguments alike in shapes, which take turns. Yields (rows, seconds) of each."""
-        placed = {rows: jax.device_put(list(args)) for rows, args in cases.items()}
-        programs = {
-            rows: Program(f"{name} {rows}", function, args[0]) for rows, args in placed.items()
-        }
-        compile_all([*programs.values()])
-        for rows, program in programs.items():
-            turns = cycle(placed[rows])
-            yield rows, self._measure(partial(_in_turn, program, turns))
+        args: tuple[Any, ...],
+        cost: Cost,
+        unit: str,
+        tokens: int,
+    ) -> Case:
+        """A step or a chunk of so many slots or tokens, by unit."""
+        taken = (self.params, self.pool, *args)
+        program = Program(name, partial(function, self.model), taken, donate=(1,))
+        return Case(name, program, [args], cost, {unit: tokens}, tokens)
 
-    def _time_with_pool(
-        self, name: str, function: Callable[..., Any], cases: Mapping[int, tuple[Any, ...]]
-    ) -> Iterator[tuple[int, float]]:
-        """Arguments behind parameters and pool, by rows. Yields (rows, seconds) of each."""
-        programs = {
-            rows: Program(f"{name} {rows}", function, (self.params, self.pool, *args), donate=(1,))
-            for rows, args in cases.items()
-        }
-        compile_all([*programs.values()])
-        for rows, program in programs.items():
+    def _piece(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        turns: Sequence[tuple[Any, ...]],
+        cost: Cost,
+        sizes: dict[str, int],
+    ) -> Case:
+        placed = jax.device_put(list(turns))
+        return Case(name, Program(name, function, placed[0]), placed, cost, sizes)
 
-            def call(program: Program = program, rows: int = rows) -> Any:
-                out, self.pool = program(self.params, self.pool, *cases[rows])
-                return out
+    def _call_of(self, case: Case) -> Callable[[], Any]:
+        turns = cycle(case.turns)
 
-            yield rows, self._measure(call)
+        def step() -> Any:
+            out, self.pool = case.program(self.params, self.pool, *next(turns))
+            return out
 
-    def _rows(
-        self, case: str, taken_s: float, cost: Cost, sizes: dict[str, int], tokens: int = 0
-    ) -> None:
-        floor_s = cost.floor_s(self.ceilings)
-        self._add(case, "time", taken_s * 1e3, "ms", floor_s * 1e3, sizes)
-        self._add(case, "share of floor", floor_s / taken_s, "share", None, sizes)
-        self._add(case, "bytes", cost.num_bytes / 1e6, "MB", None, sizes)
-        self._add(case, "products", cost.flops / 1e9, "GFLOP", None, sizes)
-        if tokens:
-            self._add(case, "rate", tokens / taken_s, "tok/s", tokens / floor_s, sizes)
+        return step if case.tokens else lambda: case.program(*next(turns))
+
+    def _time(self, case: Case) -> None:
+        taken_s = self._measure(self._call_of(case))
+        floor_s, sizes = case.cost.floor_s(self.ceilings), case.sizes
+        self._add(case.name, "time", taken_s * 1e3, "ms", floor_s * 1e3, sizes)
+        self._add(case.name, "share of floor", floor_s / taken_s, "share", None, sizes)
+        self._add(case.name, "bytes", case.cost.num_bytes / 1e6, "MB", None, sizes)
+        self._add(case.name, "products", case.cost.flops / 1e9, "GFLOP", None, sizes)
+        if tokens := case.tokens:
+            self._add(case.name, "rate", tokens / taken_s, "tok/s", tokens / floor_s, sizes)
 
     def _add(
         self,
@@ -445,9 +471,17 @@ class KernelBench:
         self.report.add(f"{self.shape.name} {case}", metric, value, unit, baseline, shapes=shapes)
 
 
-def run(report: Report, shape: Shape, parts: Sequence[str], budget_s: float) -> None:
+def run(
+    report: Report,
+    shape: Shape,
+    parts: Sequence[str],
+    budget_s: float,
+    allowance: Allowance = ENDLESS,
+) -> None:
     """Measure the ceilings, then the parts asked for."""
     ceilings = measure_ceilings(report, shape.dtype, budget_s)
-    bench = KernelBench(report, shape, ceilings, budget_s, report.seed)
-    for part in parts:
-        getattr(bench, part)()
+    bench = KernelBench(report, shape, ceilings, budget_s, report.seed, allowance)
+    for together in (STEPS, PIECES):
+        bench.measure(part for part in together if part in parts)
+    if "pages" in parts:
+        bench.pages()

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,15 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def started_servers(arguments: Sequence[list[str]]) -> Iterator[list[Server]]:
+    """As `started_server`, several that start at once. Raises NoServer when one did not."""
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            starting = [pool.submit(stack.enter_context, started_server(own)) for own in arguments]
+        yield [one.result() for one in starting]
 
 
 def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:

@@ -1,11 +1,46 @@
-"""How long a call takes: warm-up, then batches long enough for the clock, then the median."""
+"""How long a call takes: warm-up, then batches long enough for the clock, then the median.
 
+And how much of it there is time for.
+"""
+
+import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TextIO
 
 WARM_UPS = 3  # CUDA graphs are captured in the first runs of an executable
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Until when something may measure, by a clock."""
+
+    end_s: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    def spend[T](
+        self,
+        tasks: Mapping[str, Callable[[], T]],
+        out: TextIO,
+        least_s: Callable[[], float] = lambda: 0.0,
+    ) -> list[T]:
+        """Do tasks in order, which is that of what they tell: what they gave.
+
+        Each is begun while more than least_s is left. Those left out are named.
+        """
+        done: list[T] = []
+        for number, task in enumerate(tasks.values()):
+            if self.end_s - self.clock() <= least_s():
+                left_out = ", ".join([*tasks][number:])
+                print(f"left out, for want of time: {left_out}", file=out, flush=True)
+                break
+            done.append(task())
+        return done
+
+
+ENDLESS: Final = Allowance()
 
 
 def seconds_per_call(

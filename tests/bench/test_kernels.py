@@ -9,7 +9,7 @@ import pytest
 
 from bench import ceilings, kernels
 from bench.backends import compare_backends
-from bench.floors import Ceilings
+from bench.floors import Ceilings, Cost
 from bench.kernels import fitting
 from bench.report import Report
 from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shape
@@ -132,5 +132,7 @@ def test_layers_take_turns(monkeypatch):
 
     monkeypatch.setattr(bench, "_measure", measure)
     layers = [(jnp.int32(layer),) for layer in range(3)]
-    assert list(bench._time("name", lambda layer: layer + 0, {8: layers})) == [(8, 1.0)]
+    case = bench._piece("name", lambda layer: layer + 0, layers, Cost(1.0, 1.0), {})
+    case.program.compile()
+    bench._time(case)
     assert seen == [0, 1, 2, 0, 1, 2]

@@ -6,14 +6,16 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import psutil
 import pytest
 
+from bench import serve
 from bench.client import Server, Trace, get_json, stream_completion
 from bench.report import Report
-from bench.serve import Slo, devices_of, load, parse_url, report_traces, run_workload
+from bench.serve import NoServer, Slo, devices_of, load, parse_url, report_traces, run_workload
 from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.timing import seconds_per_call
@@ -237,6 +239,27 @@ with lifeline() as fd:
         server = psutil.Process(int(bench.stdout.readline()))
         bench.kill()
     wait_until(lambda: has_ended(server))
+
+
+def test_servers_start_at_once_and_end_when_one_of_them_does_not_start(monkeypatch):
+    together = threading.Barrier(2, timeout=30)
+    ended: list[str] = []
+
+    @contextlib.contextmanager
+    def start(arguments: list[str]) -> Iterator[Server]:
+        together.wait()
+        if arguments == ["bad"]:
+            raise NoServer("bad")
+        yield Server(arguments[0], 1)
+        ended.append(arguments[0])
+
+    monkeypatch.setattr(serve, "started_server", start)
+    with serve.started_servers([["a"], ["b"]]) as servers:
+        assert [server.host for server in servers] == ["a", "b"]
+        assert not ended
+    assert sorted(ended) == ["a", "b"]
+    with pytest.raises(NoServer, match="bad"), serve.started_servers([["c"], ["bad"]]):
+        pass
 
 
 def test_only_plain_http_addresses_are_taken():
