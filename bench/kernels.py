@@ -205,6 +205,8 @@ class KernelBench:
 
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
+        if self.shape.cfg.latent and not self.model.on_cpu:
+            return  # long chunks have keys and values of each head: model/latent.py
         for tokens in self.shape.chunks:
             turns = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             cost = prefill_attention_cost(self.shape, tokens, windowed)
