@@ -42,7 +42,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 def flags_of(shape: Shape, folder: Path) -> list[str]:
     """Arguments with which `kvferry up` serves what was written."""
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
-    return [*flags, "--quantization", "fp8"] if shape.fp8 else flags
+    return [*flags, "--quantization", shape.codes] if shape.codes else flags
 
 
 def _config(cfg: ModelConfig) -> dict[str, Any]:

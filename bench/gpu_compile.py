@@ -115,7 +115,8 @@ class CompileBench:
         self.report, self.shape, self.folder = report, shape, folder
         mesh = make_mesh(1, 1, [device])
         sizes = shape.dtype, shape.page_size
-        self.model = Model.create(shape.cfg, mesh, *sizes, coded=shape.coded)
+        codes = shape.codes or "fp8"
+        self.model = Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
         self.params = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding(mesh)),
             self.model.param_leaves(),

@@ -85,7 +85,8 @@ def _pool_pages(shape: Shape) -> int:
 def model_of(shape: Shape) -> Model:
     """On the first device."""
     mesh = make_mesh(1, 1, jax.devices()[:1])
-    return Model.create(shape.cfg, mesh, shape.dtype, shape.page_size, coded=shape.coded)
+    sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
+    return Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
 
 
 def fitting(shape: Shape, memory_bytes: int) -> Shape:

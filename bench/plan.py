@@ -29,6 +29,7 @@ from bench.shapes import Shape
 from decode.rings import first_seen
 from model.buckets import check_page_size, pages_for, touched_pages
 from model.config import FP8, ModelConfig
+from model.config_quantised import codes_of
 from model.errors import ModelError
 from model.params import Leaf, param_leaves
 from model.sharding import Dims, abstract_mesh, kv_spec
@@ -51,7 +52,7 @@ class GroupConfig:
     ep_num_redundant_experts: int = 0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
-    quantization: Literal["auto", "none", "fp8"] = "auto"
+    quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     page_size: int = 64
     mem_fraction_static: float = 0.85
 
@@ -113,7 +114,7 @@ HELP = {
     "ep_num_redundant_experts": "copies of experts that a layer has beside one of each",
     "dtype": "type of weights; auto: the checkpoint's",
     "kv_cache_dtype": "type of pages; auto follows --dtype",
-    "quantization": "layers' weights; fp8: a byte each",
+    "quantization": "layers' weights; fp8, int8: a byte each",
     "page_size": "tokens in a page",
     "mem_fraction_static": "share of a device's memory for weights, scratch and pages",
     "input_tokens": "tokens of a prompt",
@@ -200,7 +201,8 @@ def plan_group(
     """
     mesh = abstract_mesh(config.tp_size, config.ep_size, config.dp_size)
     shared = config.ep_size > config.tp_size
-    dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts)
+    codes = codes_of(cfg.quantization, config.quantization)
+    dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts, codes=codes)
     # "auto" keeps none on an accelerator, which devices that are asked about are.
     dims = replace(dims, coded=dims.coded_as_published(config.quantization))
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
@@ -219,9 +221,10 @@ def plan_group(
         raise ModelError(
             f"weights of {_gib(weights)} a device do not fit: {config.mem_fraction_static} of "
             f"{memory_gib:g} GiB, less a sixteenth for scratch, is {_gib(budget - budget // 16)}; "
-            f"raise --tp-size or --ep-size{', or give --quantization fp8' * (not dims.coded)}"
+            f"raise --tp-size or --ep-size{f', or give --quantization {codes}' * (not dims.coded)}"
         )
-    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, bool(dims.coded))
+    codes = codes if dims.coded else ""
+    shape = Shape("plan", cfg, dtype, config.page_size, STEPS, 0, (), pages, codes)
     apart = has_rings and cfg.page_groups > 1
     ring = touched_pages(cfg.sliding_window, config.page_size) if apart else 0
     return Group(config, shape, dims, weights, page_bytes, left // page_bytes, ring)

@@ -25,12 +25,12 @@ class Shape:
     context: int
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
-    fp8: bool = False  # whether layers' weights are codes (model/coded.py)
+    codes: str = ""  # which layers' weights are, "fp8" or "int8", if any (model/coded.py)
 
     @property
     def coded(self) -> tuple[str, ...]:
         """Which of them are."""
-        return self._dims.coded_as_published("fp8") if self.fp8 else ()
+        return self._dims.coded_as_published(self.codes)
 
     def weight_bytes(self, name: str) -> float:
         """Bytes of one weight of a parameter of layers, its part of a scale as on one device."""
@@ -338,9 +338,9 @@ GPT_OSS_20B = Shape(
 )
 
 
-def with_codes(shape: Shape) -> Shape:
+def with_codes(shape: Shape, codes: str = "fp8") -> Shape:
     """The same, its layers' weights kept as codes of a byte (model/coded.py)."""
-    return replace(shape, name=f"{shape.name}-fp8", fp8=True)
+    return replace(shape, name=f"{shape.name}-{codes}", codes=codes)
 
 
 SHAPES = {
@@ -355,10 +355,12 @@ SHAPES = {
         with_codes(MIDDLE),
         MIDDLE_MOE,
         with_codes(MIDDLE_MOE),
+        with_codes(MIDDLE_MOE, "int8"),
         QWEN3_8B,
         with_codes(QWEN3_8B),
         QWEN3_30B_A3B,
         with_codes(QWEN3_30B_A3B),
+        with_codes(QWEN3_30B_A3B, "int8"),
         DEEPSEEK_V2_LITE,
         GPT_OSS_20B,
     )

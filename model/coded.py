@@ -1,9 +1,9 @@
-"""Weights that stay fp8 in memory: a byte a weight, and a scale for some of its inputs.
+"""Weights that stay codes in memory: a byte a weight, and a scale for some of its inputs.
 
 A weight is its code's value times a scale, brought to the dtype of the products where it is
-multiplied. Codes are e4m3 (arXiv:2209.05433), of which MXFP4's and four-bit values are a part, so
-checkpoints of either are kept without rounding. Of a product's inputs `group` neighbours share one
-scale for each output.
+multiplied. Codes of uint8 are e4m3 (arXiv:2209.05433), of which MXFP4's and four-bit values are a
+part, so checkpoints of either are kept without rounding; codes of int8 are integers. The dtype
+alone says which. Of a product's inputs `group` neighbours share one scale for each output.
 """
 
 from typing import Any, Final, NamedTuple
@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, Int8, UInt8
 
-LARGEST: Final = np.float32(448)  # of e4m3
+# By what --quantization calls them; and the largest of each, as far below zero as above.
+CODE_DTYPES: Final = {"fp8": np.dtype(np.uint8), "int8": np.dtype(np.int8)}
+LARGEST: Final = {np.dtype(np.uint8): np.float32(448), np.dtype(np.int8): np.float32(127)}
 LEAST_GROUP: Final = 8  # whose scales take half as much memory as the codes
 
 
@@ -33,7 +35,7 @@ class ExpertStacks(NamedTuple):
 
 
 def decoded(
-    codes: UInt8[Array, "..."],
+    codes: UInt8[Array, "..."] | Int8[Array, "..."],
     scales: Float32[Array, "..."],
     axis: int,
     dtype: Any,
@@ -42,11 +44,12 @@ def decoded(
     """Codes times scales, rounded to dtype. axis: of inputs, of which scales have fewer.
 
     native: whether the device converts e4m3 itself. A processor does not, and XLA's own conversion
-    takes 20 times as long as these operations on whole integers, which XLA makes vectors of.
+    takes 20 times as long as these operations on whole integers, which XLA makes vectors of. It
+    does convert integers of a byte.
     """
     size = codes.shape[axis] // scales.shape[axis]
     before, behind = codes.shape[:axis], codes.shape[axis + 1 :]
-    values = (_converted if native else _from_bits)(codes)
+    values = (converted if native or codes.dtype == jnp.int8 else _from_bits)(codes)
     apart = values.reshape(*before, scales.shape[axis], size, *behind)
     scaled = (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape)
     kind = jnp.finfo(dtype)
@@ -56,7 +59,10 @@ def decoded(
     return scaled.astype(dtype)
 
 
-def _converted(codes: Array) -> Array:
+def converted(codes: Any) -> Any:
+    """What codes say, in float32, as a device converts them."""
+    if codes.dtype == jnp.int8:
+        return codes.astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 

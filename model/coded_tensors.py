@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32
 
 from model.checkpoint import Checkpoint
 from model.coded import LARGEST
@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.config_quantised import SCALE_INPUTS
 from model.errors import ModelError
 from model.params import Holds, Leaf
-from model.quantised import Quantised
+from model.quantised_pairs import Quantised
 from model.sharding import EXPERT_WEIGHTS, Dims
 from model.sources import Files, Index
 from model.tensors import param_sources
@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class _Codes:
     files: Checkpoint
+    dtype: np.dtype
 
     def read(self, name: str, index: Index) -> np.ndarray:
         if isinstance(self.files, Quantised):
-            return self.files.read_codes(name, index)
-        return _Rounded.of(self.files, name, index).codes()
+            return self.files.read_codes(name, index, self.dtype)
+        return _Rounded.of(self.files, name, index, self.dtype).codes()
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ class _Scales:
 
     files: Checkpoint
     group: int
+    dtype: np.dtype  # of the codes
 
     def read(self, name: str, index: Index) -> np.ndarray:
         inputs = slice(index[1].start * self.group, index[1].stop * self.group)
         part = (index[0], inputs, *index[2:])
         if isinstance(self.files, Quantised):
             return self.files.read_scales(name, part, self.group)
-        return _Rounded.of(self.files, name, part).scales()[:, :: self.group]
+        return _Rounded.of(self.files, name, part, self.dtype).scales()[:, :: self.group]
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class _Rounded:
     values: Float32[np.ndarray, "a inputs *more"]  # of whole groups
     share: int
     inner: slice  # of these, what was asked for
+    dtype: np.dtype  # of codes
 
     @staticmethod
-    def of(files: Checkpoint, name: str, index: Index) -> "_Rounded":
+    def of(files: Checkpoint, name: str, index: Index, dtype: np.dtype) -> "_Rounded":
         """Raises ModelError for a weight that is not finite: its group would have no scale."""
         size = files.shape(name)[1]
         share, asked = math.gcd(size, SCALE_INPUTS), index[1]
@@ -71,34 +74,39 @@ class _Rounded:
         values = files.read(name, part).astype(np.float32)
         if not np.isfinite(values).all():
             raise ModelError(f"{files.folder}: tensor {name}: has a weight that is not finite")
-        return _Rounded(values, share, slice(asked.start - first, asked.stop - first))
+        return _Rounded(values, share, slice(asked.start - first, asked.stop - first), dtype)
 
     def scales(self) -> Float32[np.ndarray, "a inputs *more"]:
         """Of every input."""
         return np.repeat(self._each(), self.share, axis=1)[:, self.inner]
 
-    def codes(self) -> UInt8[np.ndarray, "a inputs *more"]:
-        """The nearest to each weight."""
+    def codes(self) -> np.ndarray:
+        """The nearest to each weight: [a, inputs, *more]."""
         values = self.values[:, self.inner] / self.scales()
+        if self.dtype == np.int8:
+            # Of weights so small that scales are rounded coarsely, more than the largest.
+            most = LARGEST[self.dtype]
+            return np.rint(values).clip(-most, most).astype(np.int8)
         return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
     def _each(self) -> Float32[np.ndarray, "a groups *more"]:
         firsts = np.arange(0, self.values.shape[1], self.share)
-        scales = np.maximum.reduceat(np.abs(self.values), firsts, axis=1) / LARGEST
+        largest = np.maximum.reduceat(np.abs(self.values), firsts, axis=1)
+        scales = largest / LARGEST[self.dtype]
         return np.where(scales > 0, scales, np.float32(1))
 
 
-def shown(files: Checkpoint, leaf: Leaf) -> Files:
-    """The tensors as this parameter holds them.
+def shown(files: Checkpoint, leaf: Leaf, codes: np.dtype) -> Files:
+    """The tensors as this parameter holds them. codes: their dtype, see model/coded.py.
 
     Those of a quantised checkpoint keep their codes and scales, others are rounded to the nearest
     code, the largest weight of a group to the largest code.
     """
     match leaf.holds:
         case Holds.CODES:
-            return _Codes(files)
+            return _Codes(files, codes)
         case Holds.SCALES:
-            return _Scales(files, leaf.group)
+            return _Scales(files, leaf.group, codes)
         case Holds.VALUES:
             return files
 
@@ -119,7 +127,7 @@ def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) 
         if others and asked and name in EXPERT_WEIGHTS:
             raise ModelError(
                 f"{files.folder}: tensor {others[0]} is not quantised, as experts are by "
-                "config.json; accepted with --quantization fp8: all of them"
+                f"config.json; accepted with --quantization {dims.codes}: all of them"
             )
         if others:
             in_part = len(others) < len(names) or name in EXPERT_WEIGHTS

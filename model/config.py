@@ -144,7 +144,7 @@ class ModelConfig:
     window_layers: tuple[bool, ...] = ()  # that see so many positions, their own included
     latent: LatentConfig | None = None
     num_extra_layers: int = 0  # of the checkpoint behind the last, left unread
-    quantization: str = ""  # of the checkpoint's tensors: "", fp8, int4, mxfp4
+    quantization: str = ""  # of the checkpoint's tensors: "", fp8, int4, int8, ...
     quantized_block: tuple[int, int] = (128, 128)  # rows, columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -164,7 +164,7 @@ class ModelConfig:
 
     @property
     def scale_inputs(self) -> int:
-        """Inputs of a quantised weight that share a scale in the checkpoint; 0: it has none."""
+        """Inputs of a quantised weight that share a scale in the checkpoint; 0: all or none do."""
         return self.quantized_block[1] if self.quantization else 0
 
     @property

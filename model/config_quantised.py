@@ -2,28 +2,39 @@
 
 from typing import Any, Final
 
+from model.errors import ModelError
 from model.fields import REQUIRED, Fields
 
 MXFP4_GROUP: Final = 32  # values that share a scale
 SCALE_INPUTS: Final = 128  # that share one at most, of weights that are rounded as they are read
+INT8: Final = "int8"  # a byte each
+INT8_PACKED: Final = "int8-packed"  # four in a word
+# Codes that say all values of a checkpoint's tensors, by how it has them, those that are kept
+# unless others are asked for first; see model/coded.py.
+_CODES: Final[dict[str, tuple[str, ...]]] = {
+    "": ("fp8", "int8"),  # which has none, and is rounded
+    "fp8": ("fp8",),
+    "mxfp4": ("fp8",),
+    "int4": ("fp8", "int8"),
+    INT8: ("int8",),
+    INT8_PACKED: ("int8",),
+}
 _PACKED: Final = "pack-quantized"
-_WORD: Final = 8  # values of four bits that a word has
+_BYTES: Final = "int-quantized"
+_WORD: Final = 32  # bits
 # What changes the numbers and is not computed, each with the one value beside null that does not.
 _WHOLE: Final[dict[str, Any]] = {
-    "format": _PACKED,
     "kv_cache_scheme": None,
     "sparsity_config": {},
     "transform_config": {},
 }
 _OF_A_GROUP: Final[dict[str, Any]] = {
-    "format": _PACKED,
     "input_activations": None,
     "output_activations": None,
 }
 _OF_WEIGHTS: Final[dict[str, Any]] = {
     "type": "int",
     "symmetric": True,
-    "strategy": "group",
     "dynamic": False,
     "actorder": None,
     "block_structure": None,
@@ -53,16 +64,35 @@ def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
     return {"quantization": method, "quantized_block": (block[0], block[1])}
 
 
+def codes_of(published: str, asked: str) -> str:
+    """Which codes stand for weights: "fp8" or "int8", whether or not any are kept.
+
+    published: ModelConfig.quantization. asked: a value of --quantization. Raises ModelError where
+    codes are asked for that cannot say what is published.
+    """
+    exact = _CODES[published]
+    if asked not in _CODES[""]:
+        return exact[0]
+    if asked not in exact:
+        accepted = ", ".join(("auto", "none", *exact))
+        raise ModelError(
+            f"--quantization {asked}: weights are {published} by config.json, which {asked} cannot "
+            f"say without rounding; accepted: {accepted}"
+        )
+    return asked
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _groups_of_integers(settings: Fields) -> dict[str, Any]:
-    """Weights alone, of four bits, some values of a row to a scale.
+    """Weights alone, of four bits or eight, some values of a row to a scale, of eight or all.
 
-    Source: vllm-project/compressed-tensors: src/compressed_tensors/quantization/quant_args.py.
+    Source: vllm-project/compressed-tensors: src/compressed_tensors/quantization/quant_args.py, and
+    compressors/format.py for what such weights are stored as.
     """
-    settings.one_of("format", settings.raw("format", REQUIRED), (_PACKED,))
+    stored = settings.one_of("format", settings.raw("format", REQUIRED), (_PACKED, _BYTES))
     settings.only(_WHOLE)
     groups = settings.sub("config_groups")
     if groups is None or len(groups.values) != 1:
@@ -71,11 +101,24 @@ def _groups_of_integers(settings: Fields) -> dict[str, Any]:
     weights = group and group.sub("weights")
     if group is None or weights is None:
         raise settings.fail("config_groups", groups.values, "a group with weights")
-    group.only(_OF_A_GROUP)
+    group.only({"format": stored} | _OF_A_GROUP)
     weights.only(_OF_WEIGHTS)
-    if (bits := weights.integer("num_bits")) != 4:
-        raise weights.fail("num_bits", bits, "4")
+    bits, accepted = weights.integer("num_bits"), (4, 8) if stored == _PACKED else (8,)
+    if bits not in accepted:
+        raise weights.fail("num_bits", bits, " or ".join(map(str, accepted)))
+    kind = "int4" if bits == 4 else INT8_PACKED if stored == _PACKED else INT8
+    return {"quantization": kind, "quantized_block": (1, _sharing(weights, bits, stored))}
+
+
+def _sharing(weights: Fields, bits: int, stored: str) -> int:
+    """Columns of a row that share a scale; 0: all."""
+    strategies = ("group", "channel") if bits == 8 else ("group",)
+    if weights.one_of("strategy", weights.raw("strategy", "group"), strategies) == "channel":
+        if (size := weights.raw("group_size", None)) not in (None, -1):
+            raise weights.fail("group_size", size, "null or -1, since strategy is 'channel'")
+        return 0
     size = weights.integer("group_size")
-    if size % _WORD:
-        raise weights.fail("group_size", size, f"a multiple of {_WORD}")
-    return {"quantization": "int4", "quantized_block": (1, size)}
+    each = _WORD // bits if stored == _PACKED else 1
+    if size % each:
+        raise weights.fail("group_size", size, f"a multiple of {each}")
+    return int(size)

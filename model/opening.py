@@ -14,6 +14,7 @@ from jax import Array
 
 from model.buckets import check_page_size, pages_for
 from model.config import FP8, KVSpec, ModelConfig
+from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.kv import init_pool
@@ -43,7 +44,8 @@ log = logging.getLogger(__name__)
 
 CODES_CAPABILITY = 8, 9  # of a GPU that converts e4m3
 
-ROUNDED = "-fp8-layers"  # behind the digest of a model whose weights were rounded when loaded
+# Behind the digest of a model whose weights were rounded when loaded, by what codes they became.
+ROUNDED = {"fp8": "-fp8-layers", "int8": "-int8-layers"}
 DUMMY_SEED = 0  # the same for all, so that every role and rank has the same network
 CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
 
@@ -105,9 +107,9 @@ def open_model(
     chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
     that what cannot fit is told before the weights are read, which may take minutes.
     placing: where experts are, and when they move.
-    quantization: "fp8" keeps layers' weights as codes of a byte, those of a quantised checkpoint
-    that are quantised there, of another all, rounded; "none" brings all to dtype; "auto" keeps
-    those of a quantised checkpoint on CPU.
+    quantization: "fp8" and "int8" keep layers' weights as such codes of a byte, those of a
+    quantised checkpoint that are quantised there, of another all, rounded; "none" brings all to
+    dtype; "auto" keeps those of a quantised checkpoint on CPU.
     load_format: "dummy" reads no weights: parameters are random, the same on every mesh.
     Raises ModelError, one line, for anything that does not fit.
     """
@@ -136,7 +138,8 @@ def open_model(
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
     mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
     shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
-    dims = Dims.of(cfg, mesh, shared, redundant)
+    codes = codes_of(cfg.quantization, quantization)
+    dims = Dims.of(cfg, mesh, shared, redundant, codes=codes)
     model = Model.create(
         cfg,
         mesh,
@@ -145,10 +148,11 @@ def open_model(
         share_experts=shared,
         redundant_experts=redundant,
         coded=coded_parameters(path, cfg, dims, quantization, on_cpu(), load_format == "dummy"),
+        codes=codes,
     )
     experts = PlacedExperts(model, placing)
     kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
-    if model.dims.coded or kv_dtype == FP8:
+    if (model.dims.coded and codes == "fp8") or kv_dtype == FP8:
         check_reads_codes(own_devices(mesh))
     _check_memory(model, kv, context_length, fraction, max_total_tokens)
     params, digest = (_draw if load_format == "dummy" else _load)(path, model)
@@ -166,7 +170,7 @@ def open_model(
 def _load(path: Path, model: Model) -> tuple[Params, str]:
     """The parameters of a checkpoint, and its digest."""
     rounded = model.dims.coded and not model.cfg.quantization
-    digest = model_digest(path) + (ROUNDED if rounded else "")
+    digest = model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
     dtype, num_devices = model.dtype.name, model.mesh.size
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
     return load_params(path, model, progress=_Progress()), digest
@@ -176,7 +180,7 @@ def _draw(path: Path, model: Model) -> tuple[Params, str]:
     """Random parameters of the network in the folder, and their digest."""
     log.warning("--load-format dummy: weights are random, and so are answers")
     params = jax.block_until_ready(random_params(model, DUMMY_SEED))
-    return params, dummy_digest(path, model.dims.coded)
+    return params, dummy_digest(path, model.dims.coded, model.dims.codes)
 
 
 def make_pool(

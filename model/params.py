@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from model.coded import CODE_DTYPES, LARGEST
 from model.config import ModelConfig
 from model.sharding import SHARDS, TENSOR, Dims, Stacks
 
@@ -24,6 +25,9 @@ Params = dict[str, Any]
 
 # The axis of inputs, or the last of several, where it is not that behind layers.
 _INPUTS_AT: Final = {"experts_gate_up": 2, "experts_down": 2, "o": 3}
+
+
+_STEPS: Final = 32.0  # of random codes that are integers, in a deviation
 
 
 class Holds(enum.Enum):
@@ -157,7 +161,8 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
         tree |= _gated_leaves(names, hidden, old, new, dtype, n)
     for name in dims.coded:
         if name in tree:
-            tree |= _coded(name, tree[name], dims.coded_inputs[name].group)
+            group, codes = dims.coded_inputs[name].group, CODE_DTYPES[dims.codes]
+            tree |= _coded(name, tree[name], group, codes)
     return tree
 
 
@@ -317,14 +322,14 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
     return tree
 
 
-def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
+def _coded(name: str, leaf: Leaf, group: int, dtype: np.dtype) -> dict[str, Leaf]:
     """Codes in place of weights, and their scales, of which a group of inputs has one."""
     axis = _INPUTS_AT.get(name, 1)
 
     def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:axis], shape[axis] // group, *shape[axis + 1 :])
 
-    codes = replace(leaf, dtype=np.dtype(np.uint8), holds=Holds.CODES, group=group)
+    codes = replace(leaf, dtype=dtype, holds=Holds.CODES, group=group)
     return {
         name: codes,
         f"{name}_scale": replace(
@@ -332,6 +337,7 @@ def _coded(name: str, leaf: Leaf, group: int) -> dict[str, Leaf]:
             canonical=fewer(leaf.canonical),
             shape=fewer(leaf.shape),
             dtype=np.dtype(np.float32),
+            std=leaf.std / (_STEPS if dtype == np.int8 else 1),
             holds=Holds.SCALES,
         ),
     }
@@ -383,6 +389,9 @@ def _random_maker(leaf: Leaf, mesh: Mesh) -> Callable[[Array], Array]:
 
     def draw(key: Array, shape: tuple[int, ...]) -> Array:
         values = jax.random.normal(key, shape, jnp.float32)
+        if leaf.holds is Holds.CODES and leaf.dtype == np.int8:
+            most = LARGEST[leaf.dtype]
+            return jnp.clip(jnp.round(values * np.float32(_STEPS)), -most, most).astype(jnp.int8)
         if leaf.holds is Holds.CODES:
             return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8)
         return (values * np.float32(leaf.std)).astype(leaf.dtype)

@@ -12,9 +12,9 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model.coded import LEAST_GROUP
+from model.coded import CODE_DTYPES, LEAST_GROUP
 from model.config import PAGE_DTYPE_BYTES, KVSpec, ModelConfig
-from model.config_quantised import SCALE_INPUTS
+from model.config_quantised import SCALE_INPUTS, codes_of
 from model.errors import ModelError
 from model.members import first_devices
 
@@ -153,6 +153,7 @@ class Dims:
     stacks: Stacks = Stacks.ALL
     redundant: int = 0  # physical experts of a layer beyond the logical ones
     coded: tuple[str, ...] = ()  # parameters of layers that are codes (model/coded.py)
+    codes: str = "fp8"  # which these are: "fp8" or "int8"
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
@@ -168,11 +169,12 @@ class Dims:
         share_experts: bool = False,
         redundant: int = 0,
         coded: tuple[str, ...] = (),
+        codes: str = "fp8",
     ) -> "Dims":
         """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
         parts, tp = dp * ep if share_experts else ep, ep * mesh.shape[TENSOR]
-        return Dims(cfg, tp, parts, dp, redundant=redundant, coded=coded)
+        return Dims(cfg, tp, parts, dp, redundant=redundant, coded=coded, codes=codes)
 
     def _check_experts(self) -> None:
         experts, redundant = self.cfg.num_experts, self.redundant
@@ -189,6 +191,8 @@ class Dims:
             raise ModelError(f"ep_size {self.ep} must divide {experts}{extra} experts")
 
     def _check_codes(self) -> None:
+        if self.coded:
+            codes_of(self.cfg.quantization, self.codes)
         for name in self.coded:
             inputs, group, _ = self.coded_inputs[name]
             if group < LEAST_GROUP:
@@ -246,7 +250,7 @@ class Dims:
 
         Where config.json says int4 or mxfp4 of a mixture of experts, only experts are quantised.
         """
-        if quantization != "fp8":
+        if quantization not in CODE_DTYPES:
             return ()
         only_experts = self.cfg.num_experts > 0 and self.cfg.quantization in ("int4", "mxfp4")
         return tuple(x for x in self.codable if x in EXPERT_WEIGHTS or not only_experts)

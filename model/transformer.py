@@ -77,10 +77,11 @@ class Model:
         redundant_experts: int = 0,
         platform: str = "",
         coded: tuple[str, ...] = (),
+        codes: str = "fp8",
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts, coded: see Dims; None: as is fastest.
+        share_experts, stacks, redundant_experts, coded, codes: see Dims; None: as is fastest.
         platform: for which the forms of operations are chosen; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
@@ -88,7 +89,7 @@ class Model:
         kind = jnp.dtype(dtype)
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
-        dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded)
+        dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded, codes)
         found = mesh.devices.flat[0].platform
         platform = platform or found
         target = Target(platform, interpreted=found == "cpu" != platform)

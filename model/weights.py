@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import xxhash
 from jax import Array
-from jax.sharding import Mesh
 
 from model import orbax
 from model.checkpoint import Checkpoint
+from model.coded import CODE_DTYPES
 from model.coded_tensors import codes_to_keep, shown
 from model.config import ModelConfig
 from model.errors import ModelError
@@ -52,7 +52,7 @@ def load_params(path: str | Path, model: Model, progress: Progress | None = None
     files = open_checkpoint(folder, model.cfg.quantization, model.cfg.quantized_block)
     sources = jax.tree.leaves(checked_sources(files, model.cfg, model.dims))
     made = [
-        _place(files, source, leaf, model.mesh, meter)
+        _place(files, source, leaf, model, meter)
         for source, leaf in zip(sources, leaves, strict=True)
     ]
     return jax.tree.unflatten(tree, made)
@@ -68,20 +68,20 @@ def coded_parameters(
 ) -> tuple[str, ...]:
     """`Dims.coded` for a checkpoint folder and a value of --quantization; see codes_to_keep.
 
-    "fp8" asks for codes, "none" for none, and "auto" for those of a quantised checkpoint if
-    by_default. An Orbax folder has none. dummy: there are no tensors to look at; their codes are
-    those that such a model is published with. Raises ModelError where they are asked for and not
-    to be had, and as load_params does.
+    "fp8" and "int8" ask for codes, "none" for none, and "auto" for those of a quantised checkpoint
+    if by_default; which codes, dims says, see codes_of. An Orbax folder has none. dummy: there are
+    no tensors to look at; their codes are those that such a model is published with. Raises
+    ModelError where they are asked for and not to be had, and as load_params does.
     """
-    folder, asked = Path(path), quantization == "fp8"
+    folder, asked = Path(path), quantization in CODE_DTYPES
     if not asked and not (quantization == "auto" and by_default and cfg.quantization):
         return ()
     if dummy:
-        return dims.coded_as_published("fp8")
+        return dims.coded_as_published(dims.codes)
     if is_orbax(folder):
         if asked:
             raise ModelError(
-                f"{folder}: in Orbax form; accepted with --quantization fp8: safetensors"
+                f"{folder}: in Orbax form; accepted with --quantization {quantization}: safetensors"
             )
         return ()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
@@ -115,9 +115,9 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Meter) -> Array:
+def _place(files: Checkpoint, source: Source, leaf: Leaf, model: Model, meter: _Meter) -> Array:
     """One parameter, shard by shard; a shard that several devices hold is read once."""
-    sharding = leaf.sharding(mesh)
+    sharding, codes = leaf.sharding(model.mesh), CODE_DTYPES[model.dims.codes]
     homes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         assert index is not None
@@ -126,7 +126,7 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, mesh: Mesh, meter: _Me
     shards: list[Array] = []
     for bounds, devices in homes.items():
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        _fill(shown(files, leaf), source, leaf, tuple(slice(*b) for b in bounds), out)
+        _fill(shown(files, leaf, codes), source, leaf, tuple(slice(*b) for b in bounds), out)
         for device in devices:
             shards.append(jax.device_put(out, device))
             meter.add(out.nbytes)
@@ -175,13 +175,13 @@ def model_digest(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def dummy_digest(path: str | Path, coded: tuple[str, ...] = ()) -> str:
+def dummy_digest(path: str | Path, coded: tuple[str, ...] = (), codes: str = "") -> str:
     """What stands for model_digest where parameters are random: of the configuration alone.
 
-    coded: parameters that are codes. Drawn as such they are not those drawn in the model's dtype,
-    so two that differ in them must not pair. No checkpoint has such a digest.
+    coded: parameters that are codes, and codes which. Drawn as such they are not those drawn in
+    the model's dtype, so two that differ in them must not pair. No checkpoint has such a digest.
     """
-    told = repr((ModelConfig.from_dir(path), coded))
+    told = repr((ModelConfig.from_dir(path), coded, codes if coded else ""))
     return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 

@@ -440,9 +440,9 @@ WORKER_HELP = {
     "mem_fraction_static": "share of memory for weights, scratch and pages; 0: 0.1 of the free "
     "memory on CPU, else 0.85",
     "kv_cache_dtype": "type of pages; auto follows --dtype, fp8_e4m3 has a byte a value",
-    "quantization": "layers' weights in memory; fp8: a byte each, what a quantised checkpoint has "
-    "as it is, of any other all, rounded; none: of --dtype; auto: what a quantised checkpoint has "
-    "as it is on CPU, else of --dtype",
+    "quantization": "layers' weights in memory; fp8, int8: a byte each, a number of e4m3 or an "
+    "integer, what a quantised checkpoint has as it is, of any other all, rounded; none: of "
+    "--dtype; auto: what a quantised checkpoint has as it is on CPU, else of --dtype",
     "max_queued_requests": "requests held at most, running ones included",
     "disaggregation_transfer_backend": "how pages travel; auto: shared memory within a host, tcp "
     "between hosts; shm: shared memory or not at all; nixl: RDMA or UCX, an optional package",

@@ -336,7 +336,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             "served_model_name": self.config.model_name,
             "dtype": opened.model.dtype.name,
             "kv_cache_dtype": kv.dtype,
-            "quantization": "fp8" if opened.model.dims.coded else "none",
+            "quantization": opened.model.dims.codes if opened.model.dims.coded else "none",
             "context_length": opened.context_length,
             "page_size": kv.page_size,
             "max_total_tokens": num_pages * kv.page_size,

@@ -43,7 +43,7 @@ class WorkerConfig:
     max_total_tokens: int = 0  # page pool in tokens; 0 = what memory allows
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
-    quantization: Literal["auto", "none", "fp8"] = "auto"  # of layers' weights in memory
+    quantization: Literal["auto", "none", "fp8", "int8"] = "auto"  # of layers' weights in memory
     # Tokens of a chunk; 0 = 512 on CPU; elsewhere 8192, or 2048 where decode's streams wait for it.
     chunked_prefill_size: int = 0
     disable_radix_cache: bool = False

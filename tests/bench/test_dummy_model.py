@@ -41,6 +41,7 @@ def test_the_models_that_are_measured_are_among_them() -> None:
 def test_codes_are_asked_for_where_the_shape_has_them() -> None:
     coded, plain = (flags_of(SHAPES[f"demo-moe{end}"], Path("f")) for end in ("-fp8", ""))
     assert coded == [*plain, "--quantization", "fp8"]
+    assert flags_of(SHAPES["middle-moe-int8"], Path("f"))[-1] == "int8"
 
 
 def test_a_shape_of_another_architecture_is_refused_with_those_accepted(tmp_path: Path) -> None:

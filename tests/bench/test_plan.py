@@ -141,6 +141,19 @@ def test_a_plan_has_the_codes_that_a_checkpoint_of_its_kind_has() -> None:
     )
 
 
+def test_codes_of_a_plan_are_what_the_checkpoint_has_or_refused() -> None:
+    cfg, config = QWEN3_30B_A3B.cfg, GroupConfig(dtype="bfloat16", quantization="int8")
+    assert plan_group(cfg, config, 139.0).shape.codes == "int8"
+    eight = dataclasses.replace(cfg, quantization="int8-packed", quantized_block=(1, 0))
+    group = plan_group(eight, config, 139.0)
+    assert group.dims.coded == tuple(group.dims.coded_inputs)
+    assert group.weights_bytes == plan_group(cfg, config, 139.0).weights_bytes
+    with pytest.raises(ModelError, match=r"do not fit: .* or give --quantization int8"):
+        plan_group(eight, dataclasses.replace(config, quantization="auto"), 40.0)
+    with pytest.raises(ModelError, match="--quantization fp8: weights are int8-packed by"):
+        plan_group(eight, dataclasses.replace(config, quantization="fp8"), 139.0)
+
+
 def test_a_request_keeps_and_sends_what_windows_see_of_half_of_the_layers() -> None:
     cfg, config = GPT_OSS_20B.cfg, GroupConfig(dtype="bfloat16")
     whole = plan_group(cfg, config, 80.0)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from model.buckets import DecodeBuckets, decode_buckets
 from model.captured import Captured
 from model.config import ModelConfig
+from model.config_quantised import codes_of
 from model.kv import init_pool
 from model.sharding import Dims, Stacks, make_mesh
 from model.transformer import (
@@ -68,13 +69,14 @@ class Harness:
         dp: int = 1,  # ranks, which all do the same
         stacks: Stacks | None = None,
         platform: str = "",  # as if on this one
-        coded: bool = False,  # whether weights that may be codes are
+        coded: bool | str = False,  # whether weights that may be codes are, or which codes
         optimized: bool = False,  # see compiled_soon
     ) -> None:
         self._optimized = optimized
         cfg = ModelConfig.from_dir(checkpoint)
         mesh = make_mesh(tp, ep, dp_size=dp)
-        how, dims = "fp8" if coded else "none", Dims.of(cfg, mesh, ep > tp)
+        codes = codes_of(cfg.quantization, coded if isinstance(coded, str) else "auto")
+        how, dims = codes if coded else "none", Dims.of(cfg, mesh, ep > tp, codes=codes)
         names = coded_parameters(checkpoint, cfg, dims, how, True)
         self.model = Model.create(
             cfg,
@@ -85,6 +87,7 @@ class Harness:
             stacks,
             platform=platform,
             coded=names,
+            codes=codes,
         )
         self.params = load_params(checkpoint, self.model)
         self.pages = self.model.kv_spec()

@@ -47,6 +47,20 @@ INT4 = {
         "quant_method": "compressed-tensors",
     }
 }
+# As llm-compressor's W8A16 is published, and the same unpacked.
+INT8 = {
+    "quantization_config": {
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            }
+        },
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+    }
+}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -100,6 +114,22 @@ def as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return words.view(np.int32), scales, whole.astype(np.float32)
 
 
+def as_int8(values: np.ndarray, group: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Integers, scales, and the values that they stand for: of [out, in]. group: 0: a row."""
+    groups = values.astype(np.float32).reshape(len(values), -1, group or values.shape[1])
+    scales = (np.abs(groups).max(-1) / 127.5).astype(ml_dtypes.bfloat16)
+    steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-128, 127).astype(np.int8)
+    whole = (steps * scales.astype(np.float32)[..., None]).reshape(values.shape)
+    return steps.reshape(values.shape), scales, whole.astype(np.float32)
+
+
+def in_words(steps: np.ndarray) -> np.ndarray:
+    """Four integers of a row in each i32, the first lowest, with 128 added."""
+    codes = (steps.astype(np.int32) + 128).astype(np.uint32).reshape(len(steps), -1, 4)
+    words = (codes << np.arange(0, 32, 8, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return words.view(np.int32)
+
+
 def _golden_tensors(name: str) -> Tensors:
     tensors: Tensors = {}
     for file in sorted((GOLDENS / name / "model").glob("*.safetensors")):
@@ -124,6 +154,34 @@ def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tupl
     config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
     save_file(tensors, write_config(plain, config) / "model.safetensors")
     save_file(packed, write_config(quantised, config | INT4) / "model.safetensors")
+    return quantised, plain
+
+
+def int8_pair(
+    quantised: Path, plain: Path, golden: str = "deepseek_v3", group: int = 0, packed: bool = True
+) -> tuple[Path, Path]:
+    """A network with every projection as integers of eight bits, and with what those stand for.
+
+    group: of a row's values that share a scale, 0: all. packed: four to a word.
+    """
+    tensors = _golden_tensors(golden)
+    stored = dict(tensors)
+    for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
+        steps, scales, tensors[name] = as_int8(stored.pop(name), group)
+        stored[f"{name}_scale"] = scales
+        if packed:
+            stored[f"{name}_packed"] = in_words(steps)
+            stored[f"{name}_shape"] = np.array(steps.shape, np.int64)
+        else:
+            stored[name] = steps
+    config = json.loads((GOLDENS / golden / "model" / "config.json").read_text())
+    save_file(tensors, write_config(plain, config) / "model.safetensors")
+    own = json.loads(json.dumps(INT8))["quantization_config"]
+    if group:
+        own["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": group}
+    own["format"] = "pack-quantized" if packed else "int-quantized"
+    written = write_config(quantised, config | {"quantization_config": own})
+    save_file(stored, written / "model.safetensors")
     return quantised, plain
 
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import kernels, products
-from model.coded import ExpertStacks, decoded
+from model.coded import CODE_DTYPES, ExpertStacks, decoded
 from model.config import ModelConfig
+from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.opening import ROUNDED, OpenedModel, open_model
@@ -26,16 +27,18 @@ from model.transformer import Model
 from model.weights import coded_parameters, load_params, save_orbax, stored_bytes
 from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS, Golden, Harness
-from tests.model.quantised_checkpoints import fp8_pair, int4_pair, mxfp4_pair
+from tests.model.quantised_checkpoints import fp8_pair, int4_pair, int8_pair, mxfp4_pair
 
 PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "mxfp4": mxfp4_pair,
     "int4": int4_pair,
     "fp8": partial(fp8_pair, "deepseek_v3", block=(24, 16)),
+    "int8": int8_pair,
 }
 DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "int4": partial(int4_pair, golden="qwen3"),
     "fp8": partial(fp8_pair, "qwen3", block=(24, 16)),
+    "int8": partial(int8_pair, golden="qwen3", group=16, packed=False),
 }
 # tp, ep, dp: whole experts, experts that devices share, that ranks share.
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
@@ -55,8 +58,11 @@ def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, how: str) -> Mo
     tp, ep, dp = mesh
     cfg, devices = ModelConfig.from_dir(folder), make_mesh(tp, ep, dp_size=dp)
     again = ep if ep > 1 else 0  # copies of experts
-    names = coded_parameters(folder, cfg, Dims.of(cfg, devices, ep > tp, again), how, True)
-    return Model.create(cfg, devices, dtype, 16, ep > tp, redundant_experts=again, coded=names)
+    codes = codes_of(cfg.quantization, how)
+    dims = Dims.of(cfg, devices, ep > tp, again, codes=codes)
+    names = coded_parameters(folder, cfg, dims, how, True)
+    sizes = cfg, devices, dtype, 16, ep > tp
+    return Model.create(*sizes, redundant_experts=again, coded=names, codes=codes)
 
 
 def _axis(name: str) -> int:
@@ -83,10 +89,13 @@ def _values(
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_every_code_is_its_number(native: bool) -> None:
-    codes = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, np.int8])
+def test_every_code_is_its_number(kind: type, native: bool) -> None:
+    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(kind)
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+    codes = numbers.view(np.int8 if kind is np.int8 else np.uint8)
     found = _values(codes, np.full((1,), 0.75, np.float32), 0, "float32", native)
-    expected = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(0.75)
+    expected = numbers.astype(np.float32) * np.float32(0.75)
     assert (found.view(np.uint32) == expected.view(np.uint32)).all()
 
 
@@ -98,8 +107,8 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     quantised, plain = folders
     kept, whole = _model(quantised, mesh, dtype, "auto"), _model(plain, mesh, dtype, "auto")
     assert {"experts_gate_up", "experts_down"} <= set(kept.dims.coded)
-    # Of fp8 everything is quantised but what latent attention multiplies by heads.
-    every = ModelConfig.from_dir(quantised).quantization == "fp8"
+    # Of these two everything is quantised but what latent attention multiplies by heads.
+    every = ModelConfig.from_dir(quantised).quantization in ("fp8", "int8-packed")
     assert every == ("o" in kept.dims.coded) == ("shared_down" in kept.dims.coded)
     seen = set()
     for run, stacks in zip(
@@ -107,7 +116,7 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     ):
         for name in (name for name in kept.dims.coded if name in run):
             codes, scales = run[name], run[f"{name}_scale"]
-            assert (codes.dtype, scales.dtype) == (jnp.uint8, jnp.float32)
+            assert (codes.dtype, scales.dtype) == (CODE_DTYPES[kept.dims.codes], jnp.float32)
             assert codes.shape == stacks[name].shape
             assert codes.sharding == stacks[name].sharding
             values = _values(np.asarray(codes), np.asarray(scales), _axis(name), dtype)
@@ -128,6 +137,8 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
         ("int4", "cuda", "bfloat16", MESHES[0]),
         ("fp8", "cpu", "float32", MESHES[3]),
         ("fp8", "cuda", "bfloat16", MESHES[1]),
+        ("int8", "cpu", "bfloat16", MESHES[1]),
+        ("int8", "cuda", "bfloat16", MESHES[0]),
     ],
     indirect=["folders"],
 )
@@ -149,8 +160,9 @@ def test_a_network_of_codes_generates_what_its_weights_do(
 
 @pytest.mark.parametrize("backend", kernels.EXPERTS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("rows", [1, 20, 300])
+@pytest.mark.parametrize(("dtype", "largest"), [(np.uint8, 126), (np.int8, 127)])
 def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
-    backend: kernels.Backend, rows: int
+    backend: kernels.Backend, rows: int, dtype: type, largest: int
 ) -> None:
     """One row by the experts that it chose, all rows by all, and rounds of many."""
     experts = backend.build(
@@ -158,7 +170,7 @@ def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     )
     draw = np.random.default_rng(3)
     codes = [
-        draw.integers(0, 127, size, dtype=np.uint8)
+        draw.integers(np.iinfo(dtype).min, largest, size, dtype, endpoint=True)
         for size in ((1, 16, 64, 2, 32), (1, 16, 32, 64))
     ]
     scales = [
@@ -181,13 +193,16 @@ def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     assert (found == expected).all()
 
 
-@pytest.mark.parametrize("golden", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_weights_without_codes_are_the_same_codes_on_every_mesh(golden: str) -> None:
+@pytest.mark.parametrize(
+    ("golden", "how"),
+    [("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"), ("qwen3_moe", "int8")],
+)
+def test_weights_without_codes_are_the_same_codes_on_every_mesh(golden: str, how: str) -> None:
     folder = GOLDENS / golden / "model"
-    whole, parts = _open(folder, "fp8"), _open(folder, "fp8", tp=2)
+    whole, parts = _open(folder, how), _open(folder, how, tp=2)
     assert whole.model.dims.coded == parts.model.dims.coded == tuple(whole.model.dims.coded_inputs)
     assert whole.model.dims.coded_inputs != parts.model.dims.coded_inputs
-    assert whole.digest == parts.digest == _open(folder, "none").digest + ROUNDED
+    assert whole.digest == parts.digest == _open(folder, "none").digest + ROUNDED[how]
     for run, stacks in zip(whole.params["layers"], parts.params["layers"], strict=True):
         for name in (name for name in whole.model.dims.coded if name in run):
             one, other = (
@@ -199,15 +214,20 @@ def test_weights_without_codes_are_the_same_codes_on_every_mesh(golden: str) -> 
             assert (one == other).all(), name
 
 
-@pytest.mark.parametrize("golden", ["qwen3", "qwen3_moe"])
-def test_answers_of_rounded_weights_are_near_the_recorded(golden: str) -> None:
+@pytest.mark.parametrize(
+    ("golden", "codes", "most"),
+    [("qwen3", "fp8", 0.5), ("qwen3_moe", "fp8", 0.5), ("qwen3", "int8", 0.1)],
+)
+def test_answers_of_rounded_weights_are_near_the_recorded(
+    golden: str, codes: str, most: float
+) -> None:
     recorded = Golden(golden)
     prompts = list(recorded.prompts.values())[:3]
     sizes = (2, 1 if golden == "qwen3" else 2)
-    ran = Harness(GOLDENS / golden / "model", *sizes, coded=True).run(prompts, 2)
+    ran = Harness(GOLDENS / golden / "model", *sizes, coded=codes).run(prompts, 2)
     exact = Harness(GOLDENS / golden / "model", *sizes).run(prompts, 2)
     for one, other in zip(ran, exact, strict=True):
-        assert 0 < np.abs(one.logits - other.logits).max() < 0.5 * np.abs(other.logits).max()
+        assert 0 < np.abs(one.logits - other.logits).max() < most * np.abs(other.logits).max()
 
 
 def test_codes_and_their_scales_move_together() -> None:
@@ -237,7 +257,8 @@ def test_codes_and_their_scales_move_together() -> None:
 def test_a_quantised_checkpoint_stays_so_unless_asked_otherwise(
     folders: tuple[Path, Path],
 ) -> None:
-    kept, asked, expanded = (_open(folders[0], how) for how in ("auto", "fp8", "none"))
+    kept = _open(folders[0], "auto")
+    asked, expanded = (_open(folders[0], how) for how in (kept.model.dims.codes, "none"))
     assert kept.model.dims.coded == asked.model.dims.coded
     assert "experts_down" in kept.model.dims.coded
     assert expanded.model.dims.coded == ()
@@ -291,7 +312,34 @@ def test_no_two_devices_share_a_scale_and_few_inputs_are_refused_one(
     assert dims.coded_as_published("none") == dims.coded_as_published("auto") == ()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_integers_of_four_bits_are_either_code_and_the_same_numbers(tmp_path: Path) -> None:
+    folder, plain = int4_pair(tmp_path / "int4", tmp_path / "plain")
+    kept, other = _open(folder, "fp8"), _open(folder, "int8")
+    assert (kept.model.dims.codes, other.model.dims.codes) == ("fp8", "int8")
+    assert kept.model.dims.coded == other.model.dims.coded
+    assert kept.digest == other.digest
+    (run,) = (run for run in other.params["layers"] if "experts_down" in run)
+    codes, scales = (np.asarray(run[f"experts_down{end}"]) for end in ("", "_scale"))
+    assert codes.dtype == np.int8
+    found = _values(codes, scales, 2, "float32")
+    (run,) = (x for x in _open(plain, "auto").params["layers"] if "experts_down" in x)
+    assert run["experts_down"].shape == found.shape
+    assert (found == np.asarray(run["experts_down"])).all()
+
+
+def test_codes_that_cannot_say_what_is_published_are_refused(
+    folders: tuple[Path, Path],
+) -> None:
+    codes = _open(folders[0], "auto").model.dims.codes
+    published = ModelConfig.from_dir(folders[0]).quantization
+    if published == "int4":
+        return
+    (other,) = set(CODE_DTYPES) - {codes}
+    with pytest.raises(ModelError, match=f"--quantization {other}: weights are {published} by"):
+        _open(folders[0], other)
+
+
+@pytest.mark.parametrize("kind", DENSE_PAIRS)
 def test_a_quantised_network_without_experts_keeps_its_codes(kind: str, tmp_path: Path) -> None:
     folder, plain = DENSE_PAIRS[kind](tmp_path / kind, tmp_path / "plain")
     kept, whole = _open(folder, "auto"), _open(plain, "auto")

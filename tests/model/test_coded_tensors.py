@@ -16,14 +16,34 @@ from model.coded_tensors import shown
 from model.errors import ModelError
 from model.params import Holds, Leaf
 from model.quantised import open_checkpoint
-from tests.model.quantised_checkpoints import Tensors, as_fp8, as_int4, as_mxfp4
+from tests.model.quantised_checkpoints import (
+    Tensors,
+    as_fp8,
+    as_int4,
+    as_int8,
+    as_mxfp4,
+    in_words,
+)
 
 NAME = "model.experts"
 OUT, IN = 70, 160
-BLOCKS = {"": (128, 128), "mxfp4": (1, 32), "int4": (1, 32), "fp8": (24, 16)}
+# Of what is not quantised, and of int4, as both codes.
+KINDS = {
+    "": ("", (128, 128), np.uint8),
+    "to int8": ("", (128, 128), np.int8),
+    "mxfp4": ("mxfp4", (1, 32), np.uint8),
+    "int4": ("int4", (1, 32), np.uint8),
+    "int4 to int8": ("int4", (1, 32), np.int8),
+    "int8": ("int8", (1, 32), np.int8),
+    "int8 by rows": ("int8", (1, 0), np.int8),
+    "int8-packed": ("int8-packed", (1, 32), np.int8),
+    "int8-packed by rows": ("int8-packed", (1, 0), np.int8),
+    "fp8": ("fp8", (24, 16), np.uint8),
+}
 
 
 def _tensors(kind: str) -> Tensors:
+    kind, block, _ = KINDS[kind]
     values = np.random.default_rng(1).standard_normal((OUT, IN)).astype(np.float32)
     match kind:
         case "mxfp4":
@@ -33,8 +53,16 @@ def _tensors(kind: str) -> Tensors:
             words, scales, _ = as_int4(values)
             shape = np.array(values.shape, np.int32)
             return {f"{NAME}_packed": words, f"{NAME}_scale": scales, f"{NAME}_shape": shape}
+        case "int8":
+            steps, scales, _ = as_int8(values, block[1])
+            return {NAME: steps, f"{NAME}_scale": scales}
+        case "int8-packed":
+            steps, scales, _ = as_int8(values, block[1])
+            shape = np.array(values.shape, np.int64)
+            stored = {f"{NAME}_packed": in_words(steps), f"{NAME}_scale": scales}
+            return stored | {f"{NAME}_shape": shape}
         case "fp8":
-            codes, scales, _ = as_fp8(values, BLOCKS[kind])
+            codes, scales, _ = as_fp8(values, block)
             return {NAME: codes, f"{NAME}_scale_inv": scales}
         case _:
             values[3, 32:64] = 0  # what no other form has a scale for
@@ -45,26 +73,31 @@ def _opened(folder: Path, kind: str, change: Callable[[Tensors], None]) -> Check
     tensors = _tensors(kind)
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    return open_checkpoint(folder, kind, BLOCKS[kind])
+    return open_checkpoint(folder, *KINDS[kind][:2])
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    return {
-        kind: _opened(tmp_path_factory.mktemp(f"kind{kind}"), kind, lambda _: None)
-        for kind in BLOCKS
-    }
+    return {kind: _opened(tmp_path_factory.mktemp("kind"), kind, lambda _: None) for kind in KINDS}
 
 
-def _read(files: Checkpoint, holds: Holds, index: tuple[slice, ...], group: int = 8) -> np.ndarray:
-    leaf = Leaf((1,), (1,), P(), np.dtype(np.uint8), 1.0, holds=holds, group=group)
+def _read(
+    files: Checkpoint, holds: Holds, index: tuple[slice, ...], codes: type = np.uint8
+) -> np.ndarray:
+    dtype = np.dtype(codes)
+    leaf = Leaf((1,), (1,), P(), dtype, 1.0, holds=holds, group=8)
     if len(files.shape(NAME)) == 3:
         index = (slice(0, 1), index[1], index[0])
-        return shown(files, leaf).read(NAME, index)[0].T
-    return shown(files, leaf).read(NAME, index)
+        return shown(files, leaf, dtype).read(NAME, index)[0].T
+    return shown(files, leaf, dtype).read(NAME, index)
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+def _numbers(codes: np.ndarray) -> np.ndarray:
+    wide = codes if codes.dtype == np.int8 else codes.view(ml_dtypes.float8_e4m3fn)
+    return wide.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.tuples(st.integers(0, OUT - 1), st.integers(1, OUT)),
@@ -73,25 +106,27 @@ def _read(files: Checkpoint, holds: Holds, index: tuple[slice, ...], group: int 
 def test_codes_times_scales_are_what_a_slice_stands_for(
     opened: dict[str, Checkpoint], kind: str, rows: tuple[int, int], groups: tuple[int, int]
 ) -> None:
-    files = opened[kind]
+    files, dtype = opened[kind], KINDS[kind][2]
     out = slice(rows[0], min(rows[0] + rows[1], OUT))
     of_groups = slice(groups[0], min(groups[0] + groups[1], IN // 8))
     inputs = slice(8 * of_groups.start, 8 * of_groups.stop)
-    codes = _read(files, Holds.CODES, (out, inputs))
-    scales = _read(files, Holds.SCALES, (out, of_groups))
-    assert codes.dtype == np.uint8
+    codes = _read(files, Holds.CODES, (out, inputs), dtype)
+    scales = _read(files, Holds.SCALES, (out, of_groups), dtype)
+    assert codes.dtype == dtype
     assert scales.dtype == np.float32
-    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.repeat(scales, 8, axis=1)
+    values = _numbers(codes) * np.repeat(scales, 8, axis=1)
     exact = _read(files, Holds.VALUES, (out, inputs)).astype(np.float32)
-    if kind:
+    if KINDS[kind][0]:
         assert (values == exact).all()
         return
-    # Half of a step, of three bits behind the leading one or of the smallest number. 32 inputs,
-    # which is gcd(160, 128), share a scale.
+    # Half of a step, of integers or of three bits behind the leading one or of the smallest number.
+    # 32 inputs, which is gcd(160, 128), share a scale.
     each = np.repeat(scales, 8, axis=1)
-    assert (np.abs(values - exact) <= np.maximum(np.abs(exact) / 16, each / 1024) * 1.00001).all()
+    steps = each / 2 if dtype == np.int8 else np.maximum(np.abs(exact) / 16, each / 1024)
+    assert (np.abs(values - exact) <= steps * 1.00001).all()
+    largest = np.float32(127 if dtype == np.int8 else 448)
     whole = np.abs(files.read(NAME, (out, slice(0, IN)))).reshape(-1, IN // 32, 32).max(axis=2)
-    expected = np.repeat(np.where(whole > 0, whole / np.float32(448), 1), 4, axis=1)[:, of_groups]
+    expected = np.repeat(np.where(whole > 0, whole / largest, 1), 4, axis=1)[:, of_groups]
     np.testing.assert_allclose(scales, expected, rtol=1e-6)
 
 
@@ -126,6 +161,21 @@ def test_weights_too_small_for_a_scale_are_nothing(tmp_path: Path) -> None:
     with np.errstate(all="raise", under="ignore"):
         assert not _read(files, Holds.CODES, (slice(5, 6), slice(0, 32))).any()
     assert (_read(files, Holds.SCALES, (slice(5, 6), slice(0, 4))) == 1).all()
+
+
+def test_integers_of_weights_that_have_a_coarse_scale_are_no_larger_than_the_largest(
+    tmp_path: Path,
+) -> None:
+    """Of 190 of the smallest float a 127th is one and a half, and the scale is one."""
+    least = np.float32(1e-45)
+
+    def change(tensors: Tensors) -> None:
+        tensors[NAME][5, :32] = 190 * least
+        tensors[NAME][5, 1] = -190 * least
+
+    files = _opened(tmp_path, "to int8", change)
+    (codes,) = _read(files, Holds.CODES, (slice(5, 6), slice(0, 8)), np.int8)
+    assert codes.tolist() == [127, -127, *(127,) * 6]
 
 
 def test_parts_that_do_not_fit_are_refused_for_codes_too(tmp_path: Path) -> None:

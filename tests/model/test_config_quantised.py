@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from model.config_quantised import codes_of
+from model.errors import ModelError
 from tests.model.checkpoints import QWEN2, golden_config, read_config, refusal
 
 WEIGHTS: dict[str, Any] = {
@@ -65,6 +67,46 @@ def test_integers_of_four_bits_are_read_in_every_family(
 
 
 @pytest.mark.parametrize(
+    ("stored", "kind"), [("pack-quantized", "int8-packed"), ("int-quantized", "int8")]
+)
+def test_integers_of_eight_bits_are_read_by_groups_and_by_rows(
+    stored: str, kind: str, tmp_path: Path
+) -> None:
+    for own, share in (
+        ({}, 32),
+        ({"strategy": None}, 32),
+        ({"strategy": "channel", "group_size": None}, 0),
+        ({"strategy": "channel", "group_size": -1}, 0),
+    ):
+        cfg = read_config(tmp_path, _stored(_weights(num_bits=8, **own) | {"format": stored}))
+        assert (cfg.quantization, cfg.quantized_block) == (kind, (1, share))
+        assert cfg.scale_inputs == share
+
+
+def test_integers_of_eight_bits_that_rows_are_rounded_for_are_refused(tmp_path: Path) -> None:
+    """As W8A8 is published."""
+    rows = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    group = _group(weights=WEIGHTS | {"num_bits": 8}, input_activations=rows)
+    said = refusal(tmp_path, _stored(group | {"format": "int-quantized"}))
+    assert "input_activations is {'num_bits': 8, " in said
+    assert "accepted: null" in said
+
+
+@pytest.mark.parametrize("published", ["", "fp8", "mxfp4", "int4", "int8", "int8-packed"])
+def test_codes_are_kept_that_say_all_values_and_others_refused(published: str) -> None:
+    kept = codes_of(published, "auto")
+    assert kept == codes_of(published, "none") == codes_of(published, kept)
+    assert kept == ("int8" if published.startswith("int8") else "fp8")
+    if published in ("", "int4"):
+        assert codes_of(published, "int8") == "int8"
+        return
+    (other,) = {"fp8", "int8"} - {kept}
+    message = f"--quantization {other}: weights are {published} by .*; accepted: auto, none, {kept}"
+    with pytest.raises(ModelError, match=message):
+        codes_of(published, other)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"sparsity_config": {}, "transform_config": {}, "version": "0.14.0"},
@@ -82,7 +124,8 @@ def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_pat
     ("change", "message"),
     [
         ({"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'; accepted: pack-qu"),
-        ({"format": "int-quantized"}, "format is 'int-quantized'; accepted: pack-quantized"),
+        ({"format": "naive-quantized"}, "format is 'naive-quantized'; accepted: pack-quantized,"),
+        ({"format": "int-quantized"}, "num_bits is 4; accepted: 8"),
         ({"format": None}, "quantization_config: format is missing"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {'num_bits': 8}; accepted: nul"),
         ({"sparsity_config": {"format": "x"}}, "sparsity_config is {'format': 'x'}; accepted: {}"),
@@ -99,11 +142,15 @@ def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_pat
         (_group(input_activations={"num_bits": 8}), "input_activations is {'num_bits': 8}; accep"),
         (_group(output_activations={"num_bits": 8}), "output_activations is {'num_bits': 8}; acc"),
         (_group(format="int-quantized"), "format is 'int-quantized'; accepted: \"pack-quantized\""),
-        (_weights(num_bits=8), "num_bits is 8; accepted: 4"),
+        (_weights(num_bits=5), "num_bits is 5; accepted: 4 or 8"),
         (_weights(num_bits=None), "num_bits is missing"),
         (_weights(type="float"), "type is 'float'; accepted: \"int\""),
         (_weights(symmetric=False), "symmetric is False; accepted: true"),
-        (_weights(strategy="channel"), "strategy is 'channel'; accepted: \"group\""),
+        (_weights(strategy="channel"), "strategy is 'channel'; accepted: group"),
+        (_weights(strategy="tensor", num_bits=8), "strategy is 'tensor'; accepted: group, channel"),
+        (_weights(strategy="channel", num_bits=8), "group_size is 32; accepted: null or -1, since"),
+        (_weights(group_size=6, num_bits=8), "group_size is 6; accepted: a multiple of 4"),
+        (_weights(group_size=None, num_bits=8), "group_size is missing"),
         (_weights(group_size=None), "group_size is missing"),
         (_weights(group_size=-1), "group_size is -1; accepted: an integer of at least 1"),
         (_weights(group_size=12), "group_size is 12; accepted: a multiple of 8"),

@@ -77,6 +77,19 @@ def test_codes_of_a_quantised_config_need_no_weights_either(folder: Path) -> Non
     assert kept.digest != expanded.digest
 
 
+def test_random_integers_are_spread_as_random_weights_are(folder: Path) -> None:
+    """And do not pair with random codes of another kind."""
+    opened = [_open(folder, quantization=x) for x in ("int8", "fp8", "none")]
+    assert len({of.digest for of in opened}) == 3
+    of_int8, _, expanded = (_layers(of.params) for of in opened)
+    codes, scales = of_int8["experts_down"], of_int8["experts_down_scale"]
+    assert codes.dtype == np.int8
+    assert 120 < codes.max() <= 127
+    assert (scales == scales[0, 0, 0, 0]).all()
+    found = codes.std() * scales[0, 0, 0, 0]
+    np.testing.assert_allclose(found, expanded["experts_down"].std(), rtol=0.02)
+
+
 def test_codes_that_few_inputs_could_share_a_scale_of_are_refused_as_of_a_checkpoint(
     folder: Path,
 ) -> None:

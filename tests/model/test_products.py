@@ -17,10 +17,18 @@ OUTPUTS = st.sampled_from((1, 40, 1024, 6144, 7000, 16385, 20000))
 
 
 def _codes(
-    draw: np.random.Generator, shape: tuple[int, ...], group: int, axis: int = -2
+    draw: np.random.Generator,
+    shape: tuple[int, ...],
+    group: int,
+    axis: int = -2,
+    dtype: type = np.uint8,
 ) -> tuple[Any, Any]:
     of_groups = list(shape)
     of_groups[axis] //= group
+    if dtype is np.int8:
+        integers = draw.integers(-128, 127, shape, np.int8, endpoint=True)
+        scales = draw.uniform(1e-4, 1e-3, of_groups)
+        return jnp.asarray(integers), jnp.asarray(scales, jnp.float32)
     codes = draw.integers(0, 127, shape, dtype=np.uint8) | draw.choice(
         np.array([0, 128], np.uint8), shape
     )
@@ -40,6 +48,7 @@ def _expected(x: Any, weights: Any) -> np.ndarray:
     stacked=st.booleans(),
     on_cpu=st.booleans(),
     dtype=st.sampled_from((jnp.float32, jnp.bfloat16)),
+    kind=st.sampled_from((np.uint8, np.int8)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
@@ -50,6 +59,7 @@ def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
     stacked: bool,
     on_cpu: bool,
     dtype: Any,
+    kind: type,
     seed: int,
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -58,7 +68,7 @@ def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
     at = (jnp.int32(1), jnp.int32(2)) if stacked else ()
     scales = None
     if group > 1:
-        values, scales = _codes(draw, shape, group)
+        values, scales = _codes(draw, shape, group, dtype=kind)
         numbers = decoded(values, scales, len(shape) - 2, dtype, True)
     else:
         values = numbers = jnp.asarray(draw.standard_normal(shape), dtype)
@@ -112,12 +122,15 @@ def test_a_layer_of_a_stack_is_one_matrix() -> None:
 
 
 @pytest.mark.parametrize("group", [128, 512])
-@pytest.mark.parametrize("kind", ["codes", "an expert", "an expert's codes", "few rows"])
+@pytest.mark.parametrize(
+    "kind", ["codes", "an expert", "an expert's codes", "codes of integers", "few rows"]
+)
 def test_a_processor_has_memory_for_a_tile_and_not_for_all(kind: str, group: int) -> None:
     """Of 96 MiB in float32; one row by all of them is multiplied as it lies."""
     inputs, outputs = 2048, 12288
     lead, at = ((1, 2), (jnp.int32(0),)) if "expert" in kind else ((), ())
     coded = "codes" in kind
+    of_codes = jnp.int8 if "integers" in kind else jnp.uint8
 
     def run(x: Any, values: Any, scales: Any, i: Any) -> Any:
         return product(x, Matrix(values, scales, jnp.float32, True, (*at, i) if at else ()))
@@ -127,7 +140,7 @@ def test_a_processor_has_memory_for_a_tile_and_not_for_all(kind: str, group: int
 
     program = jax.jit(run).lower(
         jax.ShapeDtypeStruct((8, inputs), jnp.float32),
-        of((inputs, outputs), jnp.uint8 if coded else jnp.float32),
+        of((inputs, outputs), of_codes if coded else jnp.float32),
         of((inputs // group, outputs), jnp.float32) if coded else None,
         jax.ShapeDtypeStruct((), jnp.int32),
     )

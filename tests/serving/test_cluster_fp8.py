@@ -1,4 +1,4 @@
-"""Pages, and weights, of fp8 in processes apart: the same numbers, or near ones."""
+"""Pages, and weights, of a byte a number in processes apart: the same numbers, or near ones."""
 
 import json
 import shutil
@@ -15,13 +15,15 @@ GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "qwen3"
 STEPS = 12
 
 
-def test_a_system_with_fp8_pages_answers_alike_each_time_and_near_the_recorded() -> None:
+def test_fp8_pages_and_int8_weights_answer_alike_each_time_and_near_the_recorded() -> None:
     prompts = json.loads((GOLDEN / "golden.json").read_text())["prompts"]
     numbers = load_file(GOLDEN / "golden.safetensors")
     with up(
         f"--model-path={GOLDEN / 'model'}",
         "--prefill-kv-cache-dtype=fp8_e4m3",
         "--decode-kv-cache-dtype=fp8_e4m3",
+        "--prefill-quantization=int8",
+        "--decode-quantization=int8",
         "--prefill-tp-size=2",
         "--disable-radix-cache",
         "--chunked-prefill-size=16",
@@ -42,6 +44,7 @@ def test_a_system_with_fp8_pages_answers_alike_each_time_and_near_the_recorded()
             assert abs(logprob - recorded) < 0.3, prompt["name"]
         for worker in cluster.settled():
             assert worker["config"]["kv_cache_dtype"] == "float8_e4m3fn"
+            assert worker["config"]["quantization"] == "int8"
             assert worker["compiles_after_ready"] == 0
             assert worker["pages_held"] == 0
 

@@ -36,6 +36,13 @@ def test_parts_add_up_to_the_product(
     np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-3)
 
 
+def _codes(draw: np.random.Generator, shape: tuple[int, int], dtype: type) -> jax.Array:
+    if dtype is np.int8:
+        return jnp.asarray(draw.integers(-128, 127, shape, np.int8, endpoint=True))
+    values = jnp.asarray(draw.standard_normal(shape), jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(values, jnp.uint8)
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs", "group", "parts"),
     [
@@ -47,14 +54,21 @@ def test_parts_add_up_to_the_product(
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("kind", "largest"), [(np.uint8, 0.2), (np.int8, 0.003)])
 def test_codes_are_decoded_where_they_are_multiplied(
-    rows: int, inputs: int, outputs: int, group: int, parts: int, dtype: str
+    rows: int,
+    inputs: int,
+    outputs: int,
+    group: int,
+    parts: int,
+    dtype: str,
+    kind: type,
+    largest: float,
 ) -> None:
     draw = np.random.default_rng(rows)
     x = jnp.asarray(draw.standard_normal((rows, inputs)), dtype)
-    values = jnp.asarray(draw.standard_normal((inputs, outputs)), jnp.float8_e4m3fn)
-    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    scales = jnp.asarray(draw.random((inputs // group, outputs)) * 0.2, jnp.float32)
+    codes = _codes(draw, (inputs, outputs), kind)
+    scales = jnp.asarray(draw.random((inputs // group, outputs)) * largest, jnp.float32)
     matrix = Matrix(codes, scales, jnp.dtype(dtype), on_cpu=False)
     found = np.asarray(product_parts(x, matrix, interpret=True))
     if dtype == "bfloat16":
@@ -63,11 +77,11 @@ def test_codes_are_decoded_where_they_are_multiplied(
 
 
 @pytest.mark.parametrize("rows", [4, 40, 64])
-def test_codes_of_few_rows_give_bit_for_bit_what_their_numbers_do(rows: int) -> None:
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_codes_of_few_rows_give_bit_for_bit_what_their_numbers_do(rows: int, kind: type) -> None:
     draw = np.random.default_rng(rows)
     x = jnp.asarray(draw.standard_normal((rows, 1024)), jnp.bfloat16)
-    values = jnp.asarray(draw.standard_normal((1024, 256)), jnp.float8_e4m3fn)
-    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    codes = _codes(draw, (1024, 256), kind)
     scales = jnp.asarray(draw.random((8, 256)) * 0.2, jnp.float32)
     weights = decoded(codes, scales, 0, jnp.bfloat16, native=True)
     found = [

@@ -60,14 +60,18 @@ def test_all_rows_by_one_expert_and_by_all_give_what_the_plain_form_does() -> No
 
 
 @pytest.mark.parametrize("group", [32, 16, 8])
-@pytest.mark.parametrize("rows", [2, 50, 700])
+@pytest.mark.parametrize(
+    ("rows", "kind"), [(2, np.uint8), (50, np.uint8), (700, np.uint8), (50, np.int8)]
+)
 def test_codes_are_decoded_in_the_kernel_whatever_number_of_inputs_shares_a_scale(
-    rows: int, group: int
+    rows: int, kind: type, group: int
 ) -> None:
     draw = np.random.default_rng(group)
     experts, hidden, width = 8, 64, 32
 
     def coded(*shape: int) -> jax.Array:
+        if kind is np.int8:
+            return jnp.asarray(draw.integers(-128, 127, shape, np.int8, endpoint=True))
         values = jnp.asarray(draw.standard_normal(shape), jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(values, jnp.uint8)
 

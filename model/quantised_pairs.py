@@ -1,0 +1,130 @@
+"""What all quantised checkpoints share: pairs of data and scales, shown as one tensor each."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from model.checkpoint import Checkpoint
+from model.errors import ModelError
+
+
+class Quantised(Checkpoint, ABC):
+    """Shows one tensor for each pair of data and scales; all others pass through.
+
+    Shapes and dtypes of the pairs are checked here, values when they are read.
+    """
+
+    _DATA: ClassVar[str]
+    _SCALES: ClassVar[str]
+    _STORED: ClassVar[str]
+    _SHOWN: ClassVar[str]
+    _BESIDE: ClassVar[tuple[str, ...]] = ()  # ends of names of what is there too, and not shown
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        # Empty while the pairs are looked for: until then, every name is one of the files'.
+        self._quantised: frozenset[str] = frozenset()
+        names = self.names
+        data = {name.removesuffix(self._DATA) for name in names if self._is_data(name)}
+        scales = {name.removesuffix(self._SCALES) for name in names if name.endswith(self._SCALES)}
+        for name in sorted(data | scales):
+            self._check_pair(name)
+        self._quantised = frozenset(data)
+
+    def _check_pair(self, name: str) -> None:
+        """Raises ModelError unless both tensors are there and fit each other."""
+        data, scales = name + self._DATA, name + self._SCALES
+        for one, other in ((data, scales), (scales, data)):
+            if other not in self._where:
+                raise ModelError(f"{self._at(one)}: no tensor {other} in {self.folder}")
+        if self._DATA and name in self._where:
+            raise ModelError(
+                f"{self._at(name)}: is there as {data} and {scales} too; accepted: one"
+            )
+        if self.dtype(data) != self._STORED:
+            got = self.dtype(data)
+            raise ModelError(f"{self._at(data)}: dtype {got}; accepted: {self._STORED}")
+        self._check_fit(data, scales)
+
+    @abstractmethod
+    def _is_data(self, name: str) -> bool:
+        """Whether a tensor of the files needs scales."""
+
+    @abstractmethod
+    def _check_fit(self, data: str, scales: str) -> None:
+        """Raises ModelError unless shapes and the dtype of the scales are as they should be."""
+
+    @abstractmethod
+    def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor that data of a shape stand for."""
+
+    @abstractmethod
+    def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a quantised tensor; every axis has a start, a stop and a step."""
+
+    @abstractmethod
+    def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """A slice of a quantised tensor, without steps, as codes before they are scaled.
+
+        dtype: of codes that say all such a tensor's values, see codes_of. Raises ModelError where
+        it cannot be read, or has one that is no number.
+        """
+
+    @abstractmethod
+    def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
+        """f32: what such a slice's codes are scaled by, of every `group` entries along axis 1 one.
+
+        index: begins at a group along that axis, every axis has a start and a stop. group: divides
+        the entries that share a scale.
+        """
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a tensor has codes and scales."""
+        return name in self._quantised
+
+    def _check_scales(self, scales: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        if self.dtype(scales) not in dtypes:
+            got, accepted = self.dtype(scales), ", ".join(dtypes)
+            raise ModelError(f"{self._at(scales)}: dtype {got}; accepted: {accepted}")
+        if self.shape(scales) != shape:
+            got_shape = list(self.shape(scales))
+            raise ModelError(f"{self._at(scales)}: shape {got_shape}, expected {list(shape)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, sorted; of quantised ones not the parts but the whole."""
+        ends = (self._DATA, self._SCALES, *self._BESIDE)
+        parts = {name + end for name in self._quantised for end in ends}
+        return sorted((set(super().names) - parts) | self._quantised)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError if it is in no file."""
+        if name in self._quantised:
+            return self._shown(super().shape(name + self._DATA))
+        return super().shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Name of a tensor's dtype as `read` gives it."""
+        return self._SHOWN if name in self._quantised else super().dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice, not an empty one, of a tensor. Raises ModelError when it cannot be read."""
+        if name not in self._quantised:
+            return super().read(name, index)
+        shape = self.shape(name)
+        index = (*index, *(slice(None),) * (len(shape) - len(index)))
+        bounds = tuple(slice(*s.indices(size)) for s, size in zip(index, shape, strict=True))
+        for asked, got in zip(index, bounds, strict=True):
+            assert 0 <= got.start < got.stop, (name, index)
+            assert got.step > 0, (name, index)
+            # numpy would cut what is beyond the end, and give another shape than asked for.
+            assert asked.start in (None, got.start), (name, index)
+            assert asked.stop in (None, got.stop), (name, index)
+        return self._decode(name, bounds)
+
+    def _at(self, name: str) -> str:
+        if name in self._quantised:
+            return f"{self.folder / self._where[name + self._DATA]}: tensor {name}"
+        return super()._at(name)
