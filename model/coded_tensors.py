@@ -82,11 +82,11 @@ class _Rounded:
 
     def codes(self) -> np.ndarray:
         """The nearest to each weight: [a, inputs, *more]."""
-        values = self.values[:, self.inner] / self.scales()
+        # Of weights so small that scales are rounded coarsely, some come to more than the largest.
+        most = LARGEST[self.dtype]
+        values = (self.values[:, self.inner] / self.scales()).clip(-most, most)
         if self.dtype == np.int8:
-            # Of weights so small that scales are rounded coarsely, more than the largest.
-            most = LARGEST[self.dtype]
-            return np.rint(values).clip(-most, most).astype(np.int8)
+            return np.rint(values).astype(np.int8)
         return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
     def _each(self) -> Float32[np.ndarray, "a groups *more"]:

@@ -153,7 +153,7 @@ def test_a_network_of_codes_generates_what_its_weights_do(
         for coded in (True, False)
     )
     # Some processors add a product up otherwise where it has half as many outputs, as a lane has.
-    atol = 1e-4 if (platform, dtype) == ("cuda", "float32") else 1e-5
+    atol = 2e-4 if (platform, dtype) == ("cuda", "float32") else 1e-5
     for one, other in zip(kept, expanded, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=atol)

@@ -163,19 +163,24 @@ def test_weights_too_small_for_a_scale_are_nothing(tmp_path: Path) -> None:
     assert (_read(files, Holds.SCALES, (slice(5, 6), slice(0, 4))) == 1).all()
 
 
-def test_integers_of_weights_that_have_a_coarse_scale_are_no_larger_than_the_largest(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("kind", "dtype", "size", "largest", "least"),
+    [("to int8", np.int8, 190, 127, -127), ("", np.uint8, 671, 0x7E, 0xFE)],
+)
+def test_codes_of_weights_that_have_a_coarse_scale_are_no_larger_than_the_largest(
+    kind: str, dtype: type, size: int, largest: int, least: int, tmp_path: Path
 ) -> None:
-    """Of 190 of the smallest float a 127th is one and a half, and the scale is one."""
-    least = np.float32(1e-45)
+    """Of such a weight what the largest code says is one and a half times the smallest float, and
+    the scale is that float."""
+    weight = np.float32(size) * np.float32(1e-45)
 
     def change(tensors: Tensors) -> None:
-        tensors[NAME][5, :32] = 190 * least
-        tensors[NAME][5, 1] = -190 * least
+        tensors[NAME][5, :32] = weight
+        tensors[NAME][5, 1] = -weight
 
-    files = _opened(tmp_path, "to int8", change)
-    (codes,) = _read(files, Holds.CODES, (slice(5, 6), slice(0, 8)), np.int8)
-    assert codes.tolist() == [127, -127, *(127,) * 6]
+    files = _opened(tmp_path, kind, change)
+    (codes,) = _read(files, Holds.CODES, (slice(5, 6), slice(0, 8)), dtype)
+    assert codes.tolist() == [largest, least, *(largest,) * 6]
 
 
 def test_parts_that_do_not_fit_are_refused_for_codes_too(tmp_path: Path) -> None:
