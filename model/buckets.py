@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from model.errors import ModelError
 
+LIST_FACTOR = 4  # between lengths of a chunk's list of pages, where it has several
 _LONG_CHUNK = 512
 _SHORTEST_CHUNK = 16
 
@@ -61,7 +62,8 @@ class PrefillBuckets:
     """Shapes of the prefill programs.
 
     tokens: padded lengths of a packed chunk. seqs: prompts in one chunk. pages: capacity of
-    the chunk's list of context pages (its cost follows the pages in use, not the capacity).
+    the chunk's list of context pages (its cost follows the pages in use, not the capacity; where it
+    does not, there are shorter lists: `list_sizes`).
     run_pages: lengths of a gathered run of pages on its way out. staged_pages: pages of each rank
     that may be gathered and not on the host yet, padding included.
     """
@@ -71,6 +73,18 @@ class PrefillBuckets:
     pages: int
     run_pages: tuple[int, ...]
     staged_pages: int
+
+
+def list_sizes(buckets: PrefillBuckets, tokens: int, page_size: int) -> tuple[int, ...]:
+    """Ascending lengths of the list of pages, for a chunk that does something for all of them.
+
+    The first is enough for prompts that begin in the chunk, the last for any.
+    """
+    size, sizes = pages_for(tokens, page_size) + buckets.seqs, []
+    while 2 * size <= buckets.pages:
+        sizes.append(size)
+        size *= LIST_FACTOR
+    return (*sizes, buckets.pages)
 
 
 class Drafting(NamedTuple):

@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from model.buckets import PrefillBuckets, bucket_for, mask_words
+from model.buckets import PrefillBuckets, bucket_for, list_sizes, mask_words, pages_for
+from model.latent import pays_to_expand
 from model.moe import ExpertMap
 from model.pieces import ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
@@ -109,7 +110,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._context_length = context_length
         self._dp_size = num_ranks(model.mesh)
         self._nowhere = 0  # a position past the pool of a rank
-        self._chunk: dict[int, Program] = {}
+        self._chunk: dict[tuple[int, int], Program] = {}  # by tokens and pages of the list
         self._logprobs: dict[int, Program] = {}  # where they are apart
         # By what there is to ask for, and how many tokens so far a draw may look at.
         sampled = list(Asks) if self._apart else [Asks.ANYTHING]
@@ -122,7 +123,9 @@ class ChunkPrograms[Q: ChunkPrompt]:
         """One chunk of every rank, as `run` takes it; plans: pieces by rank."""
         most = max(sum(piece.num_tokens for piece in pieces) for pieces in plans)
         bucket = bucket_for(most, self.buckets.tokens)
-        packed = [self._pack(pieces, bucket) for pieces in plans]
+        most_pages = max(sum(len(self._owned(piece)) for piece in pieces) for pieces in plans)
+        num_pages = bucket_for(most_pages, self._lists(bucket))
+        packed = [self._pack(pieces, bucket, num_pages) for pieces in plans]
         fields = zip(*(parts for parts, _ in packed), strict=True)
         last_rows = np.concatenate([rows for _, rows in packed])
         targets = np.concatenate([_targets(pieces, bucket) for pieces in plans])
@@ -141,7 +144,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         """Dispatch a packed chunk. Returns the donated pool, and what `in_flight` takes."""
         *fields, last_rows, wants, targets = arrays
         batch, asked = _chunk_batch(fields), () if self._apart else (wants, targets)
-        pool, loads, logits, *rest = self._chunk[bucket](
+        pool, loads, logits, *rest = self._chunk[bucket, len(batch.page_ids) // self._dp_size](
             params, pool, batch, last_rows, *asked, *experts.args
         )
         experts.counted(loads)
@@ -192,18 +195,31 @@ class ChunkPrograms[Q: ChunkPrompt]:
     def _mask_words(self, width: int) -> int:
         return 0 if width == 1 else mask_words(self._model.cfg.vocab_size)
 
-    def _pack(self, pieces: Sequence[Piece[Q]], bucket: int) -> tuple[list[np.ndarray], np.ndarray]:
+    def _lists(self, tokens: int) -> tuple[int, ...]:
+        """See `list_sizes`."""
+        latent, page_size = self._model.cfg.latent, self._model.page_size
+        if self._model.on_cpu or latent is None or not pays_to_expand(latent, tokens):
+            return (self.buckets.pages,)
+        return list_sizes(self.buckets, tokens, page_size)
+
+    def _owned(self, piece: Piece[Q]) -> Sequence[int]:
+        """Pages of what the prompt has once a piece is computed."""
+        return piece.prompt.pages[: pages_for(piece.end, self._model.page_size)]
+
+    def _pack(
+        self, pieces: Sequence[Piece[Q]], bucket: int, num_pages: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
         """A rank's part: the fields of ChunkBatch, and the last row of each piece."""
         seqs, page_size = self.buckets.seqs, self._model.page_size
         tokens = np.zeros((4, bucket), np.int32)  # ids, positions, seq_idx, kv_idx
         tokens[2], tokens[3] = seqs, self._nowhere
-        pages = np.zeros((3, self.buckets.pages), np.int32)  # ids, seq, position of first token
+        pages = np.zeros((3, num_pages), np.int32)  # ids, seq, position of first token
         pages[1] = seqs
         last_rows = np.zeros(seqs, np.int32)
         row = page_row = 0
         for idx, piece in enumerate(pieces):
             span = np.arange(piece.start, piece.end, dtype=np.int32)
-            owned = np.asarray(piece.prompt.pages[: -(-piece.end // page_size)], np.int32)
+            owned = np.asarray(self._owned(piece), np.int32)
             end = row + piece.num_tokens
             tokens[0, row:end] = piece.prompt.token_ids[piece.start : piece.end]
             tokens[1, row:end] = span
@@ -234,16 +250,16 @@ class ChunkPrograms[Q: ChunkPrompt]:
             asked = (*given, P(), RANKS, P(), RANKS)
             chunk = on_ranks(mesh, self._chunk_whole, asked, (*gives, *told))
         for tokens in self.buckets.tokens:
-            batch, last_rows, wants, targets = self._chunk_shapes(tokens)
-            own = () if self._apart else (wants, targets)
-            args = (params, pool, batch, last_rows, *own, *experts)
-            self._chunk[tokens] = Program(
-                f"chunk[tokens={tokens}]", chunk, args, (1, len(args) - 1)
-            )
+            for num_pages in self._lists(tokens):
+                batch, last_rows, wants, targets = self._chunk_shapes(tokens, num_pages)
+                own = () if self._apart else (wants, targets)
+                args = (params, pool, batch, last_rows, *own, *experts)
+                name = f"chunk[tokens={tokens}, pages={num_pages}]"
+                self._chunk[tokens, num_pages] = Program(name, chunk, args, (1, len(args) - 1))
         if self._apart:
             logprobs = on_ranks(mesh, self._prompt_logprobs, (of_params, RANKS, RANKS), told)
             for tokens in self.buckets.tokens:
-                *_, targets = self._chunk_shapes(tokens)
+                *_, targets = self._chunk_shapes(tokens, self.buckets.pages)
                 args = (params, self._hidden_shape(tokens), targets)
                 self._logprobs[tokens] = Program(f"logprobs[tokens={tokens}]", logprobs, args)
         self._sample = [self._sample_program(asks, width) for asks, width in self._kinds]
@@ -300,8 +316,8 @@ class ChunkPrograms[Q: ChunkPrompt]:
         logits = partial(row_logits, self._model, params)
         return prompt_logprobs(logits, hidden, targets, block)
 
-    def _chunk_shapes(self, tokens: int) -> tuple[Any, ...]:
-        mesh, seqs, pages = self._model.mesh, self.buckets.seqs, self.buckets.pages
+    def _chunk_shapes(self, tokens: int, pages: int) -> tuple[Any, ...]:
+        mesh, seqs = self._model.mesh, self.buckets.seqs
 
         def i32(size: int) -> jax.ShapeDtypeStruct:
             return abstract_i32((self._dp_size * size,), mesh, RANKS)

@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from model.attention import Attend, Listed, Rows, window_of
+from model.buckets import LIST_FACTOR
 from model.config import ModelConfig
 from model.config_attention import LatentConfig
 from model.kernels.tiles import LEAST
@@ -61,7 +62,7 @@ def latent_attention(
         q = _queries(cfg, weights, x)
         turned = rotate(q[..., nope:], rows.cos, rows.sin)
         window = window_of(cfg, layer)
-        if listed is not None and _is_expanded(latent, heads, x, listed):
+        if listed is not None and _is_expanded(latent, heads, x, listed.num_positions):
             q = jnp.concatenate([q[..., :nope], turned], axis=-1)[:, :, None]
             pages = _of_heads(listed.read(pool, place).astype(x.dtype), weights)
             out = listed.attend(q, pages, window, latent.value_dim)
@@ -74,20 +75,26 @@ def latent_attention(
         return sum_shards(out)[None], pool
 
 
-def _is_expanded(
-    latent: LatentConfig, heads: int, x: Float[Array, "tokens hidden"], listed: Listed
-) -> bool:
-    """Whether keys and values of each head are made for a chunk.
+def pays_to_expand(latent: LatentConfig, tokens: int) -> bool:
+    """Whether a chunk of so many tokens takes fewer operations with keys and values of each head.
 
-    Making them costs operations for each position, and saves more of them for each token that looks
-    at it.
+    They are made for each position that its list has room for, and save some for each token that
+    looks at one.
     """
     both = latent.nope_dim + latent.value_dim
-    saved = len(x) * (2 * latent.kv_rank - both)
+    saved = tokens * (2 * latent.kv_rank - both)
     size = latent.nope_dim + latent.rope_dim
-    num_bytes = 2 * listed.num_positions * heads * size * x.dtype.itemsize
     fits = size % LEAST == latent.value_dim % LEAST == 0 and latent.value_dim <= size
-    return fits and saved > latent.kv_rank * both and num_bytes <= _MOST_BYTES
+    return fits and saved > LIST_FACTOR * latent.kv_rank * both
+
+
+def _is_expanded(
+    latent: LatentConfig, heads: int, x: Float[Array, "tokens hidden"], positions: int
+) -> bool:
+    """Whether keys and values of each head are made for a chunk, and fit."""
+    size = latent.nope_dim + latent.rope_dim
+    num_bytes = 2 * positions * heads * size * x.dtype.itemsize
+    return pays_to_expand(latent, len(x)) and num_bytes <= _MOST_BYTES
 
 
 def _of_heads(

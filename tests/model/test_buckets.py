@@ -14,6 +14,7 @@ from model.buckets import (
     chunk_sizes,
     decode_buckets,
     geometric,
+    list_sizes,
     pages_for,
     prefill_buckets,
 )
@@ -87,6 +88,15 @@ def test_prefill_shapes_hold_every_chunk(
     assert buckets.pages >= pages_for(context, page_size)
     assert 1 <= buckets.run_pages[-1] <= MAX_RUN_PAGES
     assert bucket_for(1, buckets.run_pages) >= 1
+    # Where there are several lists, what begins in a chunk finds room in the first.
+    for tokens in buckets.tokens:
+        lists = list_sizes(buckets, tokens, page_size)
+        assert lists[-1] == buckets.pages
+        assert all(2 * one <= other for one, other in pairwise(lists))
+        whole, rest = divmod(tokens - max_seqs + 1, page_size)
+        if tokens >= max_seqs and len(lists) > 1:
+            # All prompts but one have a token each.
+            assert max_seqs - 1 + whole + (rest > 0) <= lists[0]
 
 
 @given(st.integers(1, 300), st.integers(1, 100))

@@ -1,23 +1,22 @@
 """Chunks that have keys and values of each head find what those find that have the latent alone."""
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import latent
-from model.attention import Listed
+from model import chunks, latent
+from model.buckets import prefill_buckets
 from model.config import FP8
 from model.config_attention import LatentConfig
-from tests.model.harness import Golden, Harness
+from model.opening import open_model
+from model.transformer import Model
+from prefill.engine import PrefillEngine
+from prefill.scheduler import Piece, Prompt
+from tests.model.harness import GOLDENS, Golden, Harness
 
 LITE = LatentConfig(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-
-
-def _nothing(*args: Any) -> Any:
-    raise AssertionError(args)
 
 
 @pytest.mark.parametrize(("tp", "platform", "page_dtype"), [(1, "cuda", FP8), (4, "tpu", "")])
@@ -42,8 +41,8 @@ def test_prompts_of_several_chunks_end_alike(
     ("tokens", "positions", "changes", "expanded"),
     [
         (8192, 8192, {}, True),
-        (172, 8192, {}, True),
-        (170, 8192, {}, False),  # as many operations either way
+        (683, 8192, {}, True),
+        (682, 8192, {}, False),  # as many operations either way, of four times as many pages
         (8192, 87_000, {}, True),
         (8192, 88_000, {}, False),  # more than a gibibyte
         (8192, 8192, {"rope_dim": 60}, False),
@@ -56,4 +55,37 @@ def test_each_head_has_its_own_where_that_takes_fewer_operations_and_fits(
 ) -> None:
     sizes = replace(LITE, **changes)
     x = jnp.zeros((tokens, 2), jnp.bfloat16)
-    assert latent._is_expanded(sizes, 16, x, Listed(positions, _nothing, _nothing)) is expanded
+    assert latent._is_expanded(sizes, 16, x, positions) is expanded
+
+
+def _engine() -> PrefillEngine:
+    """Of latents, as on an accelerator."""
+    opened = open_model(GOLDENS / "deepseek_v2" / "model", "float32", "auto", 2, 1, 16, 512)
+    cfg, mesh, stacks = opened.model.cfg, opened.model.mesh, opened.model.dims.stacks
+    model = Model.create(cfg, mesh, "float32", 16, stacks=stacks, platform="tpu")
+    buckets = replace(prefill_buckets(64, 2, 512, 16), tokens=(16,))
+    return PrefillEngine(replace(opened, model=model), buckets, 0.0, 1024, 1)
+
+
+def test_a_chunk_has_no_longer_a_list_of_pages_than_its_prompts_come_near(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = np.random.default_rng(3).integers(0, 256, 80).astype(np.int32)
+    found = []
+    for expanded in (False, True):
+        for module in (latent, chunks):
+            monkeypatch.setattr(module, "pays_to_expand", lambda *_, told=expanded: told)
+        engine = _engine()
+        prompts = [
+            Prompt(room, ids, 0.0, pages=[*range(5 * room, 5 * room + 5)]) for room in (0, 1)
+        ]
+        told, lists = [], []
+        for at in range(0, 80, 16):
+            pieces = (Piece(prompts[0], at, 16),)
+            lists.append(len(engine._chunks.pack([pieces]).arrays[4]))
+            told.append(np.asarray(engine.run_chunk([pieces]).logits)[0])
+        both = tuple(Piece(prompt, 64, 8) for prompt in prompts)
+        lists.append(len(engine._chunks.pack([both]).arrays[4]))
+        assert lists == ([3, 3, 3, 12, 12, 12] if expanded else [66] * 6)
+        found.append(told)
+    np.testing.assert_allclose(found[0], found[1], atol=2e-4)
