@@ -38,12 +38,27 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
         compare.add(f"decode {name} x{slots}", kernels.DECODE_ATTENTION, attention, inputs)
         inputs = bench.prefill_attention_inputs(chunk, layer)
         compare.add(f"prefill {name} {chunk}", kernels.PREFILL_ATTENTION, attention, inputs)
+    if cfg.latent:
+        latent = cfg.latent
+        size = latent.nope_dim + latent.rope_dim
+        own = replace(attention, kv_heads=dims.group, group=1, head_dim=size, planes=2)
+        own, inputs = replace(own, value_dim=latent.value_dim), _of_heads(bench, chunk, size)
+        compare.add(f"prefill attention of heads {chunk}", kernels.PREFILL_ATTENTION, own, inputs)
     if cfg.num_experts:
         experts = kernels.experts_shape(cfg, dims, network.target, shape.dtype)
         for tokens in (slots, chunk):
             inputs = bench.experts_inputs(tokens)
             compare.add(f"experts {tokens} tokens", kernels.EXPERTS, experts, inputs)
     return compare.all_near()
+
+
+def _of_heads(bench: KernelBench, tokens: int, size: int) -> tuple[Any, ...]:
+    """As `prefill_attention_inputs`, with keys and values of each head (model/latent.py)."""
+    _, _, _, batch, *others = bench.prefill_attention_inputs(tokens, 0)
+    num_pages, heads = len(batch.page_ids), bench.model.dims.group
+    batch = batch._replace(page_ids=jnp.arange(num_pages, dtype=jnp.int32))
+    pages = bench.random((1, 2, num_pages, bench.shape.page_size, heads, size))
+    return (bench.random((tokens, heads, 1, size)), pages, jnp.int32(0), batch, *others)
 
 
 class _Case(NamedTuple):

@@ -328,7 +328,7 @@ class KernelBench:
         order = self.rng.random((tokens, cfg.num_experts)).argsort(axis=1)
         ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
         weights = jnp.full(ids.shape, 1.0 / cfg.num_experts_per_tok, jnp.float32)
-        x = self._random((tokens, cfg.hidden_size))
+        x = self.random((tokens, cfg.hidden_size))
         return (x, ids, weights, *self._experts()[0])
 
     # --- helpers ------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class KernelBench:
     def _of_layer(self, layer: int, *rows: Any) -> tuple[Any, ...]:
         """Arguments of an attention kernel behind its queries."""
         cfg, dims = self.shape.cfg, self.model.dims
-        sinks = self._random((dims.kv_heads, dims.group)) if cfg.sinks else None
+        sinks = self.random((dims.kv_heads, dims.group)) if cfg.sinks else None
         window = window_of(cfg, jnp.int32(layer))
         return (self.pool, self._place(layer).layer, *rows, sinks, window)
 
@@ -407,9 +407,9 @@ class KernelBench:
 
     def _queries(self, rows: int) -> jax.Array:
         cfg, dims = self.shape.cfg, self.model.dims
-        return self._random((rows, dims.kv_heads, dims.group, cfg.head_dim))
+        return self.random((rows, dims.kv_heads, dims.group, cfg.head_dim))
 
-    def _random(self, shape: tuple[int, ...]) -> jax.Array:
+    def random(self, shape: tuple[int, ...]) -> jax.Array:
         values = self.rng.standard_normal(shape, np.float32)
         return jnp.asarray(values).astype(self.model.dtype)
 

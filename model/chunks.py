@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from model.buckets import PrefillBuckets, bucket_for, list_sizes, mask_words, pages_for
-from model.latent import pays_to_expand
+from model.latent import is_expanded
 from model.moe import ExpertMap
 from model.pieces import ChunkPrompt, Piece
 from model.placement import ExpertArgs, PlacedExperts
@@ -196,11 +196,13 @@ class ChunkPrograms[Q: ChunkPrompt]:
         return 0 if width == 1 else mask_words(self._model.cfg.vocab_size)
 
     def _lists(self, tokens: int) -> tuple[int, ...]:
-        """See `list_sizes`."""
-        latent, page_size = self._model.cfg.latent, self._model.page_size
-        if self._model.on_cpu or latent is None or not pays_to_expand(latent, tokens):
-            return (self.buckets.pages,)
-        return list_sizes(self.buckets, tokens, page_size)
+        """Lengths of the list of pages, of which one will do but where keys are made for them."""
+        model, latent = self._model, self._model.cfg.latent
+        *shorter, longest = list_sizes(self.buckets, tokens, model.page_size)
+        if model.on_cpu or latent is None:
+            return (longest,)
+        of = latent, model.dims.group, model.dtype.itemsize, tokens
+        return *(size for size in shorter if is_expanded(*of, size * model.page_size)), longest
 
     def _owned(self, piece: Piece[Q]) -> Sequence[int]:
         """Pages of what the prompt has once a piece is computed."""

@@ -62,7 +62,8 @@ def latent_attention(
         q = _queries(cfg, weights, x)
         turned = rotate(q[..., nope:], rows.cos, rows.sin)
         window = window_of(cfg, layer)
-        if listed is not None and _is_expanded(latent, heads, x, listed.num_positions):
+        of = heads, x.dtype.itemsize, len(x)
+        if listed is not None and is_expanded(latent, *of, listed.num_positions):
             q = jnp.concatenate([q[..., :nope], turned], axis=-1)[:, :, None]
             pages = _of_heads(listed.read(pool, place).astype(x.dtype), weights)
             out = listed.attend(q, pages, window, latent.value_dim)
@@ -75,26 +76,20 @@ def latent_attention(
         return sum_shards(out)[None], pool
 
 
-def pays_to_expand(latent: LatentConfig, tokens: int) -> bool:
-    """Whether a chunk of so many tokens takes fewer operations with keys and values of each head.
-
-    They are made for each position that its list has room for, and save some for each token that
-    looks at one.
-    """
-    both = latent.nope_dim + latent.value_dim
-    saved = tokens * (2 * latent.kv_rank - both)
-    size = latent.nope_dim + latent.rope_dim
-    fits = size % LEAST == latent.value_dim % LEAST == 0 and latent.value_dim <= size
-    return fits and saved > LIST_FACTOR * latent.kv_rank * both
-
-
-def _is_expanded(
-    latent: LatentConfig, heads: int, x: Float[Array, "tokens hidden"], positions: int
+def is_expanded(
+    latent: LatentConfig, heads: int, itemsize: int, tokens: int, positions: int
 ) -> bool:
-    """Whether keys and values of each head are made for a chunk, and fit."""
-    size = latent.nope_dim + latent.rope_dim
-    num_bytes = 2 * positions * heads * size * x.dtype.itemsize
-    return pays_to_expand(latent, len(x)) and num_bytes <= _MOST_BYTES
+    """Whether keys and values of each head are made for a chunk of so many tokens.
+
+    They are made for all positions that its list has room for, which are up to four times those of
+    its prompts, and save operations for each token that looks at one.
+    heads: of a shard. itemsize: bytes of a number.
+    """
+    both, size = latent.nope_dim + latent.value_dim, latent.nope_dim + latent.rope_dim
+    fits = size % LEAST == latent.value_dim % LEAST == 0 and latent.value_dim <= size
+    saved = tokens * (2 * latent.kv_rank - both)
+    pays = saved > LIST_FACTOR * latent.kv_rank * both
+    return fits and pays and 2 * positions * heads * size * itemsize <= _MOST_BYTES
 
 
 def _of_heads(

@@ -215,19 +215,25 @@ def memory_pinner(mesh: Mesh) -> Callable[[np.ndarray], None] | None:
     """What pins host memory until it is gone, so that devices copy out of it as it is.
 
     What is not pinned the driver's host side copies first: 96 MiB came to an H200 at 5 GB/s so, out
-    of pinned memory at 43. None: devices read the host's memory. Where memory cannot be pinned the
-    log says so, and copies take longer.
+    of pinned memory at 43. None: devices read the host's memory, or no copy is out of what came.
+    Where some cannot be pinned the log says so once, and no more is.
     """
     device = own_devices(mesh)[0]
-    if device.platform in _ON_THE_HOST:
+    # What goes to the processes of a mesh is put together first.
+    if device.platform in _ON_THE_HOST or spans_processes(mesh):
         return None
+    refused = False
 
     def pin(memory: np.ndarray) -> None:
+        nonlocal refused
+        if refused:
+            return
         client, address = device.client, memory.ctypes.data
         try:
             client.dma_map(address, memory.nbytes)
         except (AttributeError, RuntimeError) as error:
-            log.warning("%d bytes of host memory stay unpinned: %s", memory.nbytes, error)
+            refused = True
+            log.warning("host memory stays unpinned, pages come more slowly: %s", error)
             return
         weakref.finalize(memory, client.dma_unmap, address).atexit = False
 

@@ -60,8 +60,8 @@ class _Integers(Quantised):
         for end, accepted in self._FOREIGN.items():
             if name + end in self._where:
                 raise ModelError(f"{self._at(name + end)}: is there; accepted: {accepted}")
-        columns = shape[-1] * self._EACH
-        if len(shape) != 2 or (self._group and columns % self._group):
+        columns = shape[1] * self._EACH if len(shape) == 2 else 0
+        if not columns or (self._group and columns % self._group):
             each = f" / {self._EACH}" * (self._EACH > 1)
             groups = f" with whole groups of {self._group} values" * (self._group > 0)
             raise ModelError(

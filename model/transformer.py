@@ -461,7 +461,7 @@ def _block(
     norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)
     if cfg.latent:
-        # On a processor it is not measured.
+        # Nobody has measured on a processor what keys of each head gain there.
         attend_layer = partial(latent_attention, listed=None if model.on_cpu else listed)
     else:
         attend_layer = partial(

@@ -8,7 +8,8 @@ from typing import Final
 
 import numpy as np
 
-# Told of memory, u8[n], that devices will read again and again, before anything is in it.
+# Told of memory, u8[n], that devices will read again and again, before anything is in it; raises
+# nothing.
 PinMemory = Callable[[np.ndarray], None]
 _LEAST_PINNED: Final = 1 << 20  # copied sooner than memory is pinned
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,7 +26,7 @@ def test_prompts_of_several_chunks_end_alike(
     harness = Harness(recorded.checkpoint, tp, platform=platform, page_dtype=page_dtype)
     prompts = list(recorded.prompts.values())
     expected = harness.run(prompts, 1)
-    monkeypatch.setattr(latent, "_is_expanded", lambda *_: True)
+    monkeypatch.setattr(latent, "is_expanded", lambda *_: True)
     harness = Harness(recorded.checkpoint, tp, platform=platform, page_dtype=page_dtype)
     found = harness.run(prompts, 1)
     for one, other in zip(expected, found, strict=True):
@@ -54,8 +53,7 @@ def test_each_head_has_its_own_where_that_takes_fewer_operations_and_fits(
     tokens: int, positions: int, changes: dict[str, int], expanded: bool
 ) -> None:
     sizes = replace(LITE, **changes)
-    x = jnp.zeros((tokens, 2), jnp.bfloat16)
-    assert latent._is_expanded(sizes, 16, x, positions) is expanded
+    assert latent.is_expanded(sizes, 16, 2, tokens, positions) is expanded
 
 
 def _engine() -> PrefillEngine:
@@ -74,7 +72,7 @@ def test_a_chunk_has_no_longer_a_list_of_pages_than_its_prompts_come_near(
     found = []
     for expanded in (False, True):
         for module in (latent, chunks):
-            monkeypatch.setattr(module, "pays_to_expand", lambda *_, told=expanded: told)
+            monkeypatch.setattr(module, "is_expanded", lambda *_, told=expanded: told)
         engine = _engine()
         prompts = [
             Prompt(room, ids, 0.0, pages=[*range(5 * room, 5 * room + 5)]) for room in (0, 1)

@@ -92,6 +92,15 @@ def test_a_processor_reads_memory_that_is_not_pinned() -> None:
     assert memory_pinner(make_mesh(1, 1)) is None
 
 
+def test_what_a_mesh_of_several_processes_copies_once_more_is_not_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(platform="gpu", client=_Client(most=1))
+    monkeypatch.setattr(page_runs, "own_devices", lambda mesh: [gpu])
+    monkeypatch.setattr(page_runs, "spans_processes", lambda mesh: True)
+    assert memory_pinner(make_mesh(1, 1)) is None
+
+
 class _Client:
     """Stands for jax's of a GPU: addresses that are mapped, until it has had enough."""
 
@@ -120,7 +129,9 @@ def test_memory_is_pinned_until_it_is_gone_or_said_to_be_not(
     pin(first)
     assert client.mapped == {first.ctypes.data: 4096}
     pin(second)
-    assert "8192 bytes of host memory stay unpinned: no more memory" in caplog.text
+    pin(second)
+    assert caplog.text.count("stays unpinned") == 1
+    assert "no more memory can be pinned" in caplog.text
     del second
     assert len(client.mapped) == 1
     view = first[5:]

@@ -106,6 +106,7 @@ def test_a_slice_is_the_slice_of_the_whole(
         ("int8", "", None, f"tensor {WEIGHT}_scale: no tensor {WEIGHT} in "),
         ("int8", "", np.zeros((OUT, IN), np.uint8), "dtype U8; accepted: I8"),
         ("int8", "", np.zeros((OUT, 40), np.int8), "shape [70, 40], expected [out, in] with whole"),
+        ("int8", "", np.zeros((), np.int8), "shape [], expected [out, in] with whole groups"),
         ("int8", "_scale", np.zeros((OUT, 1), np.float32), "shape [70, 1], expected [70, 3]"),
         ("int8", "_zero_point", np.zeros((OUT, 3), np.int8), "accepted: symmetric weights"),
         ("int8-packed", "_shape", None, f"no tensor {WEIGHT}_shape in "),
