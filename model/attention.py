@@ -45,8 +45,8 @@ class Rows(NamedTuple):
     kv_idx: Int32[Array, "groups rows"]
 
 
-# (q [rows, kv_heads, group, head_dim], pool, place, sinks, window) -> as q, the last axis as long as
-# a value. The last two as in model/kernels/attention/reference.py.
+# (q [rows, kv_heads, group, head_dim], pool, place, sinks, window) -> as q, its last axis as long
+# as a value is. The last two as in model/kernels/attention/reference.py.
 Attend = Callable[[Array, Array, Place, Array | None, Array | None], Array]
 
 
