@@ -90,9 +90,10 @@ class Model:
         if kind.name not in DTYPE_BYTES:
             raise ModelError(f"dtype {kind.name}; accepted: {', '.join(DTYPE_BYTES)}")
         dims = Dims.of(cfg, mesh, share_experts, redundant_experts, coded, codes)
-        found = mesh.devices.flat[0].platform
-        platform = platform or found
-        target = Target(platform, interpreted=found == "cpu" != platform)
+        device = mesh.devices.flat[0]
+        platform, found = platform or device.platform, device.platform
+        shared_bytes = int(getattr(device, "shared_memory_per_block_optin", 0))
+        target = Target(platform, found == "cpu" != platform, shared_bytes)
         if stacks is None:
             stacks = _fastest(platform, dense_layer_bytes(cfg, dims, kind))
         dims = replace(dims, stacks=stacks)

@@ -31,11 +31,13 @@ _GPUS = ("gpu", "cuda")  # as jax calls a device that is here, and one that is c
 class Target(NamedTuple):
     """For what operations have their forms, and whether a processor runs them all the same.
 
-    platform: as jax has it. interpreted: kernels for it run operation by operation.
+    platform: as jax has it. interpreted: kernels for it run operation by operation. shared_bytes:
+    memory of a GPU's program of its own, of which an H200 has most; 0: as much as that.
     """
 
     platform: str
     interpreted: bool = False
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class AttentionShape:
     """What one shard's attention has to serve. kv_heads and group are per shard.
 
     planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
-    interpreted: see Target. value_dim: see model.kernels.attention.reference.prefill.
+    interpreted, shared_bytes: see Target. value_dim: see
+    model.kernels.attention.reference.prefill.
     """
 
     platform: str
@@ -58,14 +61,15 @@ class AttentionShape:
     windows: bool = False
     interpreted: bool = False
     value_dim: int | None = None
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
     """What one shard's experts have to serve. experts and intermediate are per shard.
 
-    limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted: see
-    Target. router: how experts are chosen.
+    limit, alpha: see model.layers.gated. bias: whether the kernel is given any. interpreted,
+    shared_bytes: see Target. router: how experts are chosen.
     """
 
     platform: str
@@ -79,6 +83,7 @@ class ExpertsShape:
     bias: bool = False
     interpreted: bool = False
     router: RouterConfig = RouterConfig()  # noqa: RUF009 - frozen
+    shared_bytes: int = 0
 
 
 def attention_shape(
@@ -98,6 +103,7 @@ def attention_shape(
         any(cfg.window_layers),
         target.interpreted,
         cfg.latent.kv_rank if cfg.latent else None,
+        target.shared_bytes,
     )
 
 
@@ -115,6 +121,7 @@ def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> E
         cfg.experts_bias,
         target.interpreted,
         cfg.router,
+        target.shared_bytes,
     )
 
 
@@ -134,8 +141,13 @@ def _build_paged(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[
     _refuse_all_but_gpus(shape.platform)
     if shape.head_dim % LEAST:
         raise NotImplementedError(f"for multiples of {LEAST}, heads have {shape.head_dim}")
-    how = {"scale": shape.scale, "value_dim": shape.value_dim}
-    return partial(kernel, **how, interpret=shape.interpreted)
+    return partial(
+        kernel,
+        scale=shape.scale,
+        value_dim=shape.value_dim,
+        shared_bytes=shape.shared_bytes,
+        interpret=shape.interpreted,
+    )
 
 
 def _build_attention(kernel: Callable[..., Any], shape: AttentionShape) -> Callable[..., Any]:
@@ -159,7 +171,11 @@ def _build_grouped(shape: ExpertsShape) -> Callable[..., Any]:
         if size % LEAST:
             raise NotImplementedError(f"for multiples of {LEAST}, {name} size is {size}")
     return partial(
-        moe_grouped.experts, limit=shape.limit, alpha=shape.alpha, interpret=shape.interpreted
+        moe_grouped.experts,
+        limit=shape.limit,
+        alpha=shape.alpha,
+        shared_bytes=shape.shared_bytes,
+        interpret=shape.interpreted,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -32,6 +32,30 @@ class Tiles:
 def divisor(size: int, most: int) -> int:
     """The largest power of two that size is a multiple of, and at most so much."""
     return min(size & -size, most)
+
+
+def within(cut: Tiles, products: int, itemsize: int, shared_bytes: int) -> Tiles:
+    """With as many stages as a device has memory for, two at the least.
+
+    products: of the same rows, side by side. shared_bytes: 0 is enough for all.
+    """
+    stage = (cut.rows + products * cut.outputs) * cut.inputs * itemsize
+    # The last stage is read while the first is overwritten.
+    fits = shared_bytes // stage + 1 if shared_bytes else cut.stages
+    return replace(cut, stages=max(2, min(cut.stages, fits)))
+
+
+def queries_within(queries: int, positions: int, numbers: int, size: int, shared: int) -> int:
+    """Queries of a program, so many at most, that a device has memory for.
+
+    They stay there, beside a block of positions and scores. numbers: of a query, and of each
+    position, size bytes each. shared: bytes; 0 is enough for all.
+    """
+    while shared and queries > LEAST:
+        if ((queries + positions) * numbers + queries * positions) * size <= shared:
+            break
+        queries //= 2
+    return queries
 
 
 class Part(NamedTuple):

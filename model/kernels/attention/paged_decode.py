@@ -29,6 +29,7 @@ from model.kernels.tiles import (
     block_at,
     is_indexed,
     parts_of,
+    queries_within,
     to_bits,
     values_read,
 )
@@ -50,13 +51,18 @@ class Cut:
     part: int = 512  # numbers of a key that are multiplied with one another, each after the other
 
 
-def cut_of(head_dim: int, group: int, itemsize: int) -> Cut:
-    """What was fastest on an H200, or what its registers and shared memory take."""
+def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> Cut:
+    """What was fastest on an H200, or what its registers and shared memory take.
+
+    shared_bytes: see `paged_decode`.
+    """
     if itemsize > 2:
         return Cut(positions=16 if head_dim > 256 else 32, most_queries=LEAST, stages=2)
     if head_dim > 256:
-        few = group <= LEAST
-        return Cut(64, part=128, stages=2) if few else Cut(32, warps=8, stages=2)
+        if group <= LEAST:
+            return Cut(64, part=128, stages=2)
+        most = queries_within(64, 32, head_dim, itemsize, shared_bytes)
+        return Cut(32, most_queries=most, warps=8, stages=2)
     return Cut()
 
 
@@ -180,15 +186,19 @@ def paged_decode(
     scale: float | None = None,
     value_dim: int | None = None,
     cut: Cut | None = None,
+    shared_bytes: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "rows kv_heads group value_dim"]:
-    """See model.kernels.attention.reference.decode."""
+    """See model.kernels.attention.reference.decode.
+
+    shared_bytes: memory of a program's own that the device has; 0: enough.
+    """
     pairs = in_pairs(pool)
     if not is_indexed(pairs):
         args = q, pool, layer, positions, page_table, sinks, window, scale, value_dim
         return reference.decode(*args, accelerator=True)
     rows, heads, group, head_dim = q.shape
-    cut = cut or cut_of(head_dim, group, q.dtype.itemsize)
+    cut = cut or cut_of(head_dim, group, q.dtype.itemsize, shared_bytes)
     blocks = -(-group // cut.most_queries)
     splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)
     given = sinks is not None, window is not None

@@ -27,6 +27,7 @@ from model.kernels.tiles import (
     block_at,
     is_indexed,
     parts_of,
+    queries_within,
     values_read,
 )
 from model.kv import PagePool
@@ -152,13 +153,20 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
         out_ref[part.of(token, head, query)] = (acc / share).astype(out_ref.dtype)
 
 
-def cut_of(head_dim: int, itemsize: int) -> Cut:
-    """What was fastest on an H200, or what its registers and shared memory take."""
+def cut_of(head_dim: int, itemsize: int, shared_bytes: int = 0) -> Cut:
+    """What was fastest on an H200, or what its registers and shared memory take.
+
+    shared_bytes: see `paged_prefill`.
+    """
     if itemsize > 2:
         return Cut(32, 16 if head_dim > 128 else 32, 4, 2)
     if head_dim > 256:
-        return Cut(64, 32, 8, 2)
-    return Cut() if head_dim <= 128 else Cut(warps=8, stages=2)
+        return Cut(queries_within(64, 32, head_dim, itemsize, shared_bytes), 32, 8, 2)
+    if head_dim > 128:
+        # A block has keys and values.
+        rows = queries_within(128, 2 * 64, head_dim, itemsize, shared_bytes)
+        return Cut(rows, warps=8, stages=2)
+    return Cut()
 
 
 def paged_prefill(
@@ -171,15 +179,19 @@ def paged_prefill(
     scale: float | None = None,
     value_dim: int | None = None,
     cut: Cut | None = None,
+    shared_bytes: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
-    """See model.kernels.attention.reference.prefill."""
+    """See model.kernels.attention.reference.prefill.
+
+    shared_bytes: memory of a program's own that the device has; 0: enough.
+    """
     pairs = in_pairs(pool)
     if not is_indexed(pairs):
         args = q, pool, layer, batch, sinks, window, scale, value_dim
         return reference.prefill(*args, accelerator=True)
     num_tokens, heads, group, head_dim = q.shape
-    cut = cut or cut_of(head_dim, q.dtype.itemsize)
+    cut = cut or cut_of(head_dim, q.dtype.itemsize, shared_bytes)
     tokens, _, blocks = cut.shared(group)
     read = values_read(head_dim, value_dim, lanes_of(pairs))
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]

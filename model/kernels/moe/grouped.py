@@ -21,7 +21,7 @@ from model.coded import ExpertStacks, decoded
 from model.kernels.codes import Weights, in_pairs
 from model.kernels.moe import batched
 from model.kernels.moe.sorting import blocks
-from model.kernels.tiles import Tiles, add_products, divisor, is_indexed
+from model.kernels.tiles import Tiles, add_products, divisor, is_indexed, within
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 
@@ -45,14 +45,18 @@ _CUTS_OF_CODES: Final = (
 _MOST_OF_CODES: Final = 256
 
 
-def tiles(rows: int, chosen: int, stacks: ExpertStacks, dtype: Any) -> tuple[Tiles, Tiles]:
-    """Of the first product and of the second. dtype: of products."""
+def tiles(
+    rows: int, chosen: int, stacks: ExpertStacks, dtype: Any, shared_bytes: int = 0
+) -> tuple[Tiles, Tiles]:
+    """Of the first product and of the second. dtype: of products. shared_bytes: see `experts`."""
     width, hidden = stacks.down.shape[2:]
     even = _even(rows, chosen, stacks)
     cuts = _CUTS if stacks.down_scale is None else _CUTS_OF_CODES
     first, second = next(cuts for most, cuts in cuts if even <= most)
     size = jnp.dtype(dtype).itemsize
-    return _fitted(first, width, hidden, size), _fitted(second, hidden, width, size)
+    first = _fitted(first, width, hidden, size)
+    second = _fitted(second, hidden, width, size)
+    return within(first, 2, size, shared_bytes), within(second, 1, size, shared_bytes)
 
 
 def _even(rows: int, chosen: int, stacks: ExpertStacks) -> int:
@@ -221,15 +225,20 @@ def experts(
     limit: float = 0.0,
     alpha: float = 1.0,
     cuts: tuple[Tiles, Tiles] | None = None,
+    shared_bytes: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "rows hidden"]:
-    """See model.kernels.moe.reference.experts. cuts: of both products, with as many rows each."""
+    """See model.kernels.moe.reference.experts.
+
+    cuts: of both products, with as many rows each. shared_bytes: memory of a program's own that the
+    device has; 0: enough.
+    """
     num_rows, chosen = local_ids.shape
     num_experts, width, hidden = stacks.down.shape[1:]
     of_codes = stacks.down_scale is not None and cuts is None
     if of_codes and _even(num_rows, chosen, stacks) > _MOST_OF_CODES:
         stacks, layer = _decoded(stacks, layer, x.dtype), jnp.zeros_like(layer)
-    first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype)
+    first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype, shared_bytes)
     gate_up, down = in_pairs(stacks.gate_up), in_pairs(stacks.down)
     if not (is_indexed(gate_up) and is_indexed(down)):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)

@@ -192,6 +192,22 @@ def test_arrays_of_which_offsets_would_be_wrong_are_not_for_kernels() -> None:
         assert tiles.is_indexed(jax.ShapeDtypeStruct((size,), dtype)) is indexed
 
 
+# Of an L40 and an A100, in bytes.
+@pytest.mark.parametrize(
+    ("shared", "queries", "rows", "wide"), [(101376, 32, 32, 32), (166912, 64, 64, 128)]
+)
+def test_a_program_has_as_many_queries_as_its_memory_takes(
+    shared: int, queries: int, rows: int, wide: int
+) -> None:
+    assert decoding.cut_of(576, 128, 2, shared).most_queries == queries
+    assert prefilling.cut_of(576, 2, shared).rows == rows
+    assert prefilling.cut_of(256, 2, shared).rows == wide
+    for most in (0, 232448):  # of an H200
+        assert decoding.cut_of(576, 128, 2, most) == decoding.cut_of(576, 128, 2)
+        assert prefilling.cut_of(256, 2, most) == prefilling.cut_of(256, 2)
+    assert tiles.queries_within(64, 32, 576, 2, 1) == tiles.LEAST
+
+
 def test_heads_of_other_sizes_and_processors_are_refused() -> None:
     shape = kernels.AttentionShape("gpu", "bfloat16", 64, 4, 8, 128)
     for backends in (kernels.DECODE_ATTENTION, kernels.PREFILL_ATTENTION):

@@ -100,3 +100,20 @@ def test_sizes_that_no_matrix_unit_takes_and_processors_are_refused() -> None:
         build(replace(SHAPE, platform="cpu"))
     with pytest.raises(NotImplementedError, match="multiples of 16, intermediate size is 24"):
         build(replace(SHAPE, intermediate=24))
+
+
+def test_products_have_as_many_stages_as_a_device_has_memory_for() -> None:
+    sizes = (1, 128, 2048, 2, 768), (1, 128, 768, 2048)
+    stacks = jax.eval_shape(
+        lambda: ExpertStacks(*(jnp.zeros(size, jnp.bfloat16) for size in sizes))
+    )
+
+    def stages(rows: int, shared_bytes: int) -> list[int]:
+        cuts = grouped.tiles(rows, 8, stacks, jnp.bfloat16, shared_bytes)
+        return [cut.stages for cut in cuts]
+
+    for enough in (0, 232448):  # of an H200
+        assert stages(8192, enough) == [3, 4]
+    assert stages(8192, 101376) == [3, 3]  # of an L40
+    assert stages(64, 101376) == stages(64, 0)
+    assert stages(8192, 1) == [2, 2]
