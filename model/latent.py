@@ -82,7 +82,7 @@ def is_expanded(
     """Whether keys and values of each head are made for a chunk of so many tokens.
 
     They are made for all positions that its list has room for, which are up to four times those of
-    its prompts, and save operations for each token that looks at one.
+    its prompts (eight in the longest), and save operations for each token that looks at one.
     heads: of a shard. itemsize: bytes of a number.
     """
     both, size = latent.nope_dim + latent.value_dim, latent.nope_dim + latent.rope_dim
