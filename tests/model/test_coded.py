@@ -41,6 +41,7 @@ DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "int8": partial(int8_pair, golden="qwen3", group=16, packed=False),
 }
 # tp, ep, dp: whole experts, experts that devices share, that ranks share.
+RECORDED_ATOL = 2e-4  # of correct float32 runs: tests/goldens/README.md
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
 
 
@@ -127,6 +128,17 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     assert stored_bytes(kept) < stored_bytes(whole)
 
 
+def _adds_up_alike() -> bool:
+    """Whether a product of half as many outputs, as a lane of codes has, comes out as its half.
+
+    Where a processor's vectors are wider than a lane it is added up in another order.
+    """
+    draw = np.random.default_rng(0)
+    x, w = (jnp.asarray(draw.standard_normal(size, np.float32)) for size in ((16, 64), (64, 32)))
+    product = jax.jit(lambda x, w: jnp.dot(x, w, precision="highest"))
+    return bool(jnp.array_equal(product(x, w)[:, ::2], product(x, w[:, ::2])))
+
+
 # Each kind in each form of products, with whole experts, parts of them or parts that ranks share.
 @pytest.mark.parametrize(
     ("folders", "platform", "dtype", "mesh"),
@@ -152,8 +164,8 @@ def test_a_network_of_codes_generates_what_its_weights_do(
         Harness(folders[0], tp, ep, dtype, dp=dp, platform=platform, coded=coded).run(prompts, 8)
         for coded in (True, False)
     )
-    # Some processors add a product up otherwise where it has half as many outputs, as a lane has.
-    atol = 2e-4 if (platform, dtype) == ("cuda", "float32") else 1e-5
+    interpreted = (platform, dtype) == ("cuda", "float32")
+    atol = 1e-5 if not interpreted or _adds_up_alike() else RECORDED_ATOL
     for one, other in zip(kept, expanded, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=atol)
