@@ -1,13 +1,15 @@
 """Paged decode attention for GPUs: keys and values are read once, where they lie in their pages.
 
-The positions of a row are split among programs, each of which has all queries of one key and value
-head; a second kernel puts their parts together, always in the same order. What a row costs follows
-what it sees, whatever the others do. Source: arXiv:2205.14135 for the running maximum and sum.
+The positions of a row are cut into parts by its own length alone, so that a row is computed the
+same whatever the others do. As many programs as a device runs at once take parts of all rows in
+turn, all queries of one key and value head each: rows of 1 and of 100,000 positions share a step. A
+second kernel puts parts together, always in the same order. Source: arXiv:2205.14135 for the
+running maximum and sum.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +37,22 @@ from model.kernels.tiles import (
 )
 from model.kv import PagePool
 
-_JOINED: Final = 16  # splits that are joined at a time
+_JOINED: Final = 16  # parts that are joined at a time
+_MOST_PARTS: Final = 16  # of a row for its length alone: there is room for as many of every row
+_BEGINNING: Final = 1 / 16  # what a part takes beside its positions, of those of a whole row
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work is cut. positions: looked at together, a power of two. least: of a split."""
+    """How the work is cut. positions: looked at together, a power of two.
+
+    least, most: positions of a part; more where a row would have too many of them.
+    """
 
     positions: int = 64
     least: int = 64
-    programs: int = 264  # that there are at least, where rows have enough positions
+    most: int = 4096
+    programs: int = 528  # that a device runs at once: four on each of 132 processors
     most_queries: int = 64  # of a program
     warps: int = 4
     stages: int = 3
@@ -60,119 +68,183 @@ def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> C
         return Cut(positions=16 if head_dim > 256 else 32, most_queries=LEAST, stages=2)
     if head_dim > 256:
         if group <= LEAST:
-            return Cut(64, part=128, stages=2)
+            return Cut(64, part=128, stages=2, programs=264)
         most = queries_within(64, 32, head_dim, itemsize, shared_bytes)
-        return Cut(32, most_queries=most, warps=8, stages=2)
+        return Cut(32, most_queries=most, warps=8, stages=2, programs=132)
     return Cut()
 
 
 def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
-    """Programs that share one row's positions. capacity: positions of a page table."""
-    wanted = -(-cut.programs // (rows * heads))
-    return int(max(1, min(wanted, -(-capacity // cut.least))))
+    """Parts of a row, unless it is short or very long. capacity: positions of a page table.
+
+    As many as end first where all rows are alike: of more parts than programs some wait.
+    """
+
+    def taken(splits: int) -> float:
+        turns = -(-rows * heads * splits // cut.programs)
+        return turns * (1 / splits + _BEGINNING)
+
+    most = min(-(-capacity // cut.least), cut.programs)
+    return min(range(1, most + 1), key=taken, default=1)
 
 
-def _reach(position: Any, window: Any, splits: int, cut: Cut) -> tuple[Any, Any, Any]:
-    """Of a row: its first position looked at, those of each split, and splits that have any."""
-    end = position + np.int32(1)
+class _How(NamedTuple):
+    """splits: see `splits_of`. most: parts of a row. longest: positions of a part.
+
+    programs: for each head and its queries. given: sinks, a window.
+    """
+
+    cut: Cut
+    splits: int
+    most: int
+    longest: int
+    programs: int
+    given: tuple[bool, bool]
+
+
+def _reach(position: Any, window: Any, how: _How) -> tuple[Any, Any, Any]:
+    """Of a row: its first position looked at, those of each part, and how many parts it has.
+
+    Of nothing to look at there is one part, too, which says so.
+    """
+    cut, end = how.cut, position + np.int32(1)
     first = jnp.zeros_like(end)
     if window is not None:
         first = jnp.maximum(end - window, first) & np.int32(-cut.positions)
     count = jnp.maximum(end - first, np.int32(0))
-    each = jnp.maximum(-(-count // np.int32(splits)), np.int32(cut.least))
+    each = jnp.clip(-(-count // np.int32(how.splits)), np.int32(cut.least), np.int32(how.longest))
     each = -(-each // np.int32(cut.positions)) * np.int32(cut.positions)
-    return first, each, -(-count // each)
+    return first, each, jnp.clip(-(-count // each), np.int32(1), np.int32(how.most))
 
 
-def _attend_kernel(
-    *refs: Any, cut: Cut, splits: int, how: Softmax, group: int, given: tuple[bool, bool]
-) -> None:
-    """Queries of one head of a row over a part of its positions. given: sinks, a window."""
-    layer_ref, position_ref, table_ref, q_ref, pool_ref, *others = refs
-    sink_ref = others.pop(0) if given[0] else None
-    window = others.pop(0)[0] if given[1] else None
-    head, part, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    blocks = -(-group // cut.most_queries)
-    split, block = part // np.int32(blocks), part % np.int32(blocks)
+class _Parts(NamedTuple):
+    """Of all rows, one row's after the other's. rows: of which each part is, past the last any."""
+
+    begins: Int32[Array, " rows_and_one"]
+    rows: Int32[Array, " parts"]
+
+
+def _parts(positions: Int32[Array, " rows"], window: Int32[Array, ""] | None, how: _How) -> _Parts:
+    """The same for all layers that see as far, so that XLA makes it once a step."""
+    rows = len(positions)
+    if rows == 1:
+        _, _, ends = _reach(positions, window, how)
+        return _Parts(jnp.pad(ends, (1, 0)), jnp.zeros(how.most, jnp.int32))
+    _, _, used = _reach(positions, window, how)
+    ends = jnp.cumsum(used, dtype=jnp.int32)
+    each = jnp.arange(rows * how.most, dtype=jnp.int32)
+    before = jnp.sum(ends[:, None] <= each, axis=0, dtype=jnp.int32)
+    return _Parts(jnp.pad(ends, (1, 0)), jnp.minimum(before, np.int32(rows - 1)))
+
+
+def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
+    """Queries of one head, over each part of a row that is this program's turn."""
+    layer_ref, position_ref, begin_ref, row_ref, table_ref, q_ref, pool_ref, *others = refs
+    sink_ref = others.pop(0) if how.given[0] else None
+    window = others.pop(0)[0] if how.given[1] else None
+    out_ref, *part_refs = others
+    cut, head, program = how.cut, pl.program_id(0), pl.program_id(1)
     size = max(LEAST, min(cut.most_queries, 2 ** (group - 1).bit_length()))
     # What is more than the group is its last once more, in all that is read and written.
-    queries = block * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
+    queries = pl.program_id(2) * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
     queries = jnp.minimum(queries, np.int32(group - 1))
-    layer, position = layer_ref[0], position_ref[row]
-    lanes, value_dim = lanes_of(pool_ref), others[0].shape[-1]
+    lanes, value_dim, page_size = lanes_of(pool_ref), out_ref.shape[3], pool_ref.shape[3]
     of_values = parts_of(value_dim, lanes, cut.part)
     parts = of_values + parts_of(q_ref.shape[3], lanes, cut.part, first=value_dim)
-    qs = [q_ref[part.of(row, head, queries)] for part in parts]
-    first, each, _ = _reach(position, window, splits, cut)
-    first += split * each
-    end = jnp.minimum(first + each, position + np.int32(1))
-    page_size = pool_ref.shape[3]
+    layer, total_parts = layer_ref[0], begin_ref[begin_ref.shape[0] - 1]
 
-    def step(i: Any, carry: Running) -> Running:
-        at = first + i * np.int32(cut.positions)
-        slot, offsets = block_at(at, cut.positions, page_size)
-        slot = jnp.minimum(slot, np.int32(table_ref.shape[1] - 1))
-        where = table_ref[row, slot], offsets, head
-        kind = q_ref.dtype, how.interpret
-        keys, values = keys_and_values(pool_ref, (layer, where), parts, len(of_values), kind)
-        at += jnp.arange(cut.positions, dtype=jnp.int32)
-        seen = at < end
-        if window is not None:
-            seen &= position - at < window
-        return add_block(carry, qs, keys, values, how, seen[None, :])
+    def attend(turn: Any, done: Any) -> Any:
+        nth = program + turn * np.int32(how.programs)
+        row = row_ref[nth]
+        position = position_ref[row]
+        first, each, used = _reach(position, window, how)
+        first += (nth - begin_ref[row]) * each
+        end = jnp.minimum(first + each, position + np.int32(1))
+        qs = [q_ref[part.of(row, head, queries)] for part in parts]
 
-    own = sink_ref[head, queries] if splits == 1 and sink_ref is not None else None
-    steps = -(-jnp.maximum(end - first, np.int32(0)) // np.int32(cut.positions))
-    top, total, *accs = lax.fori_loop(np.int32(0), steps, step, begin(size, of_values, own))
-    if splits == 1:
-        (out_ref,) = others
-        shares = jnp.where(total > 0, total, np.float32(1))[:, None]
-        for own_part, acc in zip(of_values, accs, strict=True):
-            done = (acc / shares).astype(out_ref.dtype)
-            out_ref[own_part.of(row, head, queries)] = done
-        return
-    acc_ref, top_ref, total_ref = others
-    top_ref[row, head, split, queries] = top
-    total_ref[row, head, split, queries] = total
-    for own_part, acc in zip(of_values, accs, strict=True):
-        acc_ref[own_part.of(row, head, split, queries)] = acc
+        def step(i: Any, carry: Running) -> Running:
+            at = first + i * np.int32(cut.positions)
+            slot, offsets = block_at(at, cut.positions, page_size)
+            slot = jnp.minimum(slot, np.int32(table_ref.shape[1] - 1))
+            where = table_ref[row, slot], offsets, head
+            kind = q_ref.dtype, softmax.interpret
+            keys, values = keys_and_values(pool_ref, (layer, where), parts, len(of_values), kind)
+            at += jnp.arange(cut.positions, dtype=jnp.int32)
+            seen = at < end
+            if window is not None:
+                seen &= position - at < window
+            return add_block(carry, qs, keys, values, softmax, seen[None, :])
+
+        alone, start = used == 1, begin(size, of_values, None)
+        if sink_ref is not None:
+            # Where parts are joined, sinks are what they are joined with.
+            with_sinks = begin(size, of_values, sink_ref[head, queries])
+            pairs = zip(with_sinks[:2], start[:2], strict=True)
+            start = *(jnp.where(alone, sink, none) for sink, none in pairs), *start[2:]
+        steps = -(-jnp.maximum(end - first, np.int32(0)) // np.int32(cut.positions))
+        top, total, *accs = lax.fori_loop(np.int32(0), steps, step, start)
+
+        @pl.when(alone)
+        def give() -> None:
+            shares = jnp.where(total > 0, total, np.float32(1))[:, None]
+            for own_part, acc in zip(of_values, accs, strict=True):
+                out_ref[own_part.of(row, head, queries)] = (acc / shares).astype(out_ref.dtype)
+
+        if how.most > 1:
+            acc_ref, top_ref, total_ref = part_refs
+
+            @pl.when(~alone)
+            def leave() -> None:
+                top_ref[head, nth, queries] = top
+                total_ref[head, nth, queries] = total
+                for own_part, acc in zip(of_values, accs, strict=True):
+                    acc_ref[own_part.of(head, nth, queries)] = acc
+
+        return done
+
+    left = jnp.maximum(total_parts - program, np.int32(0))
+    turns = -(-left // np.int32(how.programs))
+    lax.fori_loop(np.int32(0), turns, attend, np.int32(0))
 
 
-def _join_kernel(*refs: Any, cut: Cut, splits: int, given: tuple[bool, bool]) -> None:
-    """All parts of one query's positions."""
-    position_ref, acc_ref, top_ref, total_ref, *others, out_ref = refs
-    sink_ref = others.pop(0) if given[0] else None
-    window = others.pop(0)[0] if given[1] else None
+def _join_kernel(*refs: Any, how: _How) -> None:
+    """All parts of what one query looks at, where there are several."""
+    position_ref, begin_ref, _, acc_ref, top_ref, total_ref, *others, out_ref = refs
+    sink_ref = others.pop(0) if how.given[0] else None
+    window = others.pop(0)[0] if how.given[1] else None
     query, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    _, _, used = _reach(position_ref[row], window, splits, cut)
-    size = min(_JOINED, 1 << (splits - 1).bit_length())
+    _, _, used = _reach(position_ref[row], window, how)
+    size = min(_JOINED, 1 << (how.most - 1).bit_length())
     parts = parts_of(out_ref.shape[3])
 
     def step(i: Any, carry: Running) -> Running:
         top, total, *accs = carry
         each = i * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
-        there, each = each < used, jnp.minimum(each, np.int32(splits - 1))
-        tops = jnp.where(there, top_ref[row, head, each, query], LOW)
+        there = each < used
+        each = begin_ref[row] + jnp.minimum(each, used - np.int32(1))
+        tops = jnp.where(there, top_ref[head, each, query], LOW)
         new_top = jnp.maximum(top, jnp.max(tops))
         # Where nothing was seen so far, nothing is as high as the highest.
         keeps = jnp.where(there, jnp.exp2(tops - new_top), np.float32(0))
         keep = jnp.exp2(top - new_top)
         joined = []
         for part, acc in zip(parts, accs, strict=True):
-            own = acc_ref[row, head, each, query, pl.ds(part.at, part.size)]
+            own = acc_ref[head, each, query, pl.ds(part.at, part.size)]
             joined.append(acc * keep + jnp.sum(own * keeps[:, None], axis=0))
-        own_totals = total_ref[row, head, each, query]
+        own_totals = total_ref[head, each, query]
         return (new_top, total * keep + jnp.sum(own_totals * keeps), *joined)
 
-    top, total = jnp.float32(LOW), jnp.float32(0)
-    if sink_ref is not None:
-        top, total = sink_ref[head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
-    zeros = [jnp.zeros(part.size, jnp.float32) for part in parts]
-    steps = -(-used // np.int32(size))
-    _, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
-    share = jnp.where(total > 0, total, np.float32(1))
-    for part, acc in zip(parts, accs, strict=True):
-        out_ref[part.of(row, head, query)] = (acc / share).astype(out_ref.dtype)
+    @pl.when(used > 1)
+    def join() -> None:
+        top, total = jnp.float32(LOW), jnp.float32(0)
+        if sink_ref is not None:
+            top, total = sink_ref[head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
+        zeros = [jnp.zeros(part.size, jnp.float32) for part in parts]
+        steps = -(-used // np.int32(size))
+        _, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
+        share = jnp.where(total > 0, total, np.float32(1))
+        for part, acc in zip(parts, accs, strict=True):
+            out_ref[part.of(row, head, query)] = (acc / share).astype(out_ref.dtype)
 
 
 def paged_decode(
@@ -199,36 +271,40 @@ def paged_decode(
         return reference.decode(*args, accelerator=True)
     rows, heads, group, head_dim = q.shape
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize, shared_bytes)
-    blocks = -(-group // cut.most_queries)
-    splits = splits_of(rows, heads * blocks, page_table.shape[1] * pool.shape[3], cut)
-    given = sinks is not None, window is not None
+    blocks, capacity = -(-group // cut.most_queries), page_table.shape[1] * pool.shape[3]
+    splits = splits_of(rows, heads * blocks, capacity, cut)
+    most = max(splits, min(_MOST_PARTS, -(-capacity // cut.most)))
+    longest = max(cut.most, -(-capacity // most))
+    programs = max(1, min(cut.programs // (heads * blocks), rows * most))
+    how = _How(cut, splits, most, longest, programs, (sinks is not None, window is not None))
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
-    how = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
+    softmax = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
     read = values_read(head_dim, value_dim, lanes_of(pairs))
     out = jax.ShapeDtypeStruct((rows, heads, group, read), q.dtype)
-    sizes = rows, heads, splits, group
-    partial_out = [
+    sizes = heads, rows * most, group
+    of_parts = [
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, read), sizes, sizes)
     ]
     with jax.named_scope("decode_attention"):
+        begins, of_rows = _parts(positions, window, how)
         attended: Any = pl.pallas_call(
-            partial(_attend_kernel, cut=cut, splits=splits, how=how, group=group, given=given),
-            out_shape=out if splits == 1 else partial_out,
-            grid=(heads, splits * blocks, rows),
+            partial(_attend_kernel, how=how, softmax=softmax, group=group),
+            out_shape=[out, *(of_parts if most > 1 else [])],
+            grid=(heads, programs, blocks),
             name="decode_attention",
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-        )(layer.reshape(1), positions, page_table, q, pairs, *extras)
-        if splits == 1:
-            whole: Array = attended
-            return whole[..., :value_dim]
-        joined: Array = pl.pallas_call(
-            partial(_join_kernel, cut=cut, splits=splits, given=given),
-            out_shape=out,
-            grid=(group, heads, rows),
-            name="decode_attention_join",
-            interpret=interpret,
-            compiler_params=plt.CompilerParams(num_warps=1, num_stages=3),
-        )(positions, *attended, *extras)
-        return joined[..., :value_dim]
+        )(layer.reshape(1), positions, begins, of_rows, page_table, q, pairs, *extras)
+        whole: Array = attended[0]
+        if most > 1:
+            whole = pl.pallas_call(
+                partial(_join_kernel, how=how),
+                out_shape=out,
+                grid=(group, heads, rows),
+                input_output_aliases={2: 0},
+                name="decode_attention_join",
+                interpret=interpret,
+                compiler_params=plt.CompilerParams(num_warps=1, num_stages=3),
+            )(positions, begins, *attended, *extras)
+        return whole[..., :value_dim]

@@ -26,6 +26,7 @@ DECODE_CUTS = [
     decoding.Cut(positions=16, least=16, programs=400),  # more parts than are joined at a time
     decoding.Cut(positions=64, least=64, programs=60),
     decoding.Cut(positions=64, least=256, programs=1000, most_queries=2),
+    decoding.Cut(positions=16, least=16, most=32, programs=6),  # programs have several turns
 ]
 PREFILL_CUTS = [
     prefilling.Cut(rows=16, positions=16),
@@ -78,6 +79,28 @@ def test_pages_past_the_pool_are_some_page_and_count_for_nothing() -> None:
         for table in tables
     ]
     np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_a_row_is_computed_the_same_whatever_the_others_are() -> None:
+    pool, q = _pool(16, jnp.float32), _queries(5, jnp.float32)
+    table = i32(np.random.default_rng(3).permutation(PAGES)[:6][None].repeat(5, 0))
+    cut = decoding.Cut(positions=16, least=16, most=32, programs=12)
+    found = [
+        decoding.paged_decode(q, pool, i32(1), i32(far), table, SINKS, cut=cut, interpret=True)
+        for far in ([90, 90, 90, 90, 90], [-1, 5, 90, 40, 0], [95, 95, 90, -1, 95])
+    ]
+    for others in found[1:]:
+        np.testing.assert_array_equal(others[2], found[0][2])
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "splits"),
+    [(1, 4, 17), (16, 4, 8), (64, 4, 2), (256, 4, 1), (1, 1, 17), (48, 1, 11), (528, 1, 1)],
+)
+def test_rows_have_as_many_parts_as_programs_run_at_once(
+    rows: int, heads: int, splits: int
+) -> None:
+    assert decoding.splits_of(rows, heads, 1088, decoding.Cut()) == splits
 
 
 def _chunk(page_size: int) -> ChunkBatch:
