@@ -31,7 +31,10 @@ class ExpertMap(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Which logical experts each row goes to. logits are before softmax; float32."""
+    """Which logical experts each row goes to. logits are before softmax; float32.
+
+    expert_ids: the number of experts means nobody, as for rows that are padding.
+    """
 
     logits: Float[Array, "rows experts"]
     expert_ids: Int32[Array, "rows chosen"]
@@ -40,8 +43,8 @@ class Routing(NamedTuple):
 
 # (x, local expert ids, weights, stacks, index into the stacks) -> f32 like x.
 Experts = Callable[..., Array]
-# (logits in parts, correction or None) -> expert ids and weights; see model.kernels.moe.routing.
-Best = Callable[[Array, Array | None], tuple[Array, Array]]
+# (logits in parts, correction or None, live) -> ids and weights; see model.kernels.moe.routing.
+Best = Callable[[Array, Array | None, Array], tuple[Array, Array]]
 _MANY_ROWS: Final = 512  # for which a router's products take longer than their launches
 
 
@@ -49,12 +52,14 @@ def route(
     cfg: ModelConfig,
     x: Float[Array, "rows hidden"],
     params: LayerWeights,
+    live: Bool[Array, " rows"],
     best: Best,
     product_parts: ProductParts,
 ) -> Routing:
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
-    params: one layer's. Source: arXiv:2401.04088, section 2.1, and those of RouterConfig.
+    params: one layer's. live: rows that are not padding. Source: arXiv:2401.04088, section 2.1, and
+    those of RouterConfig.
     """
     how = cfg.router
     with jax.named_scope("router"):
@@ -64,7 +69,7 @@ def route(
             logits += params["router_bias"]
             parts = logits[None]
         correction = params["router_correction"] if how.correction else None
-        return Routing(logits, *best(parts, correction))
+        return Routing(logits, *best(parts, correction, live))
 
 
 def _scores(
@@ -92,7 +97,7 @@ def moe(
     x: Float[Array, "rows hidden"],
     params: LayerWeights,
     idx: Int32[Array, ""],
-    placed: ExpertMap,
+    placed: ExpertMap | None,
     live: Bool[Array, " rows"],
     best: Best,
     product_parts: ProductParts,
@@ -102,20 +107,21 @@ def moe(
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
     params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
-    one: a kernel takes its slices. placed: this layer's map. live: rows that are not padding.
+    one: a kernel takes its slices. placed: this layer's map, None where experts are as trained.
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
-        routing = route(cfg, x, params, best, product_parts)
-        physical = jnp.where(live[:, None], _physical(placed, routing.expert_ids), np.int32(-1))
+        routing = route(cfg, x, params, live, best, product_parts)
+        physical = _physical(placed, routing.expert_ids, live)
         rows, weights = x, routing.weights
         if share_experts:
             physical, rows, weights = map(gather_ranks, (physical, rows, weights))
         stacks = expert_stacks(params)
-        num_local = stacks.down.shape[1]
-        local = physical - expert_shard_idx(share_experts) * np.int32(num_local)
-        mine = (physical >= 0) & (local >= 0) & (local < num_local)
-        local = jnp.where(mine, local, np.int32(num_local))
+        local, num_local = physical, stacks.down.shape[1]
+        if placed is not None or num_local < cfg.num_experts:
+            local -= expert_shard_idx(share_experts) * np.int32(num_local)
+            mine = (local >= 0) & (local < num_local)
+            local = jnp.where(mine, local, np.int32(num_local))
         out = experts(rows, local, weights, stacks, idx)
         return sum_shards(sum_to_ranks(out) if share_experts else out), routing
 
@@ -159,11 +165,17 @@ def with_rows(
 
 
 def _physical(
-    placed: ExpertMap, expert_ids: Int32[Array, "rows chosen"]
+    placed: ExpertMap | None, expert_ids: Int32[Array, "rows chosen"], live: Bool[Array, " rows"]
 ) -> Int32[Array, "rows chosen"]:
-    """A copy of each chosen expert: rows take them in turn, which weighs all copies alike."""
-    most = placed.places.shape[-1]
-    if most == 1:
-        return placed.places[:, 0][expert_ids]
-    row = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)[:, None] + rank_idx()
-    return placed.places[expert_ids, row % placed.counts[expert_ids]]
+    """A copy of each chosen expert: rows take them in turn, which weighs all copies alike.
+
+    Of rows that are padding anything that no shard has.
+    """
+    if placed is None:
+        return expert_ids
+    if placed.places.shape[-1] == 1:
+        found = placed.places[:, 0][expert_ids]
+    else:
+        row = jnp.arange(expert_ids.shape[0], dtype=jnp.int32)[:, None] + rank_idx()
+        found = placed.places[expert_ids, row % placed.counts[expert_ids]]
+    return jnp.where(live[:, None], found, np.int32(-1))

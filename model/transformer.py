@@ -229,7 +229,7 @@ def decode_rows(
         return out
 
     inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
-    out = _layers(model, params, pool, inputs, _placed(model, expert_map), loads, attend, False)
+    out = _layers(model, params, pool, inputs, expert_map, loads, attend, False)
     return out.x, out.pool, out.loads
 
 
@@ -363,17 +363,7 @@ def _prefill(
     dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
     inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
-    placed = _placed(model, expert_map)
-    return _layers(model, params, pool, inputs, placed, loads, attend, capture, listed)
-
-
-def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap:
-    """The map as given, or as trained."""
-    if expert_map is not None:
-        return expert_map
-    shape = model.cfg.num_layers, model.cfg.num_experts
-    places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    return ExpertMap(places[..., None], jnp.ones(shape, jnp.int32))
+    return _layers(model, params, pool, inputs, expert_map, loads, attend, capture, listed)
 
 
 def _layers(
@@ -381,7 +371,7 @@ def _layers(
     params: Params,
     pool: Array,
     inputs: _Inputs,
-    expert_map: ExpertMap,
+    expert_map: ExpertMap | None,
     loads: Array | None,
     attend: Attend,
     capture: bool,
@@ -449,7 +439,7 @@ def _block(
     carry: _Carry,
     inputs: _Inputs,
     rows: Rows,
-    expert_map: ExpertMap,
+    expert_map: ExpertMap | None,
     attend: Attend,
     listed: Listed | None,
 ) -> _Carry:

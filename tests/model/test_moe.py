@@ -74,8 +74,14 @@ def _routed(
             assert how.num_groups > 1
             continue
         weights = LayerWeights(params, np.float32, on_cpu)
-        run = jax.jit(lambda x, of=weights, best=best: route(cfg, x, of, best, product_parts))
-        seen.append(Routed(*(np.asarray(x) for x in run(jnp.asarray(logits)))))
+        run = jax.jit(
+            lambda x, live, of=weights, best=best: route(cfg, x, of, live, best, product_parts)
+        )
+        alive = np.arange(len(logits)) % 3 < 2
+        padded = Routed(*(np.asarray(x) for x in run(logits, alive)))
+        seen.append(Routed(*(np.asarray(x) for x in run(logits, np.ones_like(alive)))))
+        np.testing.assert_array_equal(padded.expert_ids[alive], seen[-1].expert_ids[alive])
+        assert (padded.expert_ids[~alive] == EXPERTS).all()
     for other in seen[:-1]:
         np.testing.assert_array_equal(other.expert_ids, seen[-1].expert_ids)
         np.testing.assert_allclose(other.weights, seen[-1].weights, rtol=2e-6, atol=1e-9)
@@ -87,7 +93,7 @@ def test_experts_without_a_score_are_chosen_once_each() -> None:
     best = kernels.BEST_EXPERTS[0].build(shape)
     for value in (-np.inf, np.nan):
         logits = np.array([[value, 1.0, value, value, value]], np.float32)
-        ids, _ = best(jnp.asarray(logits)[None], None)
+        ids, _ = best(jnp.asarray(logits)[None], None, jnp.ones(1, bool))
         assert len(set(np.asarray(ids)[0].tolist())) == 3
         assert 0 <= np.asarray(ids).min() <= np.asarray(ids).max() < 5
 
@@ -107,7 +113,9 @@ def test_many_rows_are_scored_in_float32_by_products_of_bfloat16() -> None:
     best = kernels.BEST_EXPERTS[-1].build(shape)
     weights = LayerWeights({"router": jnp.asarray(router)}, np.float32, on_cpu=False)
     found = np.asarray(
-        jax.jit(lambda x: route(cfg, x, weights, best, product_parts))(jnp.asarray(x)).logits
+        jax.jit(lambda x, live: route(cfg, x, weights, live, best, product_parts))(
+            x, np.ones(600, bool)
+        ).logits
     )
     expected = x.astype(np.float64) @ router.astype(np.float64)
     np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from model.config_experts import RouterConfig
 
@@ -19,13 +19,14 @@ LEAST: Final = np.float32(1e-20)  # of weights that are normalised: sigmoids may
 def best_experts(
     logits: Float[Array, "parts rows experts"],
     correction: Float[Array, " experts"] | None,
+    live: Bool[Array, " rows"],
     how: RouterConfig,
     chosen: int,
 ) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
     """Ids of those that score best, best first, and their weights; float32.
 
     logits: in parts to be added up. correction: added to the scores when choosing, where the router
-    has one.
+    has one. live: rows that are not padding, which has the number of experts for every id.
     """
     whole = jnp.sum(logits, axis=0)
     scores = jax.nn.sigmoid(whole) if how.sigmoid else jax.nn.softmax(whole, axis=-1)
@@ -36,7 +37,8 @@ def best_experts(
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if how.normalise:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), LEAST)
-    return ids.astype(jnp.int32), weights * np.float32(how.scale)
+    ids = jnp.where(live[:, None], ids.astype(jnp.int32), np.int32(whole.shape[-1]))
+    return ids, weights * np.float32(how.scale)
 
 
 def _in_best_groups(
@@ -52,7 +54,7 @@ def _in_best_groups(
 
 def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
     """One row, whose experts are found one after the other."""
-    logit_ref, *others, id_ref, weight_ref = refs
+    logit_ref, live_ref, *others, id_ref, weight_ref = refs
     row, (parts, _, num_experts) = pl.program_id(0), logit_ref.shape
     each = jnp.arange(1 << (num_experts - 1).bit_length(), dtype=jnp.int32)
     # What is past the last expert is that one once more, and none to choose.
@@ -72,7 +74,7 @@ def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
         first = jnp.min(jnp.where(left & (choice >= best), each, nobody))
         # Of scores that are no numbers none is best, and any other is as good.
         expert = jnp.where(first < nobody, first, jnp.min(jnp.where(left, each, nobody)))
-        id_ref[row, nth] = expert
+        id_ref[row, nth] = jnp.where(live_ref[row] != 0, expert, nobody)
         found.append(jnp.sum(jnp.where(each == expert, scores, np.float32(0))))
         left &= each != expert
     share = jnp.maximum(sum(found), LEAST) if how.normalise else np.float32(1)
@@ -83,6 +85,7 @@ def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
 def best_experts_by_kernel(
     logits: Float[Array, "parts rows experts"],
     correction: Float[Array, " experts"] | None,
+    live: Bool[Array, " rows"],
     how: RouterConfig,
     chosen: int,
     interpret: bool = False,
@@ -96,5 +99,5 @@ def best_experts_by_kernel(
         name="router",
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-    )(logits, *(() if correction is None else (correction,)))
+    )(logits, live.astype(jnp.int32), *(() if correction is None else (correction,)))
     return out[0], out[1]
