@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from bench.contexts import mixed_contexts
 from bench.kernels import KernelBench
 from bench.report import Report
 from model import kernels
@@ -20,6 +21,8 @@ from model.programs import Program, compile_all
 
 # Of the largest number that comes out. Wrong pages or masks give more than a tenth.
 TOLERANCES: Final = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
+
+_LONGEST: Final = 1 << 13  # of rows of all lengths: the reference reads whole page tables
 
 
 def compare_backends(report: Report, bench: KernelBench) -> bool:
@@ -34,8 +37,11 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
     slots, chunk = max(shape.slots), max(shape.chunks)
     compare = _Comparison(report, shape.name, shape.dtype)
     for name, (layer, *_) in bench.attention_layers().items():
-        inputs = bench.decode_attention_inputs(slots, layer)
-        compare.add(f"decode {name} x{slots}", kernels.DECODE_ATTENTION, attention, inputs)
+        alike = [shape.context] * slots
+        mixed = mixed_contexts(shape.page_size, bench.num_pages, _LONGEST)
+        for rows, contexts in ((f"x{slots}", alike), ("of all lengths", mixed)):
+            inputs = bench.decode_attention_inputs(contexts, layer)
+            compare.add(f"decode {name} {rows}", kernels.DECODE_ATTENTION, attention, inputs)
         inputs = bench.prefill_attention_inputs(chunk, layer)
         compare.add(f"prefill {name} {chunk}", kernels.PREFILL_ATTENTION, attention, inputs)
     if cfg.latent:

@@ -6,6 +6,7 @@ is even, and the keys and values of its context, of which a layer with a window 
 Biases and sinks are read, so they count as bytes; adding them is no product. Norms are left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.shapes import Shape
@@ -138,16 +139,18 @@ def moe_cost(shape: Shape, tokens: int) -> Cost:
     return Cost(weights + 2 * tokens * cfg.hidden_size * size, flops)
 
 
-def decode_attention_cost(shape: Shape, slots: int, context: int, windowed: bool = False) -> Cost:
+def decode_attention_cost(shape: Shape, contexts: Sequence[int], windowed: bool = False) -> Cost:
     """One layer's attention proper (no projections) of a decode step. windowed: in that layer.
 
-    A latent query is multiplied with all of a latent key and weighs the key's part that is a value.
+    contexts: tokens of each row. A latent query is multiplied with all of a latent key and weighs
+    the key's part that is a value.
     """
-    keys = min(context, shape.cfg.sliding_window) if windowed else context
+    most = shape.cfg.sliding_window if windowed else max(contexts)
+    keys = sum(min(tokens, most) for tokens in contexts)
     latent = shape.cfg.latent
     value_dim = latent.kv_rank if latent else shape.cfg.head_dim
     width = shape.cfg.head_dim + value_dim
-    return _attention_cost(shape, slots, keys, slots * keys, width)
+    return _attention_cost(shape, len(contexts), keys / len(contexts), keys, width)
 
 
 def prefill_attention_cost(shape: Shape, tokens: int, windowed: bool = False) -> Cost:
@@ -202,11 +205,11 @@ def _weights_cost(shape: Shape, tokens: int, logits_rows: int) -> Cost:
 
 def decode_step_cost(shape: Shape, slots: int, context: int) -> Cost:
     """One token for each slot, each with `context` tokens behind it."""
-    windowed = sum(shape.cfg.window_layers)
+    windowed, contexts = sum(shape.cfg.window_layers), [context] * slots
     return (
         _weights_cost(shape, slots, slots)
-        + decode_attention_cost(shape, slots, context).times(shape.cfg.num_layers - windowed)
-        + decode_attention_cost(shape, slots, context, windowed=True).times(windowed)
+        + decode_attention_cost(shape, contexts).times(shape.cfg.num_layers - windowed)
+        + decode_attention_cost(shape, contexts, windowed=True).times(windowed)
     )
 
 

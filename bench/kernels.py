@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from bench.ceilings import measure_ceilings
+from bench.contexts import decode_contexts
 from bench.floors import (
     Ceilings,
     Cost,
@@ -199,10 +200,10 @@ class KernelBench:
 
     def _decode_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.decode_attention
-        for slots in self.shape.slots:
-            turns = self._of_layers(self.decode_attention_inputs(slots, layers[0]), layers)
-            cost = decode_attention_cost(self.shape, slots, self.shape.context, windowed)
-            yield self._piece(f"{name} x{slots}", kernel, turns, cost, {"slots": slots})
+        for rows, contexts in decode_contexts(self.shape, self.num_pages).items():
+            turns = self._of_layers(self.decode_attention_inputs(contexts, layers[0]), layers)
+            cost = decode_attention_cost(self.shape, contexts, windowed)
+            yield self._piece(f"{name} {rows}", kernel, turns, cost, {"slots": len(contexts)})
 
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
@@ -307,13 +308,13 @@ class KernelBench:
             found.setdefault(name, []).append(layer)
         return found
 
-    def decode_attention_inputs(self, slots: int, layer: int) -> tuple[Any, ...]:
-        """Arguments of a decode attention kernel, every slot `context` tokens long."""
-        positions, table = map(jnp.asarray, self._table(slots))
+    def decode_attention_inputs(self, contexts: Sequence[int], layer: int) -> tuple[Any, ...]:
+        """Arguments of a decode attention kernel, of rows with so many tokens each."""
+        positions, table = map(jnp.asarray, self._table(contexts))
         sizes = self.shape.page_size, self.num_pages
         rows = decode_groups(self.shape.cfg, *sizes, positions, table, positions, None)
         own = rows.of(self._place(layer).group)
-        return (self._queries(slots), *self._of_layer(layer, *own))
+        return (self._queries(len(contexts)), *self._of_layer(layer, *own))
 
     def prefill_attention_inputs(self, tokens: int, layer: int) -> tuple[Any, ...]:
         """Arguments of a prefill attention kernel: one prompt that fills the chunk."""
@@ -369,7 +370,7 @@ class KernelBench:
 
     def step_args(self, slots: int) -> tuple[Any, ...]:
         """Arguments of `greedy_step` behind parameters and pool."""
-        positions, table = self._table(slots)
+        positions, table = self._table([self.shape.context] * slots)
         last = table[:, self.pages_per_slot - 1]
         kv_idx = last * self.shape.page_size + positions % self.shape.page_size
         args: tuple[Any, ...] = jax.device_put((self._ids(slots), positions, table, kv_idx))
@@ -379,14 +380,15 @@ class KernelBench:
         """Arguments of `last_logits` behind parameters and pool."""
         return (self._chunk(tokens),)
 
-    def _table(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    def _table(self, contexts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Positions i32[slots] and page tables i32[slots, table_pages], pages scattered."""
-        count = slots * self.pages_per_slot
-        pages = self.rng.permutation(self.num_pages)[:count].astype(np.int32)
-        positions = np.full(slots, self.shape.context, np.int32)
-        used = pages.reshape(slots, self.pages_per_slot)
-        width = table_pages(self.shape, slots, self.model)
-        return positions, np.pad(used, ((0, 0), (0, width - self.pages_per_slot)))
+        positions = np.array(contexts, np.int32)
+        used = positions // self.shape.page_size + 1
+        width = max(table_pages(self.shape, len(contexts), self.model), *used)
+        table = np.zeros((len(contexts), width), np.int32)
+        is_used = np.arange(width) < used[:, None]
+        table[is_used] = self.rng.permutation(self.num_pages)[: used.sum()]
+        return positions, table
 
     def _chunk(self, tokens: int) -> ChunkBatch:
         size = self.shape.page_size

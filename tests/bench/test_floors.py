@@ -165,7 +165,7 @@ def test_kv_bytes_are_those_of_the_pages(shape):
 
 
 def test_latent_queries_meet_latent_keys_and_find_values_of_the_latent_rank():
-    cost = decode_attention_cost(DEEPSEEK_V2_LITE, 3, 1000)
+    cost = decode_attention_cost(DEEPSEEK_V2_LITE, [1000] * 3)
     assert cost.flops == 2 * 3 * 1000 * 16 * (576 + 512)
     assert cost.num_bytes == 3 * 1000 * 576 * 2 + 3 * 16 * (576 + 512) * 2
 
@@ -183,7 +183,7 @@ def test_queries_of_low_rank_are_two_products():
 
 def test_a_layer_with_a_window_reads_no_more_keys_than_are_in_it():
     def decode(context: int, windowed: bool) -> Cost:
-        return decode_attention_cost(GPT_OSS_20B, 2, context, windowed)
+        return decode_attention_cost(GPT_OSS_20B, [context] * 2, windowed)
 
     assert decode(1024, windowed=True) == decode(128, windowed=False)
     assert decode(100, windowed=True) == decode(100, windowed=False)

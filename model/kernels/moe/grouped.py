@@ -5,7 +5,6 @@ once for each block of its rows, one that nobody chose not at all, and skewed ro
 rows cost. Source: arXiv:2211.15841 for blocks of one expert.
 """
 
-import math
 from functools import partial
 from typing import Any, Final
 
@@ -19,29 +18,13 @@ from jaxtyping import Float, Int32
 
 from model.coded import ExpertStacks, decoded
 from model.kernels.codes import Weights, in_pairs
-from model.kernels.moe import batched
+from model.kernels.moe import batched, tuned
 from model.kernels.moe.sorting import blocks
 from model.kernels.tiles import Tiles, add_products, divisor, is_indexed, within
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
-
-
-# By the rows that an expert gets when all get as many: of both products. Those with few rows are
-# bound by reading weights. Measured on an H200, of Qwen3-30B's experts. Of codes inputs are cut as
-# of numbers: what is added up comes in the same order.
-_CUTS: Final = (
-    (8, (Tiles(16, 64, 128), Tiles(16, 128, 128))),
-    (24, (Tiles(32, 64, 128), Tiles(32, 128, 64))),
-    (96, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
-    (math.inf, (Tiles(128, 128, 64, 8), Tiles(128, 256, 64, 8, 4))),
-)
-_CUTS_OF_CODES: Final = (
-    (1, (Tiles(16, 64, 128), Tiles(16, 128, 128))),
-    (8, (Tiles(16, 128, 128), Tiles(16, 128, 128))),
-    (24, (Tiles(32, 128, 128), Tiles(32, 256, 64, stages=4))),
-    (math.inf, (Tiles(64, 128, 64), Tiles(64, 256, 64))),
-)
-# Of such rows; for more, codes are decoded once, and not block by block.
+_TUNED: Final = tuned.read()
+# Rows of an expert; for more, codes are decoded once, and not block by block.
 _MOST_OF_CODES: Final = 256
 
 
@@ -51,12 +34,18 @@ def tiles(
     """Of the first product and of the second. dtype: of products. shared_bytes: see `experts`."""
     width, hidden = stacks.down.shape[2:]
     even = _even(rows, chosen, stacks)
-    cuts = _CUTS if stacks.down_scale is None else _CUTS_OF_CODES
-    first, second = next(cuts for most, cuts in cuts if even <= most)
+    first, second = tuned.tiles_for(_TUNED, (weights_of(stacks), hidden, width), even)
     size = jnp.dtype(dtype).itemsize
-    first = _fitted(first, width, hidden, size)
-    second = _fitted(second, hidden, width, size)
+    first = fitted(first, width, hidden, size)
+    second = fitted(second, hidden, width, size)
     return within(first, 2, size, shared_bytes), within(second, 1, size, shared_bytes)
+
+
+def weights_of(stacks: ExpertStacks) -> str:
+    """As the table calls them."""
+    if stacks.down_scale is None:
+        return tuned.NUMBERS
+    return "int8" if stacks.down.dtype == jnp.int8 else "fp8"
 
 
 def _even(rows: int, chosen: int, stacks: ExpertStacks) -> int:
@@ -81,7 +70,7 @@ def _decoded(stacks: ExpertStacks, layer: Int32[Array, ""], dtype: Any) -> Exper
     )
 
 
-def _fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
+def fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
     """As wide as the sizes allow. What a tile takes of shared memory stays as it is."""
     most, stages = (cut.inputs // 2, 2) if itemsize > 2 else (cut.inputs, cut.stages)
     sizes = divisor(outputs, cut.outputs), divisor(inputs, most)

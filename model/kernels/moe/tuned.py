@@ -1,0 +1,85 @@
+"""Tiles of experts' products by what was fastest on a GPU: a table, which bench/tune.py writes."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from model.kernels.tiles import Tiles
+
+TABLE: Final = Path(__file__).with_name("tuned.json")
+NUMBERS: Final = "numbers"  # weights that are no codes
+
+
+class Tuned(NamedTuple):
+    """One line of the table.
+
+    weights: NUMBERS, or what codes are. rows: of an expert, if all get as many, at most; inf in the
+    last line of a kind. first, second: of the two products, with as many rows each. source: what it
+    was measured on, and when.
+    """
+
+    weights: str
+    hidden: int
+    width: int
+    rows: float
+    first: Tiles
+    second: Tiles
+    source: str
+
+    @property
+    def sizes(self) -> tuple[str, int, int]:
+        """Whose line it is."""
+        return self.weights, self.hidden, self.width
+
+
+def read(path: Path = TABLE) -> tuple[Tuned, ...]:
+    """All lines, as they stand."""
+    return tuple(_line(**line) for line in json.loads(path.read_text()))
+
+
+def write(lines: Iterable[Tuned], path: Path) -> None:
+    """Each on a line of its own, those of one kind by their rows."""
+    ordered = sorted(lines, key=lambda line: (*line.sizes, line.rows))
+    texts = [json.dumps(_fields(line)) for line in ordered]
+    path.write_text("[\n" + ",\n".join(texts) + "\n]\n")
+
+
+def tiles_for(
+    lines: Sequence[Tuned], sizes: tuple[str, int, int], even: int
+) -> tuple[Tiles, Tiles]:
+    """Of experts that nobody measured, those of the first that somebody did.
+
+    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert.
+    """
+    of_kind = [line for line in lines if line.weights == sizes[0]]
+    own = [line for line in of_kind if line.sizes == sizes]
+    own = own or [line for line in of_kind if line.sizes == of_kind[0].sizes]
+    found = min((line for line in own if even <= line.rows), key=lambda line: line.rows)
+    return found.first, found.second
+
+
+def _line(
+    weights: str,
+    hidden: int,
+    width: int,
+    rows: int | None,
+    first: list[int],
+    second: list[int],
+    source: str,
+) -> Tuned:
+    most = math.inf if rows is None else rows
+    return Tuned(weights, hidden, width, most, Tiles(*first), Tiles(*second), source)
+
+
+def _fields(line: Tuned) -> dict[str, object]:
+    def numbers(cut: Tiles) -> list[int]:
+        return [cut.rows, cut.outputs, cut.inputs, cut.warps, cut.stages]
+
+    rows = None if math.isinf(line.rows) else int(line.rows)
+    return line._asdict() | {
+        "rows": rows,
+        "first": numbers(line.first),
+        "second": numbers(line.second),
+    }
