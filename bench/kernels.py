@@ -330,11 +330,11 @@ class KernelBench:
         ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
         weights = jnp.full(ids.shape, 1.0 / cfg.num_experts_per_tok, jnp.float32)
         x = self.random((tokens, cfg.hidden_size))
-        return (x, ids, weights, *self._experts()[0])
+        return (x, ids, weights, *self.experts_of_layers()[0])
 
     # --- helpers ------------------------------------------------------------------------------
 
-    def _experts(self) -> list[tuple[Any, ...]]:
+    def experts_of_layers(self) -> list[tuple[Any, ...]]:
         """Arguments of an experts kernel behind rows and choices, of each layer that has some."""
         return [
             (expert_stacks(stacks), jnp.int32(layer))
@@ -343,7 +343,7 @@ class KernelBench:
         ]
 
     def _of_expert_layers(self, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return [(*args[:3], *own) for own in self._experts()]
+        return [(*args[:3], *own) for own in self.experts_of_layers()]
 
     def _windowed(self, layer: int) -> bool:
         windows = self.shape.cfg.window_layers

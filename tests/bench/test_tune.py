@@ -20,9 +20,9 @@ from model.kernels.tiles import Tiles
 BF16 = replace(SHAPES["demo-moe"], dtype="bfloat16")
 FP8 = replace(SHAPES["demo-moe-fp8"], dtype="bfloat16")
 LINES = (
-    tuned.Tuned("numbers", 64, 32, 8, Tiles(16, 32, 64), Tiles(16, 32, 32), "a"),
+    tuned.Tuned("numbers", 64, 32, 8.0, Tiles(16, 32, 64), Tiles(16, 32, 32), "a"),
     tuned.Tuned("numbers", 64, 32, math.inf, Tiles(64, 32, 32), Tiles(64, 64, 32), "b"),
-    tuned.Tuned("fp8", 64, 32, 8, Tiles(32, 32, 32), Tiles(32, 64, 64), "c"),
+    tuned.Tuned("fp8", 64, 32, 8.0, Tiles(32, 32, 32), Tiles(32, 64, 64), "c"),
     tuned.Tuned("fp8", 64, 32, math.inf, Tiles(64, 32, 32), Tiles(64, 64, 32), "d"),
 )
 
@@ -37,21 +37,19 @@ def _tuning(shape: Shape) -> tune.Tuning:
     return tune.Tuning(bench)
 
 
-def _timed_by(tuning: tune.Tuning, monkeypatch: pytest.MonkeyPatch, wanted: tune.Pair) -> list[int]:
+def _timed_by(
+    tuning: tune.Tuning, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Tiles]
+) -> list[int]:
     """Tiles take the longer, the more of their numbers are not those wanted."""
     seen: list[int] = []
 
-    def time(pairs, args, base):
-        seen.append(len(pairs))
+    def off(cut, want):
+        names = ("rows", "outputs", "inputs", "warps", "stages")
+        return sum(abs(math.log2(getattr(cut, name) / getattr(want, name))) for name in names)
 
-        def off(pair):
-            return sum(
-                abs(math.log2(getattr(cut, name) / getattr(want, name)))
-                for cut, want in zip(pair, wanted, strict=True)
-                for name in ("rows", "outputs", "inputs", "warps", "stages")
-            )
-
-        return [tune.Timed(1e-4 * (1 + off(pair)), pair) for pair in pairs]
+    def time(work, cuts):
+        seen.append(len(cuts))
+        return [tune.Timed(1e-4 * (1 + off(cut, wanted[work.name])), cut) for cut in cuts]
 
     monkeypatch.setattr(tuning, "_time", time)
     return seen
@@ -61,20 +59,20 @@ def test_round_by_round_the_fastest_tiles_are_found_and_written(monkeypatch, tmp
     tuning = _tuning(BF16)
     _, hidden, width = tuning.sizes
     lines = [line._replace(hidden=hidden, width=width) for line in LINES]
-    wanted = Tiles(32, 64, 64, 8, 2), Tiles(32, 128, 32, 4, 4)
-    wanted = tuning._fitted(wanted)
+    wanted = {"first": Tiles(32, 64, 64, 8, 2), "second": Tiles(32, 128, 32, 4, 4)}
     rounds = _timed_by(tuning, monkeypatch, wanted)
-    found = tuning.tune(24, lines)
+    found = tuning.tune(24.0, lines)
     (line,) = [line for line in found if line.rows == 24]
-    assert (line.first, line.second) == wanted
-    assert len(rounds) > 3
-    assert "16 rows, 100.0 us; a GPU" in line.source
+    assert (line.first, line.second) == (wanted["first"], wanted["second"])
+    assert len(rounds) > 6
+    assert "16 rows each: 200.0 us, before" in line.source
+    assert line.source.endswith("; a GPU")
     tuned.write(found, tmp_path / "table.json")
     assert {*tuned.read(tmp_path / "table.json")} == {*lines, line}
     (row,) = tuning.bench.report.rows
     assert row.unit == "us"
     assert row.baseline is not None
-    assert row.baseline > row.value == pytest.approx(100)
+    assert row.baseline > row.value == pytest.approx(200)
 
 
 def test_codes_keep_rows_and_inputs_of_numbers(monkeypatch):
@@ -82,40 +80,37 @@ def test_codes_keep_rows_and_inputs_of_numbers(monkeypatch):
     kind, hidden, width = tuning.sizes
     assert kind == "fp8"
     lines = [line._replace(hidden=hidden, width=width) for line in LINES]
-    _timed_by(tuning, monkeypatch, (Tiles(64, 64, 128, 8, 2), Tiles(64, 64, 128, 8, 2)))
-    line = next(line for line in tuning.tune(8, lines) if line.weights == kind and line.rows == 8)
+    wanted = Tiles(64, 64, 128, 8, 2)
+    _timed_by(tuning, monkeypatch, {"first": wanted, "second": wanted})
+    line = next(line for line in tuning.tune(8.0, lines) if line.weights == kind and line.rows == 8)
     assert (line.first.rows, line.first.inputs) == (16, min(64, hidden & -hidden))
     assert (line.second.rows, line.second.inputs) == (16, 32)
     assert line.first.warps == 8
 
 
-def test_tiles_that_do_not_compile_or_give_other_numbers_are_left_out(monkeypatch):
+@pytest.mark.parametrize("which", [0, 1])
+def test_tiles_that_do_not_compile_or_give_other_numbers_are_left_out(which, monkeypatch):
     tuning = _tuning(BF16)
-    args = tuning.bench.experts_inputs(4)[:3]
-    base = tuning._fitted((Tiles(16, 32, 32), Tiles(16, 32, 32)))
-    others = [(replace(base[0], warps=warps), base[1]) for warps in (8, 2, 1)]
-    program = tuning._program
+    work = tuning._works(4)[which]
+    base = Tiles(16, 32, 32)
+    others = [replace(base, warps=warps) for warps in (8, 2, 1)]
 
-    def refuse() -> None:
-        raise ValueError("no")
+    def spoiled(*args, cut):
+        if cut.warps == 2:
+            raise ValueError("no")
+        return work.function(*args, cut=cut) * (2 if cut.warps == 1 else 1)
 
-    def spoiled(pair, args):
-        made = program(pair, args)
-        if pair == others[1]:
-            monkeypatch.setattr(made, "compile", refuse)
-        elif pair == others[2]:
-            compiled = made.compile().compiled
-            monkeypatch.setattr(made, "compile", lambda: made)
-            monkeypatch.setattr(made, "compiled", lambda *given: 2 * compiled(*given))
-        return made
-
-    monkeypatch.setattr(tuning, "_program", spoiled)
-    timed = tuning._time([base, *others], args, base)
-    assert [one.pair for one in timed] == [base, others[0]]
+    timed = tuning._time(work._replace(function=spoiled), [base, *others])
+    assert [one.cut for one in timed] == [base, others[0]]
+    assert all(one.seconds > 0 for one in timed)
     out = tuning.bench.report.out
     assert isinstance(out, io.StringIO)
-    assert "warps=2" in out.getvalue().split(": no\n")[0]
-    assert out.getvalue().count("gives other numbers") == 1
+    assert [text.rpartition(": ")[2] for text in out.getvalue().splitlines()] == [
+        "no",
+        "gives other numbers",
+    ]
+    with pytest.raises(RuntimeError, match=r"product with Tiles.*warps=2.*: no"):
+        tuning._time(work._replace(function=spoiled), [others[1]])
 
 
 def test_where_experts_are_not_multiplied_in_tiles_nothing_is_tuned(capsys, tmp_path):

@@ -38,7 +38,10 @@ from model.kernels.tiles import (
 from model.kv import PagePool
 
 _JOINED: Final = 16  # parts that are joined at a time
-_MOST_PARTS: Final = 16  # of a row for its length alone: there is room for as many of every row
+# There is room for so many parts of all rows, and for as many of each for its length alone: a part
+# of latents is 32 KiB.
+_ROOM: Final = 4096
+_LEAST_ROOM: Final = 16
 _BEGINNING: Final = 1 / 16  # what a part takes beside its positions, of those of a whole row
 
 
@@ -51,7 +54,7 @@ class Cut:
 
     positions: int = 64
     least: int = 64
-    most: int = 4096
+    most: int = 1024
     programs: int = 528  # that a device runs at once: four on each of 132 processors
     most_queries: int = 64  # of a program
     warps: int = 4
@@ -273,7 +276,8 @@ def paged_decode(
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize, shared_bytes)
     blocks, capacity = -(-group // cut.most_queries), page_table.shape[1] * pool.shape[3]
     splits = splits_of(rows, heads * blocks, capacity, cut)
-    most = max(splits, min(_MOST_PARTS, -(-capacity // cut.most)))
+    room = max(_LEAST_ROOM, _ROOM // rows)
+    most = max(splits, min(room, -(-capacity // cut.most)))
     longest = max(cut.most, -(-capacity // most))
     programs = max(1, min(cut.programs // (heads * blocks), rows * most))
     how = _How(cut, splits, most, longest, programs, (sinks is not None, window is not None))

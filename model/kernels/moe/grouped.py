@@ -19,7 +19,7 @@ from jaxtyping import Float, Int32
 from model.coded import ExpertStacks, decoded
 from model.kernels.codes import Weights, in_pairs
 from model.kernels.moe import batched, tuned
-from model.kernels.moe.sorting import blocks
+from model.kernels.moe.sorting import Blocks, blocks
 from model.kernels.tiles import Tiles, add_products, divisor, is_indexed, within
 
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
@@ -48,9 +48,9 @@ def weights_of(stacks: ExpertStacks) -> str:
     return "int8" if stacks.down.dtype == jnp.int8 else "fp8"
 
 
-def _even(rows: int, chosen: int, stacks: ExpertStacks) -> int:
+def _even(rows: int, chosen: int, stacks: ExpertStacks) -> float:
     """Rows of each expert, if all have as many."""
-    return -(-rows * chosen // int(stacks.down.shape[1]))
+    return rows * chosen / int(stacks.down.shape[1])
 
 
 def _decoded(stacks: ExpertStacks, layer: Int32[Array, ""], dtype: Any) -> ExpertStacks:
@@ -181,6 +181,39 @@ def _summed(
     return out
 
 
+def gate_up(
+    x: Float[Array, "rows hidden"],
+    sorted_: Blocks,
+    stacks: ExpertStacks,
+    layer: Int32[Array, ""],
+    cut: Tiles,
+    limit: float = 0.0,
+    alpha: float = 1.0,
+    interpret: bool = False,
+) -> Float[Array, "slots width"]:
+    """What goes into the second product; anything in slots of nobody. See `experts`."""
+    weights = in_pairs(stacks.gate_up), stacks.gate_up_scale, stacks.gate_up_bias
+    out = jax.ShapeDtypeStruct((len(sorted_.rows), stacks.down.shape[2]), x.dtype)
+    args = layer.reshape(1), sorted_.experts, sorted_.rows, x
+    kernel = partial(_first_kernel, limit=limit, alpha=alpha)
+    return _multiplied(kernel, "experts_gate_up", cut, out, args, weights, interpret)
+
+
+def down(
+    inner: Float[Array, "slots width"],
+    sorted_: Blocks,
+    stacks: ExpertStacks,
+    layer: Int32[Array, ""],
+    cut: Tiles,
+    interpret: bool = False,
+) -> Float[Array, "slots hidden"]:
+    """What experts give; anything in slots of nobody. See `experts`."""
+    weights = in_pairs(stacks.down), stacks.down_scale, stacks.down_bias
+    out = jax.ShapeDtypeStruct((len(inner), stacks.down.shape[3]), inner.dtype)
+    args = layer.reshape(1), sorted_.experts, inner
+    return _multiplied(_second_kernel, "experts_down", cut, out, args, weights, interpret)
+
+
 def _multiplied(
     kernel: Any,
     name: str,
@@ -223,35 +256,15 @@ def experts(
     device has; 0: enough.
     """
     num_rows, chosen = local_ids.shape
-    num_experts, width, hidden = stacks.down.shape[1:]
+    num_experts = stacks.down.shape[1]
     of_codes = stacks.down_scale is not None and cuts is None
     if of_codes and _even(num_rows, chosen, stacks) > _MOST_OF_CODES:
         stacks, layer = _decoded(stacks, layer, x.dtype), jnp.zeros_like(layer)
     first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype, shared_bytes)
-    gate_up, down = in_pairs(stacks.gate_up), in_pairs(stacks.down)
-    if not (is_indexed(gate_up) and is_indexed(down)):
+    if not (is_indexed(in_pairs(stacks.gate_up)) and is_indexed(in_pairs(stacks.down))):
         return batched.experts(x, local_ids, weights, stacks, layer, limit, alpha)
     with jax.named_scope("experts"):
         sorted_ = blocks(local_ids, num_experts, first.rows, interpret)
-        num_slots = len(sorted_.rows)
-        at = layer.reshape(1)
-        kernel = partial(_first_kernel, limit=limit, alpha=alpha)
-        inner = _multiplied(
-            kernel,
-            "experts_gate_up",
-            first,
-            jax.ShapeDtypeStruct((num_slots, width), x.dtype),
-            (at, sorted_.experts, sorted_.rows, x),
-            (gate_up, stacks.gate_up_scale, stacks.gate_up_bias),
-            interpret,
-        )
-        done = _multiplied(
-            _second_kernel,
-            "experts_down",
-            second,
-            jax.ShapeDtypeStruct((num_slots, hidden), x.dtype),
-            (at, sorted_.experts, inner),
-            (down, stacks.down_scale, stacks.down_bias),
-            interpret,
-        )
+        inner = gate_up(x, sorted_, stacks, layer, first, limit, alpha, interpret)
+        done = down(inner, sorted_, stacks, layer, second, interpret)
         return _summed(local_ids, weights, sorted_.slots, done, num_experts, interpret)

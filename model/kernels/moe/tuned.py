@@ -47,11 +47,12 @@ def write(lines: Iterable[Tuned], path: Path) -> None:
 
 
 def tiles_for(
-    lines: Sequence[Tuned], sizes: tuple[str, int, int], even: int
+    lines: Sequence[Tuned], sizes: tuple[str, int, int], even: float
 ) -> tuple[Tiles, Tiles]:
     """Of experts that nobody measured, those of the first that somebody did.
 
-    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert.
+    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert, if all
+    have as many.
     """
     of_kind = [line for line in lines if line.weights == sizes[0]]
     own = [line for line in of_kind if line.sizes == sizes]
@@ -64,7 +65,7 @@ def _line(
     weights: str,
     hidden: int,
     width: int,
-    rows: int | None,
+    rows: float | None,
     first: list[int],
     second: list[int],
     source: str,
@@ -77,7 +78,7 @@ def _fields(line: Tuned) -> dict[str, object]:
     def numbers(cut: Tiles) -> list[int]:
         return [cut.rows, cut.outputs, cut.inputs, cut.warps, cut.stages]
 
-    rows = None if math.isinf(line.rows) else int(line.rows)
+    rows = None if math.isinf(line.rows) else line.rows
     return line._asdict() | {
         "rows": rows,
         "first": numbers(line.first),

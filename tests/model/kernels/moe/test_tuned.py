@@ -26,7 +26,7 @@ def test_both_products_of_a_line_have_as_many_rows() -> None:
 def test_codes_are_added_up_in_the_order_in_which_numbers_are() -> None:
     """So that experts of codes give, bit for bit, what their weights do."""
     for line in LINES:
-        for even in (1, 2, 8, 9, 24, 25, 96, 97, 256):
+        for even in (1.0, 2.0, 8.0, 9.0, 24.0, 25.0, 96.0, 97.0, 256.0):
             codes = tuned.tiles_for(LINES, line.sizes, even)
             numbers = tuned.tiles_for(LINES, (tuned.NUMBERS, *line.sizes[1:]), even)
             for own, other in zip(codes, numbers, strict=True):
@@ -38,8 +38,8 @@ def test_a_line_is_that_of_the_sizes_or_of_the_first_that_were_measured() -> Non
         cut = Tiles(tile_rows, 64, 64)
         return tuned.Tuned("numbers", hidden, 64, rows, cut, cut, "")
 
-    lines = [line(64, 8, 16), line(64, math.inf, 64), line(128, math.inf, 128)]
-    for hidden, even, rows in ((64, 8, 16), (64, 9, 64), (128, 1, 128), (256, 2, 16)):
+    lines = [line(64, 8.0, 16), line(64, math.inf, 64), line(128, math.inf, 128)]
+    for hidden, even, rows in ((64, 8.0, 16), (64, 9.0, 64), (128, 1.0, 128), (256, 2.0, 16)):
         first, second = tuned.tiles_for(lines, ("numbers", hidden, 64), even)
         assert first.rows == second.rows == rows
 
