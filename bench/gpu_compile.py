@@ -125,7 +125,8 @@ class CompileBench:
 
     def step(self, slots: int) -> None:
         """One token for every slot, at the shape's context, of slots that may be as long as it."""
-        from bench.kernels import greedy_step, table_pages
+        from bench.fitting import table_pages
+        from bench.kernels import greedy_step
 
         shape = self.shape
         pages = table_pages(shape, slots, self.model)

@@ -29,7 +29,7 @@ def _fitted(report: Report, shape: Shape) -> Shape:
     """The shape with what fits on the device. Raises ModelError when nothing does."""
     import jax
 
-    from bench.kernels import fitting
+    from bench.fitting import fitting
 
     stats = jax.devices()[0].memory_stats()
     if not stats:  # a CPU's memory is the host's

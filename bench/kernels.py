@@ -6,9 +6,7 @@ the same run. What one layer does takes another layer's pages and weights in eac
 does: those of one would stay in an accelerator's cache.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any, Final, NamedTuple
@@ -20,6 +18,7 @@ from jax import lax
 
 from bench.ceilings import measure_ceilings
 from bench.contexts import decode_contexts
+from bench.fitting import TRAVEL_PAGES, context_pages, model_of, pool_pages, table_pages
 from bench.floors import (
     Ceilings,
     Cost,
@@ -34,17 +33,15 @@ from bench.shapes import Shape
 from bench.timing import ENDLESS, Allowance, seconds_per_call
 from model import page_runs
 from model.attention import ChunkBatch, window_of
-from model.errors import ModelError
 from model.kv import gather_pages, init_pool, write_pages
 from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
-from model.programs import Program, compile_all, mib
+from model.programs import Program, compile_all
 from model.sampling import Asks, empty_rows, sample
-from model.sharding import make_mesh, replicated
+from model.sharding import replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
 from transfer.buffers import BufferPool
 
-TRAVEL_PAGES = 32
 # What is compiled side by side. Pieces have the pool among their arguments, and steps donate it.
 STEPS: Final = ("decode", "prefill")
 PIECES: Final = ("attention", "experts", "sampling")
@@ -65,57 +62,6 @@ def last_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tupl
     return logits(model, params, hidden[-1:]), pool
 
 
-def table_pages(shape: Shape, slots: int, model: Model) -> int:
-    """Pages of each page table of a step, which is that of short contexts wherever it may be."""
-    short = model.short_context(slots) // shape.page_size
-    return max(short, _context_pages(shape))
-
-
-def _context_pages(shape: Shape) -> int:
-    return -(-(shape.context + 1) // shape.page_size)
-
-
-def _pool_pages(shape: Shape) -> int:
-    return max(
-        max(shape.slots) * _context_pages(shape),
-        max(shape.chunks) // shape.page_size,
-        2 * TRAVEL_PAGES,
-    )
-
-
-def model_of(shape: Shape) -> Model:
-    """On the first device."""
-    mesh = make_mesh(1, 1, jax.devices()[:1])
-    sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
-    return Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
-
-
-def fitting(shape: Shape, memory_bytes: int) -> Shape:
-    """The shape without the batches for which pages do not fit. Raises ModelError if none is left.
-
-    A sixteenth is left for scratch.
-    """
-    model = model_of(shape)
-    weights = sum(
-        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        for leaf in jax.tree.leaves(model.param_leaves())
-    )
-    page_bytes = model.kv_spec().all_layers_bytes
-    left = memory_bytes - memory_bytes // 16 - weights
-    batches = [
-        slots
-        for slots in shape.slots
-        if _pool_pages(replace(shape, slots=(slots,))) * page_bytes <= left
-    ]
-    if not batches:
-        raise ModelError(
-            f"{shape.name} does not fit: weights of {mib(weights)} and pages of a batch of "
-            f"{min(shape.slots)} in {mib(memory_bytes)}, less a sixteenth for scratch; choose a "
-            "smaller --shape"
-        )
-    return replace(shape, slots=tuple(batches))
-
-
 class Case(NamedTuple):
     """One program to time, and the least that a call of it could take."""
 
@@ -125,6 +71,7 @@ class Case(NamedTuple):
     cost: Cost
     sizes: dict[str, int]
     tokens: int = 0  # of a whole step or chunk, which has parameters and pool before its arguments
+    layers: int = 1  # that a call does the same for, one after the other
 
 
 class KernelBench:
@@ -148,8 +95,8 @@ class KernelBench:
         self.rng = np.random.default_rng(seed)
         self.model = model_of(shape)
         self.params = random_params(self.model, seed)
-        self.pages_per_slot = _context_pages(shape)
-        self.num_pages = _pool_pages(shape)
+        self.pages_per_slot = context_pages(shape)
+        self.num_pages = pool_pages(shape)
         self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
 
     def measure(self, parts: Iterable[str]) -> None:
@@ -201,18 +148,18 @@ class KernelBench:
     def _decode_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.decode_attention
         for rows, contexts in decode_contexts(self.shape, self.num_pages).items():
-            turns = self._of_layers(self.decode_attention_inputs(contexts, layers[0]), layers)
-            cost = decode_attention_cost(self.shape, contexts, windowed)
-            yield self._piece(f"{name} {rows}", kernel, turns, cost, {"slots": len(contexts)})
+            inputs = self.decode_attention_inputs(contexts, layers[0])
+            cost, sizes = decode_attention_cost(self.shape, contexts, windowed), len(contexts)
+            yield self._of_layers(f"{name} {rows}", kernel, inputs, layers, cost, {"slots": sizes})
 
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
         if self.shape.cfg.latent and not self.model.on_cpu:
             return  # long chunks have keys and values of each head: model/latent.py
         for tokens in self.shape.chunks:
-            turns = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
+            inputs, sizes = self.prefill_attention_inputs(tokens, layers[0]), {"tokens": tokens}
             cost = prefill_attention_cost(self.shape, tokens, windowed)
-            yield self._piece(f"{name} {tokens}", kernel, turns, cost, {"tokens": tokens})
+            yield self._of_layers(f"{name} {tokens}", kernel, inputs, layers, cost, sizes)
 
     def experts(self) -> Iterator[Case]:
         """One layer's routed experts, evenly chosen; nothing for a dense network."""
@@ -356,10 +303,27 @@ class KernelBench:
         window = window_of(cfg, jnp.int32(layer))
         return (self.pool, self._place(layer).layer, *rows, sinks, window)
 
-    def _of_layers(self, args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Arguments of an attention kernel, of each of these layers, which are of one kind."""
-        queries, pool, _, *rest = args
-        return [(queries, pool, self._place(layer).layer, *rest) for layer in layers]
+    def _of_layers(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        layers: Sequence[int],
+        cost: Cost,
+        sizes: dict[str, int],
+    ) -> Case:
+        """An attention kernel in each of these layers, which are of one kind, in one program."""
+        numbers = jnp.stack([self._place(layer).layer for layer in layers])
+
+        def all_layers(queries: Any, pool: Any, numbers: Any, *rest: Any) -> Any:
+            def one(i: Any, _: Any) -> Any:
+                return kernel(queries, pool, numbers[i], *rest)
+
+            first = jax.eval_shape(one, 0, None)
+            return lax.fori_loop(0, len(layers), one, jnp.zeros(first.shape, first.dtype))
+
+        case = self._piece(name, all_layers, [(*inputs[:2], numbers, *inputs[3:])], cost, sizes)
+        return case._replace(layers=len(layers))
 
     def _place(self, layer: int) -> Place:
         cfg = self.shape.cfg
@@ -453,7 +417,7 @@ class KernelBench:
         return step if case.tokens else lambda: case.program(*next(turns))
 
     def _time(self, case: Case) -> None:
-        taken_s = self._measure(self._call_of(case))
+        taken_s = self._measure(self._call_of(case)) / case.layers
         floor_s, sizes = case.cost.floor_s(self.ceilings), case.sizes
         self._add(case.name, "time", taken_s * 1e3, "ms", floor_s * 1e3, sizes)
         self._add(case.name, "share of floor", floor_s / taken_s, "share", None, sizes)

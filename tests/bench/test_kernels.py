@@ -9,8 +9,8 @@ import pytest
 
 from bench import ceilings, kernels
 from bench.backends import compare_backends
+from bench.fitting import fitting, model_of
 from bench.floors import Ceilings, Cost
-from bench.kernels import fitting
 from bench.report import Report
 from bench.shapes import DEMO_GPT_OSS, DEMO_LATENT, DEMO_MOE, KERNEL_PARTS, Shape
 from bench.surroundings import Surroundings
@@ -113,7 +113,7 @@ def test_on_an_accelerator_the_form_of_the_reference_that_it_takes_is_compared(m
 def test_batches_whose_pages_do_not_fit_are_left_out_and_a_shape_of_which_nothing_fits_refused():
     shape = replace(TINY_GPT_OSS, slots=(1, 64, 1024))
     assert fitting(shape, 1 << 30) == shape
-    model = kernels.model_of(shape)
+    model = model_of(shape)
     needed = tree_bytes(random_params(model, 0)) + 64 * 2 * model.kv_spec().all_layers_bytes
     assert fitting(shape, -(-needed * 16 // 15)).slots == (1, 64)
     assert fitting(shape, needed).slots == (1,)

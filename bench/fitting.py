@@ -1,0 +1,69 @@
+"""What of a shape fits on a device: its network there, its pages, and the batches with room."""
+
+import math
+from dataclasses import replace
+from typing import Final
+
+import jax
+import numpy as np
+
+from bench.shapes import Shape
+from model.errors import ModelError
+from model.programs import mib
+from model.sharding import make_mesh
+from model.transformer import Model
+
+TRAVEL_PAGES: Final = 32
+
+
+def table_pages(shape: Shape, slots: int, model: Model) -> int:
+    """Pages of each page table of a step, which is that of short contexts wherever it may be."""
+    short = model.short_context(slots) // shape.page_size
+    return max(short, context_pages(shape))
+
+
+def context_pages(shape: Shape) -> int:
+    """Of a slot with the shape's context, and one token more."""
+    return -(-(shape.context + 1) // shape.page_size)
+
+
+def pool_pages(shape: Shape) -> int:
+    """That every batch, chunk and transfer of the shape has enough of."""
+    return max(
+        max(shape.slots) * context_pages(shape),
+        max(shape.chunks) // shape.page_size,
+        2 * TRAVEL_PAGES,
+    )
+
+
+def model_of(shape: Shape) -> Model:
+    """On the first device."""
+    mesh = make_mesh(1, 1, jax.devices()[:1])
+    sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
+    return Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
+
+
+def fitting(shape: Shape, memory_bytes: int) -> Shape:
+    """The shape without the batches for which pages do not fit. Raises ModelError if none is left.
+
+    A sixteenth is left for scratch.
+    """
+    model = model_of(shape)
+    weights = sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(model.param_leaves())
+    )
+    page_bytes = model.kv_spec().all_layers_bytes
+    left = memory_bytes - memory_bytes // 16 - weights
+    batches = [
+        slots
+        for slots in shape.slots
+        if pool_pages(replace(shape, slots=(slots,))) * page_bytes <= left
+    ]
+    if not batches:
+        raise ModelError(
+            f"{shape.name} does not fit: weights of {mib(weights)} and pages of a batch of "
+            f"{min(shape.slots)} in {mib(memory_bytes)}, less a sixteenth for scratch; choose a "
+            "smaller --shape"
+        )
+    return replace(shape, slots=tuple(batches))
