@@ -44,6 +44,7 @@ from transfer.buffers import BufferPool
 
 # What is compiled side by side. Pieces have the pool among their arguments, and steps donate it.
 STEPS: Final = ("decode", "prefill")
+_TOGETHER: Final = 4  # layers: more take long to trace
 PIECES: Final = ("attention", "experts", "sampling")
 
 
@@ -148,18 +149,19 @@ class KernelBench:
     def _decode_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.decode_attention
         for rows, contexts in decode_contexts(self.shape, self.num_pages).items():
-            inputs = self.decode_attention_inputs(contexts, layers[0])
-            cost, sizes = decode_attention_cost(self.shape, contexts, windowed), len(contexts)
-            yield self._of_layers(f"{name} {rows}", kernel, inputs, layers, cost, {"slots": sizes})
+            turns = self._of_layers(self.decode_attention_inputs(contexts, layers[0]), layers)
+            cost = decode_attention_cost(self.shape, contexts, windowed)
+            sizes = {"slots": len(contexts)}
+            yield self._layer_by_layer(f"{name} {rows}", kernel, turns, cost, sizes)
 
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
         if self.shape.cfg.latent and not self.model.on_cpu:
             return  # long chunks have keys and values of each head: model/latent.py
         for tokens in self.shape.chunks:
-            inputs, sizes = self.prefill_attention_inputs(tokens, layers[0]), {"tokens": tokens}
+            turns = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             cost = prefill_attention_cost(self.shape, tokens, windowed)
-            yield self._of_layers(f"{name} {tokens}", kernel, inputs, layers, cost, sizes)
+            yield self._layer_by_layer(f"{name} {tokens}", kernel, turns, cost, {"tokens": tokens})
 
     def experts(self) -> Iterator[Case]:
         """One layer's routed experts, evenly chosen; nothing for a dense network."""
@@ -169,7 +171,10 @@ class KernelBench:
         for tokens in (*self.shape.slots, *self.shape.chunks):
             turns = self._of_expert_layers(self.experts_inputs(tokens))
             cost, sizes = moe_cost(self.shape, tokens), {"tokens": tokens}
-            yield self._piece(f"experts {tokens} tokens", kernel, turns, cost, sizes)
+            # Of a few experts what a host takes to launch would be measured.
+            few = tokens * self.shape.cfg.num_experts_per_tok < self.shape.cfg.num_experts
+            piece = self._layer_by_layer if few else self._piece
+            yield piece(f"experts {tokens} tokens", kernel, turns, cost, sizes)
 
     def sampling(self) -> Iterator[Case]:
         """Logits to ids, as a step does it that has to: greedy, and all rows with top-p."""
@@ -303,27 +308,34 @@ class KernelBench:
         window = window_of(cfg, jnp.int32(layer))
         return (self.pool, self._place(layer).layer, *rows, sinks, window)
 
-    def _of_layers(
+    def _layer_by_layer(
         self,
         name: str,
         kernel: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        layers: Sequence[int],
+        turns: Sequence[tuple[Any, ...]],
         cost: Cost,
         sizes: dict[str, int],
     ) -> Case:
-        """An attention kernel in each of these layers, which are of one kind, in one program."""
-        numbers = jnp.stack([self._place(layer).layer for layer in layers])
+        """A kernel in several layers of one kind, in one program. turns: arguments in each.
 
-        def all_layers(queries: Any, pool: Any, numbers: Any, *rest: Any) -> Any:
-            def one(i: Any, _: Any) -> Any:
-                return kernel(queries, pool, numbers[i], *rest)
+        So what is the same for all layers is made once, as in a step, and no launch is waited for.
+        Each layer has something of the one before in its first argument, and comes after it.
+        """
+        several = turns[:: -(-len(turns) // _TOGETHER)]
 
-            first = jax.eval_shape(one, 0, None)
-            return lax.fori_loop(0, len(layers), one, jnp.zeros(first.shape, first.dtype))
+        def one_by_one(x: Any, layers: Any) -> Any:
+            for rest in layers:
+                out = kernel(x, *rest)
+                x = x + (out.reshape(-1)[0] * out.dtype.type(0)).astype(x.dtype)
+            return out
 
-        case = self._piece(name, all_layers, [(*inputs[:2], numbers, *inputs[3:])], cost, sizes)
-        return case._replace(layers=len(layers))
+        args = several[0][0], [rest for _, *rest in several]
+        return self._piece(name, one_by_one, [args], cost, sizes)._replace(layers=len(several))
+
+    def _of_layers(self, args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
+        """Arguments of an attention kernel, of each of these layers, which are of one kind."""
+        queries, pool, _, *rest = args
+        return [(queries, pool, self._place(layer).layer, *rest) for layer in layers]
 
     def _place(self, layer: int) -> Place:
         cfg = self.shape.cfg
