@@ -49,12 +49,12 @@ _BEGINNING: Final = 1 / 16  # what a part takes beside its positions, of those o
 class Cut:
     """How the work is cut. positions: looked at together, a power of two.
 
-    least, most: positions of a part; more where a row would have too many of them.
+    least, most: positions of a part; more where there is no room for as many parts.
     """
 
     positions: int = 64
     least: int = 64
-    most: int = 1024
+    most: int = 1088
     programs: int = 528  # that a device runs at once: four on each of 132 processors
     most_queries: int = 64  # of a program
     warps: int = 4
@@ -78,7 +78,8 @@ def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> C
 
 
 def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
-    """Parts of a row, unless it is short or very long. capacity: positions of a page table.
+    """Parts of a row, unless it is short; long ones have a multiple of it. capacity: positions of a
+    page table.
 
     As many as end first where all rows are alike: of more parts than programs some wait.
     """
@@ -92,15 +93,14 @@ def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
 
 
 class _How(NamedTuple):
-    """splits: see `splits_of`. most: parts of a row. longest: positions of a part.
+    """splits: see `splits_of`. most: parts of a row. programs: for each head and its queries.
 
-    programs: for each head and its queries. given: sinks, a window.
+    given: sinks, a window.
     """
 
     cut: Cut
     splits: int
     most: int
-    longest: int
     programs: int
     given: tuple[bool, bool]
 
@@ -115,7 +115,10 @@ def _reach(position: Any, window: Any, how: _How) -> tuple[Any, Any, Any]:
     if window is not None:
         first = jnp.maximum(end - window, first) & np.int32(-cut.positions)
     count = jnp.maximum(end - first, np.int32(0))
-    each = jnp.clip(-(-count // np.int32(how.splits)), np.int32(cut.least), np.int32(how.longest))
+    # Where all rows are long, a multiple leaves none of the programs without a part in the end.
+    times = -(-count // np.int32(how.splits * cut.most))
+    times = jnp.clip(times, np.int32(1), np.int32(how.most // how.splits))
+    each = jnp.maximum(-(-count // (np.int32(how.splits) * times)), np.int32(cut.least))
     each = -(-each // np.int32(cut.positions)) * np.int32(cut.positions)
     return first, each, jnp.clip(-(-count // each), np.int32(1), np.int32(how.most))
 
@@ -276,11 +279,10 @@ def paged_decode(
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize, shared_bytes)
     blocks, capacity = -(-group // cut.most_queries), page_table.shape[1] * pool.shape[3]
     splits = splits_of(rows, heads * blocks, capacity, cut)
-    room = max(_LEAST_ROOM, _ROOM // rows)
-    most = max(splits, min(room, -(-capacity // cut.most)))
-    longest = max(cut.most, -(-capacity // most))
+    room = max(_LEAST_ROOM, _ROOM // rows) // splits
+    most = splits * max(1, min(room, -(-capacity // (splits * cut.most))))
     programs = max(1, min(cut.programs // (heads * blocks), rows * most))
-    how = _How(cut, splits, most, longest, programs, (sinks is not None, window is not None))
+    how = _How(cut, splits, most, programs, (sinks is not None, window is not None))
     extras = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras += [] if window is None else [window.reshape(1)]
     softmax = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
