@@ -124,28 +124,34 @@ def _reach(position: Any, window: Any, how: _How) -> tuple[Any, Any, Any]:
 
 
 class _Parts(NamedTuple):
-    """Of all rows, one row's after the other's. rows: of which each part is, past the last any."""
+    """Of all rows, one row's after the other's; past the last anything.
+
+    begins: which are a row's first, and how many there are. rows: of which each is. firsts, ends:
+    its positions.
+    """
 
     begins: Int32[Array, " rows_and_one"]
     rows: Int32[Array, " parts"]
+    firsts: Int32[Array, " parts"]
+    ends: Int32[Array, " parts"]
 
 
 def _parts(positions: Int32[Array, " rows"], window: Int32[Array, ""] | None, how: _How) -> _Parts:
     """The same for all layers that see as far, so that XLA makes it once a step."""
-    rows = len(positions)
-    if rows == 1:
-        _, _, ends = _reach(positions, window, how)
-        return _Parts(jnp.pad(ends, (1, 0)), jnp.zeros(how.most, jnp.int32))
-    _, _, used = _reach(positions, window, how)
-    ends = jnp.cumsum(used, dtype=jnp.int32)
-    each = jnp.arange(rows * how.most, dtype=jnp.int32)
-    before = jnp.sum(ends[:, None] <= each, axis=0, dtype=jnp.int32)
-    return _Parts(jnp.pad(ends, (1, 0)), jnp.minimum(before, np.int32(rows - 1)))
+    first, size, used = _reach(positions, window, how)
+    begins = jnp.pad(jnp.cumsum(used, dtype=jnp.int32), (1, 0))
+    each = jnp.arange(len(positions) * how.most, dtype=jnp.int32)
+    before = jnp.sum(begins[1:, None] <= each, axis=0, dtype=jnp.int32)
+    rows = jnp.minimum(before, np.int32(len(positions) - 1))
+    firsts = first[rows] + (each - begins[rows]) * size[rows]
+    ends = jnp.minimum(firsts + size[rows], positions[rows] + np.int32(1))
+    return _Parts(begins, rows, firsts, ends)
 
 
 def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
     """Queries of one head, over each part of a row that is this program's turn."""
-    layer_ref, position_ref, begin_ref, row_ref, table_ref, q_ref, pool_ref, *others = refs
+    layer_ref, position_ref, *parts_refs, table_ref, q_ref, pool_ref = refs[:9]
+    others, part_of = list(refs[9:]), _Parts(*parts_refs)
     sink_ref = others.pop(0) if how.given[0] else None
     window = others.pop(0)[0] if how.given[1] else None
     out_ref, *part_refs = others
@@ -157,15 +163,12 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
     lanes, value_dim, page_size = lanes_of(pool_ref), out_ref.shape[3], pool_ref.shape[3]
     of_values = parts_of(value_dim, lanes, cut.part)
     parts = of_values + parts_of(q_ref.shape[3], lanes, cut.part, first=value_dim)
-    layer, total_parts = layer_ref[0], begin_ref[begin_ref.shape[0] - 1]
+    layer, total_parts = layer_ref[0], part_of.begins[part_of.begins.shape[0] - 1]
 
     def attend(turn: Any, done: Any) -> Any:
         nth = program + turn * np.int32(how.programs)
-        row = row_ref[nth]
+        row, first, end = part_of.rows[nth], part_of.firsts[nth], part_of.ends[nth]
         position = position_ref[row]
-        first, each, used = _reach(position, window, how)
-        first += (nth - begin_ref[row]) * each
-        end = jnp.minimum(first + each, position + np.int32(1))
         qs = [q_ref[part.of(row, head, queries)] for part in parts]
 
         def step(i: Any, carry: Running) -> Running:
@@ -181,7 +184,8 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
                 seen &= position - at < window
             return add_block(carry, qs, keys, values, softmax, seen[None, :])
 
-        alone, start = used == 1, begin(size, of_values, None)
+        alone = part_of.begins[row + np.int32(1)] - part_of.begins[row] == 1
+        start = begin(size, of_values, None)
         if sink_ref is not None:
             # Where parts are joined, sinks are what they are joined with.
             with_sinks = begin(size, of_values, sink_ref[head, queries])
@@ -215,11 +219,10 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
 
 def _join_kernel(*refs: Any, how: _How) -> None:
     """All parts of what one query looks at, where there are several."""
-    position_ref, begin_ref, _, acc_ref, top_ref, total_ref, *others, out_ref = refs
-    sink_ref = others.pop(0) if how.given[0] else None
-    window = others.pop(0)[0] if how.given[1] else None
+    begin_ref, _, acc_ref, top_ref, total_ref, *sink_refs, out_ref = refs
     query, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    _, _, used = _reach(position_ref[row], window, how)
+    first_part = begin_ref[row]
+    used = begin_ref[row + np.int32(1)] - first_part
     size = min(_JOINED, 1 << (how.most - 1).bit_length())
     parts = parts_of(out_ref.shape[3])
 
@@ -227,7 +230,7 @@ def _join_kernel(*refs: Any, how: _How) -> None:
         top, total, *accs = carry
         each = i * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
         there = each < used
-        each = begin_ref[row] + jnp.minimum(each, used - np.int32(1))
+        each = first_part + jnp.minimum(each, used - np.int32(1))
         tops = jnp.where(there, top_ref[head, each, query], LOW)
         new_top = jnp.maximum(top, jnp.max(tops))
         # Where nothing was seen so far, nothing is as high as the highest.
@@ -243,8 +246,8 @@ def _join_kernel(*refs: Any, how: _How) -> None:
     @pl.when(used > 1)
     def join() -> None:
         top, total = jnp.float32(LOW), jnp.float32(0)
-        if sink_ref is not None:
-            top, total = sink_ref[head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
+        if sink_refs:
+            top, total = sink_refs[0][head, query] * np.float32(to_bits(1.0)), jnp.float32(1)
         zeros = [jnp.zeros(part.size, jnp.float32) for part in parts]
         steps = -(-used // np.int32(size))
         _, total, *accs = lax.fori_loop(np.int32(0), steps, step, (top, total, *zeros))
@@ -281,10 +284,11 @@ def paged_decode(
     splits = splits_of(rows, heads * blocks, capacity, cut)
     room = max(_LEAST_ROOM, _ROOM // rows) // splits
     most = splits * max(1, min(room, -(-capacity // (splits * cut.most))))
-    programs = max(1, min(cut.programs // (heads * blocks), rows * most))
+    # Where rows are alike each part is a program's only one.
+    programs = min(max(cut.programs // (heads * blocks), rows * splits), rows * most)
     how = _How(cut, splits, most, programs, (sinks is not None, window is not None))
-    extras = [] if sinks is None else [sinks.astype(jnp.float32)]
-    extras += [] if window is None else [window.reshape(1)]
+    of_sinks = [] if sinks is None else [sinks.astype(jnp.float32)]
+    extras = of_sinks if window is None else [*of_sinks, window.reshape(1)]
     softmax = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
     read = values_read(head_dim, value_dim, lanes_of(pairs))
     out = jax.ShapeDtypeStruct((rows, heads, group, read), q.dtype)
@@ -293,7 +297,7 @@ def paged_decode(
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*sizes, read), sizes, sizes)
     ]
     with jax.named_scope("decode_attention"):
-        begins, of_rows = _parts(positions, window, how)
+        parts = _parts(positions, window, how)
         attended: Any = pl.pallas_call(
             partial(_attend_kernel, how=how, softmax=softmax, group=group),
             out_shape=[out, *(of_parts if most > 1 else [])],
@@ -301,16 +305,16 @@ def paged_decode(
             name="decode_attention",
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-        )(layer.reshape(1), positions, begins, of_rows, page_table, q, pairs, *extras)
+        )(layer.reshape(1), positions, *parts, page_table, q, pairs, *extras)
         whole: Array = attended[0]
         if most > 1:
             whole = pl.pallas_call(
                 partial(_join_kernel, how=how),
                 out_shape=out,
                 grid=(group, heads, rows),
-                input_output_aliases={2: 0},
+                input_output_aliases={1: 0},
                 name="decode_attention_join",
                 interpret=interpret,
                 compiler_params=plt.CompilerParams(num_warps=1, num_stages=3),
-            )(positions, begins, *attended, *extras)
+            )(parts.begins, *attended, *of_sinks)
         return whole[..., :value_dim]
