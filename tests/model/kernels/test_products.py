@@ -17,7 +17,7 @@ from model.products import Matrix, product
 
 
 def _run(multiply: Callable[..., jax.Array], x: jax.Array, matrix: Matrix, *cut: Any) -> jax.Array:
-    """As one program, as it is run: op by op it takes many times as long."""
+    """As one program, as it is run: op by op there are dozens to compile."""
 
     def run(x: jax.Array, values: jax.Array, scales: jax.Array | None) -> jax.Array:
         return multiply(x, replace(matrix, values=values, scales=scales), *cut)

@@ -42,7 +42,7 @@ def _heads(
 
 
 def _placed(place: Callable[..., Any], heads: reference.Heads, *args: jax.Array, dtype: str) -> Any:
-    """As one program, as it is run: op by op it takes many times as long."""
+    """As one program, as it is run: op by op there are dozens to compile."""
 
     def run(traced: reference.Heads, *args: jax.Array) -> Any:
         return place(traced._replace(eps=heads.eps), *args, dtype)

@@ -49,15 +49,18 @@ def _queries(rows: int, dtype: Any) -> jax.Array:
     return jnp.asarray(drawn, dtype)
 
 
-# As one program each, as they are run: op by op they take many times as long.
-plain_decode = jax.jit(
-    partial(reference.decode, accelerator=True), static_argnames=("scale", "value_dim")
-)
-plain_prefill = jax.jit(
-    partial(reference.prefill, accelerator=True), static_argnames=("scale", "value_dim")
+# As one program each, as they are run, and not optimized, since each is called once or twice.
+soon = {"xla_backend_optimization_level": 0}
+plain_decode, plain_prefill = (
+    jax.jit(partial(plain, accelerator=True), static_argnames="value_dim", compiler_options=soon)
+    for plain in (reference.decode, reference.prefill)
 )
 paged_decode, paged_prefill = (
-    jax.jit(partial(kernel, interpret=True), static_argnames=("scale", "value_dim", "cut"))
+    jax.jit(
+        partial(kernel, interpret=True),
+        static_argnames=("value_dim", "cut"),
+        compiler_options=soon,
+    )
     for kernel in (decoding.paged_decode, prefilling.paged_prefill)
 )
 SINKS = jnp.asarray([[0.5, 4.0, -3.0], [0.0, -1.0, 2.0]], jnp.float32)
