@@ -87,6 +87,11 @@ class Module:
         """The file parsed."""
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def package(self) -> str:
         """First folder of the path, empty for a file at the root."""
@@ -104,7 +109,7 @@ class Module:
 
 
 def _imports(module: Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -176,7 +181,7 @@ def only_the_clock_reads_time(module: Module) -> Iterator[str]:
     for line, name in module.imports:
         if _root(name) == "time":
             yield f"{module.path}:{line}: imports {name}; take a transfer.clock.Clock"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call):
             continue
         called = _dotted(node.func)
@@ -190,7 +195,7 @@ def mesh_axes_are_named_once(module: Module) -> Iterator[str]:
     """Only model/sharding.py writes the name of a mesh axis."""
     if module.package not in (*PRODUCT, "bench") or module.path == "model/sharding.py":
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call) or _dotted(node.func).split(".")[-1] not in AXIS_CALLS:
             continue
         for arg in (*node.args, *(keyword.value for keyword in node.keywords)):
@@ -201,7 +206,7 @@ def mesh_axes_are_named_once(module: Module) -> Iterator[str]:
 
 def no_type_checking_blocks(module: Module) -> Iterator[str]:
     """A circle of imports is removed, not hidden."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if (isinstance(node, ast.Name) and node.id == "TYPE_CHECKING") or (
             isinstance(node, ast.Attribute) and node.attr == "TYPE_CHECKING"
         ):
@@ -222,7 +227,7 @@ def files_and_functions_fit_a_sitting(module: Module) -> Iterator[str]:
         yield f"{module.path}:1: {lines} lines, at most {MAX_FILE_LINES}"
     if module.path.startswith("model/kernels/"):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -234,7 +239,7 @@ def files_and_functions_fit_a_sitting(module: Module) -> Iterator[str]:
 
 def no_error_is_swallowed(module: Module) -> Iterator[str]:
     """No bare except, and no catch-all that does nothing."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         if node.type is None:
@@ -249,9 +254,7 @@ def only_public_jax(module: Module) -> Iterator[str]:
     """Nothing of jax that may move without notice."""
     used = list(module.imports)
     used += [
-        (node.lineno, _dotted(node))
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute)
+        (node.lineno, _dotted(node)) for node in module.nodes if isinstance(node, ast.Attribute)
     ]
     for line, name in sorted(set(used)):
         parts = name.split(".")
@@ -276,7 +279,7 @@ def nothing_is_pickled_and_no_path_is_edited(module: Module) -> Iterator[str]:
     for line, name in module.imports:
         if _root(name) in ("pickle", "cloudpickle", "dill", "marshal", "shelve"):
             yield f"{module.path}:{line}: imports {name}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and _dotted(node) == "sys.path":
             yield f"{module.path}:{node.lineno}: touches sys.path"
 

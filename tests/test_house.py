@@ -1,6 +1,7 @@
 """The rules of the house hold everywhere, and each rule catches what it is for."""
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ def tracked_files() -> list[str]:
     return sorted({path for path in listed if (ROOT / path).is_file()})
 
 
+@cache
 def modules() -> list[Module]:
-    """Every Python file of the tree."""
+    """Every Python file of the tree, read and parsed once for all rules."""
     return [
         Module(path, (ROOT / path).read_text(encoding="utf-8"))
         for path in tracked_files()

@@ -167,17 +167,16 @@ def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, 
     started: list[psutil.Process] = []
 
     class Clockless(psutil.Popen):
-        """Time is up as soon as the child is there."""
+        """However soon time is up, the child is there."""
 
         def wait(self, timeout: float | None = None) -> Any:
             if not started:
                 wait_until((tmp_path / "deaf").exists)
                 started.extend(self.children())
-                raise psutil.TimeoutExpired(0.0)
             return super().wait(timeout)
 
     monkeypatch.setattr(psutil, "Popen", Clockless)
-    assert gpu_check.run_limited({"it": command(nested)}, 60.0) == {"it": None}
+    assert gpu_check.run_limited({"it": command(nested)}, 1.0) == {"it": None}
     (child,) = started
     wait_until(lambda: has_ended(child))
 

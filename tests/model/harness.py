@@ -147,9 +147,10 @@ class Harness:
         found = np.asarray(self._logits(self.model, self.params, hidden))
         return found[:-1], pool
 
-    def capture(self, prompt: list[int]) -> tuple[np.ndarray, Captured]:
-        """One prompt as one chunk, looked at from inside. Returns its last hidden states too."""
-        (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
+    def capture(self, *prompts: list[int]) -> tuple[np.ndarray, Captured]:
+        """Prompts as one chunk, looked at from inside. Returns its last hidden states too."""
+        lengths = [len(prompt) for prompt in prompts]
+        (batch,) = chunks(prompts, scattered_pages(lengths), sum(lengths))
         run = compiled_soon(prefill_captured, self._optimized)
         hidden, _, captured = run(self.model, self.params, self.new_pool(), batch)
         return np.asarray(hidden), jax.tree.map(np.asarray, captured)

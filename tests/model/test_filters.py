@@ -133,7 +133,7 @@ def test_a_threshold_is_the_largest_value_that_is_enough_however_many_bits_a_tur
     def enough(pivots):
         return [jnp.sum(values >= pivot[:, None], axis=1) >= wanted for pivot in pivots]
 
-    found = filters.threshold(enough, ROWS, bits)
+    found = jax.jit(lambda: filters.threshold(enough, ROWS, bits))()
     want = [np.sort(row)[::-1][count - 1] for row, count in zip(values, wanted, strict=True)]
     np.testing.assert_array_equal(found, np.array(want))
 
@@ -145,7 +145,7 @@ def test_where_sums_do_not_rise_what_is_kept_is_enough_all_the_same():
     def enough(pivots):
         return [(pivot == best) | (pivot <= -1.0) for pivot in pivots]
 
-    assert filters.threshold(enough, 1, 3) == best
+    assert jax.jit(lambda: filters.threshold(enough, 1, 3))() == best
 
 
 @pytest.mark.parametrize(("rows", "piece"), [(1, filters.SHORT_PIECE), (4, filters.PIECE)])

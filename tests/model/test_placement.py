@@ -129,12 +129,10 @@ def test_rows_are_counted_once_for_every_expert_that_they_choose() -> None:
         for piece in pieces:
             if piece.is_last:
                 scheduler.release(piece.prompt.room)
-    harness = Harness(recorded.checkpoint)
-    captured = [harness.capture(ids)[1].expert_ids for ids in mine]
+    captured = Harness(recorded.checkpoint).capture(*mine)[1].expert_ids
     want = np.zeros((opened.model.cfg.num_layers, 16), np.int64)
     for layer in np.flatnonzero(opened.model.cfg.moe_layers):
-        for ids in captured:
-            want[layer] += np.bincount(ids[layer].ravel(), minlength=16)
+        want[layer] += np.bincount(captured[layer].ravel(), minlength=16)
     loads = np.asarray(opened.experts.args.loads)
     assert (loads[0] == 0).all()
     assert (loads[1] == want).all()

@@ -1,5 +1,10 @@
 """Products of few rows in parts, beside whole ones."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +14,19 @@ from model.coded import decoded
 from model.kernels.products import product_parts
 from model.kernels.tiles import Tiles, add_products
 from model.products import Matrix, product
+
+
+def _run(multiply: Callable[..., jax.Array], x: jax.Array, matrix: Matrix, *cut: Any) -> jax.Array:
+    """As one program, as it is run: op by op there are dozens to compile."""
+
+    def run(x: jax.Array, values: jax.Array, scales: jax.Array | None) -> jax.Array:
+        return multiply(x, replace(matrix, values=values, scales=scales), *cut)
+
+    found: jax.Array = jax.jit(run)(x, matrix.values, matrix.scales)
+    return found
+
+
+interpreted = partial(product_parts, interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +49,9 @@ def test_parts_add_up_to_the_product(
     x = jnp.asarray(draw.standard_normal((rows, inputs)), jnp.bfloat16)
     values = jnp.asarray(draw.standard_normal((inputs, outputs)), jnp.dtype(dtype))
     matrix = Matrix(values, None, values.dtype, on_cpu=False)
-    found = np.asarray(product_parts(x, matrix, interpret=True))
+    found = np.asarray(_run(interpreted, x, matrix))
     assert found.shape == (parts, rows, outputs)
-    np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-3)
+    np.testing.assert_allclose(found.sum(axis=0), _run(product, x, matrix), atol=1e-3)
 
 
 def _codes(draw: np.random.Generator, shape: tuple[int, int], dtype: type) -> jax.Array:
@@ -70,10 +88,10 @@ def test_codes_are_decoded_where_they_are_multiplied(
     codes = _codes(draw, (inputs, outputs), kind)
     scales = jnp.asarray(draw.random((inputs // group, outputs)) * largest, jnp.float32)
     matrix = Matrix(codes, scales, jnp.dtype(dtype), on_cpu=False)
-    found = np.asarray(product_parts(x, matrix, interpret=True))
+    found = np.asarray(_run(interpreted, x, matrix))
     if dtype == "bfloat16":
         assert found.shape[0] == parts
-    np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-4)
+    np.testing.assert_allclose(found.sum(axis=0), _run(product, x, matrix), atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [4, 40, 64])
@@ -85,7 +103,7 @@ def test_codes_of_few_rows_give_bit_for_bit_what_their_numbers_do(rows: int, kin
     scales = jnp.asarray(draw.random((8, 256)) * 0.2, jnp.float32)
     weights = decoded(codes, scales, 0, jnp.bfloat16, native=True)
     found = [
-        product_parts(x, Matrix(own, scale, jnp.bfloat16, on_cpu=False), interpret=True)
+        _run(interpreted, x, Matrix(own, scale, jnp.bfloat16, on_cpu=False))
         for own, scale in ((codes, scales), (weights, None))
     ]
     np.testing.assert_array_equal(found[0], found[1])
@@ -97,9 +115,9 @@ def test_parts_add_up_however_a_product_is_cut(cut: tuple[Tiles, int]) -> None:
     x = jnp.asarray(draw.standard_normal((20, 256)), jnp.bfloat16)
     values = jnp.asarray(draw.standard_normal((256, 128)), jnp.bfloat16)
     matrix = Matrix(values, None, values.dtype, on_cpu=False)
-    found = np.asarray(product_parts(x, matrix, cut, interpret=True))
+    found = np.asarray(_run(interpreted, x, matrix, cut))
     assert found.shape == (cut[1], 20, 128)
-    np.testing.assert_allclose(found.sum(axis=0), product(x, matrix), atol=1e-3)
+    np.testing.assert_allclose(found.sum(axis=0), _run(product, x, matrix), atol=1e-3)
 
 
 def test_rows_of_bfloat16_lose_nothing_of_weights_of_float32() -> None:

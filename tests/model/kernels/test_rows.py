@@ -1,6 +1,9 @@
 """Kernels of what lies between products, beside their plain forms."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,18 @@ def _heads(
     )
 
 
+def _placed(place: Callable[..., Any], heads: reference.Heads, *args: jax.Array, dtype: str) -> Any:
+    """As one program, as it is run: op by op there are dozens to compile."""
+
+    def run(traced: reference.Heads, *args: jax.Array) -> Any:
+        return place(traced._replace(eps=heads.eps), *args, dtype)
+
+    return jax.jit(run)(heads, *args)
+
+
+interpreted = partial(fused.place_heads, interpret=True)
+
+
 @pytest.mark.parametrize(
     ("group", "head_dim", "bias", "norms", "dtype", "pages"),
     [
@@ -55,9 +70,9 @@ def test_heads_are_normed_rotated_and_written_as_the_plain_form_does_it(
     # Nowhere below the pool, nowhere past it, and at its last place.
     idx = np.array([-1, 3, PAGES * 16 - 1, 16, PAGES * 16, 17], np.int32)[-rows:]
     pool = jnp.ones((LAYERS, 2, PAGES, 16, 2, head_dim), jnp.dtype(pages))
-    args = heads, pool, i32(1), jnp.asarray(idx), dtype
-    expected = reference.place_heads(*args)
-    found = fused.place_heads(*args, interpret=True)
+    args = heads, pool, i32(1), jnp.asarray(idx)
+    expected = _placed(reference.place_heads, *args, dtype=dtype)
+    found = _placed(interpreted, *args, dtype=dtype)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
     atol = 1e-5 if dtype == "float32" else 0.02
@@ -73,9 +88,9 @@ def test_what_a_pool_cannot_hold_is_written_as_its_largest_number_and_none_as_ze
     heads = _heads(2, 1, 32, bias=False, norms=False, dtype="bfloat16")
     heads = heads._replace(qkv=heads.qkv.at[:, 0].set(1e9).at[:, 1].set(np.nan))
     pool = jnp.zeros((LAYERS, 2, PAGES, 16, 2, 32), jnp.uint8)
-    args = heads, pool, i32(0), jnp.asarray([3, 4], jnp.int32), "bfloat16"
-    found = fused.place_heads(*args, interpret=True)[1]
-    expected = reference.place_heads(*args)[1]
+    args = heads, pool, i32(0), jnp.asarray([3, 4], jnp.int32)
+    found = _placed(interpreted, *args, dtype="bfloat16")[1]
+    expected = _placed(reference.place_heads, *args, dtype="bfloat16")[1]
     np.testing.assert_array_equal(found[0, 1], expected[0, 1])
 
 
@@ -86,8 +101,8 @@ def test_what_a_layer_adds_is_in_the_sum_and_in_its_norm(hidden: int, dtype: str
     x = jnp.asarray(draw.standard_normal((3, hidden)), jnp.dtype(dtype))
     added = jnp.asarray(draw.standard_normal((4, 3, hidden)), jnp.float32)
     weight = jnp.asarray(draw.standard_normal(hidden), jnp.dtype(dtype))
-    found = fused.add_and_norm(x, added, weight, 1e-6, interpret=True)
-    expected = add_and_norm(x, added, weight, 1e-6)
+    found = jax.jit(partial(fused.add_and_norm, eps=1e-6, interpret=True))(x, added, weight)
+    expected = jax.jit(partial(add_and_norm, eps=1e-6))(x, added, weight)
     tolerance = 1e-5 if dtype == "float32" else 0.01
     for pair in zip(found, expected, strict=True):
         one, other = (np.asarray(x.astype(jnp.float32)) for x in pair)

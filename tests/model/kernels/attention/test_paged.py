@@ -50,6 +50,20 @@ def _queries(rows: int, dtype: Any) -> jax.Array:
     return jnp.asarray(drawn, dtype)
 
 
+# As one program each, as they are run, and not optimized, since each is called once or twice.
+soon = {"xla_backend_optimization_level": 0}
+plain_decode, plain_prefill = (
+    jax.jit(partial(plain, accelerator=True), static_argnames="value_dim", compiler_options=soon)
+    for plain in (reference.decode, reference.prefill)
+)
+paged_decode, paged_prefill = (
+    jax.jit(
+        partial(kernel, interpret=True),
+        static_argnames=("value_dim", "cut"),
+        compiler_options=soon,
+    )
+    for kernel in (decoding.paged_decode, prefilling.paged_prefill)
+)
 SINKS = jnp.asarray([[0.5, 4.0, -3.0], [0.0, -1.0, 2.0]], jnp.float32)
 
 
@@ -65,8 +79,8 @@ def test_decoding_finds_the_same_however_positions_are_split(
     draw = np.random.default_rng(1)
     table = i32(np.array([draw.permutation(PAGES)[:6] for _ in range(5)]))
     args = q, pool, i32(1), far, table, SINKS, None if window is None else i32(window)
-    found = decoding.paged_decode(*args, cut=cut, interpret=True)
-    np.testing.assert_allclose(found, reference.decode(*args, accelerator=True), atol=2e-6)
+    found = paged_decode(*args, cut=cut)
+    np.testing.assert_allclose(found, plain_decode(*args), atol=2e-6)
 
 
 def test_pages_past_the_pool_are_some_page_and_count_for_nothing() -> None:
@@ -74,10 +88,7 @@ def test_pages_past_the_pool_are_some_page_and_count_for_nothing() -> None:
     cut = decoding.Cut(positions=64, least=64)
     far, window = i32([70, 70]), i32(20)
     tables = i32([[4, 5, 6, 7, 8]] * 2), i32([[4, 5, 6, 7, 8], [-1, 10**9, -5, 7, 8]])
-    found = [
-        decoding.paged_decode(q, pool, i32(0), far, table, None, window, cut=cut, interpret=True)
-        for table in tables
-    ]
+    found = [paged_decode(q, pool, i32(0), far, table, None, window, cut=cut) for table in tables]
     np.testing.assert_array_equal(found[0], found[1])
 
 
@@ -132,8 +143,8 @@ def test_chunks_find_the_same_however_tokens_and_positions_are_cut(
     live = np.asarray(batch.seq_idx) < 3
     pool, q = _pool(page_size, jnp.float32), _queries(len(live), jnp.float32)
     args = q, pool, i32(1), batch, SINKS, None if window is None else i32(window)
-    found = np.asarray(prefilling.paged_prefill(*args, cut=cut, interpret=True))
-    expected = np.asarray(reference.prefill(*args, accelerator=True))
+    found = np.asarray(paged_prefill(*args, cut=cut))
+    expected = np.asarray(plain_prefill(*args))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[live], expected[live], atol=2e-6)
 
@@ -151,14 +162,14 @@ def test_pages_of_narrow_numbers_are_read_as_what_they_are(dtype: Any) -> None:
     table = i32(np.arange(24).reshape(4, 6))
     args = q, pool, i32(0), i32([95, 3, 40, 16]), table
     near: Callable[..., None] = np.testing.assert_allclose
-    found = decoding.paged_decode(*args, interpret=True).astype(jnp.float32)
-    near(found, reference.decode(*args, accelerator=True).astype(jnp.float32), atol=0.02)
+    found = paged_decode(*args).astype(jnp.float32)
+    near(found, plain_decode(*args).astype(jnp.float32), atol=0.02)
     batch = _chunk(16)
     q = _queries(len(batch.positions), jnp.bfloat16)
     live = np.asarray(batch.seq_idx) < 3
     chunk = q, pool, i32(0), batch
-    seen = prefilling.paged_prefill(*chunk, interpret=True).astype(jnp.float32)
-    expected = reference.prefill(*chunk, accelerator=True).astype(jnp.float32)
+    seen = paged_prefill(*chunk).astype(jnp.float32)
+    expected = plain_prefill(*chunk).astype(jnp.float32)
     near(np.asarray(seen)[live], np.asarray(expected)[live], atol=0.02)
 
 
@@ -189,17 +200,17 @@ def test_of_values_that_begin_a_key_no_more_than_they_have_is_found(
 
     table = i32(np.arange(24).reshape(4, 6))
     args = queries(4), pool, i32(0), i32([95, 3, 40, 16]), table
-    expected = reference.decode(*args, value_dim=value_dim, accelerator=True).astype(jnp.float32)
+    expected = plain_decode(*args, value_dim=value_dim).astype(jnp.float32)
     assert expected.shape == (4, 1, 4, value_dim)
     for programs in (1, 60):
         cut = decoding.Cut(positions=16, least=16, programs=programs, part=part)
-        found = decoding.paged_decode(*args, value_dim=value_dim, cut=cut, interpret=True)
+        found = paged_decode(*args, value_dim=value_dim, cut=cut)
         near(found.astype(jnp.float32), expected)
     batch = _chunk(16)
     live = np.asarray(batch.seq_idx) < 3
     chunk = queries(len(live)), pool, i32(0), batch
-    expected = reference.prefill(*chunk, value_dim=value_dim, accelerator=True)
-    seen = prefilling.paged_prefill(*chunk, value_dim=value_dim, interpret=True)
+    expected = plain_prefill(*chunk, value_dim=value_dim)
+    seen = paged_prefill(*chunk, value_dim=value_dim)
     near(np.asarray(seen, np.float32)[live], np.asarray(expected, np.float32)[live])
 
 

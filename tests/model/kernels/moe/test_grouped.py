@@ -1,6 +1,7 @@
 """Blocks of rows of one expert each, and the kernels that multiply them."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from model.coded import ExpertStacks
 from model.kernels.moe import batched, grouped, sorting
 from tests.model.harness import i32
 
+# As one program each, as they are run, and not optimized, since each is called once or twice.
+soon = {"xla_backend_optimization_level": 0}
+by_blocks = jax.jit(partial(grouped.experts, interpret=True), compiler_options=soon)
+plainly = jax.jit(batched.experts, compiler_options=soon)
 SHAPE = kernels.ExpertsShape("cuda", "bfloat16", 64, 32, 8, 3, interpreted=True)
 
 
@@ -24,9 +29,8 @@ def test_each_pair_of_row_and_expert_has_a_slot_of_its_own_in_a_block_of_its_exp
     draw = np.random.default_rng(rows)
     ids = np.array([draw.permutation(experts)[:chosen] for _ in range(rows)], np.int32)
     ids = np.where(draw.random(ids.shape) < 0.3, experts, ids).astype(np.int32)
-    found = jax.tree.map(
-        np.asarray, sorting.blocks(jnp.asarray(ids), experts, size, interpret=True)
-    )
+    blocks = jax.jit(lambda ids: sorting.blocks(ids, experts, size, interpret=True))
+    found = jax.tree.map(np.asarray, blocks(jnp.asarray(ids)))
     here = ids.reshape(-1) < experts
     slots = found.slots[here]
     assert len(set(slots.tolist())) == len(slots)
@@ -55,8 +59,8 @@ def test_all_rows_by_one_expert_and_by_all_give_what_the_plain_form_does() -> No
     weights = jnp.asarray(draw.random((rows, 3)), jnp.float32)
     for ids in (np.tile([5, 0, 2], (rows, 1)), draw.permuted(np.tile(range(8), (rows, 1)), axis=1)):
         args = x, jnp.asarray(ids[:, :3].astype(np.int32)), weights, stacks, i32(0)
-        out = grouped.experts(*args, interpret=True)
-        np.testing.assert_allclose(out, batched.experts(*args), atol=0.02)
+        out = by_blocks(*args)
+        np.testing.assert_allclose(out, plainly(*args), atol=0.02)
 
 
 @pytest.mark.parametrize("group", [32, 16, 8])
@@ -88,8 +92,8 @@ def test_codes_are_decoded_in_the_kernel_whatever_number_of_inputs_shares_a_scal
     ids = np.array([draw.permutation(experts)[:3] for _ in range(rows)], np.int32)
     weights = jnp.asarray(draw.random((rows, 3)), jnp.float32)
     args = x, jnp.asarray(ids), weights, stacks, i32(0)
-    expected = np.asarray(batched.experts(*args))
-    out = np.asarray(grouped.experts(*args, interpret=True))
+    expected = np.asarray(plainly(*args))
+    out = np.asarray(by_blocks(*args))
     assert np.abs(out - expected).max() < 0.02 * np.abs(expected).max()
 
 
