@@ -44,8 +44,8 @@ from transfer.buffers import BufferPool
 
 # What is compiled side by side. Pieces have the pool among their arguments, and steps donate it.
 STEPS: Final = ("decode", "prefill")
-_TOGETHER: Final = 4  # layers: more take long to trace
 PIECES: Final = ("attention", "experts", "sampling")
+_TOGETHER: Final = 4  # layers of a program: more take long to trace
 
 
 def greedy_step(
