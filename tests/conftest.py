@@ -33,6 +33,9 @@ install_import_hook("model", "beartype.beartype")
 # A host that does other things stops a test for as long as it likes.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
+# Programs that are traced make millions of objects that stay: to look at all of them again and
+# again took 2% of the tests of model/.
+gc.set_threshold(10_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

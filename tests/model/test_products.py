@@ -35,6 +35,11 @@ def _codes(
     return jnp.asarray(codes), jnp.asarray(draw.uniform(1e-4, 1e-3, of_groups), jnp.float32)
 
 
+def _among_others(own: Any) -> Any:
+    """In the last place of a stack [2, 3, ...] of ones, which are other weights and scales."""
+    return jnp.ones((2, 3, *own.shape), own.dtype).at[1, 2].set(own)
+
+
 def _expected(x: Any, weights: Any) -> np.ndarray:
     return np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
 
@@ -64,14 +69,16 @@ def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
 ) -> None:
     draw = np.random.default_rng(seed)
     group = int(np.gcd(group, inputs))
-    shape = (2, 3, inputs, outputs) if stacked else (inputs, outputs)
-    at = (jnp.int32(1), jnp.int32(2)) if stacked else ()
-    scales = None
+    scales: Any = None
+    at: tuple[Any, ...] = ()
     if group > 1:
-        values, scales = _codes(draw, shape, group, dtype=kind)
-        numbers = decoded(values, scales, len(shape) - 2, dtype, True)
+        values, scales = _codes(draw, (inputs, outputs), group, dtype=kind)
+        numbers = decoded(values, scales, 0, dtype, True)
     else:
-        values = numbers = jnp.asarray(draw.standard_normal(shape), dtype)
+        values = numbers = jnp.asarray(draw.standard_normal((inputs, outputs)), dtype)
+    if stacked:
+        at = (jnp.int32(1), jnp.int32(2))
+        values, scales = (None if own is None else _among_others(own) for own in (values, scales))
     x = jnp.asarray(draw.standard_normal((rows, inputs)), dtype)
 
     def run(x: Any, values: Any, scales: Any) -> Any:
@@ -82,7 +89,7 @@ def test_a_product_is_that_of_the_numbers_whatever_its_tiles(
         return product(x, matrix)
 
     found = jax.jit(run)(x, values, scales)
-    expected = _expected(x, numbers[at])
+    expected = _expected(x, numbers)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
