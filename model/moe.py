@@ -107,7 +107,8 @@ def moe(
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
     params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
-    one: a kernel takes its slices. placed: this layer's map, None where experts are as trained.
+    one: a kernel takes its slices. placed: this layer's map, None where experts are as trained and
+    have no copies.
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):

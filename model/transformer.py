@@ -229,7 +229,8 @@ def decode_rows(
         return out
 
     inputs = _Inputs(token_ids, positions, rows.kv_idx, live)
-    out = _layers(model, params, pool, inputs, expert_map, loads, attend, False)
+    placed = _placed(model, expert_map)
+    out = _layers(model, params, pool, inputs, placed, loads, attend, False)
     return out.x, out.pool, out.loads
 
 
@@ -363,7 +364,17 @@ def _prefill(
     dropped = or_dropped(live, batch.kv_idx)
     kv_idx = of_groups(model.cfg, dropped, num_pages, page_size)
     inputs = _Inputs(batch.token_ids, batch.positions, kv_idx, live)
-    return _layers(model, params, pool, inputs, expert_map, loads, attend, capture, listed)
+    placed = _placed(model, expert_map)
+    return _layers(model, params, pool, inputs, placed, loads, attend, capture, listed)
+
+
+def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap | None:
+    """The map as given, or as trained, which is none where experts have no copies."""
+    shape = model.cfg.num_layers, model.cfg.num_experts
+    if expert_map is not None or model.dims.physical_experts == shape[1]:
+        return expert_map
+    places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    return ExpertMap(places[..., None], jnp.ones(shape, jnp.int32))
 
 
 def _layers(

@@ -4,6 +4,7 @@ import io
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench import tune
@@ -75,6 +76,19 @@ def test_round_by_round_the_fastest_tiles_are_found_and_written(monkeypatch, tmp
     assert row.baseline > row.value == pytest.approx(200)
 
 
+def test_experts_that_nobody_measured_begin_with_the_tiles_of_those_measured_first(monkeypatch):
+    tuning = _tuning(BF16)
+    assert tuning.sizes[1:] != tuned.MEASURED_FIRST
+    _timed_by(tuning, monkeypatch, {"first": Tiles(16, 64, 64), "second": Tiles(16, 64, 64)})
+    lines = list(tuned.read())
+    for rows in (1.0, 24.0):
+        lines = tuning.tune(rows, lines)
+    own = [line.rows for line in lines if line.sizes == tuning.sizes]
+    assert own == [1.0, 24.0]
+    for even in (0.5, 12.0, 600.0):
+        assert tuned.tiles_for(lines, tuning.sizes, even)
+
+
 def test_codes_keep_rows_and_inputs_of_numbers(monkeypatch):
     tuning = _tuning(FP8)
     kind, hidden, width = tuning.sizes
@@ -98,7 +112,8 @@ def test_tiles_that_do_not_compile_or_give_other_numbers_are_left_out(which, mon
     def spoiled(*args, cut):
         if cut.warps == 2:
             raise ValueError("no")
-        return work.function(*args, cut=cut) * (2 if cut.warps == 1 else 1)
+        spoil = (2, np.nan)[which] if cut.warps == 1 else 1
+        return work.function(*args, cut=cut) * np.array(spoil, "bfloat16")
 
     timed = tuning._time(work._replace(function=spoiled), [base, *others])
     assert [one.cut for one in timed] == [base, others[0]]

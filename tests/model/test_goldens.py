@@ -13,8 +13,9 @@ from bench.goldens import BFLOAT16_MEDIANS
 from model.config import FP8, ModelConfig
 from model.moe import ExpertMap
 from model.sharding import Stacks
-from model.transformer import prefill_captured
-from tests.model.harness import GOLDENS, Golden, Harness, chunks, scattered_pages
+from model.transformer import Model, prefill_captured
+from model.weights import load_params
+from tests.model.harness import GOLDENS, PAGE_SIZE, Golden, Harness, chunks, scattered_pages
 
 DENSE = ("llama", "qwen3")
 ROUTED = (
@@ -217,6 +218,20 @@ def test_experts_may_be_placed_anywhere_when_the_map_says_so() -> None:
     hidden, _, _ = run(
         harness.model, harness.params | {"layers": layers}, harness.new_pool(), batch, expert_map
     )
+    expected = recorded.numbers["p33.hidden.final_norm"]
+    assert np.abs(np.asarray(hidden) - expected).max() < HIDDEN_ATOL
+
+
+def test_copies_of_all_experts_are_as_good_as_trained_without_a_map() -> None:
+    recorded = golden("qwen3_moe")
+    harness = Harness(recorded.checkpoint, 2, 2)
+    cfg, mesh = harness.model.cfg, harness.model.mesh
+    model = Model.create(cfg, mesh, "float32", PAGE_SIZE, redundant_experts=cfg.num_experts)
+    params = load_params(recorded.checkpoint, model)
+    prompt = recorded.prompts["p33"]
+    (batch,) = chunks([prompt], scattered_pages([len(prompt)]), len(prompt))
+    run = jax.jit(prefill_captured, static_argnums=0)
+    hidden, _, _ = run(model, params, harness.new_pool(), batch)
     expected = recorded.numbers["p33.hidden.final_norm"]
     assert np.abs(np.asarray(hidden) - expected).max() < HIDDEN_ATOL
 

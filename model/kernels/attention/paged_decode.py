@@ -1,10 +1,10 @@
 """Paged decode attention for GPUs: keys and values are read once, where they lie in their pages.
 
-The positions of a row are cut into parts by its own length alone, so that a row is computed the
-same whatever the others do. As many programs as a device runs at once take parts of all rows in
-turn, all queries of one key and value head each: rows of 1 and of 100,000 positions share a step. A
-second kernel puts parts together, always in the same order. Source: arXiv:2205.14135 for the
-running maximum and sum.
+The positions of a row are cut into parts by its own length, and by sizes that are compiled in, so
+that a row is computed the same whatever the others do. As many programs as a device runs at once
+take parts of all rows in turn, all queries of one key and value head each: rows of 1 and of 100,000
+positions share a step. A second kernel puts parts together, always in the same order. Source:
+arXiv:2205.14135 for the running maximum and sum.
 """
 
 from dataclasses import dataclass
@@ -38,10 +38,7 @@ from model.kernels.tiles import (
 from model.kv import PagePool
 
 _JOINED: Final = 16  # parts that are joined at a time
-# There is room for so many parts of all rows, and for as many of each for its length alone: a part
-# of latents is 32 KiB.
-_ROOM: Final = 4096
-_LEAST_ROOM: Final = 16
+_ROOM_BYTES: Final = 1 << 27  # for what parts of rows leave to be joined, more only where all do
 _BEGINNING: Final = 1 / 16  # what a part takes beside its positions, of those of a whole row
 
 
@@ -282,15 +279,15 @@ def paged_decode(
     cut = cut or cut_of(head_dim, group, q.dtype.itemsize, shared_bytes)
     blocks, capacity = -(-group // cut.most_queries), page_table.shape[1] * pool.shape[3]
     splits = splits_of(rows, heads * blocks, capacity, cut)
-    room = max(_LEAST_ROOM, _ROOM // rows) // splits
-    most = splits * max(1, min(room, -(-capacity // (splits * cut.most))))
+    read = values_read(head_dim, value_dim, lanes_of(pairs))
+    room = _ROOM_BYTES // (rows * heads * group * read * 4)
+    most = splits * max(1, min(room // splits, -(-capacity // (splits * cut.most))))
     # Where rows are alike each part is a program's only one.
     programs = min(max(cut.programs // (heads * blocks), rows * splits), rows * most)
     how = _How(cut, splits, most, programs, (sinks is not None, window is not None))
     of_sinks = [] if sinks is None else [sinks.astype(jnp.float32)]
     extras = of_sinks if window is None else [*of_sinks, window.reshape(1)]
     softmax = Softmax(head_dim**-0.5 if scale is None else scale, interpret, apart=True)
-    read = values_read(head_dim, value_dim, lanes_of(pairs))
     out = jax.ShapeDtypeStruct((rows, heads, group, read), q.dtype)
     sizes = heads, rows * most, group
     of_parts = [

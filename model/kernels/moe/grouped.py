@@ -25,7 +25,7 @@ from model.kernels.tiles import Tiles, add_products, divisor, is_indexed, within
 _SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
 _TUNED: Final = tuned.read()
 # Rows of an expert; for more, codes are decoded once, and not block by block.
-_MOST_OF_CODES: Final = 256
+MOST_OF_CODES: Final = 256
 
 
 def tiles(
@@ -258,7 +258,7 @@ def experts(
     num_rows, chosen = local_ids.shape
     num_experts = stacks.down.shape[1]
     of_codes = stacks.down_scale is not None and cuts is None
-    if of_codes and _even(num_rows, chosen, stacks) > _MOST_OF_CODES:
+    if of_codes and _even(num_rows, chosen, stacks) > MOST_OF_CODES:
         stacks, layer = _decoded(stacks, layer, x.dtype), jnp.zeros_like(layer)
     first, second = cuts or tiles(num_rows, chosen, stacks, x.dtype, shared_bytes)
     if not (is_indexed(in_pairs(stacks.gate_up)) and is_indexed(in_pairs(stacks.down))):

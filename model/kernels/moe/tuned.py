@@ -10,6 +10,7 @@ from model.kernels.tiles import Tiles
 
 TABLE: Final = Path(__file__).with_name("tuned.json")
 NUMBERS: Final = "numbers"  # weights that are no codes
+MEASURED_FIRST: Final = (2048, 768)  # hidden and width, of which there are all lines of every kind
 
 
 class Tuned(NamedTuple):
@@ -49,16 +50,16 @@ def write(lines: Iterable[Tuned], path: Path) -> None:
 def tiles_for(
     lines: Sequence[Tuned], sizes: tuple[str, int, int], even: float
 ) -> tuple[Tiles, Tiles]:
-    """Of experts that nobody measured, those of the first that somebody did.
+    """Of the line for so many rows of an expert: of these sizes, or else of those measured first.
 
-    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert, if all
-    have as many.
+    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert, if all have as many.
     """
-    of_kind = [line for line in lines if line.weights == sizes[0]]
-    own = [line for line in of_kind if line.sizes == sizes]
-    own = own or [line for line in of_kind if line.sizes == of_kind[0].sizes]
-    found = min((line for line in own if even <= line.rows), key=lambda line: line.rows)
-    return found.first, found.second
+    for own in (sizes, (sizes[0], *MEASURED_FIRST)):
+        found = [line for line in lines if line.sizes == own and even <= line.rows]
+        if found:
+            nearest = min(found, key=lambda line: line.rows)
+            return nearest.first, nearest.second
+    raise ValueError(f"no line of {sizes[0]} for {even} rows of an expert")
 
 
 def _line(
