@@ -108,7 +108,7 @@ def moe(
 
     params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
     one: a kernel takes its slices. placed: this layer's map, None where experts are as trained and
-    have no copies.
+    have no copies. live: rows that are not padding.
     share_experts: the ranks do; the experts are this shard's part of all.
     """
     with jax.named_scope("moe"):
