@@ -159,10 +159,21 @@ class Harness:
 def compiled_soon(function: Any, optimized: bool) -> Any:
     """A program of (model, params, pool, ...), not optimized: few calls are made of it.
 
+    It is compiled for the shapes of its first call. Under `jax.jit` alone the second one would
+    compile anew, for the pool that the first gave back: its sharding is the same, but written
+    otherwise.
     optimized: compiled up to three times as long, for calls that take longer than that.
     """
     options = None if optimized else {"xla_backend_optimization_level": 0}
-    return jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
+    program = jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
+    compiled: list[jax.stages.Compiled] = []
+
+    def run(model: Model, *args: Any) -> Any:
+        if not compiled:
+            compiled.append(program.lower(model, *args).compile())
+        return compiled[0](*args)
+
+    return run
 
 
 def full_steps(slots: int, context: int, page_size: int, window: int = 0) -> DecodeBuckets:
