@@ -26,6 +26,7 @@ from transfer.pages import PagePool
 from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
 
 CAPACITY = 24
+MOST_ROWS = 4
 
 
 def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
@@ -48,7 +49,11 @@ def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=CAPACITY), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=CAPACITY),
+        min_size=1,
+        max_size=MOST_ROWS,
+    ),
     st.builds(
         lambda num, least, more: Drafting(num, least, least + more),
         st.integers(1, 5),
@@ -62,7 +67,8 @@ def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
 def test_what_followed_the_longest_and_latest_match_is_proposed(
     rows: list[list[int]], how: Drafting
 ) -> None:
-    history = np.full((len(rows), CAPACITY), 1, np.int32)  # what is behind the end must not count
+    rows = [*rows, *[[1]] * (MOST_ROWS - len(rows))]  # of one number of rows: it compiles for each
+    history = np.full((MOST_ROWS, CAPACITY), 1, np.int32)  # what is behind the end must not count
     for row, tokens in enumerate(rows):
         history[row, : len(tokens)] = tokens
     length = jnp.array([len(tokens) for tokens in rows], jnp.int32)
