@@ -117,21 +117,21 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def environment(as_users: bool = False) -> dict[str, str]:
+def environment(as_users: bool = False, few_steps: bool = False) -> dict[str, str]:
     """What a user's shell would give, and quick compilation where this process has it.
 
-    as_users: without the latter.
+    as_users: without the latter. few_steps: see tests/compiling.py.
     """
     kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    quick = {} if as_users else compiling.of_systems()
+    quick = {} if as_users else compiling.of_systems(few_steps)
     return {**kept, **quick, "PYTHONUNBUFFERED": "1"}
 
 
 @contextlib.contextmanager
-def up(*flags: str, as_users: bool = False) -> Iterator[Cluster]:
+def up(*flags: str, as_users: bool = False, few_steps: bool = False) -> Iterator[Cluster]:
     """`kvferry up` with these flags on a free port; stopped by Ctrl-C, and nothing is left.
 
-    as_users: see `environment`.
+    as_users, few_steps: see `environment`.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -140,7 +140,7 @@ def up(*flags: str, as_users: bool = False) -> Iterator[Cluster]:
                 [sys.executable, "-m", "serving.launch", "up", "--port", "0", *flags],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=environment(as_users),
+                env=environment(as_users, few_steps),
                 text=True,
                 start_new_session=True,
             )

@@ -9,6 +9,8 @@ import os
 QUICKLY = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters,xla_cpu_disable_loop_unrolling"
 )
+# In half of that again, for steps that take three times as long.
+NOT_OPTIMIZED = "--xla_backend_optimization_level=0"
 _DEVICES = "--xla_force_host_platform_device_count"
 
 
@@ -26,6 +28,11 @@ def prepare() -> None:
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
-def of_systems() -> dict[str, str]:
-    """The part of that which processes under test are given, too."""
-    return {"XLA_FLAGS": QUICKLY} if QUICKLY in os.environ.get("XLA_FLAGS", "") else {}
+def of_systems(few_steps: bool = False) -> dict[str, str]:
+    """The part of that which processes under test are given, too.
+
+    few_steps: to those that make so few that compiling takes longer.
+    """
+    if QUICKLY not in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {"XLA_FLAGS": f"{QUICKLY} {NOT_OPTIMIZED}" if few_steps else QUICKLY}

@@ -22,6 +22,7 @@ def test_a_folder_without_weights_answers_a_streamed_completion(tmp_path: Path) 
         "--prefill-tp-size=2",
         "--decode-max-running-requests=1",
         "--decode-local-prefill-tokens=20",
+        few_steps=True,
     ) as cluster:
         body = {"model": cluster.model, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body |= {"prompt": [*range(40, 64)], "stream": True}

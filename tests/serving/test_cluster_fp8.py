@@ -28,6 +28,7 @@ def test_fp8_pages_and_int8_weights_answer_alike_each_time_and_near_the_recorded
         "--disable-radix-cache",
         "--chunked-prefill-size=16",
         "--decode-max-running-requests=1",
+        few_steps=True,
     ) as cluster:
         for prompt in prompts:
             first, again = (
@@ -65,6 +66,7 @@ def test_weights_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path
         "--decode-ep-size=2",
         "--chunked-prefill-size=16",
         "--decode-max-running-requests=1",
+        few_steps=True,
     ) as cluster:
         for ids, wanted in zip(prompts, expected, strict=True):
             answer = cluster.generate(ids, max_new_tokens=STEPS, temperature=0)

@@ -34,7 +34,7 @@ def cluster(
     """A registry, three prefill and three decode workers of one checkpoint, started by hand."""
     golden = GOLDENS / request.param
     token = secrets.token_hex(16)
-    env = {**environment(), TOKEN_ENV: token}
+    env = {**environment(few_steps=True), TOKEN_ENV: token}
     path = tmp_path_factory.mktemp("grid") / "log"
     with path.open("w") as log, contextlib.ExitStack() as stack:
 

@@ -41,7 +41,7 @@ def commands() -> Iterator[list[Command]]:
 
 def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:
     prompts = [[5, 6, 7 + k] for k in range(3)]
-    with up(f"--model-path={MODEL}", *FLAGS) as cluster:
+    with up(f"--model-path={MODEL}", *FLAGS, few_steps=True) as cluster:
         with ThreadPoolExecutor(3) as pool:
             answers = [pool.submit(cluster.generate, p, **SAMPLING) for p in prompts]
             want = [answer.result(120)["output_ids"] for answer in answers]

@@ -44,7 +44,7 @@ def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
     # Decode computes p1 itself: all its tokens come from there, and in order, so that those before
     # the failure are told before it. Its first from prefill may be later than all of decode's.
     flags = ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
-    with up(f"--model-path={damaged(tmp_path)}", *flags) as cluster:
+    with up(f"--model-path={damaged(tmp_path)}", *flags, few_steps=True) as cluster:
         with ThreadPoolExecutor(8) as pool:
             healthy = [
                 pool.submit(
