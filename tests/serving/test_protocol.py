@@ -52,7 +52,6 @@ async def generate(on: ServedModel | None = None, /, **fields: Any) -> Request:
 # --- what is refused ---
 
 BOTH: list[tuple[str, Any]] = [
-    ("model", "another"),
     ("model", 3),
     ("temperature", -0.1),
     ("temperature", "hot"),
