@@ -45,10 +45,14 @@ async def step_until_idle(live: Live) -> None:
 
 async def test_the_key_is_asked_everywhere_but_for_health_and_metrics() -> None:
     async with live_server(api_key="secret") as live:
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/ping", "/metrics"):
             assert (await live.http.get(path)).status_code == 200
         for path in ("/v1/models", "/get_server_info", "/flush_cache", "/no_such_path"):
             assert (await live.http.get(path)).status_code == 401
+        for path in ("/version", "/load", "/v1/loads", "/v1/models/", "/tokenizer_info"):
+            assert (await live.http.get(path)).status_code == 401
+        assert (await live.post("/reset_prefix_cache", {})).status_code == 401
+        assert (await live.post("/ping", {})).status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             response = await live.post("/v1/completions", ASK, **headers)
             assert response.status_code == 401
