@@ -17,6 +17,7 @@ from serving.answer import WholeAnswer
 from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
+from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
 from serving.loads import loads_answer
 from serving.metrics import CONTENT_TYPE
@@ -230,6 +231,14 @@ class Admin:
 
     def _strings_of(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
         return [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """tokenizer_config.json, for clients that put chats into text themselves."""
+        info = self._model.tokenizer.info
+        if info["eos_token"] is None and self._model.eos_ids:  # generation_config.json has one
+            eos = self._model.tokenizer.token_text(self._model.eos_ids[0])
+            info = {**info, "eos_token": eos}
+        return _json(spelled(info))  # model_max_length is 10**30 in many
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """Text of ids, special tokens included unless they are to be skipped."""

@@ -105,6 +105,8 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
     ]
     if config.enable_metrics:
         routes.append(Route("/metrics", admin.metrics))
+    if config.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", admin.tokenizer_info))
     return _App(
         config.allowed_origins,
         routes=routes,

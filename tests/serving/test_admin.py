@@ -1,11 +1,15 @@
 """The routes beside generation that other servers have under names of their own."""
 
 import asyncio
+import json
+import shutil
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from serving.tokenizer import Tokenizer
 from tests.recording import until
-from tests.serving.live import MODEL_NAME, live_server
+from tests.serving.live import EOS, MODEL_NAME, MODEL_PATH, live_server
 from tests.serving.test_app import ASK, error_of, step_until_idle
 from transfer import wire
 
@@ -21,6 +25,52 @@ async def test_a_ping_is_answered_as_health_is() -> None:
             await live.cluster.decode[0].kill(unlist=True)
             await until(lambda: not live.dispatcher.cluster_ready())
         assert health.status_code == 503
+
+
+async def test_the_tokenizer_is_told_of_where_it_is_asked_for() -> None:
+    async with live_server() as live:
+        response = await live.http.get("/tokenizer_info")
+        assert response.status_code == 404
+        assert error_of(response)["message"] == "there is no GET /tokenizer_info"
+    config = json.loads((MODEL_PATH / "tokenizer_config.json").read_text())
+    async with live_server(enable_tokenizer_info_endpoint=True) as live:
+        info = (await live.http.get("/tokenizer_info")).json()
+        assert info["added_tokens_decoder"]["1019"] == info["eos_token"] == "<|im_end|>"
+        assert (info["bos_token"], info["pad_token"]) == (None, "<|endoftext|>")
+        for name in ("chat_template", "tokenizer_class", "model_max_length"):
+            assert info[name] == config[name]
+        # A client that asks for ids, and renders chats, has what it needs.
+        ids = (await live.post("/tokenize", {"prompt": info["eos_token"]})).json()["tokens"]
+        assert ids == [EOS]
+        assert (await live.post("/tokenizer_info", {})).status_code == 405
+
+
+async def test_a_tokenizer_of_which_little_is_known_is_told_of(tmp_path: Path) -> None:
+    shutil.copy(MODEL_PATH / "tokenizer.json", tmp_path)
+    said = {"model_max_length": 10**30, "vocab_file": "v.txt", "pad_token": {"content": "<p>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    async with live_server(tokenizer=tokenizer, enable_tokenizer_info_endpoint=True) as live:
+        assert (await live.http.get("/tokenizer_info")).json() == {
+            "model_max_length": 10**30,
+            "eos_token": "<|im_end|>",  # of generation_config.json
+            "bos_token": None,
+            "pad_token": "<p>",
+            "chat_template": "{{ messages }}",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+
+
+async def test_a_tokenizer_of_tiktoken_is_told_of_as_any_other() -> None:
+    folder = MODEL_PATH.parents[1] / "tiktoken"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_dir(folder)
+    async with live_server(tokenizer=tokenizer, enable_tokenizer_info_endpoint=True) as live:
+        info = (await live.http.get("/tokenizer_info")).json()
+        assert info["tokenizer_class"] == config["tokenizer_class"]
+        assert info["eos_token"] == tokenizer.token_text(tokenizer.eos_id or 0)
+        assert isinstance(info["chat_template"], str)
 
 
 async def test_the_version_is_that_of_the_package() -> None:
