@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from serving.answer import WholeAnswer
 from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
 from serving.front import Front, read_body
+from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
+from serving.loads import loads_answer
 from serving.metrics import CONTENT_TYPE
 from serving.protocol import (
     ChoiceAsk,
@@ -229,6 +232,14 @@ class Admin:
     def _strings_of(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
         return [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
 
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """tokenizer_config.json, for clients that put chats into text themselves."""
+        info = self._model.tokenizer.info
+        if info["eos_token"] is None and self._model.eos_ids:  # generation_config.json has one
+            eos = self._model.tokenizer.token_text(self._model.eos_ids[0])
+            info = {**info, "eos_token": eos}
+        return _json(spelled(info))  # model_max_length is 10**30 in many
+
     async def detokenize(self, request: HttpRequest) -> Response:
         """Text of ids, special tokens included unless they are to be skipped."""
         fields = read_json(_detokenizes, await self._body(request))
@@ -287,11 +298,35 @@ class Admin:
         ]
         return _json(loads)
 
+    async def loads(self, request: HttpRequest) -> Response:
+        """The same in SGLang's words, for its routers."""
+        now_s, members = self._front.clock.now_s(), self._dispatcher.members()
+        return _json(loads_answer(members, now_s, request.query_params))
+
+    async def server_load(self, request: HttpRequest) -> Response:
+        """vLLM's one number: what runs and what waits, each choice counts, in every process."""
+        states = await self._siblings.states()
+        return _json({"server_load": sum(state.running + state.queued for state in states)})
+
+    async def version(self, request: HttpRequest) -> Response:
+        return _json({"version": metadata.version("kvferry")})
+
     async def flush_cache(self, request: HttpRequest) -> Response:
         """200 when every worker dropped its cached prefixes, else 400 with what they said."""
+        flushed, message = await self._flush()
+        return Response(message + "\n", 200 if flushed else 400, media_type="text/plain")
+
+    async def reset_prefix_cache(self, request: HttpRequest) -> Response:
+        """vLLM's name of that; without a body where all went well."""
+        flushed, message = await self._flush()
+        if not flushed:
+            raise ApiError(400, f"not every prefix was dropped: {message}", code="not_flushed")
+        return Response()
+
+    async def _flush(self) -> tuple[bool, str]:
         flushed, message = await self._dispatcher.flush_cache()
         await self._siblings.flushed()
-        return Response(message + "\n", 200 if flushed else 400, media_type="text/plain")
+        return flushed, message
 
     async def abort_request(self, request: HttpRequest) -> Response:
         """{"rid": id} or {"abort_all": true}. Their clients get finish_reason "abort"."""

@@ -86,6 +86,8 @@ HELP = {
     "reasoning_parser": "how the model writes reasoning: a field of its own in chats then",
     "tool_call_parser": "how the model writes tool calls: fields of their own in chats then",
     "enable_metrics": "serve /metrics",
+    "enable_tokenizer_info_endpoint": "serve /tokenizer_info: tokenizer_config.json, with the chat "
+    "template",
     "otlp_traces_endpoint": "URL that takes the spans of ended requests by OTLP over HTTP, for "
     "example http://HOST:4318/v1/traces; needs the extra otel; '': none",
     "timeline_requests": "latest requests, each choice counts, of which each process can tell "

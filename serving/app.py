@@ -34,7 +34,8 @@ from serving.timers import LoopTimers, Timers
 from serving.tokenizer import Tokenizer
 from transfer.clock import SYSTEM_CLOCK, Clock
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})  # no key asked: probes and scrapers have none
+# No key asked: probes and scrapers have none.
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
 def create_app(
@@ -81,23 +82,31 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
         Route("/v1/responses", Generate(front, ResponsesEndpoint()), methods=["POST"]),
         Route("/generate", Generate(front, SglangEndpoint()), methods=["POST"]),
         Route("/v1/models", admin.models),
+        Route("/v1/models/", admin.models),
         Route("/v1/models/{name:path}", admin.one_model),
         Route("/tokenize", admin.tokenize, methods=["POST"]),
         Route("/detokenize", admin.detokenize, methods=["POST"]),
         Route("/health", admin.health),
+        Route("/ping", admin.health, methods=["GET", "POST"]),  # SageMaker's
         Route("/health_generate", admin.health_generate),
         Route("/get_model_info", admin.model_info),
         Route("/model_info", admin.model_info),
         Route("/get_server_info", admin.server_info),
         Route("/server_info", admin.server_info),
         Route("/get_load", admin.load),
+        Route("/v1/loads", admin.loads),
+        Route("/load", admin.server_load),
+        Route("/version", admin.version),
         Route("/flush_cache", admin.flush_cache, methods=["GET", "POST"]),
+        Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
         Route("/abort_request", admin.abort_request, methods=["POST"]),
         Route("/drain", admin.drain, methods=["POST"]),
         Route("/requests/{request_id:path}/timeline", admin.timeline),
     ]
     if config.enable_metrics:
         routes.append(Route("/metrics", admin.metrics))
+    if config.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", admin.tokenizer_info))
     return _App(
         config.allowed_origins,
         routes=routes,

@@ -32,6 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ChatTemplateError when the source is no jinja2."""
+        self.source = source
         self._clock = clock
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,

@@ -54,6 +54,7 @@ class ServeConfig:
     reasoning_parser: ReasoningParser = "none"
     tool_call_parser: ToolCallParser = "none"
     enable_metrics: bool = True
+    enable_tokenizer_info_endpoint: bool = False  # chat template and all
     otlp_traces_endpoint: str = ""  # URL that takes OTLP over HTTP; "" = no traces
     timeline_requests: int = 512  # of which /requests/ID/timeline tells; each choice counts
     max_request_bytes: int = 32 << 20

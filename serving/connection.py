@@ -27,6 +27,8 @@ from serving.protocol import request_id_of
 # Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
 # and keeps all of them.
 MAX_HEAD_BYTES: Final = 64 << 10
+_MAX_DROPPED_BYTES: Final = 1 << 20  # of what a client sends on that was refused
+_REFUSED_S = 5.0  # how long it may do so, or read
 _SURPLUS_S = 1.0  # how long a client that is one too many may say nothing
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _CRLF = b"\r\n"
@@ -228,6 +230,7 @@ class Connection(HttpToolsProtocol):
         "_got_on",
         "_head_due",
         "_linger_s",
+        "_num_dropped",
         "_num_unread",
         "_running",
         "_writer",
@@ -255,6 +258,7 @@ class Connection(HttpToolsProtocol):
         self._head_due: asyncio.TimerHandle | None = None
         self._got_on = False  # by the latest read: a request began or ended, or body came
         self._num_unread = 0  # bytes of the reads since one that got on
+        self._num_dropped = -1  # bytes since it was refused; -1: it was not
         self._running: RequestResponseCycle | None = None  # the latest may wait for it yet
         super().__init__(config, server_state, dict(app_state), _loop)
 
@@ -278,18 +282,26 @@ class Connection(HttpToolsProtocol):
         if self._exceeds is not None:
             self._refuse(self._exceeds.refusal())  # now: an answer to nothing is not understood
             return
+        if self._num_dropped >= 0:
+            self._num_dropped += len(data)
+            if self._num_dropped > _MAX_DROPPED_BYTES:
+                self.transport.close()
+            return
         self._unset_keepalive_if_required()
         self._got_on = False
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
-            self._refuse(ApiError(400, "this is not a valid HTTP request", code="invalid_http"))
+            self._refuse_unread(
+                ApiError(400, "this is not a valid HTTP request", code="invalid_http")
+            )
             return
         self._num_unread = 0 if self._got_on else self._num_unread + len(data)
         if self._num_unread > MAX_HEAD_BYTES:
             message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
-            self._refuse(ApiError(431, message, code="head_too_large"))
+            self._refuse_unread(ApiError(431, message, code="head_too_large"))
+            return
         # Most heads come in one read: no timer for those that follow on a connection.
         if not self._awaits_head:
             self._cancel_head_due()
@@ -365,18 +377,40 @@ class Connection(HttpToolsProtocol):
             self._head_due.cancel()
             self._head_due = None
 
+    def _refuse_unread(self, error: ApiError) -> None:
+        """As `_refuse`, of which more may come: a connection that is closed then is reset.
+
+        Many clients read nothing before they have sent all, and a reset takes the answer from them.
+        So it is closed once the client has, or has sent on for too long (RFC 9112, 9.6).
+        """
+        latest = cast(RequestResponseCycle | None, self.cycle)
+        if self.pipeline or not (latest is None or latest.response_complete):
+            self._refuse(error)  # whoever still answers hears that the client is gone
+            return
+        self._answer(error)
+        self._num_dropped = 0
+        self._cancel_head_due()
+        patience_s = min(self._linger_s, _REFUSED_S)
+        self._head_due = self.loop.call_later(patience_s, self.transport.close)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
     def _refuse(self, error: ApiError) -> None:
         """Answer what cannot be read, unless that would be within another answer, and close."""
         latest = cast(RequestResponseCycle | None, self.cycle)
         if not self.pipeline and (
             latest is None or latest.response_complete or not latest.response_started
         ):
-            headers = {"Connection": "close", "X-Request-Id": request_id_of(None, "", None)}
-            answer = error.response(headers)
-            fields = (*self.server_state.default_headers, *answer.raw_headers)
-            head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % field for field in fields)]
-            self.transport.write(b"".join((*head, b"\r\n", bytes(answer.body))))
+            self._answer(error)
         self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        """The last one of this connection."""
+        headers = {"Connection": "close", "X-Request-Id": request_id_of(None, "", None)}
+        answer = error.response(headers)
+        fields = (*self.server_state.default_headers, *answer.raw_headers)
+        head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % field for field in fields)]
+        self.transport.write(b"".join((*head, b"\r\n", bytes(answer.body))))
 
     def pause_writing(self) -> None:
         """More is unsent than a buffer holds."""

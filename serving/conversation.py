@@ -14,6 +14,8 @@ RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
 _INLINE_PARTS = 32  # messages, parts, calls and tools, whose prompt is made without a thread
+# Parts of a content by their type: where each has its text.
+_TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
@@ -208,11 +210,12 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text"):
+    if not isinstance(kind, str) or kind not in _TEXTS:
         raise no_text(where, part)
-    if not isinstance(part.get("text"), str):
-        raise wrong_type(f"{where}.text", "text")
-    return {"type": "text", "text": part["text"]}
+    name = _TEXTS[kind]
+    if not isinstance(part.get(name), str):
+        raise wrong_type(f"{where}.{name}", "text")
+    return {"type": "text", "text": part[name]}
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:

@@ -50,11 +50,14 @@ _TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+# By which OpenAI's clients, and what falls back on another model, know a fault of the request.
+_TYPES_OF_CODES = {"model_not_found": "invalid_request_error"}
 # Where msgspec says the fault is: "... - at `$.messages[0].role`", or "`key` in `$.logit_bias`".
 _PLACE = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
@@ -83,10 +86,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}, as OpenAI's clients read it."""
+        kind = _TYPES_OF_CODES.get(self.code or "") or _TYPES.get(self.status, "server_error")
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": kind,
                 "param": self.param,
                 "code": self.code,
             }

@@ -11,7 +11,7 @@ from serving.answer import Runner
 from serving.choice import Choice
 from serving.config import ServeConfig
 from serving.dispatch import SHUTTING_DOWN, Dispatcher
-from serving.errors import RETRY_AFTER_S, ApiError, from_request_error
+from serving.errors import RETRY_AFTER_S, ApiError, from_request_error, quoted
 from serving.event_stream import Outbox, resumed, until_disconnected
 from serving.protocol import Request, ServedModel
 from serving.timers import Timers
@@ -94,12 +94,16 @@ def _not_ready(message: str) -> ApiError:
 async def read_body(scope: Scope, receive: Receive, config: ServeConfig) -> bytes | None:
     """The request's body; None when the client left in the middle.
 
-    Raises ApiError: 413 when it is too large, 408 when nothing of it came for too long, 400 when it
-    would take long to read.
+    Raises ApiError: 413 when it is too large, 415 when it is encoded, 408 when nothing of it came
+    for too long, 400 when it would take long to read.
     """
     most_bytes = config.max_request_bytes
     headers = dict(scope["headers"])
     declared = headers.get(b"content-length", b"")
+    if b"content-encoding" in headers and (error := _encoded(scope)) is not None:
+        if b"expect" not in headers:
+            await _discard(receive, _DISCARDED * most_bytes, config.slow_client_timeout_s)
+        raise error
     if declared.isdigit() and int(declared) > most_bytes:
         if b"expect" not in headers and int(declared) <= _DISCARDED * most_bytes:
             await _discard(receive, int(declared), config.slow_client_timeout_s)
@@ -189,6 +193,18 @@ async def while_client_waits[T](
 
 async def _rest[T](coroutine: Coroutine[Any, Any, T], awaited: Any) -> T:
     return await resumed(coroutine, awaited)
+
+
+def _encoded(scope: Scope) -> ApiError | None:
+    """What one is told whose body is not as it is; such a body would be no JSON."""
+    fields = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    value = b", ".join(fields).decode("latin-1")
+    if all(coding.strip().lower() in ("identity", "") for coding in value.split(",")):
+        return None
+    message = f"Content-Encoding: expected a body as it is (identity), got {quoted(value)}"
+    # What is taken instead (RFC 9110, 15.5.16).
+    headers = {"Accept-Encoding": "identity", "Connection": "close"}
+    return ApiError(415, message, code="unsupported_encoding", headers=headers)
 
 
 def _too_large(most_bytes: int) -> ApiError:

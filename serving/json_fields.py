@@ -19,7 +19,7 @@ from serving.errors import ApiError, from_decode_error, not_served
 _MAX_EXACT: Final = 1 << 53
 _MAX_ITEMS: Final = 16_384  # of all lists of a body that are looked at for them, one by one
 _untyped = msgspec.json.Decoder(float_hook=float)  # 1e999 is one too where nobody reads it
-_FLOAT_FOR_INT = re.compile(r"^Expected `int\b.*, got `float`")
+_FLOAT_FOR_INT = re.compile(r"^Expected `(?:bool \| )?int\b.*, got `float`")
 
 
 def read_json[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -104,7 +104,7 @@ class CompletionFields(OpenAIFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
     suffix: str | None = None
 
 
@@ -182,6 +182,8 @@ def read_completion(body: bytes) -> CompletionFields:
     fields = read_json(_completions, body)
     check_shared(fields)
     refuse(fields, ("suffix",))
+    if isinstance(fields.logprobs, bool):  # as chats have it
+        fields.logprobs = 1 if fields.logprobs else None
     return fields
 
 

@@ -327,10 +327,10 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises ApiError when the request names another model. None and "" mean the one served."""
+    """Raises ApiError (404) when the request names another model. None and "" mean ours."""
     if name and name != model.name:
         message = f"the model {quoted(name)} does not exist; this server has {model.name!r}"
-        raise ApiError(400, f"model: {message}", "model", "model_not_found")
+        raise ApiError(404, f"model: {message}", "model", "model_not_found")
 
 
 def num_choices(n: int | None) -> int:

@@ -305,7 +305,6 @@ class ResponsesAnswer:
             "store": False,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
             "usage": None if choice is None else self._usage(choice),
             **self._shown_again,
         }
@@ -379,6 +378,7 @@ def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
         "safety_identifier": fields.safety_identifier,
         "text": {"format": _format_of(fields), "verbosity": "medium"},
         "tool_choice": fields.tool_choice or "auto",
+        "truncation": fields.truncation or "disabled",
         "tools": [_TOOL | function for function, _ in functions_of(fields)],
         "top_logprobs": fields.top_logprobs or 0,
         "user": fields.user,

@@ -27,12 +27,12 @@ class ResponsesReader(ChatReader):
     def __init__(self, fields: ResponsesFields, model: ServedModel) -> None:
         """Raises ApiError for what is wrong in any field."""
         self.asked = fields
-        with _by_own_names():
+        with _by_own_names(), _untruncated(fields):
             super().__init__(chat_of(fields), model)
 
     async def finish(self, request_id: str | None) -> Request:
         """As ChatReader."""
-        with _by_own_names():
+        with _by_own_names(), _untruncated(self.asked):
             return await super().finish(request_id)
 
 
@@ -50,3 +50,15 @@ def _by_own_names() -> Iterator[None]:
         message = name + _ANY.sub("text.format", error.message[found.end() :])
         param = name.partition(".")[0]
         raise ApiError(error.status, message, param, error.code, error.headers) from error
+
+
+@contextmanager
+def _untruncated(fields: ResponsesFields) -> Iterator[None]:
+    """Whoever lets us drop items, where a conversation is too long, hears that we drop none."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded" or fields.truncation != "auto":
+            raise
+        message = f"{error.message}; with truncation auto, too, this server drops no items"
+        raise ApiError(error.status, message, error.param, error.code, error.headers) from error

@@ -95,7 +95,7 @@ _REFUSED = (
     "return_token_ids",
     "return_tokens_as_token_ids",
 )
-_REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1, "truncation": "disabled"}
+_REFUSED_UNLESS = {"add_generation_prompt": True, "n": 1}
 _OF_CHATS = {
     "logprobs": f"include: {LOGPROBS}",
     "max_completion_tokens": "max_output_tokens",
@@ -118,6 +118,9 @@ def read_responses(body: bytes) -> ResponsesFields:
             raise bad_field(name, f"is called {own_name} here", "unsupported_parameter")
     if fields.input is None:
         raise ApiError(400, "input: this field is required", "input", "missing_field")
+    if fields.truncation not in (None, "auto", "disabled"):
+        what = f'expected "auto" or "disabled", got {quoted(fields.truncation)}'
+        raise bad_field("truncation", what)
     for name in fields.include or ():
         if name != LOGPROBS and name not in _BRING_NOTHING:
             raise not_served(f"include.{name}")

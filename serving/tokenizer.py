@@ -32,6 +32,8 @@ __all__ = [
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
+NO_CONFIG: Mapping[str, Any] = {}
+_FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.json
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -57,12 +59,17 @@ class Tokenizer:
         templates: Mapping[str, ChatTemplate],
         is_byte_level: bool,
         sorts_tools: bool = False,
+        config: Mapping[str, Any] = NO_CONFIG,
     ) -> None:
-        """special_tokens: what the template sees, bos_token and such. Use `from_dir`."""
+        """special_tokens: what the template sees, bos_token and such. Use `from_dir`.
+
+        config: tokenizer_config.json, of which `info` tells.
+        """
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._templates = dict(templates)
         self._sorts_tools = sorts_tools
+        self._config = config
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -106,7 +113,8 @@ class Tokenizer:
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
         is_byte_level = _is_byte_level(files.decoder)
-        return cls(files.backend, special_tokens, templates, is_byte_level, files.sorts_tools)
+        sorts = files.sorts_tools
+        return cls(files.backend, special_tokens, templates, is_byte_level, sorts, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; special tokens written in it count as such.
@@ -198,6 +206,24 @@ class Tokenizer:
         return template.render(messages, continue_final_message, **variables)
 
     @cached_property
+    def info(self) -> Mapping[str, Any]:
+        """tokenizer_config.json with tokens as texts and the chat template that is in use.
+
+        Names of files are left out. eos_token, bos_token, pad_token and chat_template are None
+        where there is none.
+        """
+        template = self._templates.get("default")
+        named = ("eos_token", "bos_token", "pad_token")
+        given = self._config.get("tokenizer_class")
+        return {
+            **{name: _plain(value) for name, value in self._config.items() if name not in _FILES},
+            **{name: self._special_tokens.get(name) for name in named},
+            "chat_template": None if template is None else template.source,
+            # What transformers reads any tokenizer.json with.
+            "tokenizer_class": given if isinstance(given, str) else "PreTrainedTokenizerFast",
+        }
+
+    @cached_property
     def call_form(self) -> CallForm:
         """The first form in which the chat template prints a call; the usual one if it has none.
 
@@ -276,6 +302,15 @@ def _read_templates(
         except ChatTemplateError as error:
             raise TokenizerError(f"{file}: {one_line(error)}") from error
     return templates
+
+
+def _plain(value: Any) -> Any:
+    """A value of tokenizer_config.json with its tokens as texts."""
+    if isinstance(value, dict):
+        if isinstance(value.get("content"), str):
+            return value["content"]
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _in_order(tools: Any) -> Any:

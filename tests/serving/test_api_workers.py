@@ -103,7 +103,7 @@ async def test_whichever_process_answers_speaks_for_all(tmp_path: Path) -> None:
     limits = ("--max-inflight-requests=3", "--max-queued-requests=1")
     async with (
         FakeCluster(network=alphabet, auto_step=False) as cluster,
-        serving(cluster, tmp_path, TWO, *limits) as server,
+        serving(cluster, tmp_path, TWO, *limits, "--enable-tokenizer-info-endpoint") as server,
         server.door(0) as first,
         server.door(1) as second,
         server.door(1) as third,
@@ -121,6 +121,8 @@ async def test_whichever_process_answers_speaks_for_all(tmp_path: Path) -> None:
             info = await info_of(http)
             assert (info["running"], info["queued"]) == (2, 0)
             assert info["max_inflight_requests"] == 3
+            assert (await http.get("/load")).json() == {"server_load": 2}
+            assert (await http.get("/tokenizer_info")).json()["eos_token"] == "<|im_end|>"
             read = await samples(http)
             assert [read["kvferry_num_running_reqs", p] for p in "01"] == [1, 1]
             assert [read["kvferry_requests_rejected_total", p] for p in "01"] == [0, 1]

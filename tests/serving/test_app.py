@@ -45,10 +45,14 @@ async def step_until_idle(live: Live) -> None:
 
 async def test_the_key_is_asked_everywhere_but_for_health_and_metrics() -> None:
     async with live_server(api_key="secret") as live:
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/ping", "/metrics"):
             assert (await live.http.get(path)).status_code == 200
         for path in ("/v1/models", "/get_server_info", "/flush_cache", "/no_such_path"):
             assert (await live.http.get(path)).status_code == 401
+        for path in ("/version", "/load", "/v1/loads", "/v1/models/", "/tokenizer_info"):
+            assert (await live.http.get(path)).status_code == 401
+        assert (await live.post("/reset_prefix_cache", {})).status_code == 401
+        assert (await live.post("/ping", {})).status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             response = await live.post("/v1/completions", ASK, **headers)
             assert response.status_code == 401
@@ -73,12 +77,6 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
             response = await live.http.post("/v1/completions", content=body)
             assert response.status_code == 400
             error_of(response)
-        response = await live.post("/v1/completions", {**ASK, "model": "other"})
-        assert response.status_code == 400
-        assert error_of(response)["param"] == "model"
-        assert error_of(response)["code"] == "model_not_found"
-        response = await live.http.get("/v1/models/other")
-        assert response.status_code == 404
 
         async def chunks() -> Any:
             for _ in range(4):
@@ -89,6 +87,32 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
             assert response.status_code == 413
             error_of(response)
         assert (await live.post("/v1/completions", ASK)).status_code == 200
+
+
+async def test_another_model_is_not_found_whichever_way_it_is_named() -> None:
+    """As at OpenAI: what falls back on a second model looks for this."""
+    async with live_server() as live:
+        messages = [{"role": "user", "content": "Hi!"}]
+        for path, body in (
+            ("/v1/completions", ASK),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "Hi!"}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/models/other", None),
+        ):
+            if body is None:
+                response = await live.http.get(path)
+            else:
+                response = await live.post(path, {**body, "model": "other"})
+            assert response.status_code == 404, path
+            error = error_of(response)
+            assert (error["type"], error["code"], error["param"]) == (
+                "invalid_request_error",
+                "model_not_found",
+                "model",
+            )
+            assert "the model 'other' does not exist" in error["message"]
 
 
 async def test_health_is_of_both_roles_and_requests_wait_for_the_one_that_is_gone() -> None:

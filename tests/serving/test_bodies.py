@@ -1,6 +1,7 @@
 """Bodies that are too large or do not come, over a real socket."""
 
 import asyncio
+import gzip
 import json
 import socket
 from itertools import product
@@ -46,6 +47,64 @@ async def test_a_body_larger_than_anyone_waits_for_is_refused_by_its_length() ->
                 assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
             writer.close()
             await writer.wait_closed()
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi!"}], "max_tokens": 1},
+    "/v1/completions": {"prompt": "Hi!", "max_tokens": 1},
+    "/v1/responses": {"input": "Hi!", "max_output_tokens": 1},
+    "/generate": {"text": "Hi!", "sampling_params": {"max_new_tokens": 1}},
+    "/tokenize": {"prompt": "Hi!"},
+    "/detokenize": {"tokens": [1]},
+    "/abort_request": {"rid": "none"},
+    "/drain": {"worker_id": "none"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_body_that_is_encoded_is_refused_by_its_header(path: str) -> None:
+    body = json.dumps(BODIES[path]).encode()
+    async with live_server(api_key="secret") as live:
+        key = {"Authorization": "Bearer secret"}
+        for coding in ("gzip", "GZIP", "br", "identity, gzip", "x" * 500):
+            # Whatever the body is: here it would be JSON.
+            for content in (body, gzip.compress(body)):
+                headers = key | {"Content-Encoding": coding}
+                response = await live.http.post(path, content=content, headers=headers)
+                error = response.json()["error"]
+                assert (response.status_code, error["code"]) == (415, "unsupported_encoding")
+                assert error["type"] == "invalid_request_error"
+                named = f"Content-Encoding: expected a body as it is (identity), got '{coding[:99]}"
+                assert error["message"].startswith(named)
+                assert response.headers["accept-encoding"] == "identity"
+                assert response.headers["x-request-id"]
+        for coding in ("identity", "Identity", ""):
+            headers = key | {"Content-Encoding": coding}
+            response = await live.http.post(path, content=body, headers=headers)
+            assert response.status_code == (404 if path == "/drain" else 200), response.text
+        response = await live.http.post(path, content=body, headers={"Content-Encoding": "gzip"})
+        assert response.status_code == 401  # first
+
+
+async def test_an_encoded_body_is_read_to_its_end_or_not_asked_for() -> None:
+    async with live_server(max_request_bytes=4 << 20) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+
+        def ask(rest: bytes) -> bytes:
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                sock.sendall(head + rest)
+                with sock.makefile("rb") as answer:
+                    return answer.read()  # to the end: the server closes
+
+        body = b"x" * (12 << 20)  # more than sockets hold
+        for rest in (
+            b"Content-Length: %d\r\n\r\n" % len(body) + body,
+            b"Content-Length: 99\r\nExpect: 100-continue\r\n\r\n",
+        ):
+            answer = await asyncio.to_thread(ask, rest)
+            assert answer.startswith(b"HTTP/1.1 415 ")
+            assert b'"code":"unsupported_encoding"' in answer
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:

@@ -124,6 +124,17 @@ def rendered(model: ServedModel, *messages: dict[str, Any]) -> str:
     return render(model, messages_of(fields, model), fields)
 
 
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_a_refusal_is_text_as_any_other_part(role: str, tmp_path: Path) -> None:
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    parts = [{"type": "text", "text": "Sorry."}, {"type": "refusal", "refusal": "No."}]
+    assert rendered(model, {"role": role, "content": parts}) == f"[{role}]Sorry.\nNo."
+    for wrong in ({"type": "refusal"}, {"type": "refusal", "refusal": 1, "text": "No."}):
+        where = r"messages\[0\].content\[0\].refusal: expected text"
+        with pytest.raises(ApiError, match=where):
+            rendered(model, {"role": role, "content": [wrong]})
+
+
 @pytest.mark.parametrize("calls", [None, []])
 def test_an_answer_comes_back_as_a_client_holds_it_with_null_in_what_it_has_not(
     calls: list[Any] | None, tmp_path: Path

@@ -160,6 +160,8 @@ def test_switches_are_turned_on_and_off() -> None:
     assert not off[0].disable_radix_cache
     assert not parse_front("--no-enable-metrics").enable_metrics
     assert parse_front("--enable-metrics").enable_metrics
+    assert not parse_front().enable_tokenizer_info_endpoint
+    assert parse_front("--enable-tokenizer-info-endpoint").enable_tokenizer_info_endpoint
 
 
 def test_the_address_and_queue_of_the_api_are_not_the_workers() -> None:

@@ -39,6 +39,21 @@ def test_a_whole_float_is_an_integer_to_both_openai_routes(name: str) -> None:
         assert type(fields.temperature) is float
 
 
+@pytest.mark.parametrize(
+    ("given", "count"), [(True, 1), (False, None), (None, None), (0, 0), (2, 2), (2.0, 2)]
+)
+def test_logprobs_of_completions_may_be_those_of_a_chat(given: Any, count: int | None) -> None:
+    asked = read_completion(sent(prompt="a", logprobs=given)).logprobs
+    assert (asked, type(asked)) == (count, type(count))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "n", "seed", "prompt_logprobs"])
+def test_no_other_integer_may_be_true(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_completion(sent(prompt="a", **{name: True}))
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
 def test_so_it_is_in_lists_and_in_objects_within() -> None:
     fields = read_completion(sent(prompt=[1.0, 2], logprobs=3.0, stop_token_ids=[4.0], top_k=-1.0))
     assert repr((fields.prompt, fields.logprobs, fields.top_k)) == "([1, 2], 3, -1)"

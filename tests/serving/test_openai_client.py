@@ -309,7 +309,6 @@ async def test_token_ids_and_prompt_logprobs_come_when_asked(api: Api) -> None:
     ("fields", "param"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"model": "no-such-model"}, "model"),
         ({"messages": []}, "messages"),
         ({"max_tokens": 10_000_000}, "max_tokens"),
         ({"n": 0}, "n"),
@@ -334,5 +333,8 @@ async def test_a_wrong_key_and_a_wrong_path_have_errors_of_their_own(api: Api) -
             await api.client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.NotFoundError):
         await api.client.models.retrieve("no-such-model")
+    with pytest.raises(openai.NotFoundError) as caught:
+        await api.client.chat.completions.create(model="no-such-model", messages=HELLO)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         await api.client.embeddings.create(model=api.model, input="a")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, Any]:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
     return int(head.split()[1]), json.loads(await reader.readexactly(length) or b"null")
+
+
+async def send_on(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x" * 100_000)
+        await writer.drain()
 
 
 def request(fields: bytes, body: bytes = ASK) -> bytes:
@@ -92,6 +99,42 @@ async def test_a_head_without_end_is_refused(begun: bytes, filling: bytes) -> No
         assert status == 431
         assert body["error"]["type"] == "invalid_request_error"
         assert body["error"]["code"] == "head_too_large"
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("begun", "status"), [(HEAD + b"X: ", 431), (b"no request\r\n", 400)], ids=["head", "garbage"]
+)
+async def test_who_sends_all_before_reading_hears_what_was_wrong(begun: bytes, status: int) -> None:
+    """Closed with bytes unread, a connection is reset, and the answer may be lost with it."""
+    async with live_server() as live:
+        host, port = live.url.removeprefix("http://").split(":")
+
+        def ask() -> bytes:
+            with socket.create_connection((host, int(port)), timeout=20) as sock:
+                sock.sendall(begun)
+                for _ in range(90):
+                    sock.sendall(b"x" * 10_000)
+                sock.sendall(b"\r\n\r\n")
+                with sock.makefile("rb") as answer:
+                    return answer.read()  # to the end: the server has no more to say
+
+        for _ in range(5):
+            answer = await asyncio.to_thread(ask)
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            assert answer.endswith(b"}")
+
+
+async def test_who_is_refused_and_goes_on_sending_is_cut_off() -> None:
+    async with live_server() as live:
+        reader, writer = await opened(live)
+        writer.write(b"no request\r\n\r\n")
+        status, _ = await answer_of(reader)
+        assert status == 400
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""
+            with pytest.raises(ConnectionError):
+                await send_on(writer)
         writer.close()
 
 

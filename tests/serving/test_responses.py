@@ -388,7 +388,7 @@ async def test_an_aborted_answer_is_cancelled() -> None:
         ({"background": True}, "background", "background: this server does not support it"),
         ({"conversation": "c"}, "conversation", "conversation: this server does not support it"),
         ({"prompt": {"id": "p"}}, "prompt", "prompt: this server does not support it"),
-        ({"truncation": "auto"}, "truncation", "truncation: this server does not support it"),
+        ({"truncation": "some"}, "truncation", 'truncation: expected "auto" or "disabled", got'),
         ({"n": 2}, "n", "n: this server does not support it"),
         ({"include": ["thoughts"]}, "include", "include.thoughts: this server does not support it"),
         (
@@ -431,6 +431,28 @@ async def test_what_is_wrong_or_not_served_is_refused_by_its_own_name(
         assert caught.value.param == param
         assert isinstance(caught.value.body, dict)
         assert caught.value.body["message"].startswith(message)
+
+
+@pytest.mark.parametrize("truncation", [None, "disabled", "auto"])
+async def test_what_does_not_fit_is_refused_however_it_may_be_truncated(
+    truncation: str | None,
+) -> None:
+    asked = ASK | {"max_output_tokens": 2, "truncation": truncation}
+    async with live_server() as live:
+        answer = (await live.post("/v1/responses", asked)).json()
+        assert shape_of(answer["output"]) == [("message", letters(2))]
+        assert answer["truncation"] == (truncation or "disabled")
+        for too_long in (
+            {"input": "a" * 40_000},  # seen before it is put into tokens
+            {"input": "a b " * 400},  # and after
+            {"input": [{"role": "user", "content": "a"}] * 600},
+            {"max_output_tokens": 600},
+        ):
+            response = await live.post("/v1/responses", asked | too_long)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["param"] == next(iter(too_long))
+            assert ("this server drops no items" in error["message"]) == (truncation == "auto")
 
 
 async def test_nothing_is_stored() -> None:
