@@ -4,6 +4,7 @@ A model is held to what its own chat template writes, which serving/tool_calls.p
 named as the tokens that they are; only a model without such a token writes them as text.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from serving.grammar import Form, Part, quoted_terminal, schema_rules, wrong
 from serving.parsing import Parsing
 from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat
 from serving.tokenizer import Tokenizer
+from transfer.wire import MAX_GRAMMAR_BYTES
 
 _SPACE: Final = r"/[ \n]{0,4}/"
 _NUMBER: Final = "/0|[1-9][0-9]{0,5}/"
@@ -83,9 +85,14 @@ def calls_form(
         what = f"at most {_MAX_TOOLS} where one must be called, got {len(functions)}"
         raise bad_field("tools", what)
     parts = []
+    left = MAX_GRAMMAR_BYTES  # of all of them: no more is read of tools that are too much together
     for number, function in enumerate(functions):
         place = places.get(function["name"], "tools")
         rules = {"name": f"args{number}", **_arguments(function, place)}
+        left -= len(json.dumps(rules))
+        if left < 0:
+            what = f"at most {MAX_GRAMMAR_BYTES} characters of parameters where one must be called"
+            raise bad_field("tools", what)
         parts.append(Part(rules, place, function["name"]))
     names = [function["name"] for function in functions]
     one = only is not None or parsing.one_call

@@ -178,15 +178,15 @@ def _can_count(node: Schema) -> bool:
     properties, required = node.get("properties"), node.get("required", [])
     if not (isinstance(properties, dict) and isinstance(required, list)):
         return True
-    needed = [name for name in properties if name in required]
+    needed = len(properties.keys() & {name for name in required if isinstance(name, str)})
     fewest, most = node.get("minProperties", 0), node.get("maxProperties")
-    if len(needed) == len(properties):
+    if needed == len(properties):
         return True
     return (
         node.get("additionalProperties") is False
         and isinstance(fewest, int | float)
-        and fewest <= len(needed) + 1
-        and most in (None, len(needed) + 1)
+        and fewest <= needed + 1
+        and most in (None, needed + 1)
     )
 
 

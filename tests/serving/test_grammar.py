@@ -490,6 +490,7 @@ async def test_tools_that_are_too_much_together_are_refused_together(texts: Text
         for i in range(2)
     ]
     parsing = Parsing("none", "hermes", {}, must_call=True)
-    with pytest.raises(ApiError) as caught:
-        await text_of(calls_form(parsing, tools, None, texts.tokenizer))
-    assert caught.value.param == "tool_choice"
+    with pytest.raises(ApiError, match="characters of parameters") as caught:
+        calls_form(parsing, tools, None, texts.tokenizer)
+    assert caught.value.param == "tools"
+    assert await text_of(calls_form(parsing, tools, "t1", texts.tokenizer))
