@@ -4,20 +4,24 @@ A model is held to what its own chat template writes, which serving/tool_calls.p
 named as the tokens that they are; only a model without such a token writes them as text.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from serving.conversation import function_name, named_functions
 from serving.errors import bad_field, quoted
-from serving.grammar import Form, quoted_terminal, schema_rules
+from serving.grammar import Form, Part, quoted_terminal, schema_rules, wrong
 from serving.parsing import Parsing
 from serving.tagged_text import CALL_FORMATS, THINK_BEGIN, THINK_END, CallFormat
 from serving.tokenizer import Tokenizer
+from transfer.wire import MAX_GRAMMAR_BYTES
 
 _SPACE: Final = r"/[ \n]{0,4}/"
 _NUMBER: Final = "/0|[1-9][0-9]{0,5}/"
 _TEXT: Final = "/(?s:.*)/"
 _MAX_TOOLS: Final = 512
+
+NO_PLACES: Final[Mapping[str, str]] = {}
 
 Mark = Callable[[str], str]
 
@@ -58,9 +62,17 @@ def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
 
 
 def calls_form(
-    parsing: Parsing, tools: Sequence[Mapping[str, Any]], only: str | None, tokenizer: Tokenizer
+    parsing: Parsing,
+    tools: Sequence[Mapping[str, Any]],
+    only: str | None,
+    tokenizer: Tokenizer,
+    places: Mapping[str, str] = NO_PLACES,
 ) -> Form:
-    """An answer of calls alone. only: of this tool, and one. Raises ApiError for a bad schema."""
+    """An answer of calls alone. only: of this tool, and one.
+
+    places: by name of a function, the path of its parameters in the request. Raises ApiError for a
+    bad schema.
+    """
     name = "tool_choice"
     functions = named_functions(tools)
     if only is not None:
@@ -73,16 +85,30 @@ def calls_form(
         what = f"at most {_MAX_TOOLS} where one must be called, got {len(functions)}"
         raise bad_field("tools", what)
     parts = []
+    left = MAX_GRAMMAR_BYTES  # of all of them: no more is read of tools that are too much together
     for number, function in enumerate(functions):
-        schema = function.get("parameters") or {"type": "object"}
-        try:
-            parts.append({"name": f"args{number}", **schema_rules("tools", schema)})
-        except (ValueError, TypeError, RecursionError) as error:
-            raise bad_field("tools", f"parameters of {function['name']!r}: {error}") from error
+        place = places.get(function["name"], "tools")
+        rules = {"name": f"args{number}", **_arguments(function, place)}
+        left -= len(json.dumps(rules))
+        if left < 0:
+            what = f"at most {MAX_GRAMMAR_BYTES} characters of parameters where one must be called"
+            raise bad_field("tools", what)
+        parts.append(Part(rules, place, function["name"]))
     names = [function["name"] for function in functions]
     one = only is not None or parsing.one_call
     lines = _FORMATS[parsing.tool_calls](names, one, _marker(tokenizer), tokenizer)
     return Form(name, {"lark_grammar": "\n".join(lines) + "\n"}, tuple(parts))
+
+
+def _arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The rules of them, which nobody is promised to the letter unless the function is strict."""
+    given = function.get("parameters")
+    # Without parameters there are no arguments.
+    schema = {"type": "object", **({"properties": {}} if given is None else given)}
+    try:
+        return schema_rules(place, schema, lenient=function.get("strict") is not True)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise wrong(place, f"of {function['name']!r}: {error}") from error
 
 
 # --- formats --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serving.errors import ApiError, from_request_error, not_served, quoted
 from serving.grammar_trial import GrammarTrial
+from serving.schemas import prepare
 from transfer.errors import Code, RequestError
 from transfer.wire import MAX_GRAMMAR_BYTES
 
@@ -43,11 +44,25 @@ class Form:
 
     name: str
     rules: Mapping[str, Any]
-    parts: tuple[Mapping[str, Any], ...] = ()
+    parts: tuple["Part", ...] = ()
+
+    @property
+    def field(self) -> str:
+        """That clients know."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A grammar with a name. place: the path of what in the request says it; owner: whose it is."""
+
+    rules: Mapping[str, Any]
+    place: str
+    owner: str
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """`json_schema` of a response_format. strict: it always is."""
+    """`json_schema` of a response_format. strict: what cannot be followed is refused."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -56,8 +71,12 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
+    """schema, strict: as SGLang, llama.cpp and Together have it, in place of json_schema."""
+
     type: str = "text"
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -124,30 +143,62 @@ async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str
     rules = [form.rules]
     if prefix:
         rules = [{"lark_grammar": prefix}, {"name": "answer", **form.rules}]
-    text = json.dumps({"grammars": [*rules, *form.parts]})  # of ASCII alone
+    text = _text([*rules, *(part.rules for part in form.parts)])
     _bound(form.name, text)
     try:
         fault = await trial.fault(text)
+        if fault:
+            raise await _blamed(form, fault, trial)
     except RequestError as error:
         if error.code is not Code.BAD_REQUEST:
             raise from_request_error(error) from error
-        fault = error.message
-    if fault:
-        raise wrong(form.name, fault)
+        raise wrong(form.name, error.message) from error
     return text
 
 
+async def _blamed(form: Form, fault: str, trial: GrammarTrial) -> ApiError:
+    """The fault, of the part that has it, looked for by halves; of the form, where none has it."""
+    parts = form.parts
+    while parts:
+        half = parts[: (len(parts) + 1) // 2]
+        own = await trial.fault(_any_of(half))
+        if own and len(half) == 1:
+            return wrong(half[0].place, f"of {half[0].owner!r}: {own}")
+        parts = half if own else parts[len(half) :]
+    return wrong(form.name, fault)
+
+
+def _any_of(parts: Sequence[Part]) -> str:
+    start = "start: " + " | ".join(f"@{part.rules['name']}" for part in parts)
+    return _text([{"lark_grammar": start}, *(part.rules for part in parts)])
+
+
+def _text(grammars: Sequence[Mapping[str, Any]]) -> str:
+    """Of ASCII alone."""
+    return json.dumps({"grammars": grammars})
+
+
 def wrong(name: str, message: str) -> ApiError:
-    """name: of a field, or of one inside it, whose own name clients know."""
-    return ApiError(400, f"{name}: {message}", name.partition(".")[0], "invalid_value")
+    """name: of a field, or of one inside it, whose own name clients know; of a list all of it."""
+    param = name if "[" in name else name.partition(".")[0]
+    return ApiError(400, f"{name}: {message}", param, "invalid_value")
 
 
-def schema_rules(name: str, schema: str | dict[str, Any]) -> dict[str, Any]:
-    """name: whose schema. Raises ApiError for a long one, ValueError for what is no JSON object."""
+def schema_rules(name: str, schema: str | dict[str, Any], lenient: bool = False) -> dict[str, Any]:
+    """name: whose schema. lenient: what llguidance lacks is left out, as far as it only narrows.
+
+    Raises ApiError for a long one, ValueError for what is no JSON object.
+    """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     _bound(name, text)
+    document = json.loads(text)
+    if isinstance(document, dict):
+        options = document.get("x-guidance")  # llguidance's own, which come before ours
+        if isinstance(options, dict):
+            lenient = options.get("lenient", lenient) is True
+        prepare(document, lenient)
     text = llguidance.LLMatcher.grammar_from_json_schema(
-        text, defaults={"whitespace_pattern": _SPACE}
+        json.dumps(document), defaults={"whitespace_pattern": _SPACE, "lenient": lenient}
     )
     return {"json_schema": json.loads(text)["grammars"][0]["json_schema"]}
 
@@ -155,9 +206,9 @@ def schema_rules(name: str, schema: str | dict[str, Any]) -> dict[str, Any]:
 # --- one function for each way to say it ----------------------------------------------------------
 
 
-def _schema(name: str, schema: str | dict[str, Any]) -> Form:
+def _schema(name: str, schema: str | dict[str, Any], lenient: bool = False) -> Form:
     try:
-        return Form(name, schema_rules(name, schema))
+        return Form(name, schema_rules(name, schema, lenient))
     except (ValueError, RecursionError) as error:
         raise wrong(name, f"expected a JSON schema: {error}") from error
 
@@ -215,13 +266,24 @@ def _response_format(name: str, asked: ResponseFormat) -> Form | None:
     match asked.type:
         case "text":
             return None
-        case "json_object":
-            return _schema(name, {"type": "object"})
-        case "json_schema":
-            if asked.json_schema is None or asked.json_schema.schema is None:
-                raise wrong(f"{name}.json_schema.schema", "is required")
-            return _schema(name, asked.json_schema.schema)
+        case "json_object" | "json_schema":
+            return _json_format(name, asked)
     raise wrong(f"{name}.type", f"text, json_object or json_schema, got {quoted(asked.type)}")
+
+
+def _json_format(name: str, asked: ResponseFormat) -> Form:
+    where, given = f"{name}.json_schema.schema", asked.json_schema
+    schema = None if given is None else given.schema
+    strict = asked.strict if given is None else given.strict
+    if asked.schema is not None:
+        if given is not None:
+            raise wrong(f"{name}.schema", f"cannot go with {name}.json_schema")
+        where, schema = f"{name}.schema", asked.schema
+    if schema is not None:
+        return _schema(where, schema, lenient=strict is not True)
+    if asked.type == "json_schema":
+        raise wrong(where, "is required")
+    return _schema(name, {"type": "object"})
 
 
 def _structured_outputs(name: str, asked: StructuredOutputs) -> Form | None:

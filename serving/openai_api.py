@@ -1,7 +1,7 @@
 """Turns the fields of OpenAI's requests, chat and completions, into what is to be generated."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 from serving.call_grammar import calls_form, must_be_calls, named_tool, thought_prefix
 from serving.conversation import (
     allowed_tools,
+    function_name,
     messages_of,
     named_functions,
     render_prompt,
@@ -160,6 +161,7 @@ class ChatReader:
     def __init__(self, fields: ChatFields, model: ServedModel) -> None:
         """Raises ApiError for what is wrong in any field."""
         check_model(fields.model, model)
+        self._given_tools = fields.tools or ()
         tools, choice = allowed_tools(fields)
         fields = msgspec.structs.replace(fields, tools=tools, tool_choice=choice)
         self._fields = fields
@@ -190,12 +192,19 @@ class ChatReader:
         form = form_of(fields, fields.min_tokens, model.eos_ids)
         if not self.parsing.must_call:
             return form
-        if form is not None:
+        # A response format is of the text, of which such an answer has none; agents send it always.
+        if form is not None and form.field != "response_format":
             raise bad_field("tool_choice", f"that asks for calls cannot go with {form.name}")
         only = named_tool(fields.tool_choice)
-        form = calls_form(self.parsing, fields.tools or (), only, model.tokenizer)
+        places = self._places_of_parameters()
+        form = calls_form(self.parsing, fields.tools or (), only, model.tokenizer, places)
         check_end(form, fields, fields.min_tokens, model.eos_ids)
         return form
+
+    def _places_of_parameters(self) -> Mapping[str, str]:
+        """By name of a function: their path in the request."""
+        named = enumerate(map(function_name, self._given_tools))
+        return {name: f"tools[{i}].function.parameters" for i, name in named if name is not None}
 
     async def finish(self, request_id: str | None) -> Request:
         """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""

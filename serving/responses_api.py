@@ -1,13 +1,13 @@
 """Turns the fields of a Responses request into what is to be generated: that of a chat."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
 from serving.protocol import Request, ServedModel
-from serving.responses_fields import ResponsesFields, chat_of
+from serving.responses_fields import ResponsesFields, chat_of, places_of_parameters
 
 # Fields of a chat, as a message has them, and what they are called here.
 _NAMES = {
@@ -34,6 +34,9 @@ class ResponsesReader(ChatReader):
         """As ChatReader."""
         with _by_own_names(), _untruncated(self.asked):
             return await super().finish(request_id)
+
+    def _places_of_parameters(self) -> Mapping[str, str]:
+        return places_of_parameters(self.asked)
 
 
 @contextmanager

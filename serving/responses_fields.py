@@ -154,9 +154,16 @@ def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]
     Raises ApiError for what is no function.
     """
     allowed = _allowed(fields.tool_choice)
-    for function, namespace in _all_functions(fields):
+    for function, namespace, _ in _all_functions(fields):
         if allowed is None or function["name"] in allowed:
             yield function, namespace
+
+
+def places_of_parameters(fields: ResponsesFields) -> dict[str, str]:
+    """By name of a function: the path of its parameters."""
+    return {
+        function["name"]: f"{where}.parameters" for function, _, where in _all_functions(fields)
+    }
 
 
 def _allowed(choice: str | dict[str, Any] | None) -> frozenset[str] | None:
@@ -171,20 +178,22 @@ def _allowed(choice: str | dict[str, Any] | None) -> frozenset[str] | None:
     return frozenset(name for name in named if isinstance(name, str))
 
 
-def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]]:
+def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Each with its namespace or "", and its path."""
     for place, tool in enumerate(fields.tools or ()):
         where = f"tools[{place}]"
         if tool.get("type") == "function":
             check_function(tool, where)
-            yield tool, ""
+            yield tool, "", where
         elif tool.get("type") == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list):
                 raise wrong_type(f"{where}.tools", f"a list, got {quoted(inner)}")
             for i, one in enumerate(inner):
                 if isinstance(one, dict) and one.get("type") == "function":
-                    check_function(one, f"{where}.tools[{i}]")
-                    yield one, _name_of(tool, where)
+                    path = f"{where}.tools[{i}]"
+                    check_function(one, path)
+                    yield one, _name_of(tool, where), path
 
 
 def _name_of(tool: dict[str, Any], where: str) -> str:
@@ -221,6 +230,6 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if given is None:
         return None
     if given.type != "json_schema":
-        return ResponseFormat(given.type)
+        return ResponseFormat(given.type, schema=given.schema, strict=given.strict)
     schema = JsonSchemaFormat(given.schema, given.name, given.description, given.strict)
     return ResponseFormat(given.type, schema)

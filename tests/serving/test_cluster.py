@@ -214,6 +214,39 @@ async def test_the_official_client_gets_objects_of_its_own_class(cluster: Cluste
         assert worker["compiles_after_ready"] == 0
 
 
+async def test_no_property_is_added_to_those_that_a_schema_lists(cluster: Cluster) -> None:
+    listed = {"type": "object", "properties": {"harbour": {"enum": ["north", "south"]}}}
+    ask: dict[str, Any] = {"model": cluster.model, "temperature": 1.5, "max_tokens": 80}
+    ask["messages"] = [{"role": "user", "content": "When does the ferry leave?"}]
+
+    async def objects(schema: dict[str, Any], kind: str) -> list[Any]:
+        """What was written for the schema; None where it had no end."""
+        function: Any = {"name": "book", "parameters": schema}
+        how: dict[str, Any] = {"response_format": {"type": "json_schema", "schema": schema}}
+        if kind == "call":  # which is made whatever the response format
+            how |= {"tools": [{"type": "function", "function": function}]}
+            how |= {"tool_choice": "required", "parallel_tool_calls": False}
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+            made = (client.chat.completions.create(**ask, **how, seed=seed) for seed in range(8))
+            answers = [answer.choices[0] for answer in await asyncio.gather(*made)]
+        texts = [
+            answer.message.tool_calls[0].function.arguments
+            if answer.message.tool_calls
+            else answer.message.content or ""
+            for answer in answers
+        ]
+        ended = [answer.finish_reason in ("stop", "tool_calls") for answer in answers]
+        return [json.loads(text) if ok else None for text, ok in zip(texts, ended, strict=True)]
+
+    for kind in ("text", "call"):
+        closed = await objects(listed, kind)
+        assert all(found is not None and found.keys() <= {"harbour"} for found in closed), closed
+    # The same seeds, and a schema that says that there may be others.
+    opened = await objects(listed | {"additionalProperties": True}, "text")
+    assert any(found is None or found.keys() - {"harbour"} for found in opened), opened
+    cluster.settled()
+
+
 async def test_responses_are_the_chats_that_they_ask_for(cluster: Cluster) -> None:
     question = "Tell me about the ferry."
     ask: dict[str, Any] = {"model": cluster.model, "temperature": 0}

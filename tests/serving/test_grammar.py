@@ -6,7 +6,6 @@ from typing import Any
 
 import llguidance
 import msgspec
-import numpy as np
 import pytest
 
 from model.tokenizer_files import read_tokenizer
@@ -23,7 +22,7 @@ from serving.tagged_text import CALL_FORMATS
 from serving.tokenizer import Tokenizer
 from serving.tool_calls import Tools
 from tests.serving.live import EOS, MODEL_PATH
-from transfer.grammar_limits import LIMITS
+from tests.serving.texts import Texts
 
 EOS_IDS = (EOS,)
 SCHEMA = {
@@ -45,41 +44,6 @@ MARKERS = (
     *("<｜tool▁sep｜>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
     *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
 )
-
-
-class Texts:
-    """A tokenizer, and what a grammar makes of texts with it."""
-
-    def __init__(self, markers: tuple[str, ...] = ()) -> None:
-        files = read_tokenizer(MODEL_PATH)
-        files.backend.add_special_tokens([*markers])
-        self.tokenizer = Tokenizer(files.backend, {}, {}, is_byte_level=True)
-        self.vocab_size = self.tokenizer.vocab_size
-        self._ll = llguidance.LLTokenizer(files.backend.to_str(), self.vocab_size, [EOS])
-
-    def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self._ll, grammar, log_level=0, limits=LIMITS)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
-
-    def takes(self, grammar: str, text: str) -> bool:
-        """Whether the text, to its end, is one of the grammar's."""
-        matcher, ids = self.matcher(grammar), self.tokenizer.encode(text, False)
-        return all(matcher.consume_token(token_id) for token_id in [*ids, EOS])
-
-    def drawn(self, grammar: str, seed: int, most: int = 600) -> str:
-        """A text of random tokens that the grammar allows."""
-        matcher, rng, ids = self.matcher(grammar), np.random.default_rng(seed), []
-        for _ in range(most):
-            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
-            # Short ways to the end, lest a thought goes on for ever.
-            ends = [token_id for token_id in allowed.tolist() if token_id >= 1017]
-            ids.append(ends[0] if ends and rng.random() < 0.3 else int(rng.choice(allowed)))
-            if ids[-1] == EOS:
-                return self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
-            assert matcher.consume_token(ids[-1])
-        raise AssertionError(f"no end in sight: {self.tokenizer.decode(ids, False)}")
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +158,45 @@ async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
     assert not texts.takes(grammar, RIGHT.replace(", ", ",\n\n"))
 
 
+BEYOND = {"schema": {"not": {"type": "string"}}}
+LIKE_SCHEMA: list[dict[str, Any]] = [
+    {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    {"type": "json_schema", "schema": SCHEMA},
+    {"type": "json_schema", "schema": SCHEMA, "json_schema": None},
+    {"type": "json_object", "schema": SCHEMA},
+    {"type": "json_object", "json_schema": {"schema": SCHEMA}},
+]
+
+
+@pytest.mark.parametrize("asked", LIKE_SCHEMA)
+def test_a_schema_may_stand_in_a_response_format_itself(asked: dict[str, Any]) -> None:
+    first = form_asked(response_format=LIKE_SCHEMA[0])
+    assert form_asked(response_format=asked).rules == first.rules
+
+
+@pytest.mark.parametrize(("strict", "is_followed"), [(None, True), (False, True), (True, False)])
+async def test_what_only_narrows_is_left_out_where_nobody_is_strict(
+    texts: Texts, strict: bool | None, is_followed: bool
+) -> None:
+    schema = {"properties": {"a": {"type": "array", "uniqueItems": True, "maxItems": 2}}}
+    asked = {"json_schema": {"schema": {"type": "object", **schema}, "strict": strict}}
+    form = form_asked(response_format={"type": "json_schema", **asked})
+    if is_followed:
+        grammar = await text_of(form)
+        assert texts.takes(grammar, '{"a": [1, 1]}')
+        assert not texts.takes(grammar, '{"a": [1, 1, 1]}')
+    else:
+        with pytest.raises(ApiError, match="uniqueItems"):
+            await text_of(form)
+
+
+async def test_options_of_a_schema_are_those_of_its_grammar(texts: Texts) -> None:
+    loose = {"x-guidance": {"lenient": True, "whitespace_pattern": ""}, **BEYOND["schema"]}
+    grammar = await text_of(form_asked(guided_json=loose))
+    assert texts.takes(grammar, "[1,2]")
+    assert not texts.takes(grammar, "[1, 2]")
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -213,6 +216,20 @@ async def test_json_has_little_space_between_its_tokens(texts: Texts) -> None:
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 2}}, "json_schema: "),
         ({"guided_json": {"not": {"type": "string"}}}, "guided_json: "),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "foo"}}}, "schema: Inv"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": BEYOND | {"strict": True}}},
+            'response_format.json_schema.schema: Unimplemented keys: ["not"]',
+        ),
+        (
+            {"response_format": {"type": "json_schema", **BEYOND, "strict": True}},
+            "response_format.schema: Unimplemented",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": {}, "json_schema": BEYOND}},
+            "response_format.schema: cannot go with response_format.json_schema",
+        ),
+        ({"structured_outputs": {"json": BEYOND["schema"]}}, "structured_outputs.json: Unimp"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot go with"),
@@ -436,3 +453,44 @@ async def test_a_tool_may_have_any_name_and_no_parameters(texts: Texts) -> None:
     grammar = await text_of(calls_form(parsing, tools, None, texts.tokenizer))
     call = json.dumps({"name": 'say "é"\n', "arguments": {}}, ensure_ascii=False)
     assert texts.takes(grammar, f"<tool_call>\n{call}\n</tool_call>")
+
+
+async def test_a_tool_without_parameters_has_no_arguments(texts: Texts) -> None:
+    for function in ({"name": "now"}, {"name": "now", "parameters": None}):
+        parsing = Parsing("none", "llama3", {"now": {}}, must_call=True)
+        grammar = await text_of(
+            calls_form(parsing, [{"function": function}], None, texts.tokenizer)
+        )
+        assert texts.takes(grammar, '{"name": "now", "parameters": {}}')
+        assert not texts.takes(grammar, '{"name": "now", "parameters": {"a": 1}}')
+
+
+async def test_of_many_tools_the_one_that_cannot_be_followed_is_named(texts: Texts) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    for bad, number in ((0, 1), (0, 4), (3, 4), (4, 5), (5, 7)):
+        tools: list[dict[str, Any]] = [
+            {"function": {"name": f"t{i}", "strict": i == bad, "parameters": parameters}}
+            for i in range(number)
+        ]
+        places = {f"t{i}": f"tools[{i}].function.parameters" for i in range(number)}
+        parsing = Parsing("none", "hermes", {}, must_call=True)
+        form = calls_form(parsing, tools, None, texts.tokenizer, places)
+        with pytest.raises(ApiError) as caught:
+            await text_of(form)
+        assert caught.value.param == f"tools[{bad}].function.parameters"
+        assert f"'t{bad}': Unimplemented keys" in caught.value.message
+        tools[bad]["function"]["strict"] = False
+        assert await text_of(calls_form(parsing, tools, None, texts.tokenizer, places))
+
+
+async def test_tools_that_are_too_much_together_are_refused_together(texts: Texts) -> None:
+    words = {"enum": ["x" * 100 + str(number) for number in range(700)]}
+    tools = [
+        {"function": {"name": f"t{i}", "parameters": {"properties": {"a": words}}}}
+        for i in range(2)
+    ]
+    parsing = Parsing("none", "hermes", {}, must_call=True)
+    with pytest.raises(ApiError, match="characters of parameters") as caught:
+        calls_form(parsing, tools, None, texts.tokenizer)
+    assert caught.value.param == "tools"
+    assert await text_of(calls_form(parsing, tools, "t1", texts.tokenizer))

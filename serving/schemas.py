@@ -1,0 +1,228 @@
+"""JSON schemas made ready for a grammar: closed where that is safe, and without what says nothing.
+
+A model that may add properties adds them until its tokens end, so an object that lists what it has
+is closed unless it says otherwise. What a closed one takes the open one takes, too, as long as no
+other schema speaks of the same value: two closed ones that know different properties take nothing.
+A schema beside which there is no such other is called alone here.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+Schema = dict[str, Any]
+
+# Those of llguidance 1.9, which refuses others, though the standard has all of them annotate.
+FORMATS: Final = frozenset(
+    [
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "unknown",
+        "uri",
+        "uuid",
+    ]
+)
+# Speak of the same value as the keywords beside them.
+_IN_PLACE: Final = frozenset(
+    [
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "enum",
+        "const",
+    ]
+)
+_OF_OBJECTS: Final = frozenset(
+    [
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ]
+)
+_OF_ARRAYS: Final = frozenset(["items", "prefixItems", "additionalItems", "unevaluatedItems"])
+_SPEAKS: Final = _IN_PLACE | _OF_OBJECTS | _OF_ARRAYS
+_ONE_SCHEMA: Final = ("items", "additionalItems", "additionalProperties")
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_BY_NAME: Final = ("properties", "patternProperties")
+# Of a pattern: what llguidance does not follow, else an escape or a class, which may hold anything.
+_PATTERN_PARTS: Final = re.compile(
+    r"(?P<beyond>\\[1-9kbB]|\(\?<?[=!]|(?<!\A)\^|\$(?!\Z))|\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL
+)
+
+
+def prepare(root: Schema, lenient: bool) -> None:
+    """Changes a document that nobody else holds.
+
+    lenient: what llguidance cannot follow is left out, not refused; it is told so as well.
+    """
+    walk = _Walk(root, lenient)
+    for node, alone in walk.reached():
+        if alone and walk.follows_all and _may_close(node):
+            node["additionalProperties"] = False
+            node.pop("unevaluatedProperties", None)
+        if lenient and not _can_count(node):
+            node.pop("minProperties", None)
+            node.pop("maxProperties", None)
+        for name in node.keys() & _SAYS_NOTHING.keys():
+            if _SAYS_NOTHING[name](node[name]):
+                del node[name]
+        if lenient and _is_beyond(node.get("pattern")):
+            del node["pattern"]
+
+
+def _may_close(node: Schema) -> bool:
+    """Whether it lists properties, says nothing of others, and needs none of them."""
+    properties, required = node.get("properties"), node.get("required", [])
+    fewest = node.get("minProperties", 0)
+    if not (isinstance(properties, dict) and isinstance(required, list)):
+        return False
+    if not (isinstance(fewest, int | float) and fewest <= len(properties)):
+        return False
+    if node.keys() & {"additionalProperties", "patternProperties", "propertyNames"}:
+        return False
+    if node.get("unevaluatedProperties", False) is not False:
+        return False
+    return all(isinstance(name, str) and name in properties for name in required)
+
+
+class _Walk:
+    """Every schema that the root comes to. Others, as in `not`, are in no grammar."""
+
+    def __init__(self, root: Schema, lenient: bool) -> None:
+        self._root = root
+        self._lenient = lenient
+        self._alone: dict[int, bool] = {}  # by identity: as it was come to
+        self.follows_all = True  # what a reference names that is not found might be anything
+
+    def reached(self) -> list[tuple[Schema, bool]]:
+        """Each once, with whether it is alone however it is come to. None is nested too deeply."""
+        found: dict[int, Schema] = {}
+        todo = [(self._root, True)]
+        while todo:
+            node, alone = todo.pop()
+            if not self._alone.get(id(node), True) or (alone and id(node) in found):
+                continue
+            found[id(node)], self._alone[id(node)] = node, alone
+            todo += self._below(node, self._is_alone(node, alone))
+        return [(node, self._is_alone(node, self._alone[key])) for key, node in found.items()]
+
+    def _is_alone(self, node: Schema, alone: bool) -> bool:
+        """Whether no two parts of a schema that was come to so speak of one value."""
+        spoken = node.keys() & _SPEAKS
+        if not alone or (len(spoken) > 1 and spoken & _IN_PLACE) or "patternProperties" in spoken:
+            return False
+        members = node.get("allOf")
+        if isinstance(members, list) and len(members) > 1:
+            return False
+        # One of two open objects may take what the other takes, which closed ones would hide. Where
+        # that does not matter (lenient: any of them will do) they are as good as anyOf.
+        return self._lenient or "oneOf" not in spoken
+
+    def _below(self, node: Schema, alone: bool) -> Iterator[tuple[Schema, bool]]:
+        if node is not self._root and isinstance(node.get("$id", node.get("id")), str):
+            self.follows_all = False  # references inside of it begin there
+        inner = [node.get(name) for name in _ONE_SCHEMA]
+        for name in _LISTS:
+            if isinstance(members := node.get(name), list):
+                inner += members
+        for name in _BY_NAME:
+            if isinstance(named := node.get(name), dict):
+                inner += named.values()
+        if isinstance(ref := node.get("$ref"), str):
+            inner.append(self._named(ref))
+        yield from ((one, alone) for one in inner if isinstance(one, dict))
+
+    def _named(self, ref: str) -> Any:
+        """What a JSON pointer names; nothing for another reference, or where there is nothing."""
+        at: Any = self._root
+        head, *steps = unquote(ref).split("/")
+        for step in steps:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list):
+                at = at[int(name)] if name.isdecimal() and int(name) < len(at) else None
+            else:
+                at = at.get(name) if isinstance(at, dict) else None
+        if head != "#" or at is None:
+            self.follows_all = False
+            return None
+        return at
+
+
+def _can_count(node: Schema) -> bool:
+    """Whether llguidance can count its properties, as it knows of optional ones one and no more.
+
+    Where it cannot and shall be lenient, it would count others alone, and make the model add some.
+    """
+    properties, required = node.get("properties"), node.get("required", [])
+    if not (isinstance(properties, dict) and isinstance(required, list)):
+        return True
+    needed = len(properties.keys() & {name for name in required if isinstance(name, str)})
+    fewest, most = node.get("minProperties", 0), node.get("maxProperties")
+    if needed == len(properties):
+        return True
+    return (
+        node.get("additionalProperties") is False
+        and isinstance(fewest, int | float)
+        and fewest <= needed + 1
+        and most in (None, needed + 1)
+    )
+
+
+# --- what says nothing, or nothing that can be followed -------------------------------------------
+
+
+def _takes_all(value: Any) -> bool:
+    return value is True or value == {}
+
+
+def _takes_every_name(value: Any) -> bool:
+    """Names are strings all of them."""
+    if not isinstance(value, dict):
+        return value is True
+    said = value.keys() - {"title", "description", "$comment"}
+    return not said or (said == {"type"} and value["type"] == "string")
+
+
+def _is_empty(value: Any) -> bool:
+    return bool(value == {})
+
+
+_SAYS_NOTHING: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "dependencies": _is_empty,
+    "dependentRequired": _is_empty,
+    "dependentSchemas": _is_empty,
+    "format": lambda value: isinstance(value, str) and value not in FORMATS,
+    "propertyNames": _takes_every_name,
+    "unevaluatedItems": _takes_all,
+    "unevaluatedProperties": _takes_all,
+    "uniqueItems": lambda value: value is False,
+}
+
+
+def _is_beyond(pattern: Any) -> bool:
+    """Whether it looks around or back, which no grammar of tokens can."""
+    if not isinstance(pattern, str):
+        return False
+    return any(part["beyond"] for part in _PATTERN_PARTS.finditer(pattern))
