@@ -29,7 +29,10 @@ SIGN_OF_LIFE_S = 0.5  # from either end
 SILENCE_S = (
     3.0  # and who gives none for so long is lost: killed peers break the stream, hung do not
 )
-_FAREWELL_S = 1.0  # for members to have left before their leader
+_FAREWELL_S = 3.0  # for members to have left before their leader
+# JAX's service ends with the leader, and aborts a member that is not gone by then: this long they
+# may take from the last that is heard of them to their ends.
+_ENDING_S = 0.5
 
 AllCame = Callable[[Mapping[str, str]], Coroutine[Any, Any, str]]
 
@@ -133,6 +136,8 @@ class Leader:
         try:
             while not feed.is_over and rank in self._feeds:
                 yield await feed.take()
+            if feed.is_over and feed.is_well:  # the member closes it, when it ends
+                await asyncio.sleep(_FAREWELL_S)
         finally:
             listening.cancel()
             self._gone(rank, feed)
@@ -188,6 +193,7 @@ class Leader:
         if self._feeds:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_follows.wait(), _FAREWELL_S)
+            await asyncio.sleep(_ENDING_S)
 
     def _offer(self, call: DeviceCall) -> None:
         for feed in self._feeds.values():
@@ -203,7 +209,7 @@ class _Feed:
         self.compiles_after_ready = 0  # in its member
         self._calls: list[DeviceCall] = []
         self._ending = False
-        self._is_well = False
+        self.is_well = False  # what is told last
         self._changed = asyncio.Event()
 
     def offer(self, call: DeviceCall) -> None:
@@ -211,7 +217,7 @@ class _Feed:
         self._changed.set()
 
     def end(self, is_well: bool) -> None:
-        self._ending, self._is_well = True, is_well
+        self._ending, self.is_well = True, is_well
         self._changed.set()
 
     async def take(self) -> DeviceCalls:
@@ -222,6 +228,6 @@ class _Feed:
             return DeviceCalls()
         self._changed.clear()
         self.is_over = self._ending
-        told = DeviceCalls(tuple(self._calls), self._is_well)
+        told = DeviceCalls(tuple(self._calls), self.is_well)
         self._calls.clear()
         return told

@@ -226,6 +226,25 @@ async def test_a_leader_that_slept_blames_nobody(
     await asyncio.wait_for(running, 5)
 
 
+async def test_a_leader_stays_until_its_members_have_left_not_until_they_are_told(
+    led: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX aborts a member that finds its leader gone before it is gone itself."""
+    monkeypatch.setattr(group, "_FAREWELL_S", 60.0)
+    client = led.client()
+    stream: Any = client.stream("Follow", Follow(1), DeviceCalls)
+    await anext(stream)
+    dismissing = asyncio.create_task(led.leader.dismiss())
+    while not (await anext(stream)).is_last:
+        pass
+    await asyncio.sleep(2 * group._ENDING_S)  # told long ago, and busy with its end
+    assert not dismissing.done()
+    await stream.aclose()
+    await asyncio.wait_for(dismissing, 5)
+    assert not led.lost
+    await client.close()
+
+
 async def test_only_members_may_follow_and_each_once(led: Group) -> None:
     client = led.client()
     for rank in (0, 2, -1):
