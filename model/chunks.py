@@ -243,14 +243,17 @@ class ChunkPrograms[Q: ChunkPrompt]:
         params, pool, experts: their shapes.
         """
         self._nowhere = pool.shape[2] // self._dp_size * self._model.page_size
-        mesh, of_params = self._model.mesh, self._model.param_specs()
+        model = self._model
+        mesh, of_params = model.mesh, model.param_specs()
         told = (told_spec(mesh),) * 3
         given, gives = (of_params, POOL_SPEC, RANKS, RANKS), (POOL_SPEC, RANKS, RANKS)
         if self._apart:
-            chunk = on_ranks(mesh, self._chunk_alone, (*given, P(), RANKS), (*gives, RANKS))
+            chunk = on_ranks(
+                mesh, partial(_chunk_alone, model), (*given, P(), RANKS), (*gives, RANKS)
+            )
         else:
             asked = (*given, P(), RANKS, P(), RANKS)
-            chunk = on_ranks(mesh, self._chunk_whole, asked, (*gives, *told))
+            chunk = on_ranks(mesh, partial(_chunk_whole, model), asked, (*gives, *told))
         for tokens in self.buckets.tokens:
             for num_pages in self._lists(tokens):
                 batch, last_rows, wants, targets = self._chunk_shapes(tokens, num_pages)
@@ -259,64 +262,15 @@ class ChunkPrograms[Q: ChunkPrompt]:
                 name = f"chunk[tokens={tokens}, pages={num_pages}]"
                 self._chunk[tokens, num_pages] = Program(name, chunk, args, (1, len(args) - 1))
         if self._apart:
-            logprobs = on_ranks(mesh, self._prompt_logprobs, (of_params, RANKS, RANKS), told)
+            logprobs = on_ranks(
+                mesh, partial(_prompt_logprobs, model), (of_params, RANKS, RANKS), told
+            )
             for tokens in self.buckets.tokens:
                 *_, targets = self._chunk_shapes(tokens, self.buckets.pages)
                 args = (params, self._hidden_shape(tokens), targets)
                 self._logprobs[tokens] = Program(f"logprobs[tokens={tokens}]", logprobs, args)
         self._sample = [self._sample_program(asks, width) for asks, width in self._kinds]
         return [*self._chunk.values(), *self._logprobs.values(), *self._sample]
-
-    def _chunk_alone(
-        self,
-        params: Any,
-        pool: Array,
-        batch: ChunkBatch,
-        last_rows: Array,
-        expert_map: ExpertMap | None,
-        loads: Array | None,
-    ) -> tuple[Array | None, ...]:
-        """One rank's chunk: pool, loads, logits f32[seqs, vocab], hidden states [T, hidden]."""
-        batch = batch._replace(num_pages_used=batch.num_pages_used[0])
-        hidden, pool, loads = prefill_rows(self._model, params, pool, batch, expert_map, loads)
-        return pool, loads, row_logits(self._model, params, hidden[last_rows]), hidden
-
-    def _chunk_whole(
-        self,
-        params: Any,
-        pool: Array,
-        batch: ChunkBatch,
-        last_rows: Array,
-        wants: Array,
-        targets: Array,
-        expert_map: ExpertMap | None,
-        loads: Array | None,
-    ) -> tuple[Array | None, ...]:
-        """With `_prompt_logprobs` in the place of hidden states, zeros unless wanted.
-
-        wants is the same on all ranks: what it decides has collectives in it.
-        """
-        args = params, pool, batch, last_rows, expert_map, loads
-        pool_, loads, logits, hidden = self._chunk_alone(*args)
-        assert hidden is not None
-        shapes = jax.eval_shape(self._logprobs_of, params, hidden, targets)
-        asked = jax.lax.cond(
-            wants,
-            lambda: self._logprobs_of(params, hidden, targets),
-            lambda: jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes),
-        )
-        return pool_, loads, logits, *tell_host(self._model.mesh, asked)
-
-    def _prompt_logprobs(self, params: Any, hidden: Array, targets: Array) -> Any:
-        return tell_host(self._model.mesh, self._logprobs_of(params, hidden, targets))
-
-    def _logprobs_of(
-        self, params: Any, hidden: Array, targets: Array
-    ) -> tuple[Array, Array, Array]:
-        """Logprobs f32[T], and of the best i32[T, 20] and f32[T, 20]."""
-        block = min(_LOGPROB_BLOCK, hidden.shape[0])
-        logits = partial(row_logits, self._model, params)
-        return prompt_logprobs(logits, hidden, targets, block)
 
     def _chunk_shapes(self, tokens: int, pages: int) -> tuple[Any, ...]:
         mesh, seqs = self._model.mesh, self.buckets.seqs
@@ -346,6 +300,61 @@ class ChunkPrograms[Q: ChunkPrompt]:
         sample_ranks = on_ranks(mesh, function, (RANKS,) * len(shapes), told_spec(mesh))
         args = abstract_of(shapes, mesh, RANKS)
         return Program(f"sample[{asks.name.lower()}, history={width}]", sample_ranks, args)
+
+
+def _chunk_alone(
+    model: Model,
+    params: Any,
+    pool: Array,
+    batch: ChunkBatch,
+    last_rows: Array,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
+) -> tuple[Array | None, ...]:
+    """One rank's chunk: pool, loads, logits f32[seqs, vocab], hidden states [T, hidden]."""
+    batch = batch._replace(num_pages_used=batch.num_pages_used[0])
+    hidden, pool, loads = prefill_rows(model, params, pool, batch, expert_map, loads)
+    return pool, loads, row_logits(model, params, hidden[last_rows]), hidden
+
+
+def _chunk_whole(
+    model: Model,
+    params: Any,
+    pool: Array,
+    batch: ChunkBatch,
+    last_rows: Array,
+    wants: Array,
+    targets: Array,
+    expert_map: ExpertMap | None,
+    loads: Array | None,
+) -> tuple[Array | None, ...]:
+    """With `_prompt_logprobs` in the place of hidden states, zeros unless wanted.
+
+    wants is the same on all ranks: what it decides has collectives in it.
+    """
+    args = params, pool, batch, last_rows, expert_map, loads
+    pool_, loads, logits, hidden = _chunk_alone(model, *args)
+    assert hidden is not None
+    shapes = jax.eval_shape(partial(_logprobs_of, model), params, hidden, targets)
+    asked = jax.lax.cond(
+        wants,
+        lambda: _logprobs_of(model, params, hidden, targets),
+        lambda: jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes),
+    )
+    return pool_, loads, logits, *tell_host(model.mesh, asked)
+
+
+def _prompt_logprobs(model: Model, params: Any, hidden: Array, targets: Array) -> Any:
+    return tell_host(model.mesh, _logprobs_of(model, params, hidden, targets))
+
+
+def _logprobs_of(
+    model: Model, params: Any, hidden: Array, targets: Array
+) -> tuple[Array, Array, Array]:
+    """Logprobs f32[T], and of the best i32[T, 20] and f32[T, 20]."""
+    block = min(_LOGPROB_BLOCK, hidden.shape[0])
+    logits = partial(row_logits, model, params)
+    return prompt_logprobs(logits, hidden, targets, block)
 
 
 def _sample_fn(

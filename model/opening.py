@@ -17,6 +17,7 @@ from model.config import FP8, KVSpec, ModelConfig
 from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
+from model.executables import ExecutableCache
 from model.kv import init_pool
 from model.members import any_of_all, least_of_all
 from model.params import Params
@@ -61,6 +62,7 @@ class OpenedModel:
     context_length: int
     digest: str
     experts: PlacedExperts
+    kept: ExecutableCache | None = None  # of programs that were compiled before
 
     @property
     def dp_size(self) -> int:
@@ -228,13 +230,13 @@ def make_pool(
     reserve = budget // 16 + spare  # compiled once more only if that was too little
     final = plan(reserve)
     programs = programs_of(final.num_pages)
-    compile_all(programs)
+    compile_all(programs, kept=opened.kept)
     scratch = max(program.temp_bytes for program in programs) * len(own)
     scratch += spare
     if any_of_all(scratch > reserve):
         final = plan(scratch)
         programs = programs_of(final.num_pages)
-        compile_all(programs)
+        compile_all(programs, kept=opened.kept)
     pool = init_pool(opened.kv, final.num_pages, opened.model.mesh)
     return jax.block_until_ready(pool), final, programs
 

@@ -5,6 +5,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -15,6 +16,7 @@ import jax.stages
 import psutil
 
 from model.errors import ModelError
+from model.executables import ExecutableCache, compile_function, nothing_kept_by_jax
 from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Program:
     """One function, once compiled. Calling it never traces."""
 
     compiled: jax.stages.Compiled
+    was_kept = False
 
     def __init__(
         self,
@@ -68,18 +71,25 @@ class Program:
         die.
         """
         self.name = name
-        self._function = jax.jit(function, donate_argnums=donate)
+        self._function, self._donate = function, donate
         self._args = abstract_like(args)
         # On CPU two programs at once that talk to another process, each on several devices of this
         # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
-    def compile(self, more: Mapping[str, str] | None = None) -> "Program":
-        """more: options of XLA's beside our own."""
+    def compile(
+        self, more: Mapping[str, str] | None = None, kept: ExecutableCache | None = None
+    ) -> "Program":
+        """more: options of XLA's beside our own. kept: where it may have been compiled before."""
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it computes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
-        self.compiled = self._function.lower(*self._args).compile(compiler_options=options)
+        if kept is None:
+            self.compiled = compile_function(self._function, self._args, self._donate, options)
+        else:
+            self.compiled, self.was_kept = kept.get(
+                self._function, self._args, self._donate, options
+            )
         return self
 
     def __call__(self, *args: Any) -> Any:
@@ -96,11 +106,15 @@ class Program:
         return int(memory.temp_size_in_bytes + max(fresh, 0))
 
 
-def compile_all(programs: Sequence[Program], more: Mapping[str, str] | None = None) -> None:
+def compile_all(
+    programs: Sequence[Program],
+    more: Mapping[str, str] | None = None,
+    kept: ExecutableCache | None = None,
+) -> None:
     """Compile them, several at once: XLA uses one processor for most of what it does.
 
-    more: see Program.compile. Raises what the first one that failed raised; those not yet begun are
-    left.
+    more, kept: see Program.compile. Raises what the first one that failed raised; those not yet
+    begun are left.
     """
     # Processes that share a mesh may have to talk of a program while they compile it.
     together = 1 if jax.process_count() > 1 else len(os.sched_getaffinity(0))
@@ -113,15 +127,17 @@ def compile_all(programs: Sequence[Program], more: Mapping[str, str] | None = No
             except IndexError:
                 return
             try:
-                program.compile(more)
+                program.compile(more, kept)
             except BaseException:
                 left.clear()
                 raise
-            log.info("compiled %d/%d %s", next(numbers), len(programs), program.name)
+            done = "loaded" if program.was_kept else "compiled"
+            log.info("%s %d/%d %s", done, next(numbers), len(programs), program.name)
 
     num_threads = min(together, _MOST_COMPILING, len(programs))
-    for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
-        done.result()
+    with nothing_kept_by_jax() if kept is not None else nullcontext():
+        for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
+            done.result()
 
 
 def abstract_like(tree: Any) -> Any:

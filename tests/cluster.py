@@ -156,7 +156,9 @@ def up(*flags: str, as_users: bool = False, few_steps: bool = False) -> Iterator
             code = process.wait(STOP_TIMEOUT_S)
         left = [child for child in family if child.is_running()]
         assert not left, f"still running: {left}"
-        assert code == 0, log.read_text()[-2000:]
+        text = log.read_text()
+        assert code == 0, text[-2000:]
+        assert "executable is not kept" not in text
 
 
 def _family(process: subprocess.Popen[str]) -> list[psutil.Process]:

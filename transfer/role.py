@@ -10,6 +10,7 @@ from typing import Any
 
 from model import members
 from model.calls import Calls
+from model.executables import ExecutableCache
 from model.opening import OpenedModel, open_model
 from model.programs import CompileCounter
 from transfer import flags, wire
@@ -418,7 +419,7 @@ def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
 
 def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError, the soonest it can."""
-    return open_model(
+    opened = open_model(
         config.model_path,
         config.dtype,
         config.kv_cache_dtype,
@@ -434,6 +435,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         config.quantization,
         config.load_format,
     )
+    return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
 
 
 def describe(

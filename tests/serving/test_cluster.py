@@ -7,6 +7,7 @@ that a handful of them preempt each other.
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
@@ -143,11 +144,14 @@ def test_a_killed_worker_is_a_pause_not_another_text(
         job = (tokenizer.encode(TEXTS[0]), sampling)
         (want,) = expected(one_process, [job])
         epoch = cluster.worker(role)["epoch"]
-        doomed = cluster.children()[role]
+        doomed, before = cluster.children()[role], len(cluster.log.read_text())
         assert cluster.stream(job[0], doomed.kill, **sampling) == want, role
         wait_until(lambda r=role, e=epoch: _epoch(cluster, r) > e, 120)  # type: ignore[misc]
         again = cluster.generate(job[0], **sampling)
         assert again["output_ids"] == want
+        since = cluster.log.read_text()[before:]
+        assert re.search(r"loaded (\d+)/\1 ", since), "its programs were compiled by its forerunner"
+        assert "I compiled" not in since
 
 
 def _epoch(cluster: Cluster, role: str) -> int:

@@ -1,0 +1,219 @@
+"""A program that was compiled before is loaded, and is the same; what cannot be read costs time."""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model import executables, fingerprint
+from model.executables import ExecutableCache, compile_function
+from model.programs import Program, compile_all
+from model.sampling import Asks, empty_rows
+from model.sharding import make_mesh
+
+# Of a program that names none of its own.
+OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+MESH = make_mesh(2, 1)
+ARGS = tuple(
+    jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(MESH, spec))
+    for spec in (P("tensor"), P())
+)
+
+
+def matrix_of(held: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
+    """Of a product and more, so that XLA makes code for it."""
+
+    def matrix(left: jax.Array, right: jax.Array) -> dict[str, jax.Array]:
+        return {"sum": jnp.sin(left @ right) + jnp.float32(held), "left": left * jnp.float32(2)}
+
+    return matrix
+
+
+@pytest.fixture
+def held() -> int:
+    """A number that no program had before, in no cache."""
+    return secrets.randbelow(1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_KNOWN", (*fingerprint._KNOWN, "tests"))
+
+
+def made(folder: Path, held: int, **changed: Any) -> Program:
+    """The program, asked for as a process would that has just been started."""
+    program = Program("matrix", matrix_of(held), changed.get("args", ARGS), donate=(0,))
+    compile_all([program], changed.get("more"), ExecutableCache(folder))
+    return program
+
+
+def result(program: Program) -> np.ndarray:
+    """Of a run, which must give its first argument away."""
+    arrays = [
+        jax.device_put(np.full((4, 4), value, np.float32), arg.sharding)
+        for value, arg in zip((0.1, 0.2), ARGS, strict=True)
+    ]
+    out = program(*arrays)
+    assert arrays[0].is_deleted()
+    assert out["left"].sharding.spec == P("tensor")
+    return np.asarray(out["sum"])
+
+
+def never(*args: Any) -> Any:
+    raise AssertionError("traced")
+
+
+def test_what_was_compiled_before_is_not_traced(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(tmp_path, held)
+    monkeypatch.setattr(executables, "_lowered", never)
+    again = made(tmp_path, held)
+    assert (first.was_kept, again.was_kept) == (False, True)
+    assert again.temp_bytes == first.temp_bytes > 0
+    np.testing.assert_array_equal(result(again), result(first))
+
+
+def test_other_programs_are_other_executables(tmp_path: Path, held: int) -> None:
+    first, other = made(tmp_path, held), made(tmp_path, held + 1)
+    assert not other.was_kept
+    np.testing.assert_allclose(result(other) - result(first), 1.0)
+    assert not made(tmp_path, held, more={"xla_backend_optimization_level": "1"}).was_kept
+    assert not made(tmp_path, held, args=ARGS[::-1]).was_kept
+
+
+def test_a_change_of_source_that_changes_no_program_costs_one_lowering(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(tmp_path, held)
+    monkeypatch.setattr(executables, "_digest_of_sources", lambda: "another")
+    lowered, lower = [], executables._lowered
+
+    def counted(*args: Any) -> Any:
+        lowered.append(args)
+        return lower(*args)
+
+    monkeypatch.setattr(executables, "_lowered", counted)
+    programs = [made(tmp_path, held) for _ in range(2)]
+    assert [program.was_kept for program in programs] == [True, True]
+    assert len(lowered) == 1
+    np.testing.assert_array_equal(result(programs[1]), result(first))
+
+
+def test_a_setting_of_xla_or_jax_makes_other_executables(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, held)
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+        assert not made(tmp_path, held).was_kept
+    with jax.numpy_dtype_promotion("standard"):
+        assert not made(tmp_path, held).was_kept
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "_processor", lambda: "another")
+        assert not made(tmp_path, held).was_kept
+    assert made(tmp_path, held).was_kept
+
+
+@pytest.mark.parametrize("harm", [b"", b"short", None])
+def test_one_that_cannot_be_read_is_compiled_and_written_again(
+    tmp_path: Path, held: int, harm: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = made(tmp_path, held)
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"\xff" if harm is None else harm)
+    again = made(tmp_path, held)
+    assert not again.was_kept
+    assert "is compiled again" in caplog.text
+    np.testing.assert_array_equal(result(again), result(first))
+    assert made(tmp_path, held).was_kept
+
+
+def test_a_folder_that_cannot_be_used_costs_nothing_but_time(
+    tmp_path: Path, held: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "taken"
+    folder.write_text("by a file")
+    program = made(folder, held)
+    assert "executables are not kept" in caplog.text
+    assert result(program).shape == (4, 4)
+
+
+def test_what_jax_found_on_disk_is_not_saved(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if a program of that name and text were in JAX's own cache, whoever put it there.
+    monkeypatch.setattr(executables, "_renamed", lambda function: function)
+    compile_function(matrix_of(held), ARGS, (0,), OPTIONS)
+    for _ in range(2):
+        program = made(tmp_path, held)
+        assert not program.was_kept
+        assert result(program).shape == (4, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jax_keeps_none_of_them_itself(tmp_path: Path, held: int) -> None:
+    made(tmp_path, held)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert not made(tmp_path, held).was_kept  # and so it is saved again
+    loaded = made(tmp_path, held)
+    assert loaded.was_kept
+    assert result(loaded).shape == (4, 4)
+
+
+def test_a_program_that_holds_what_cannot_be_told_is_compiled_as_ever(
+    tmp_path: Path, held: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = jnp.zeros(())
+
+    def add(left: jax.Array) -> jax.Array:
+        return left + holder + jnp.float32(held)
+
+    program = Program("add", add, ARGS[:1])
+    compile_all([program], kept=ExecutableCache(tmp_path))
+    assert "its executable is not kept" in caplog.text
+    assert program(jax.device_put(np.zeros((4, 4), np.float32), ARGS[0].sharding)).shape == (4, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_kept_where_jax_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ExecutableCache.beside_compiled() is not None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert ExecutableCache.beside_compiled() is None
+    monkeypatch.undo()
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert ExecutableCache.beside_compiled() is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_each_program_is_logged_as_loaded_or_compiled(
+    tmp_path: Path, held: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    made(tmp_path, held)
+    made(tmp_path, held)
+    texts = [record.message for record in caplog.records if "matrix" in record.message]
+    assert texts == ["compiled 1/1 matrix", "loaded 1/1 matrix"]
+
+
+@pytest.mark.parametrize(
+    "tree", [1, None, (1, None, (2,)), [1, (2, [])], {"b": (1,), "a": Asks}, empty_rows(1), ()]
+)
+def test_the_shape_of_what_a_program_gives_is_told_in_json(tree: Any) -> None:
+    structure = jax.tree.structure(tree)
+    told = json.dumps(executables._shape_of(structure))
+    assert executables._tree_of(json.loads(told)) == structure
