@@ -181,6 +181,10 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     # answer back as they hold it, all fields and null in most.
     message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
+    if role == "assistant" and content in (None, "") and "refusal" in message:
+        content = message["refusal"]
+        if not isinstance(content, str):
+            raise wrong_type(f"{where}.refusal", f"text, got {quoted(content)}")
     calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
         parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]

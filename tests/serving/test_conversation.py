@@ -135,6 +135,17 @@ def test_a_refusal_is_text_as_any_other_part(role: str, tmp_path: Path) -> None:
             rendered(model, {"role": role, "content": [wrong]})
 
 
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_refusal_stands_in_for_an_answer_s_text(content: str | None, tmp_path: Path) -> None:
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    turn = {"role": "assistant", "content": content}
+    assert rendered(model, {**turn, "refusal": "No."}) == "[assistant]No."
+    assert rendered(model, {**turn, "refusal": None}) == "[assistant]"
+    assert rendered(model, {**turn, "content": "Yes.", "refusal": "No."}) == "[assistant]Yes."
+    with pytest.raises(ApiError, match=r"messages\[0\].refusal: expected text, got 1"):
+        rendered(model, {**turn, "refusal": 1})
+
+
 @pytest.mark.parametrize("calls", [None, []])
 def test_an_answer_comes_back_as_a_client_holds_it_with_null_in_what_it_has_not(
     calls: list[Any] | None, tmp_path: Path
