@@ -7,15 +7,15 @@ holds, and the shapes of what it takes. A program that holds what has no value o
 compiled as ever.
 """
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import platform
+import re
+import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,42 +25,58 @@ from typing import Any
 import jax
 import jax.monitoring
 import jax.stages
+import psutil
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
-from model.fingerprint import OURS, NoFingerprint, fingerprint
+from model.fingerprint import NoFingerprint, fingerprint
 
 log = logging.getLogger(__name__)
 
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may come from, or use
 _SOURCES = ".py", ".json"
-_FLAGS = "XLA_", "TF_", "NVIDIA_"  # variables that XLA and the libraries below it look at
+# Variables that XLA and the libraries below it look at.
+_FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
 # Settings that change no program.
-_NO_PART = "jax_compilation_cache", "jax_persistent_cache", "jax_log_compiles", "jax_logging_level"
+_ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
+_VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
+_NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
 
 
 class ExecutableCache:
     """A folder of executables, each under what its text says, and names for them by what is told.
 
-    A change of our sources that does not change a program costs one lowering. What is wrong with
+    After a change of our sources a program that is the same costs one lowering. What is wrong with
     the folder costs time, and is logged.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sources = _digest_of_sources()
-        self._machine = _machine()
+        self._machine = _digest(_machine())
 
     @staticmethod
     def beside_compiled() -> "ExecutableCache | None":
-        """Where JAX keeps what it compiled; None where it keeps nothing.
+        """In the folder where JAX keeps what it compiled; None where it keeps nothing.
 
-        None as well where a mesh spans processes: they may have to compile a program together.
+        None as well where a mesh spans processes, which may have to compile a program together; and
+        where sources or flags may be others than those that this process has read.
         """
         folder = jax.config.jax_compilation_cache_dir
-        if not folder or not jax.config.jax_enable_compilation_cache or jax.process_count() > 1:
+        if not folder or not jax.config.jax_enable_compilation_cache or "://" in folder:
             return None
-        return ExecutableCache(Path(folder) / "executables")
+        if jax.process_count() > 1 or not os.environ.get("XLA_FLAGS", "-").lstrip().startswith("-"):
+            return None
+        try:
+            if _changed_since(psutil.Process().create_time()):
+                log.warning("executables are not kept: sources are newer than this process")
+                return None
+            return ExecutableCache(Path(folder) / "executables")
+        except OSError as error:
+            log.warning("executables are not kept: %s", error)
+            return None
 
     def get(
         self,
@@ -72,26 +88,34 @@ class ExecutableCache:
         """The program as `compile_function` makes it, and whether it was here."""
         try:
             told = fingerprint((function, args, donate, options))
+            devices = _devices_of(args)
         except NoFingerprint as error:
             log.warning("%s: its executable is not kept", error)
             return compile_function(function, args, donate, options), False
         asked = self._folder / f"asked-{_digest(self._machine, self._sources, told)}"
-        named = self._read(asked)
-        if named is not None and (found := self._load(named.decode(errors="replace"), args)):
+        named = self._read(asked) or b""
+        if _NAME.fullmatch(named) and (found := self._load(named.decode(), args, devices)):
             return found, True
-        lowered = _lowered(_renamed(function), args, donate)
+        lowered = _lowered(function, args, donate)
         text = lowered.as_text(), str(lowered.out_tree), fingerprint((args, donate, options))
         name = _digest(self._machine, *text)
-        found, was_here = self._load(name, args), True
+        found, was_here = self._load(name, args, devices), True
         if found is None:
             before, was_here = _found_by_jax.count, False
             found = lowered.compile(compiler_options=dict(options))
-            if _found_by_jax.count != before or not self._save(name, found):
+            if _found_by_jax.count != before:
+                # It has no code any more that could be saved: what was saved would load, and fail
+                # when it is run (jaxlib 0.11.2, CPU). Once more, by a name that JAX has not seen.
+                again = _lowered(_renamed(function), args, donate)
+                found = again.compile(compiler_options=dict(options))
+            if not self._save(name, found):
                 return found, False
         self._write(asked, name.encode())
         return found, was_here
 
-    def _load(self, name: str, args: Sequence[Any]) -> jax.stages.Compiled | None:
+    def _load(
+        self, name: str, args: Sequence[Any], devices: Sequence[jax.Device]
+    ) -> jax.stages.Compiled | None:
         """None when it is not there, or cannot be read."""
         content = self._read(self._folder / name)
         if content is None:
@@ -103,17 +127,17 @@ class ExecutableCache:
             shape, _, payload = body.partition(b"\n")
             trees = jax.tree.structure((tuple(args), {})), _tree_of(json.loads(shape))
             load = serialize_executable.deserialize_and_load
-            return load(payload, *trees, execution_devices=_devices_of(args))
+            return load(payload, *trees, execution_devices=devices)
         except Exception as error:  # whatever it is, there is another way
-            log.warning("%s is compiled again: %s", self._folder / name, error)
-            return None  # and written over
+            log.warning("%s is compiled again: %r", self._folder / name, error)
+            return None
 
     def _save(self, name: str, compiled: jax.stages.Compiled) -> bool:
         try:
             payload, _, out_tree = serialize_executable.serialize(compiled)
             body = json.dumps(_shape_of(out_tree)).encode() + b"\n" + payload
         except Exception as error:  # some hold what cannot leave the process
-            log.info("an executable is not kept: %s", error)
+            log.info("an executable is not kept: %r", error)
             return False
         return self._write(self._folder / name, hashlib.sha256(body).digest() + body)
 
@@ -148,39 +172,24 @@ def compile_function(
     options: Mapping[str, str],
 ) -> jax.stages.Compiled:
     """`function` for arguments of these shapes. donate: positions. options: XLA's."""
-    return _lowered(function, args, donate).compile(compiler_options=dict(options))
+    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+    return lowered.compile(compiler_options=dict(options))
 
 
 def _lowered(
     function: Callable[..., Any], args: Sequence[Any], donate: tuple[int, ...]
 ) -> jax.stages.Lowered:
-    return jax.jit(function, donate_argnums=donate).lower(*args)
-
-
-# An executable that JAX found on disk has no code any more that could be saved, and fails when what
-# was saved is run (jaxlib 0.11.2, CPU). So these programs have names that none in JAX's cache has,
-# JAX writes none there meanwhile, and should it find one all the same, that is not saved.
-
-
-@contextlib.contextmanager
-def nothing_kept_by_jax() -> Iterator[None]:
-    """Within, JAX writes nothing into its own cache, in any thread."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, math.inf)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    # With all arguments, read or not: else the text would not tell which of them are.
+    return jax.jit(function, donate_argnums=donate, keep_unused=True).lower(*args)
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX calls a program after its function."""
+    """JAX calls a program after its function, and keeps it under that name and what it does."""
 
     def kept(*args: Any) -> Any:
         return function(*args)
 
-    kept.__name__ = f"kept_{getattr(function, '__name__', 'program')}"
+    kept.__name__ = f"kept_{secrets.token_hex(4)}"
     return kept
 
 
@@ -229,8 +238,10 @@ def _tree_of(shape: Any) -> Any:
 
 def _devices_of(args: Sequence[Any]) -> list[jax.Device]:
     """Of the mesh that a program runs on, in its order."""
-    shardings = (leaf.sharding for leaf in jax.tree.leaves(args))
-    return list(next(s.mesh for s in shardings if isinstance(s, NamedSharding)).devices.flat)
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf.sharding, NamedSharding):
+            return list(leaf.sharding.mesh.devices.flat)
+    raise NoFingerprint("no argument has a mesh")
 
 
 def _digest(*texts: str) -> str:
@@ -243,12 +254,16 @@ def _machine() -> str:
     settings = {
         name: repr(value)
         for name, value in sorted(jax.config.values.items())
-        if not name.startswith(_NO_PART)
+        if not name.startswith(_ASIDE)
     }
     flags = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_FLAGS)}
-    versions = platform.python_version(), jax.__version__, importlib.metadata.version("jaxlib")
+    versions = [importlib.metadata.version(name) for name in _VERSIONS]
+    if client.platform != "cpu":  # of plugins, and of NVIDIA's libraries
+        installed = importlib.metadata.distributions()
+        names = sorted((of.name, of.version) for of in installed)
+        versions += ["==".join(pair) for pair in names if pair[0].startswith(("jax", "nvidia"))]
     machine = client.platform_version, jax.device_count(), _processor()
-    return fingerprint((versions, machine, settings, flags))
+    return fingerprint((platform.python_version(), versions, machine, settings, flags))
 
 
 def _processor() -> str:
@@ -262,9 +277,18 @@ def _processor() -> str:
 
 
 def _digest_of_sources() -> str:
-    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    files = (path for package in OURS for path in (root / package).rglob("*"))
-    for path in sorted(path for path in files if path.suffix in _SOURCES):
+    digest = hashlib.sha256()
+    for path in sorted(_sources()):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+        digest.update(f"{path.relative_to(_ROOT)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+def _changed_since(time_s: float) -> bool:
+    """Whether a source has been, so that it may not be what this process has read."""
+    return any(path.stat().st_ctime > time_s for path in _sources())
+
+
+def _sources() -> Iterator[Path]:
+    files = (path for package in _PACKAGES for path in (_ROOT / package).rglob("*"))
+    return (path for path in files if path.suffix in _SOURCES and path.is_file())

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-OURS = "model", "decode", "prefill"  # packages that programs are traced from
-_KNOWN = *OURS, "jax", "numpy", "ml_dtypes", "functools", "builtins"
+# Packages whose sources or versions are told beside.
+_KNOWN = "model", "prefill", "decode", "jax", "numpy", "ml_dtypes", "functools", "builtins", "math"
 
 
 class NoFingerprint(TypeError):
@@ -25,24 +25,31 @@ def fingerprint(value: Any) -> str:
 
     Raises NoFingerprint for what has no such text.
     """
+    try:
+        return _tell(value)
+    except RecursionError:
+        raise NoFingerprint("something holds itself") from None
+
+
+def _tell(value: Any) -> str:
     match value:
         case enum.Enum():
             return f"{_name(type(value))}.{value.name}"
         case None | bool() | int() | float() | str() | bytes() | np.generic():
             return f"{type(value).__name__} {value!r}"
         case np.dtype():
-            return f"dtype {value.name}"
-        case np.ndarray() if value.dtype != object:
+            return f"dtype {value.name} {value.str}"
+        case np.ndarray() if type(value) is np.ndarray and not _has_parts(value.dtype):
             digest = hashlib.sha256(value.tobytes()).hexdigest()
-            return f"array {value.dtype.name} {value.shape} {digest}"
+            return f"array {_tell(value.dtype)} {value.shape} {digest}"
         case type():
             return f"type {_name(value)}"
         case tuple() | list():
-            return f"{_name(type(value))}[{', '.join(map(fingerprint, value))}]"
+            return f"{_name(type(value))}[{', '.join(map(_tell, value))}]"
         case set() | frozenset():
-            return f"set[{', '.join(sorted(map(fingerprint, value)))}]"
+            return f"set[{', '.join(sorted(map(_tell, value)))}]"
         case Mapping():
-            told = (f"{fingerprint(key)}: {fingerprint(item)}" for key, item in value.items())
+            told = (f"{_tell(key)}: {_tell(item)}" for key, item in value.items())
             return f"{_name(type(value))}{{{', '.join(told)}}}"
     return _tell_jax(value) or _tell_function(value) or _tell_fields(value)
 
@@ -50,17 +57,19 @@ def fingerprint(value: Any) -> str:
 def _tell_jax(value: Any) -> str:
     match value:
         case jax.ShapeDtypeStruct():
+            if value.format is not None and value.format.layout is not None:
+                raise NoFingerprint("a shape with a layout")
             parts = value.shape, value.dtype, value.weak_type, value.sharding
-            return f"shape {fingerprint(parts)}"
+            return f"shape {_tell(parts)}"
         case NamedSharding():
-            return f"sharding {fingerprint((value.mesh, value.spec, value.memory_kind))}"
+            return f"sharding {_tell((value.mesh, value.spec, value.memory_kind))}"
         case SingleDeviceSharding():
-            return f"sharding {fingerprint((sorted(value.device_set, key=_id), value.memory_kind))}"
+            return f"sharding {_tell((sorted(value.device_set, key=_id), value.memory_kind))}"
         case PartitionSpec():
             return repr(value)
         case Mesh():
             axes = value.axis_names, value.axis_types, value.devices.shape
-            return f"mesh {fingerprint((*axes, list(value.devices.flat)))}"
+            return f"mesh {_tell((*axes, list(value.devices.flat)))}"
         case jax.Device():
             return f"device {value.id} {value.platform} {value.device_kind}"
     return ""
@@ -69,22 +78,21 @@ def _tell_jax(value: Any) -> str:
 def _tell_function(value: Any) -> str:
     match value:
         case functools.partial():
-            return f"partial {fingerprint((value.func, value.args, value.keywords))}"
-        case types.BuiltinFunctionType():
-            return f"builtin {value.__module__}.{value.__qualname__}"
+            return f"partial {_tell((value.func, value.args, value.keywords))}"
+        case types.BuiltinFunctionType() if isinstance(value.__self__, types.ModuleType | None):
+            return f"builtin {_name(value)}"
         case types.FunctionType():
-            code, module = (
-                value.__code__,
-                value.__globals__["__name__"],
-            )  # its own, whatever it wraps
+            # Its own, whatever it wraps and passes for.
+            code, module = value.__code__, value.__globals__["__name__"]
             if code.co_name == "<lambda>":
                 raise NoFingerprint(f"a lambda of {module} may not be alone in its line")
             name = _known(f"{module}.{code.co_qualname}:{code.co_firstlineno}")
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            try:
+                cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            except ValueError:  # of a variable that is not bound yet
+                raise NoFingerprint(f"{name} holds an empty cell") from None
             held = cells, value.__defaults__, value.__kwdefaults__
-            return f"function {name} {fingerprint(held)}"
-    if callable(value) and hasattr(value, "__wrapped__"):  # by jax.jit and its like
-        return f"{type(value).__name__} of {fingerprint(value.__wrapped__)}"
+            return f"function {name} {_tell(held)}"
     return ""
 
 
@@ -92,11 +100,15 @@ def _tell_fields(value: Any) -> str:
     if not dataclasses.is_dataclass(value):
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         raise NoFingerprint(f"{name} has no value to tell")
-    fields = (f"{f.name}={fingerprint(getattr(value, f.name))}" for f in dataclasses.fields(value))
+    fields = (f"{f.name}={_tell(getattr(value, f.name))}" for f in dataclasses.fields(value))
     return f"{_name(type(value))}({', '.join(fields)})"
 
 
-def _name(of: type) -> str:
+def _has_parts(dtype: np.dtype) -> bool:
+    return dtype.hasobject or dtype.names is not None
+
+
+def _name(of: Any) -> str:
     return _known(f"{of.__module__}.{of.__qualname__}")
 
 

@@ -5,7 +5,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -16,7 +15,7 @@ import jax.stages
 import psutil
 
 from model.errors import ModelError
-from model.executables import ExecutableCache, compile_function, nothing_kept_by_jax
+from model.executables import ExecutableCache, compile_function
 from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class Program:
     def compile(
         self, more: Mapping[str, str] | None = None, kept: ExecutableCache | None = None
     ) -> "Program":
-        """more: options of XLA's beside our own. kept: where it may have been compiled before."""
+        """more: options of XLA's beside our own. kept: where it may lie whole."""
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it computes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
@@ -135,9 +134,8 @@ def compile_all(
             log.info("%s %d/%d %s", done, next(numbers), len(programs), program.name)
 
     num_threads = min(together, _MOST_COMPILING, len(programs))
-    with nothing_kept_by_jax() if kept is not None else nullcontext():
-        for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
-            done.result()
+    for done in [in_daemon_thread(work, "compile") for _ in range(num_threads)]:
+        done.result()
 
 
 def abstract_like(tree: Any) -> Any:

@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,11 @@ ARGS = tuple(
     jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(MESH, spec))
     for spec in (P("tensor"), P())
 )
+
+
+class Pair(NamedTuple):
+    left: jax.Array
+    right: jax.Array
 
 
 def matrix_of(held: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
@@ -68,17 +73,26 @@ def result(program: Program) -> np.ndarray:
     return np.asarray(out["sum"])
 
 
-def never(*args: Any) -> Any:
-    raise AssertionError("traced")
+class Lowered(list):
+    """What was traced and lowered, meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lower = executables._lowered
+
+        def counted(*args: Any) -> Any:
+            self.append(args)
+            return lower(*args)
+
+        monkeypatch.setattr(executables, "_lowered", counted)
 
 
 def test_what_was_compiled_before_is_not_traced(
     tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = made(tmp_path, held)
-    monkeypatch.setattr(executables, "_lowered", never)
+    lowered = Lowered(monkeypatch)
     again = made(tmp_path, held)
-    assert (first.was_kept, again.was_kept) == (False, True)
+    assert (first.was_kept, again.was_kept, lowered) == (False, True, [])
     assert again.temp_bytes == first.temp_bytes > 0
     np.testing.assert_array_equal(result(again), result(first))
 
@@ -96,13 +110,7 @@ def test_a_change_of_source_that_changes_no_program_costs_one_lowering(
 ) -> None:
     first = made(tmp_path, held)
     monkeypatch.setattr(executables, "_digest_of_sources", lambda: "another")
-    lowered, lower = [], executables._lowered
-
-    def counted(*args: Any) -> Any:
-        lowered.append(args)
-        return lower(*args)
-
-    monkeypatch.setattr(executables, "_lowered", counted)
+    lowered = Lowered(monkeypatch)
     programs = [made(tmp_path, held) for _ in range(2)]
     assert [program.was_kept for program in programs] == [True, True]
     assert len(lowered) == 1
@@ -122,6 +130,18 @@ def test_a_setting_of_xla_or_jax_makes_other_executables(
         patch.setattr(executables, "_processor", lambda: "another")
         assert not made(tmp_path, held).was_kept
     assert made(tmp_path, held).was_kept
+
+
+@pytest.mark.parametrize("content", [b"", bytes(64), b"../" * 21 + b"a", b"\n", b"a" * 64])
+def test_a_name_that_is_none_leads_nowhere(tmp_path: Path, held: int, content: bytes) -> None:
+    first = made(tmp_path, held)
+    (asked,) = tmp_path.glob("asked-*")
+    named = asked.read_bytes()
+    asked.write_bytes(content)
+    again = made(tmp_path, held)
+    assert again.was_kept  # by its text
+    assert asked.read_bytes() == named
+    np.testing.assert_array_equal(result(again), result(first))
 
 
 @pytest.mark.parametrize("harm", [b"", b"short", None])
@@ -149,27 +169,80 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_time(
     assert result(program).shape == (4, 4)
 
 
-def test_what_jax_found_on_disk_is_not_saved(
+def test_what_only_jax_has_kept_is_compiled_once_more_and_saved(
     tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if a program of that name and text were in JAX's own cache, whoever put it there.
-    monkeypatch.setattr(executables, "_renamed", lambda function: function)
     compile_function(matrix_of(held), ARGS, (0,), OPTIONS)
     for _ in range(2):
-        program = made(tmp_path, held)
-        assert not program.was_kept
-        assert result(program).shape == (4, 4)
-    assert list(tmp_path.iterdir()) == []
+        lowered = Lowered(monkeypatch)
+        assert not made(tmp_path, held).was_kept
+        assert len(lowered) == 2, "JAX had not kept it"
+        loaded = made(tmp_path, held)
+        assert loaded.was_kept
+        assert result(loaded).shape == (4, 4)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        monkeypatch.undo()
+        monkeypatch.setattr(fingerprint, "_KNOWN", (*fingerprint._KNOWN, "tests"))
 
 
-def test_jax_keeps_none_of_them_itself(tmp_path: Path, held: int) -> None:
-    made(tmp_path, held)
-    for path in tmp_path.iterdir():
-        path.unlink()
-    assert not made(tmp_path, held).was_kept  # and so it is saved again
-    loaded = made(tmp_path, held)
-    assert loaded.was_kept
-    assert result(loaded).shape == (4, 4)
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_programs_that_differ_in_which_argument_they_read_are_told_apart(
+    tmp_path: Path, held: int, donate: tuple[int, ...]
+) -> None:
+    def pick(idx: int) -> Callable[..., jax.Array]:
+        def one(*args: jax.Array) -> jax.Array:
+            return args[idx] * jnp.float32(held)
+
+        return one
+
+    for idx in (0, 1, 0, 1):
+        program = Program("pick", pick(idx), ARGS[:1] * 2, donate=donate)
+        compile_all([program], kept=ExecutableCache(tmp_path))
+        arrays = (
+            jax.device_put(np.full((4, 4), value, np.float32), ARGS[0].sharding) for value in (1, 2)
+        )
+        np.testing.assert_array_equal(program(*arrays), np.full((4, 4), (idx + 1) * held))
+
+
+def test_programs_that_differ_in_what_they_give_away_are_told_apart(
+    tmp_path: Path, held: int
+) -> None:
+    for donate in ((0,), (), (0,)):
+        program = Program("matrix", matrix_of(held), ARGS, donate=donate)
+        compile_all([program], kept=ExecutableCache(tmp_path))
+        left, right = (jax.device_put(np.zeros((4, 4), np.float32), a.sharding) for a in ARGS)
+        program(left, right)
+        assert left.is_deleted() == (donate == (0,))
+
+
+def test_programs_that_differ_in_the_shape_of_what_they_give_are_told_apart(
+    tmp_path: Path, held: int
+) -> None:
+    def pair(kind: Any) -> Callable[..., Any]:
+        def both(left: jax.Array) -> Any:
+            parts = left + jnp.float32(held), left
+            return Pair(*parts) if kind is Pair else kind(parts)
+
+        return both
+
+    array = jax.device_put(np.zeros((4, 4), np.float32), ARGS[0].sharding)
+    for kind in (tuple, list, Pair) * 2:
+        program = Program("pair", pair(kind), ARGS[:1])
+        compile_all([program], kept=ExecutableCache(tmp_path))
+        assert type(program(array)) is kind
+
+
+def test_programs_are_loaded_side_by_side(tmp_path: Path, held: int) -> None:
+    for was_kept in (False, True):
+        programs = [
+            Program(f"matrix {i}", matrix_of(held + i), ARGS, donate=(0,)) for i in range(8)
+        ]
+        compile_all(programs, kept=ExecutableCache(tmp_path))
+        assert [program.was_kept for program in programs] == [was_kept] * 8
+        first = result(programs[0])
+        for i, program in enumerate(programs):
+            np.testing.assert_allclose(result(program), first + i, rtol=1e-6)
 
 
 def test_a_program_that_holds_what_cannot_be_told_is_compiled_as_ever(
@@ -187,17 +260,61 @@ def test_a_program_that_holds_what_cannot_be_told_is_compiled_as_ever(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_kept_where_jax_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_leave_the_process_is_compiled_as_ever(
+    tmp_path: Path, held: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    array = jax.device_put(np.zeros((4, 4), np.float32), ARGS[0].sharding)
+    for _ in range(2):
+        program = Program("calls", calls_back, ARGS[:1])
+        compile_all([program], kept=ExecutableCache(tmp_path))
+        assert not program.was_kept
+        assert "an executable is not kept" in caplog.text
+        caplog.clear()
+        np.testing.assert_array_equal(program(array), np.ones((4, 4)))
+
+
+def calls_back(array: jax.Array) -> jax.Array:
+    return jax.pure_callback(lambda value: np.asarray(value) + np.float32(1), array, array)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("jax_compilation_cache_dir", None),
+        ("jax_compilation_cache_dir", "gs://far/away"),
+        ("jax_enable_compilation_cache", False),
+    ],
+)
+def test_nothing_is_kept_where_jax_keeps_nothing_of_this_host(setting: str, value: Any) -> None:
     assert ExecutableCache.beside_compiled() is not None
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert ExecutableCache.beside_compiled() is None
-    monkeypatch.undo()
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
+    before = jax.config.values[setting]
+    jax.config.update(setting, value)
     try:
         assert ExecutableCache.beside_compiled() is None
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update(setting, before)
+
+
+def test_nothing_is_kept_of_a_mesh_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert ExecutableCache.beside_compiled() is None
+
+
+def test_nothing_is_kept_by_flags_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "/some/file")
+    assert ExecutableCache.beside_compiled() is None
+
+
+def test_nothing_is_kept_once_a_source_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "model" / "a.py"
+    source.parent.mkdir()
+    source.touch()
+    monkeypatch.setattr(executables, "_ROOT", tmp_path)
+    assert ExecutableCache.beside_compiled() is None
+    assert "sources are newer than this process" in caplog.text
 
 
 def test_each_program_is_logged_as_loaded_or_compiled(

@@ -2,6 +2,7 @@
 
 import enum
 import os
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,19 @@ def times(held: Any) -> Callable[[Any], Any]:
     return add
 
 
+def endless() -> Callable[[], Any]:
+    def again() -> Any:
+        return again()
+
+    return again
+
+
+def unbound() -> Callable[[], Any]:
+    function = plus(1)
+    cells = tuple(types.CellType() for _ in function.__code__.co_freevars)
+    return types.FunctionType(function.__code__, function.__globals__, closure=cells)
+
+
 @pytest.fixture(autouse=True)
 def _of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KNOWN", (*module._KNOWN, "tests"))
@@ -67,8 +81,8 @@ def test_what_makes_other_programs_is_told_apart() -> None:
         ((1,), 2), (1, (2,)), np.arange(2), np.arange(2, dtype=np.int32), np.zeros((2, 1)),
         np.zeros((1, 2)), jnp.float32, np.dtype(np.float32), jnp.bfloat16, np.dtype(jnp.bfloat16),
         plus, times, plus(1), plus(2), plus(1, 2), times(1), partial(plus, 1),
-        partial(plus, held=1), max, jnp.sin, jax.jit(plus(1)), jax.jit(plus(2)),
-        partial(jax.jit(plus(1)), 3), _shape(), _shape(jnp.int32), _shape(tp=2),
+        partial(plus, held=1), max, min, np.zeros(2, ">i4"), np.dtype(">i4"), _shape(),
+        _shape(jnp.int32), _shape(tp=2),
         _shape(jnp.float32, 2, "tensor"), _shape(jnp.float32, 2, None, "tensor"), mesh,
         make_mesh(1, 1), P(), P("tensor"),
         on_ranks(mesh, plus(1), (P(),), P()), on_ranks(mesh, plus(2), (P(),), P()),
@@ -98,6 +112,11 @@ def test_what_makes_the_same_program_is_told_alike() -> None:
         (plus(object()), "builtins.object"),
         (Sizes(1).__eq__, "method"),
         (np.array([object()]), "ndarray"),
+        (np.zeros(1, [("a", int)]), "ndarray"),
+        (jax.jit(times), "PjitFunction has no value to tell"),
+        ({}.get, "builtin_function_or_method"),
+        (endless(), "something holds itself"),
+        (unbound(), "holds an empty cell"),
         (os.path.join, "posixpath.join:.* is of no package whose source is told"),
         (pytest.MonkeyPatch, "is of no package"),
     ],
