@@ -28,6 +28,7 @@ from model.programs import (
     compile_all,
     memory_budget_bytes,
     plan_memory,
+    steady,
     tree_bytes,
 )
 from model.sharding import Dims, kv_spec, make_mesh, num_ranks, own_devices
@@ -223,7 +224,10 @@ def make_pool(
     def plan(scratch: int) -> MemoryPlan:
         sizes = budget, weights, scratch, page_bytes
         mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
-        return replace(mine, num_pages=least_of_all(mine.num_pages))
+        pages = mine.num_pages
+        if on_cpu() and pages < wanted:  # what is free there is never twice the same
+            pages = max(steady(pages), least)
+        return replace(mine, num_pages=least_of_all(pages))
 
     page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
     spare = spare_pages * page_bytes // opened.kv.groups + spare_bytes // num_members

@@ -163,6 +163,15 @@ def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
     return int(min(s.get("bytes_limit", 0) for s in stats) * fraction) * len(devices)
 
 
+def steady(number: int) -> int:
+    """So many or up to a ninth fewer: the same for numbers that are nearly the same.
+
+    Programs are compiled for a pool's size, and those of an earlier start are of use for no other.
+    """
+    step = 1 << max(number.bit_length() - 4, 0)
+    return number // step * step
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Who gets which bytes, over all devices of the mesh that this process has."""

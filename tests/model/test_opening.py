@@ -1,0 +1,63 @@
+"""The pool of a CPU has a size that the next start finds again; what was asked for is as asked."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import opening
+from model.opening import OpenedModel, make_pool, open_model
+from model.programs import Program, steady, tree_bytes
+from tests.model.harness import GOLDENS
+
+CONTEXT, PAGE_SIZE = 128, 16
+
+
+@pytest.fixture(scope="module")
+def opened() -> OpenedModel:
+    path = GOLDENS / "llama" / "model"
+    return open_model(path, "float32", "float32", 1, 1, PAGE_SIZE, CONTEXT)
+
+
+def pages(opened: OpenedModel, free: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> int:
+    """Of a pool, where so much memory is free."""
+    monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: free)
+
+    def programs(num_pages: int) -> list[Program]:
+        return [Program("nothing", jnp.negative, (jnp.zeros(()),))]
+
+    _, plan, _ = make_pool(opened, 0.0, tokens, 100_000, programs)
+    return plan.num_pages
+
+
+def test_free_memory_that_differs_a_little_makes_the_same_pool(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = opened.kv.all_layers_bytes
+    few, many = (pages(opened, share * 1_000 * page // 100, monkeypatch) for share in (105, 107))
+    assert few == many == 960  # a sixteenth of the budget is put aside for programs
+    assert pages(opened, 2_100 * page, monkeypatch) == 2 * few
+
+
+def test_a_number_that_was_asked_for_is_not_rounded(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2_000 * opened.kv.all_layers_bytes
+    assert pages(opened, free, monkeypatch, 1_001 * PAGE_SIZE) == 1_001
+
+
+def test_one_request_fits_whatever_is_rounded(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least, weights = 17, tree_bytes(opened.params)
+    long = replace(opened, context_length=least * PAGE_SIZE)
+    kept = least * opened.kv.all_layers_bytes + weights
+    assert pages(long, kept * 16 // 15 - weights + 16, monkeypatch) == least
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_steady_number_is_at_most_a_ninth_less(number: int) -> None:
+    assert 0 <= number - steady(number) < number / 9
+    assert steady(steady(number)) == steady(number)
