@@ -98,13 +98,27 @@ def _may_close(node: Schema) -> bool:
     fewest = node.get("minProperties", 0)
     if not (isinstance(properties, dict) and isinstance(required, list)):
         return False
-    if not (isinstance(fewest, int | float) and fewest <= len(properties)):
+    if not isinstance(fewest, int | float):
+        return False
+    if fewest > sum(name in required or _is_plain(one) for name, one in properties.items()):
         return False
     if node.keys() & {"additionalProperties", "patternProperties", "propertyNames"}:
         return False
     if node.get("unevaluatedProperties", False) is not False:
         return False
     return all(isinstance(name, str) and name in properties for name in required)
+
+
+def _is_plain(schema: Any) -> bool:
+    """Whether there are values of it, at first sight."""
+    if not isinstance(schema, dict):
+        return schema is True
+    spoken = schema.keys() & _SPEAKS
+    if spoken == {"anyOf"} and "type" not in schema and isinstance(schema["anyOf"], list):
+        return any(map(_is_plain, schema["anyOf"]))
+    if schema.get("enum", True) == [] or "minItems" in schema:
+        return False
+    return spoken in ({"enum"}, {"const"}, {"items"}, {"properties"}, set())
 
 
 class _Walk:
@@ -174,20 +188,22 @@ def _can_count(node: Schema) -> bool:
     """Whether llguidance can count its properties, as it knows of optional ones one and no more.
 
     Where it cannot and shall be lenient, it would count others alone, and make the model add some.
+    What no object can have it knows: nothing is such an object, whatever is optional.
     """
     properties, required = node.get("properties"), node.get("required", [])
     if not (isinstance(properties, dict) and isinstance(required, list)):
         return True
-    needed = len(properties.keys() & {name for name in required if isinstance(name, str)})
+    names = {name for name in required if isinstance(name, str)}
+    needed = len(properties.keys() & names)
     fewest, most = node.get("minProperties", 0), node.get("maxProperties")
     if needed == len(properties):
         return True
-    return (
-        node.get("additionalProperties") is False
-        and isinstance(fewest, int | float)
-        and fewest <= needed + 1
-        and most in (None, needed + 1)
-    )
+    if not isinstance(fewest, int | float):
+        return False
+    if isinstance(most, int | float) and most < max(fewest, len(names)):
+        return True
+    closed = node.get("additionalProperties") is False
+    return closed and fewest <= needed + 1 and most in (None, needed + 1)
 
 
 # --- what says nothing, or nothing that can be followed -------------------------------------------

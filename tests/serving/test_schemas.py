@@ -6,7 +6,7 @@ from typing import Any
 
 import llguidance
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.grammar import schema_rules
@@ -139,6 +139,45 @@ def test_counts_that_cannot_be_kept_make_nobody_add_properties(
     assert texts.takes(grammar, '{"a":1,"b":1,"c":1}') == ("maxProperties" not in found)
 
 
+@pytest.mark.parametrize(
+    ("counts", "required"),
+    [
+        ({"minProperties": 2, "maxProperties": 1}, []),
+        ({"maxProperties": 0}, ["a"]),
+        ({"maxProperties": 1}, ["a", "d"]),
+    ],
+)
+def test_counts_that_no_object_has_are_kept(
+    texts: Texts, counts: dict[str, Any], required: list[str]
+) -> None:
+    item = {"type": "object", "properties": {name: {"enum": [1]} for name in "abc"}}
+    schema = {"type": "array", "items": item | {"required": required, **counts}}
+    grammar = json.dumps({"grammars": [schema_rules("x", schema, lenient=True)]})
+    assert texts.takes(grammar, "[]")
+    assert not texts.takes(grammar, '[{"a":1,"d":1}]')
+    assert not texts.takes(grammar, '[{"a":1,"b":1}]')
+
+
+@pytest.mark.parametrize(
+    ("one", "is_closed"),
+    [
+        (TEXT, True),
+        (True, True),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, TEXT]}, True),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}}, True),
+        (PORT, True),
+        ({"$ref": "#/$defs/x"}, False),
+        ({"enum": []}, False),
+        (False, False),
+        (PORT | {"required": ["port"]}, False),
+        ({"type": "array", "items": {"$ref": "#/$defs/x"}, "minItems": 1}, False),
+    ],
+)
+def test_an_object_that_needs_what_it_may_not_have_stays_open(one: Any, is_closed: bool) -> None:
+    schema = {"properties": {"a": one}, "minProperties": 1, "$defs": {"x": False}}
+    assert ("additionalProperties" in prepared(schema)) == is_closed
+
+
 def test_one_of_several_is_closed_where_any_of_them_will_do() -> None:
     assert prepared({"oneOf": [PORT, TEXT]}, lenient=True) == {"oneOf": [CLOSED, TEXT]}
 
@@ -240,6 +279,12 @@ SCHEMAS = st.builds(
 )
 
 
+NOTHING = {"$defs": {"x": {"allOf": [{"type": "null"}, {"type": "object"}]}}}
+OF_NOTHING = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "minProperties": 1}
+
+
+@example(schema={"items": OF_NOTHING | {"maxProperties": 0}, "type": "array"} | NOTHING, seed=0)
+@example(schema=OF_NOTHING | NOTHING, seed=0)
 @settings(max_examples=60, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 9))
 def test_what_a_prepared_schema_takes_is_taken_by_the_original(
