@@ -54,6 +54,14 @@ class ExecutableCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._writes = True  # until that fails
+        try:
+            # What lies here is run: nobody else may write.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(f"{folder} may not be written to")
+        except OSError as error:
+            self._writes_no_more(error)
         self._sources = _digest_of_sources()
         self._machine = _digest(_machine())
 
@@ -87,30 +95,41 @@ class ExecutableCache:
     ) -> tuple[jax.stages.Compiled, bool]:
         """The program as `compile_function` makes it, and whether it was here."""
         try:
-            told = fingerprint((function, args, donate, options))
-            devices = _devices_of(args)
+            return self._kept(function, args, donate, options)
         except NoFingerprint as error:
             log.warning("%s: its executable is not kept", error)
             return compile_function(function, args, donate, options), False
+
+    def _kept(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate: tuple[int, ...],
+        options: Mapping[str, str],
+    ) -> tuple[jax.stages.Compiled, bool]:
+        told = fingerprint((function, args, donate, options))
+        devices = _devices_of(args)
         asked = self._folder / f"asked-{_digest(self._machine, self._sources, told)}"
         named = self._read(asked) or b""
         if _NAME.fullmatch(named) and (found := self._load(named.decode(), args, devices)):
             return found, True
         lowered = _lowered(function, args, donate)
-        text = lowered.as_text(), str(lowered.out_tree), fingerprint((args, donate, options))
+        gives = json.dumps(_shape_of(lowered.out_tree))
+        text = lowered.as_text(), gives, fingerprint((args, donate, options))
         name = _digest(self._machine, *text)
         found, was_here = self._load(name, args, devices), True
         if found is None:
             before, was_here = _found_by_jax.count, False
             found = lowered.compile(compiler_options=dict(options))
-            if _found_by_jax.count != before:
+            if _found_by_jax.count != before and self._writes:
                 # It has no code any more that could be saved: what was saved would load, and fail
                 # when it is run (jaxlib 0.11.2, CPU). Once more, by a name that JAX has not seen.
                 again = _lowered(_renamed(function), args, donate)
                 found = again.compile(compiler_options=dict(options))
-            if not self._save(name, found):
+            if not self._writes or not self._save(name, found, gives):
                 return found, False
-        self._write(asked, name.encode())
+        if self._writes:
+            self._write(asked, name.encode())
         return found, was_here
 
     def _load(
@@ -132,10 +151,10 @@ class ExecutableCache:
             log.warning("%s is compiled again: %r", self._folder / name, error)
             return None
 
-    def _save(self, name: str, compiled: jax.stages.Compiled) -> bool:
+    def _save(self, name: str, compiled: jax.stages.Compiled, gives: str) -> bool:
         try:
-            payload, _, out_tree = serialize_executable.serialize(compiled)
-            body = json.dumps(_shape_of(out_tree)).encode() + b"\n" + payload
+            payload, _, _ = serialize_executable.serialize(compiled)
+            body = gives.encode() + b"\n" + payload
         except Exception as error:  # some hold what cannot leave the process
             log.info("an executable is not kept: %r", error)
             return False
@@ -153,16 +172,19 @@ class ExecutableCache:
     def _write(self, path: Path, content: bytes) -> bool:
         """Whoever looks finds all of it, or nothing."""
         try:
-            # What lies here is run: nobody else may write.
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete_on_close=False) as file:
                 file.write(content)
                 file.close()
                 Path(file.name).replace(path)
         except OSError as error:
-            log.warning("executables are not kept: %s", error)
+            self._writes_no_more(error)
             return False
         return True
+
+    def _writes_no_more(self, error: OSError) -> None:
+        if self._writes:
+            log.warning("executables are not kept: %s", error)
+        self._writes = False
 
 
 def compile_function(
@@ -212,6 +234,8 @@ def _shape_of(tree: Any) -> Any:
     def shape(node: Any) -> Any:
         if node is None or isinstance(node, int):
             return node
+        if not isinstance(node, dict | list | tuple):
+            raise NoFingerprint(f"a {type(node).__qualname__} that it gives")
         keys = list(node) if isinstance(node, dict) else None
         items = node.values() if isinstance(node, dict) else node
         name = f"{type(node).__module__}:{type(node).__qualname__}"

@@ -186,6 +186,21 @@ def test_what_only_jax_has_kept_is_compiled_once_more_and_saved(
         monkeypatch.setattr(fingerprint, "_KNOWN", (*fingerprint._KNOWN, "tests"))
 
 
+def test_a_folder_that_may_only_be_read_is_read(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made(tmp_path, held)
+    monkeypatch.setattr(executables.os, "access", lambda *_: False)
+    lowered, before = Lowered(monkeypatch), sorted(tmp_path.iterdir())
+    assert made(tmp_path, held).was_kept
+    assert lowered == []
+    for _ in range(2):  # the second is JAX's, and not compiled once more for nothing
+        assert not made(tmp_path, held + 1).was_kept
+    assert len(lowered) == 2
+    assert sorted(tmp_path.iterdir()) == before
+    assert caplog.text.count("may not be written to") == 3  # once a process
+
+
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_programs_that_differ_in_which_argument_they_read_are_told_apart(
     tmp_path: Path, held: int, donate: tuple[int, ...]
@@ -258,6 +273,19 @@ def test_a_program_that_holds_what_cannot_be_told_is_compiled_as_ever(
     assert "its executable is not kept" in caplog.text
     assert program(jax.device_put(np.zeros((4, 4), np.float32), ARGS[0].sharding)).shape == (4, 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_gives_what_json_cannot_tell_is_compiled_as_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Program("odd", gives_a_part, ARGS[:1])
+    compile_all([program], kept=ExecutableCache(tmp_path))
+    assert "a Partial that it gives: its executable is not kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def gives_a_part(array: jax.Array) -> Any:
+    return jax.tree_util.Partial(jnp.add, array)
 
 
 def test_a_program_that_cannot_leave_the_process_is_compiled_as_ever(
