@@ -109,13 +109,13 @@ def _may_close(node: Schema) -> bool:
     return all(isinstance(name, str) and name in properties for name in required)
 
 
-def _is_plain(schema: Any) -> bool:
-    """Whether there are values of it, at first sight."""
+def _is_plain(schema: Any, is_member: bool = False) -> bool:
+    """Whether there are values of it, at first sight: members of members are not looked at."""
     if not isinstance(schema, dict):
         return schema is True
     spoken = schema.keys() & _SPEAKS
     if spoken == {"anyOf"} and "type" not in schema and isinstance(schema["anyOf"], list):
-        return any(map(_is_plain, schema["anyOf"]))
+        return not is_member and any(_is_plain(one, is_member=True) for one in schema["anyOf"])
     if schema.get("enum", True) == [] or "minItems" in schema:
         return False
     return spoken in ({"enum"}, {"const"}, {"items"}, {"properties"}, set())

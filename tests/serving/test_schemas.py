@@ -240,6 +240,10 @@ def test_a_long_pattern_and_a_deep_or_knotted_schema_take_no_time() -> None:
         deep = {"properties": {"a": deep}}
     prepare(deep, lenient=False)
     assert deep["properties"]["a"]["additionalProperties"] is False
+    for _ in range(50_000):
+        deep = {"anyOf": [deep]}
+    prepare(root := {"properties": {"a": deep}, "minProperties": 1}, lenient=False)
+    assert "additionalProperties" not in root
     names = [f"s{i}" for i in range(300)]
     knot = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
     schema = {"$ref": "#/$defs/s0", "$defs": {name: copy.deepcopy(knot) for name in names}}
