@@ -32,7 +32,13 @@ class GrantSender:
 
     def _client(self, address: str) -> RpcClient:
         """Raises ConfigError while a file of certificates cannot be read."""
-        client = self._clients.pop(address, None) or RpcClient(address, self._security)
+        client = self._clients.pop(address, None)
+        if client is not None and client.is_backing_off:
+            # A worker that has just taken the place of a dead one would not even be asked, and
+            # its requests use up their attempts within milliseconds.
+            self._begin(client.close(GRANT_TIMEOUT_S))
+            client = None
+        client = client or RpcClient(address, self._security)
         self._clients[address] = client
         if len(self._clients) > MAX_CLIENTS:
             oldest = self._clients.pop(next(iter(self._clients)))

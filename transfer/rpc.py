@@ -351,8 +351,17 @@ class RpcClient:
 
         return OrderedCalls(self.address, open_stream)
 
-    async def close(self) -> None:
-        await self._channel.close(None)
+    @property
+    def is_backing_off(self) -> bool:
+        """Whether calls fail at once, without a look at who may be there by now.
+
+        For as long as `grpc.max_reconnect_backoff_ms` after an attempt to connect that failed.
+        """
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    async def close(self, grace_s: float | None = None) -> None:
+        """Calls under way have that long to end; None: they are Unavailable."""
+        await self._channel.close(grace_s)
 
 
 class OrderedCalls:

@@ -36,6 +36,40 @@ async def test_a_grant_that_cannot_even_be_called_for_fails_its_rooms(tmp_path: 
     assert "being replaced.pem" in failed[0][1]
 
 
+async def test_a_worker_in_the_place_of_a_dead_one_is_granted_at_once() -> None:
+    failed: list[int] = []
+    heard: list[int] = []
+
+    async def take(batch: wire.GrantBatch) -> wire.Empty:
+        heard.extend(grant.room for grant in batch.grants)
+        return wire.Empty()
+
+    async def started(port: int) -> RpcServer:
+        server = RpcServer(SECURITY)
+        server.unary("Grant", wire.GrantBatch, take)
+        ports.append(await server.start("127.0.0.1", port))
+        return server
+
+    ports: list[int] = []
+    sender = grants.GrantSender(SECURITY, lambda rooms, why: failed.extend(rooms))
+    first = await started(0)
+    sender.send(f"127.0.0.1:{ports[0]}", [a_grant(0)])
+    await until(lambda: heard == [0])
+    await first.stop(0.0)
+    for room in range(1, 9):  # the back-off grows with each attempt to connect
+        sender.send(f"127.0.0.1:{ports[0]}", [a_grant(room)])
+        await until(lambda: len(failed) == room)  # noqa: B023  (awaited here)
+        await asyncio.sleep(0.15)
+    second = await started(ports[0])
+    sender.send(f"127.0.0.1:{ports[0]}", [a_grant(9)])
+    await until(lambda: len(failed) + len(heard) == 10)
+    assert (failed, heard) == ([*range(1, 9)], [0, 9])
+    await second.stop(0.0)
+    await until(lambda: not sender._tasks)
+    for client in sender._clients.values():
+        await client.close()
+
+
 async def test_workers_that_were_started_anew_leave_no_clients_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
