@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
@@ -43,6 +43,20 @@ _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump",
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
 _NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
+
+
+class Recipe(NamedTuple):
+    """What a program is compiled from."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]  # shapes, with a sharding
+    donate: tuple[int, ...]  # positions
+    options: Mapping[str, str]  # XLA's
+
+    def compile(self) -> jax.stages.Compiled:
+        """By JAX and its cache alone."""
+        lowered = jax.jit(self.function, donate_argnums=self.donate).lower(*self.args)
+        return lowered.compile(compiler_options=dict(self.options))
 
 
 class ExecutableCache:
@@ -86,46 +100,34 @@ class ExecutableCache:
             log.warning("executables are not kept: %s", error)
             return None
 
-    def get(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        donate: tuple[int, ...],
-        options: Mapping[str, str],
-    ) -> tuple[jax.stages.Compiled, bool]:
-        """The program as `compile_function` makes it, and whether it was here."""
+    def get(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
+        """The program as `Recipe.compile` makes it, and whether it was here."""
         try:
-            return self._kept(function, args, donate, options)
+            return self._kept(recipe)
         except NoFingerprint as error:
             log.warning("%s: its executable is not kept", error)
-            return compile_function(function, args, donate, options), False
+            return recipe.compile(), False
 
-    def _kept(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        donate: tuple[int, ...],
-        options: Mapping[str, str],
-    ) -> tuple[jax.stages.Compiled, bool]:
-        told = fingerprint((function, args, donate, options))
+    def _kept(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
+        told, args = fingerprint(recipe), recipe.args
         devices = _devices_of(args)
         asked = self._folder / f"asked-{_digest(self._machine, self._sources, told)}"
         named = self._read(asked) or b""
         if _NAME.fullmatch(named) and (found := self._load(named.decode(), args, devices)):
             return found, True
-        lowered = _lowered(function, args, donate)
+        lowered = _lowered(recipe)
         gives = json.dumps(_shape_of(lowered.out_tree))
-        text = lowered.as_text(), gives, fingerprint((args, donate, options))
+        text = lowered.as_text(), gives, fingerprint(recipe[1:])
         name = _digest(self._machine, *text)
         found, was_here = self._load(name, args, devices), True
         if found is None:
             before, was_here = _found_by_jax.count, False
-            found = lowered.compile(compiler_options=dict(options))
+            found = lowered.compile(compiler_options=dict(recipe.options))
             if _found_by_jax.count != before and self._writes:
                 # It has no code any more that could be saved: what was saved would load, and fail
                 # when it is run (jaxlib 0.11.2, CPU). Once more, by a name that JAX has not seen.
-                again = _lowered(_renamed(function), args, donate)
-                found = again.compile(compiler_options=dict(options))
+                again = _lowered(recipe._replace(function=_renamed(recipe.function)))
+                found = again.compile(compiler_options=dict(recipe.options))
             if not self._writes or not self._save(name, found, gives):
                 return found, False
         if self._writes:
@@ -187,22 +189,10 @@ class ExecutableCache:
         self._writes = False
 
 
-def compile_function(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    donate: tuple[int, ...],
-    options: Mapping[str, str],
-) -> jax.stages.Compiled:
-    """`function` for arguments of these shapes. donate: positions. options: XLA's."""
-    lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-    return lowered.compile(compiler_options=dict(options))
-
-
-def _lowered(
-    function: Callable[..., Any], args: Sequence[Any], donate: tuple[int, ...]
-) -> jax.stages.Lowered:
+def _lowered(recipe: Recipe) -> jax.stages.Lowered:
     # With all arguments, read or not: else the text would not tell which of them are.
-    return jax.jit(function, donate_argnums=donate, keep_unused=True).lower(*args)
+    jitted = jax.jit(recipe.function, donate_argnums=recipe.donate, keep_unused=True)
+    return jitted.lower(*recipe.args)
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:

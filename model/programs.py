@@ -15,7 +15,7 @@ import jax.stages
 import psutil
 
 from model.errors import ModelError
-from model.executables import ExecutableCache, compile_function
+from model.executables import ExecutableCache, Recipe
 from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -83,12 +83,11 @@ class Program:
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
         # it computes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
+        recipe = Recipe(self._function, self._args, self._donate, options)
         if kept is None:
-            self.compiled = compile_function(self._function, self._args, self._donate, options)
+            self.compiled = recipe.compile()
         else:
-            self.compiled, self.was_kept = kept.get(
-                self._function, self._args, self._donate, options
-            )
+            self.compiled, self.was_kept = kept.get(recipe)
         return self
 
     def __call__(self, *args: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model import executables, fingerprint
-from model.executables import ExecutableCache, compile_function
+from model.executables import ExecutableCache, Recipe
 from model.programs import Program, compile_all
 from model.sampling import Asks, empty_rows
 from model.sharding import make_mesh
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_time(
 def test_what_only_jax_has_kept_is_compiled_once_more_and_saved(
     tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_function(matrix_of(held), ARGS, (0,), OPTIONS)
+    Recipe(matrix_of(held), ARGS, (0,), OPTIONS).compile()
     for _ in range(2):
         lowered = Lowered(monkeypatch)
         assert not made(tmp_path, held).was_kept
