@@ -25,11 +25,10 @@ def _prepare_environment() -> None:
 
 _prepare_environment()
 
-# Only now: importing jaxtyping imports jax. Annotations of model/ are checked on every call, which
-# for jitted functions means while tracing.
-from jaxtyping import install_import_hook  # noqa: E402
+# Only now: it imports jax.
+from tests import annotations  # noqa: E402
 
-install_import_hook("model", "beartype.beartype")
+annotations.check_arrays_of("model")
 # A host that does other things stops a test for as long as it likes.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
