@@ -19,18 +19,16 @@ def check_arrays_of(package: str) -> None:
         checked = wrap(typechecker=typechecker)
 
         def decorate(what: Any) -> Any:
-            plain = inspect.isfunction(what) and not any(map(_names_arrays, _annotations(what)))
-            return what if plain else checked(what)
+            if inspect.isfunction(what):
+                named = map(_names_arrays, what.__annotations__.values())
+                return checked(what) if any(named) else what
+            return checked(what)
 
         return decorate
 
     # What the hook writes above each function is looked up when the function is defined.
     jaxtyping.jaxtyped = jaxtyped  # type: ignore[assignment]
     jaxtyping.install_import_hook(package, "beartype.beartype")
-
-
-def _annotations(function: Any) -> list[Any]:
-    return list(function.__annotations__.values())
 
 
 def _names_arrays(annotation: Any) -> bool:

@@ -164,7 +164,7 @@ def compiled_soon(function: Any, optimized: bool) -> Any:
     otherwise.
     optimized: compiled up to three times as long, for calls that take longer than that.
     """
-    options = None if optimized else {"xla_backend_optimization_level": 0}
+    options = {"xla_backend_optimization_level": 3 if optimized else 0}
     program = jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
     compiled: list[jax.stages.Compiled] = []
 
