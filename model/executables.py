@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.monitoring
@@ -41,6 +41,7 @@ _FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
 # Settings that change no program.
 _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
+_FORGOTTEN_S: Final = 30 * 86400.0
 _NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
 
@@ -95,10 +96,28 @@ class ExecutableCache:
             if _changed_since(psutil.Process().create_time()):
                 log.warning("executables are not kept: sources are newer than this process")
                 return None
-            return ExecutableCache(Path(folder) / "executables")
+            kept = ExecutableCache(Path(folder) / "executables")
+            kept.remove_forgotten()
+            return kept
         except OSError as error:
             log.warning("executables are not kept: %s", error)
             return None
+
+    def remove_forgotten(self) -> None:
+        """What was last read a month before another was: of former sources, or of a killed write.
+
+        All of a folder that came with an image stays, however old. Whoever looks for what is
+        removed compiles it.
+        """
+        if not self._writes:
+            return
+        try:
+            read_s = {path: path.stat().st_mtime for path in self._folder.iterdir()}
+            latest_s = max(read_s.values(), default=0.0)
+            for path in (path for path in read_s if read_s[path] < latest_s - _FORGOTTEN_S):
+                path.unlink(missing_ok=True)
+        except OSError as error:  # another worker removes it, or it is another user's
+            log.info("an executable that nobody needs may stay: %s", error)
 
     def get(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
         """The program as `Recipe.compile` makes it, and whether it was here."""
@@ -164,12 +183,18 @@ class ExecutableCache:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            return path.read_bytes()
+            content = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             log.warning("compiled again: %s", error)
             return None
+        try:
+            if self._writes:
+                os.utime(path)
+        except OSError as error:  # then it may be forgotten
+            log.info("an executable's time stays as it is: %s", error)
+        return content
 
     def _write(self, path: Path, content: bytes) -> bool:
         """Whoever looks finds all of it, or nothing."""

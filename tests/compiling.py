@@ -1,7 +1,8 @@
 """How XLA compiles in tests: in half the time, for programs that take longer. No test minds.
 
-Programs as they are compiled for whoever starts a server are those of tests/serving/
-test_cluster_goldens.py, of every benchmark, and of a campaign of faults outside of pytest.
+Programs as they are compiled for whoever starts a server are those of three networks in
+tests/serving/test_cluster_goldens.py, of every benchmark, and of a campaign of faults outside of
+pytest. CI optimizes none of those that tests of model/ and bench/ compile in their own process.
 """
 
 import os

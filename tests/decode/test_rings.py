@@ -46,8 +46,10 @@ def both(
     return whole, ringed
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 31, 33, 100])
+@pytest.mark.parametrize(
+    ("num_tokens", "temperature"),
+    [(1, 0.8), (15, 0.0), (16, 0.8), (17, 0.8), (31, 0.0), (33, 0.8), (100, 0.8)],
+)
 def test_the_same_tokens_are_drawn_from_a_ring(
     both: tuple[OneProcess, OneProcess], num_tokens: int, temperature: float
 ) -> None:

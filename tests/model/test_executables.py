@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +259,33 @@ def test_programs_are_loaded_side_by_side(tmp_path: Path, held: int) -> None:
         first = result(programs[0])
         for i, program in enumerate(programs):
             np.testing.assert_allclose(result(program), first + i, rtol=1e-6)
+
+
+def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, held: int) -> None:
+    """Also what a killed write left. Of a folder whose files are all old nothing is."""
+    made(tmp_path, held)
+    read, left = set(tmp_path.iterdir()), tmp_path / "tmp8s1x"
+    left.touch()
+    cache = ExecutableCache(tmp_path)
+    for path in (*read, left):
+        os.utime(path, (0, path.stat().st_mtime - 31 * 86400))
+    cache.remove_forgotten()
+    assert set(tmp_path.iterdir()) == {*read, left}
+    assert made(tmp_path, held).was_kept
+    cache.remove_forgotten()
+    assert set(tmp_path.iterdir()) == read
+
+
+def test_a_folder_of_another_user_is_read_though_its_times_stay(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, held)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert made(tmp_path, held).was_kept
 
 
 def test_a_program_that_holds_what_cannot_be_told_is_compiled_as_ever(
