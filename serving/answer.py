@@ -60,10 +60,10 @@ class WholeAnswer:
         if not self.closed.done():
             self.closed.set_result(None)
 
-    def fail(self, error: RequestError) -> None:
+    def fail(self, error: Exception) -> None:
         """One choice failed, and so the answer has."""
         if not self.closed.done():
-            self.closed.set_exception(from_request_error(error))
+            self.closed.set_exception(error)
 
 
 class WholeChoice:
@@ -88,12 +88,16 @@ class WholeChoice:
             self.on_end("stop")
 
     def on_end(self, finish_reason: FinishReason) -> None:
-        self._texts.append(self._choice.finish(finish_reason))
+        try:
+            self._texts.append(self._choice.finish(finish_reason))
+        except Exception as fault:  # else nothing would close it
+            self._answer.fail(fault)
+            return
         self._choice.pending.text = "".join(self._texts)
         self._answer.end_one()
 
     def on_error(self, error: RequestError) -> None:
-        self._answer.fail(error)
+        self._answer.fail(from_request_error(error))
 
 
 class Runner:

@@ -6,8 +6,10 @@ trim_blocks, lstrip_blocks, loop controls, `raise_exception`, `strftime_now`, a 
 escapes nothing, and `generation` blocks, which mark text and are otherwise transparent.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -34,7 +36,7 @@ class ChatTemplate:
         """Raises ChatTemplateError when the source is no jinja2."""
         self.source = source
         self._clock = clock
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
@@ -74,6 +76,42 @@ class ChatTemplate:
 
     def _strftime_now(self, form: str) -> str:
         return datetime.fromtimestamp(self._clock.now_s(), tz=UTC).astimezone().strftime(form)
+
+
+class _Told(threading.local):
+    """By whom renderings of this thread may be stopped."""
+
+    stop: threading.Event | None = None
+
+
+_told = _Told()
+
+
+@contextlib.contextmanager
+def until(stop: threading.Event) -> Iterator[None]:
+    """What this thread renders meanwhile ends with ChatTemplateError once that is set."""
+    _told.stop = stop
+    try:
+        yield
+    finally:
+        _told.stop = None
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Looks whether it shall stop wherever a template looks at a value: no loop goes on without."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _check_stop()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_stop()
+        return super().getitem(obj, argument)
+
+
+def _check_stop() -> None:
+    if _told.stop is not None and _told.stop.is_set():
+        raise jinja2.TemplateError("the chat template takes too long for a conversation like this")
 
 
 class _GenerationBlock(Extension):

@@ -287,7 +287,6 @@ class Connection(HttpToolsProtocol):
             if self._num_dropped > _MAX_DROPPED_BYTES:
                 self.transport.close()
             return
-        self._unset_keepalive_if_required()
         self._got_on = False
         try:
             self._feed(memoryview(data))
@@ -302,6 +301,8 @@ class Connection(HttpToolsProtocol):
             message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes"
             self._refuse_unread(ApiError(431, message, code="head_too_large"))
             return
+        if self._awaits_head or self._got_on:  # line ends alone are no request
+            self._unset_keepalive_if_required()
         # Most heads come in one read: no timer for those that follow on a connection.
         if not self._awaits_head:
             self._cancel_head_due()
@@ -369,6 +370,10 @@ class Connection(HttpToolsProtocol):
         if not (self._got_on or self._num_unread):  # nothing came
             self.transport.close()
             return
+        latest = cast(RequestResponseCycle | None, self.cycle)
+        if latest is not None and not latest.response_complete:  # nor is the answer before it over
+            self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
+            return
         message = f"the head of the request did not come within {self._linger_s:g} s"
         self._refuse(ApiError(408, message, code="request_timeout"))
 
@@ -389,6 +394,7 @@ class Connection(HttpToolsProtocol):
             return
         self._answer(error)
         self._num_dropped = 0
+        self._unset_keepalive_if_required()
         self._cancel_head_due()
         patience_s = min(self._linger_s, _REFUSED_S)
         self._head_due = self.loop.call_later(patience_s, self.transport.close)

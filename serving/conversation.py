@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
+from serving.chat_template import until
 from serving.errors import bad_field, no_text, quoted, wrong_type
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
@@ -14,6 +17,7 @@ RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
 _INLINE_PARTS = 32  # messages, parts, calls and tools, whose prompt is made without a thread
+_MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
 _TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
@@ -134,15 +138,36 @@ def render(
 async def render_prompt(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
 ) -> str:
-    """As `render`; a long conversation's beside the event loop.
+    """As `render`; of a long conversation beside the event loop, while its client waits.
 
     Templates may look at every later message for each, as GPT-OSS's does behind calls: seconds,
-    for a thousand.
+    for a thousand. None has more than _MAX_RENDER_S, as others wait for it.
     """
     if len(messages) + _num_parts(messages) + len(fields.tools or ()) <= _INLINE_PARTS:
         return render(model, messages, fields)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(model.template_thread, render, model, messages, fields)
+    stop = threading.Event()
+    rendering = partial(_render_until, stop, model, messages, fields)
+    try:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(model.template_thread, rendering)
+    finally:
+        stop.set()
+
+
+def _render_until(
+    stop: threading.Event,
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    fields: ConversationFields,
+) -> str:
+    timer = threading.Timer(_MAX_RENDER_S, stop.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        with until(stop):
+            return render(model, messages, fields)
+    finally:
+        timer.cancel()
 
 
 def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:

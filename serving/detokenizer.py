@@ -9,6 +9,7 @@ library's decoder over a window of the last few tokens.
 import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from serving.json_bytes import dumps
 
@@ -243,7 +244,8 @@ class StopStrings:
         return found
 
 
-def _fallbacks_of(stop: str) -> list[int]:
+@lru_cache(maxsize=64)  # all choices of a request have the same
+def _fallbacks_of(stop: str) -> Sequence[int]:
     """[n]: length of the longest proper prefix of stop[:n] that is also its suffix."""
     fallbacks = [0, 0]
     for character in stop[1:]:

@@ -120,6 +120,7 @@ class Generate:
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)
+        del body  # megabytes perhaps, which nobody needs while the answer is made
         with front.holding():
             await self._generate(reader, scope, receive, send, arrival_s)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from serving.choice import Choice, Entry, Piece
+from serving.choice import INLINE_LOGPROBS, Choice, Entry, Piece, num_prompt_logprobs
 from serving.errors import ApiError, bad_field, error_event, not_served
 from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
@@ -424,11 +424,15 @@ class GenerateAnswer:
             "e2e_latency": self._clock.now_s() - self._arrival_s,
         }
         if shown.num_logprobs >= 0:
-            meta["input_token_logprobs"] = so_far.prompt.tokens
-            meta["output_token_logprobs"] = so_far.output.tokens
-            if shown.num_logprobs > 0:
-                meta["input_top_logprobs"] = so_far.prompt.tops
-                meta["output_top_logprobs"] = so_far.output.tops
+            told = {"output": so_far.output}
+            # Megabytes, with every token: all streams would wait for them.
+            is_long = num_prompt_logprobs(choice.ask) > INLINE_LOGPROBS
+            if choice.finish_reason is not None or not is_long:
+                told["input"] = so_far.prompt
+            for name, entries in told.items():
+                meta[f"{name}_token_logprobs"] = entries.tokens
+                if shown.num_logprobs > 0:
+                    meta[f"{name}_top_logprobs"] = entries.tops
         return meta
 
 

@@ -311,7 +311,10 @@ class StreamedChoice:
         if self._deferred is not None:
             self._deferred.append(partial(self.on_end, finish_reason))
         elif not self._over:
-            self._answer.end_one(self._finish(finish_reason), self._repeats)
+            try:
+                self._answer.end_one(self._finish(finish_reason), self._repeats)
+            except Exception as fault:  # else nothing would close it
+                self._stream.broke(fault)
 
     def _finish(self, finish_reason: FinishReason) -> bytes:
         """The last events of the choice."""
@@ -324,10 +327,10 @@ class StreamedChoice:
 
     def on_error(self, error: RequestError) -> None:
         self._deferred = None  # as a status, at once, rather than after the opening
-        if self._begun and self._waiting:  # it waited for a full interval, which will not be
-            self._show(self._unshown())
         answered = from_request_error(error)
         try:
+            if self._begun and self._waiting:  # it waited for a full interval, which will not be
+                self._show(self._unshown())
             event = self._answer.events.failed(self._choice, answered)
         except Exception as fault:  # else nothing would close it
             self._stream.broke(fault)

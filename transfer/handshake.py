@@ -33,13 +33,19 @@ class Offer(wire.Message, frozen=True):
 
 
 class Welcome(wire.Message, frozen=True):
-    """Meta of WELCOME: proof that the receiver knows the token too."""
+    """Meta of WELCOME: proof that the receiver knows the token too.
+
+    stall_timeout_s: after which a sender that owes something and says nothing is lost to it.
+    """
 
     proof: bytes
+    stall_timeout_s: float
     offer: Offer | None = None
 
 
-def greet(connection: Connection, security: Security, offer: Offer | None = None) -> str:
+def greet(
+    connection: Connection, security: Security, stall_timeout_s: float, offer: Offer | None = None
+) -> str:
     """The receiver's part: challenge, check, welcome. Returns the sender's name.
 
     Raises Unauthenticated, BadMessage or PeerLost.
@@ -52,14 +58,15 @@ def greet(connection: Connection, security: Security, offer: Offer | None = None
         raise BadMessage(f"expected HELLO, got {frame.kind.name}")
     hello = wire.decode(meta, Hello)
     if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
-        raise Unauthenticated(f"{hello.sender_id!r} does not know the cluster token")
-    welcome = Welcome(_proof(security, b"receiver", hello.nonce), offer)
+        # Without the name it gave: a stranger would choose what is logged, and how much.
+        raise Unauthenticated("it does not know the cluster token")
+    welcome = Welcome(_proof(security, b"receiver", hello.nonce), stall_timeout_s, offer)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
     return hello.sender_id
 
 
-def introduce(connection: Connection, security: Security, sender_id: str) -> Offer | None:
-    """The sender's part. Returns what the receiver offers.
+def introduce(connection: Connection, security: Security, sender_id: str) -> Welcome:
+    """The sender's part. Returns what the receiver told.
 
     Raises Unauthenticated, BadMessage or PeerLost.
     """
@@ -76,7 +83,7 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Off
     welcome = wire.decode(meta, Welcome)
     if not hmac.compare_digest(welcome.proof, _proof(security, b"receiver", nonce)):
         raise Unauthenticated("the receiver does not know the cluster token")
-    return welcome.offer
+    return welcome
 
 
 def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:

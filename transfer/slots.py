@@ -105,8 +105,7 @@ class SlotFeeder(TcpFeeder):
         self.receiver.take(self, frame, incoming.meta, payload, intact)
 
     def before_waiting(self, connection: Connection) -> None:
-        credit = self.slots.credit() if self.slots is not None else None
-        if credit is not None:
+        while self.slots is not None and (credit := self.slots.credit()) is not None:
             connection.send(Frame(Kind.CREDIT), wire.encode(credit))
 
     def ended(self) -> None:

@@ -35,6 +35,7 @@ _SEALS = (
 _ENOUGH_BYTES = 128 << 20
 # Of memory that was lent, so that its slots hear of their end even after their connection's.
 _VIEWS: dict[int, "weakref.ref[np.ndarray]"] = {}
+_MOST_CREDITED = 8192  # in one message, whose size has a bound
 _LEAST_FREED = 4  # slots that are told free together: one message for several frames
 
 
@@ -133,7 +134,7 @@ class LentSlots:
         """What to tell the sender, or None while that is not worth a message (one thread)."""
         if len(self._freed) < self._least_freed:
             return None
-        slots = [self._freed.popleft() for _ in range(len(self._freed))]
+        slots = [self._freed.popleft() for _ in range(min(len(self._freed), _MOST_CREDITED))]
         for slot in slots:
             self._held[slot] = 0
         return Credit(wire.pack_i32(slots))

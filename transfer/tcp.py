@@ -89,6 +89,7 @@ class TcpLane(Lane):
         self._closing = False
         self._asked_s: float | None = None  # when the oldest unanswered PING left
         self._ask_next_s = 0.0
+        self._beat_s = sender.stall_timeout_s / 3  # between two PINGs
 
     def wake(self) -> None:
         connection = self._connection
@@ -153,7 +154,9 @@ class TcpLane(Lane):
         """Shake hands over a socket, which is closed when that fails."""
         sender = self.sender
         with connection_over(sock, sender.stall_timeout_s, takes_fd) as connection:
-            return connection, introduce(connection, sender.security, sender.sender_id)
+            welcome = introduce(connection, sender.security, sender.sender_id)
+            self._beat_s = min(sender.stall_timeout_s, welcome.stall_timeout_s) / 3
+            return connection, welcome.offer
 
     def _turn(self, connection: Connection) -> None:
         """Send a job and read what came; with none, wait, and see that the peer lives."""
@@ -189,16 +192,16 @@ class TcpLane(Lane):
             self._asked_s = None
             return _IDLE_WAIT_S
         now_s = SYSTEM_CLOCK.monotonic_s()
-        beat_s = self.sender.stall_timeout_s / 3
-        if self._asked_s is not None and now_s - self._asked_s > 2 * beat_s:
+        stall_s = self.sender.stall_timeout_s
+        if self._asked_s is not None and now_s - self._asked_s > 2 * stall_s / 3:
             if not connection.wait(0.0):  # after a pause of this process the answer may be there
-                raise PeerLost(f"no sign of life for {self.sender.stall_timeout_s:g} s")
+                raise PeerLost(f"no sign of life for {stall_s:g} s")
         elif now_s >= self._ask_next_s:
             connection.send(Frame(Kind.PING))
-            self._ask_next_s = now_s + beat_s
+            self._ask_next_s = now_s + self._beat_s
             if self._asked_s is None:
                 self._asked_s = now_s
-        return beat_s
+        return self._beat_s
 
     def _read(self, connection: Connection) -> None:
         frame, meta = connection.receive_small()
@@ -399,7 +402,8 @@ class TcpFeeder:
             sock.close()
             raise
         with connection_over(sock, receiver.stall_timeout_s) as connection:
-            self.name = greet(connection, receiver.security, receiver.offer)
+            stall_s = receiver.stall_timeout_s
+            self.name = greet(connection, receiver.security, stall_s, receiver.offer)
         return connection
 
     def _turn(self, connection: Connection) -> None:
@@ -414,9 +418,13 @@ class TcpFeeder:
         """Wait for a frame, if the peer owes one only so long; whether it is there."""
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
+        begun_s = SYSTEM_CLOCK.monotonic_s()
         if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
             return True
-        if busy and SYSTEM_CLOCK.monotonic_s() - self._heard_s > stall_s:
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        if now_s - begun_s > stall_s:  # this process stood still, and perhaps the peer as well
+            self._heard_s = now_s
+        if busy and now_s - self._heard_s > stall_s:
             raise PeerLost(f"no sign of life for {stall_s:g} s")
         return False
 

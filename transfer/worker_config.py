@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from model.eplb import TRIVIAL, ExpertPolicy
 from transfer import nixl_agent
+from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
@@ -56,6 +57,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         for name in ("tp_size", "ep_size", "dp_size", "max_queued_requests", "max_frame_bytes"):
             at_least(self, name, 1)
+        at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
         for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size"):
             at_least(self, name, 0)
         if self.dp_size * self.tp_size > MAX_DEVICES:

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from model.config import ModelConfig
+from serving import conversation
 from serving.config import ServeConfig
-from serving.conversation import allowed_tools, messages_of, render, render_prompt
+from serving.conversation import (
+    ConversationFields,
+    allowed_tools,
+    messages_of,
+    render,
+    render_prompt,
+)
 from serving.errors import ApiError
 from serving.openai_api import ChatReader
 from serving.openai_fields import read_chat
@@ -217,6 +224,39 @@ async def test_a_long_conversation_is_rendered_beside_the_event_loop(tmp_path: P
         await asyncio.sleep(0)
     assert await making == "x" * 2000
     assert turns > 10
+
+
+FOR_EVER = (
+    "{% for m in messages %}{% for a in messages %}{% for b in messages %}{{ b.role }}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+def _long(model: ServedModel) -> tuple[list[dict[str, Any]], ConversationFields]:
+    asked = {"messages": [{"role": "user", "content": "a"}] * 1000}
+    fields = read_chat(json.dumps(asked).encode())
+    model.context_length = lambda: 10_000  # type: ignore[method-assign]
+    return messages_of(fields, model), fields
+
+
+async def test_a_client_that_leaves_stops_its_template(tmp_path: Path) -> None:
+    """Others would wait for their conversations until it has ended, in half an hour."""
+    model = served(tmp_path, FOR_EVER)
+    making = asyncio.create_task(render_prompt(model, *_long(model)))
+    await asyncio.sleep(0.05)
+    making.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.get_running_loop().run_in_executor(model.template_thread, int)
+
+
+async def test_a_template_that_takes_too_long_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "_MAX_RENDER_S", 0.05)
+    model = served(tmp_path, FOR_EVER)
+    async with asyncio.timeout(20):
+        with pytest.raises(ApiError, match="takes too long for a conversation like this"):
+            await render_prompt(model, *_long(model))
 
 
 async def test_a_template_that_refuses_a_long_conversation_is_told_of(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from serving import sglang_api
 from tests.fakes import logprob_of, top_of
 from tests.serving.live import EOS, LETTER_A, letters, live_server
 
@@ -117,6 +118,23 @@ async def test_no_new_tokens_may_be_asked_to_score_a_prompt() -> None:
             assert meta["finish_reason"] == {"type": "length", "length": 0}
             assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == [1, 2, 3]
             assert meta["output_token_logprobs"] == []
+
+
+async def test_many_logprobs_of_a_prompt_come_with_the_last_event_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_api, "INLINE_LOGPROBS", 5)
+    async with live_server() as live:
+        asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        body = {"text": "Hi!", "sampling_params": params(), "stream": True, **asked}
+        *events, done = await live.events("/generate", body)
+        assert done == "[DONE]"
+        whole = (await live.post("/generate", {**body, "stream": False})).json()
+        metas = [event["meta_info"] for event in events]
+        names = "input_token_logprobs", "input_top_logprobs"
+        assert len(metas) > 1
+        assert not any(name in meta for meta in metas[:-1] for name in names)
+        assert [metas[-1][name] for name in names] == [whole["meta_info"][name] for name in names]
 
 
 async def test_events_repeat_everything_so_far() -> None:

@@ -183,6 +183,39 @@ async def test_an_idle_connection_is_closed_after_its_time_and_not_before() -> N
         writer.close()
 
 
+async def test_line_ends_are_no_request_and_keep_no_connection() -> None:
+    async with live_server(timeout_keep_alive_s=0.2) as live:
+        reader, writer = await opened(live)
+        async with asyncio.timeout(20):
+            writer.write(request(b""))
+            status, _ = await answer_of(reader)
+            assert status == 200
+            writer.write(b"\r\n")
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_half_a_head_behind_a_request_does_not_cut_its_answer() -> None:
+    async with live_server(auto_step=False, slow_client_timeout_s=0.1) as live:
+        reader, writer = await opened(live)
+        body = b'{"prompt": "Hi!", "max_tokens": 9, "stream": true}'
+        writer.write(request(b"", body))
+        await live.cluster.submitted(1)
+        async with asyncio.timeout(20):
+            live.cluster.step()
+            await reader.readuntil(b"data: ")
+            writer.write(request(b"")[:20])
+            await asyncio.sleep(0.3)
+            assert live.rooms
+            while live.rooms:
+                live.cluster.step()
+                await asyncio.sleep(0)
+            assert b"data: [DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+            status, body_ = await answer_of(reader)
+            assert (status, body_["error"]["code"]) == (408, "request_timeout")
+        writer.close()
+
+
 def test_connections_are_kept_for_longer_than_clients_and_proxies_keep_theirs() -> None:
     settings: dict[str, Any] = {"model_path": Path("m"), "registry_address": "127.0.0.1:1"}
     config = http_config(Starlette(), ServeConfig(**settings), Metrics())

@@ -384,9 +384,9 @@ def receiver_by_hand(fd: int | None, meta: bytes) -> Iterator[str]:
 
         def serve() -> None:
             first = Connection(tcp.accept()[0], PATIENCE_S)
-            greet(first, SECURITY, Offer(host_identity(), name))
+            greet(first, SECURITY, PATIENCE_S, Offer(host_identity(), name))
             second = Connection(unix.accept()[0], PATIENCE_S)
-            greet(second, SECURITY)
+            greet(second, SECURITY, PATIENCE_S)
             if fd is None:
                 second.send(Frame(Kind.MEMORY), meta)
             else:

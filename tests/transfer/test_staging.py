@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from transfer import wire
+from transfer.backend import MAX_META_BYTES
 from transfer.errors import BadMessage
 from transfer.staging import BorrowedSlots, Credit, SharedSlots, SlotShape, slot_shape
 
@@ -54,6 +55,18 @@ def test_a_slot_comes_back_with_the_last_view_of_it() -> None:
     assert credit is not None
     borrowed.take_back(credit)
     assert (told, borrowed.num_free) == ([1], 4)
+
+
+def test_more_slots_than_a_message_names_come_back_in_several() -> None:
+    shape = SlotShape(1, 20_000)
+    lent = SharedSlots(shape, lambda: None)
+    borrowed = BorrowedSlots(lent.fd, shape)
+    views = [lent.take(borrowed.write(np.zeros(1, np.uint8))[0], 1) for _ in range(20_000)]
+    views.clear()
+    while (credit := lent.credit()) is not None:
+        assert len(wire.encode(credit)) < MAX_META_BYTES
+        borrowed.take_back(credit)
+    assert borrowed.num_free == 20_000
 
 
 def test_slots_live_as_long_as_what_was_lent_of_them() -> None:

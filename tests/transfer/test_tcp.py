@@ -18,7 +18,7 @@ from tests.transfer.children import FROZEN_S, NEVER_S, STALL_S, child, receiving
 from tests.transfer.samples import KV, PATIENCE_S, SECURITY, a_grant, logical_pages
 from transfer import tcp
 from transfer.backend import HEADER_BYTES, FirstToken, Frame, Kind, Refused, whole_frame
-from transfer.clock import ManualClock
+from transfer.clock import SYSTEM_CLOCK, ManualClock
 from transfer.errors import ConfigError, PeerLost, Unauthenticated
 from transfer.framing import Connection
 from transfer.handshake import Welcome, greet, introduce, parse_address
@@ -207,7 +207,7 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
     left, right = socket.socketpair()
     mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
     theirs.send(Frame(Kind.CHALLENGE), bytes(32))
-    theirs.send(Frame(Kind.WELCOME), encode(Welcome(bytes(32))))
+    theirs.send(Frame(Kind.WELCOME), encode(Welcome(bytes(32), PATIENCE_S)))
     with pytest.raises(Unauthenticated, match="receiver"):
         introduce(mine, SECURITY, "prefill-0")
     mine.close()
@@ -328,6 +328,21 @@ def test_a_receiver_that_answers_nothing_loses_the_room(
     assert ends.diary.kinds() == [("lost", 1)]
 
 
+def test_a_sender_gives_signs_of_life_as_often_as_its_receiver_expects_them(ends: TcpEnds) -> None:
+    """Whose --stall-timeout is shorter than its own."""
+    with listening() as (listener, address):
+        ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
+        peer = Connection(listener.accept()[0], PATIENCE_S)
+        greet(peer, SECURITY, STALL_S)
+        until_s = SYSTEM_CLOCK.monotonic_s() + PATIENCE_S
+        pings = 0
+        while pings < 12:
+            pings += peer.receive_small()[0].kind is Kind.PING
+            peer.send(Frame(Kind.PONG))
+            assert SYSTEM_CLOCK.monotonic_s() < until_s
+        peer.close()
+
+
 def test_a_receiver_that_falls_silent_between_two_rooms_loses_the_second(
     open_ends: Callable[..., TcpEnds],
 ) -> None:
@@ -336,7 +351,7 @@ def test_a_receiver_that_falls_silent_between_two_rooms_loses_the_second(
     with listening() as (listener, address):
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
         peer = Connection(listener.accept()[0], PATIENCE_S)
-        greet(peer, SECURITY)
+        greet(peer, SECURITY, STALL_S)
         while peer.receive_small()[0].kind is not Kind.FINISH:
             pass
         peer.send(Frame(Kind.ACK, 1))

@@ -1,5 +1,6 @@
 """What the ends of TCP keep account of: rooms owed, connections open, and silence."""
 
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ def ends() -> Iterator[TcpEnds]:
 
 
 def test_what_keeps_a_peer_out_is_told_once_at_either_end_until_it_is_let_in(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = TcpEnds(sender_security=Security("another-token-of-the-tests"))
     try:
@@ -40,10 +41,17 @@ def test_what_keeps_a_peer_out_is_told_once_at_either_end_until_it_is_let_in(
     assert caplog.text.count("page connection refused: 127.0.0.1: ") == 1
     assert caplog.text.count(f"no page connection: {stranger.address}: ") == 1
     complaint = Complaints(tcp.log, "refused").of("10.0.0.3")
+    clock = ManualClock()
+    monkeypatch.setattr("transfer.complaint.SYSTEM_CLOCK", clock)
     for _ in range(2):
         complaint.tell("the token is wrong")
         complaint.settle()
+        clock.advance(1.0)
     assert caplog.text.count("refused: 10.0.0.3: the token is wrong") == 2
+    for number in range(100):  # another one each time: a line a second is enough
+        complaint.tell(f"a frame begins with {number}")
+        clock.advance(0.1)
+    assert caplog.text.count("refused: 10.0.0.3: a frame begins with") == 10
 
 
 def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> None:
@@ -60,6 +68,32 @@ def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> Non
     assert receiver.busy(feeder)
     ends.receiver.forget(2)
     assert not receiver.busy(feeder)
+
+
+def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
+    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may have stood still as well, as in a paused machine; its word is on the way."""
+    clock = ManualClock()
+    monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
+    receiver: Any = ends.receiver
+    monkeypatch.setattr(receiver, "busy", lambda _: True)
+    with socket.socket() as unused:
+        feeder = tcp.TcpFeeder(receiver, unused, "prefill-0")
+
+        def waits(took_s: float) -> bool:
+            def wait(_: float) -> bool:
+                clock.advance(took_s)
+                return False
+
+            return feeder._awaited(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
+
+        stall_s = receiver.stall_timeout_s
+        assert not waits(10 * stall_s)
+        for _ in range(3):
+            assert not waits(0.3 * stall_s)
+        with pytest.raises(PeerLost):
+            waits(0.3 * stall_s)
 
 
 def test_connections_that_ended_are_not_counted_against_the_most(ends: TcpEnds) -> None:
