@@ -270,31 +270,17 @@ async def test_a_watcher_sees_the_load_of_a_heartbeat() -> None:
         assert view.members[0].draining
 
 
-async def test_a_worker_that_falls_silent_leaves_the_view() -> None:
+@pytest.mark.parametrize(("steps", "left"), [(12, []), (1, [("decode-0", 1)])])
+async def test_who_is_silent_leaves_unless_the_registry_was(steps: int, left: list[Any]) -> None:
     clock = ManualClock()
     async with a_registry(clock) as registry:
-        views = registry.watch()
-        rpc = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
-        await rpc.call("Register", wire.Register(a_worker(), 1), wire.Registered, PATIENCE_S)
-        await rpc.close()
-        await a_view(views, shows(("decode-0", 1)))
-        for _ in range(11):
-            clock.advance(TTL_S / 10)
+        assert registry.server is not None
+        registry.server.leases.register(a_worker(), 1, clock.monotonic_s())
+        for _ in range(steps):
             await asyncio.sleep(TTL_S / 10)
-        await a_view(views, shows())
-
-
-async def test_a_registry_that_stood_still_takes_no_worker_for_silent() -> None:
-    clock = ManualClock()
-    async with a_registry(clock) as registry:
-        views = registry.watch()
-        rpc = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
-        await rpc.call("Register", wire.Register(a_worker(), 1), wire.Registered, PATIENCE_S)
-        await rpc.close()
-        await a_view(views, shows(("decode-0", 1)))
-        clock.advance(TTL_S + 1)
-        await asyncio.sleep(3 * TTL_S / 10)
-        assert registry.members == [("decode-0", 1)]
+            clock.advance(1.2 * TTL_S / steps)
+        await asyncio.sleep(2 * TTL_S / 10)
+        assert registry.members == left
 
 
 async def test_a_restarted_registry_learns_its_workers_and_keeps_its_watchers() -> None:
