@@ -321,6 +321,11 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (DecodeConfig, {"data_port": -1}, "--data-port must be 0 to 65535, got -1"),
         (DecodeConfig, {"max_running_requests": -2}, "--max-running-requests must be at least 0"),
         (DecodeConfig, {"stall_timeout_s": 0.0}, "--stall-timeout must be above 0, got 0.0"),
+        (
+            PrefillConfig,
+            {"max_frame_bytes": 1 << 32},
+            "--max-frame-bytes must be at most 2147483648",
+        ),
         (ServeConfig, {"host": ""}, "--host must not be empty; 0.0.0.0 stands for every address"),
         (DecodeConfig, {"host": ""}, "--host must not be empty: peers reach this worker by it"),
         (ServeConfig, {"port": 70000}, "--port must be 0 to 65535, got 70000"),
