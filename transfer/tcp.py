@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 1024
+MAX_STRANGERS = 64  # of a host, that have not shown the token yet
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken
 _IDLE_BUFFER_BYTES = 256 << 20
@@ -305,9 +306,14 @@ class TcpReceiver(Receiver):
     def joined(self, feeder: "TcpFeeder") -> bool:
         """Count a connection in; False when there are too many, or when closed."""
         with self._lock:
-            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+            others = self._connections
+            if self._closed or len(others) >= MAX_CONNECTIONS:
                 return False
-            self._connections.add(feeder)
+            # Or the silent ones of one host would soon be all that there is room for.
+            strangers = sum(of.connection is None and of.name == feeder.name for of in others)
+            if strangers >= MAX_STRANGERS:
+                return False
+            others.add(feeder)
             return True
 
     def left(self, feeder: "TcpFeeder", message: str) -> None:  # type: ignore[override]

@@ -1,5 +1,6 @@
 """What the ends of TCP keep account of: rooms owed, connections open, and silence."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from transfer import tcp
 from transfer.clock import ManualClock
 from transfer.complaint import Complaints
 from transfer.errors import PeerLost
+from transfer.handshake import parse_address
 from transfer.rpc import Security
 from transfer.tcp import TcpLane, TcpReceiver
 
@@ -68,6 +70,36 @@ def test_a_connection_owes_nothing_once_its_rooms_are_over(ends: TcpEnds) -> Non
     assert receiver.busy(feeder)
     ends.receiver.forget(2)
     assert not receiver.busy(feeder)
+
+
+def test_silent_strangers_of_one_host_leave_room_for_others(ends: TcpEnds) -> None:
+    address = parse_address(ends.address)
+    with contextlib.ExitStack() as stack:
+
+        def knock() -> socket.socket:
+            sock = socket.create_connection(address, source_address=("127.0.0.2", 0))
+            return stack.enter_context(contextlib.closing(sock))
+
+        silent = [knock() for _ in range(tcp.MAX_STRANGERS)]
+        assert all(sock.recv(1) for sock in silent), "each is asked for the token"
+        assert knock().recv(1) == b""
+        ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
+        with raw_peer(ends.address):  # of another host
+            pass
+
+
+def test_there_are_no_more_connections_than_threads_are_wanted(
+    ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 2)
+    with raw_peer(ends.address), raw_peer(ends.address):
+        with pytest.raises(PeerLost), raw_peer(ends.address):
+            pass
+    ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
+    receiver: Any = ends.receiver
+    ends.until(lambda: not receiver._connections)
+    with raw_peer(ends.address):
+        pass
 
 
 def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
