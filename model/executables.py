@@ -41,7 +41,8 @@ _FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
 # Settings that change no program.
 _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"
-_FORGOTTEN_S: Final = 30 * 86400.0
+_DAY_S: Final = 86400.0
+_FORGOTTEN_S: Final = 30 * _DAY_S
 _NAME = re.compile(rb"[0-9a-f]{64}")
 _DIGEST_BYTES = 32
 
@@ -92,28 +93,29 @@ class ExecutableCache:
             return None
         if jax.process_count() > 1 or not os.environ.get("XLA_FLAGS", "-").lstrip().startswith("-"):
             return None
+        began_s = psutil.Process().create_time()
         try:
-            if _changed_since(psutil.Process().create_time()):
+            if _changed_since(began_s):
                 log.warning("executables are not kept: sources are newer than this process")
                 return None
             kept = ExecutableCache(Path(folder) / "executables")
-            kept.remove_forgotten()
+            kept.remove_forgotten(began_s)
             return kept
         except OSError as error:
             log.warning("executables are not kept: %s", error)
             return None
 
-    def remove_forgotten(self) -> None:
+    def remove_forgotten(self, now_s: float) -> None:
         """What was last read a month before another was: of former sources, or of a killed write.
 
-        All of a folder that came with an image stays, however old. Whoever looks for what is
-        removed compiles it.
+        All of a folder that lay still, or came with an image, stays: what has been read today does
+        not count, as workers that start together each read their own. now_s: as times of files.
         """
         if not self._writes:
             return
         try:
             read_s = {path: path.stat().st_mtime for path in self._folder.iterdir()}
-            latest_s = max(read_s.values(), default=0.0)
+            latest_s = max((at for at in read_s.values() if at < now_s - _DAY_S), default=0.0)
             for path in (path for path in read_s if read_s[path] < latest_s - _FORGOTTEN_S):
                 path.unlink(missing_ok=True)
         except OSError as error:  # another worker removes it, or it is another user's

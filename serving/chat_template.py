@@ -9,7 +9,7 @@ escapes nothing, and `generation` blocks, which mark text and are otherwise tran
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -65,7 +65,8 @@ class ChatTemplate:
         if continue_final_message:
             messages = _mark_end(messages)
         try:
-            text = self._template.render(messages=messages, **variables)
+            pieces = self._template.generate(messages=messages, **variables)
+            text = "".join(_until_stopped(pieces))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:
@@ -89,7 +90,10 @@ _told = _Told()
 
 @contextlib.contextmanager
 def until(stop: threading.Event) -> Iterator[None]:
-    """What this thread renders meanwhile ends with ChatTemplateError once that is set."""
+    """What this thread renders meanwhile ends with ChatTemplateError once that is set.
+
+    At the next text that a template prints, or field that it looks up: loops without any go on.
+    """
     _told.stop = stop
     try:
         yield
@@ -98,7 +102,7 @@ def until(stop: threading.Event) -> Iterator[None]:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Looks whether it shall stop wherever a template looks at a value: no loop goes on without."""
+    """Looks whether it shall stop wherever a template looks up a field of something."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _check_stop()
@@ -107,6 +111,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         _check_stop()
         return super().getitem(obj, argument)
+
+
+def _until_stopped(pieces: Iterable[str]) -> Iterator[str]:
+    for piece in pieces:
+        _check_stop()
+        yield piece
 
 
 def _check_stop() -> None:

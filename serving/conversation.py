@@ -16,7 +16,7 @@ from serving.tokenizer import ChatTemplateError
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
-_INLINE_PARTS = 32  # messages, parts, calls and tools, whose prompt is made without a thread
+_INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
 _TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
@@ -143,7 +143,9 @@ async def render_prompt(
     Templates may look at every later message for each, as GPT-OSS's does behind calls: seconds,
     for a thousand. None has more than _MAX_RENDER_S, as others wait for it.
     """
-    if len(messages) + _num_parts(messages) + len(fields.tools or ()) <= _INLINE_PARTS:
+    named = fields.tools, fields.documents, fields.chat_template_kwargs
+    count = len(messages) + _num_parts(messages) + sum(len(items or ()) for items in named)
+    if count <= _INLINE_PARTS:
         return render(model, messages, fields)
     stop = threading.Event()
     rendering = partial(_render_until, stop, model, messages, fields)

@@ -32,6 +32,8 @@ def check_arrays_of(package: str) -> None:
 
 
 def _names_arrays(annotation: Any) -> bool:
+    if isinstance(annotation, str):  # which may name anything
+        return True
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
     return any(map(_names_arrays, get_args(annotation)))

@@ -92,10 +92,11 @@ class Leases:
         )
         return True
 
-    def prolong(self, for_s: float) -> None:
+    def prolong(self, for_s: float, now_s: float) -> None:
         """Nobody listened for so long: no worker's fault."""
         for worker_id, lease in self._leases.items():
-            self._leases[worker_id] = replace(lease, until_s=lease.until_s + for_s)
+            until_s = min(lease.until_s + for_s, now_s + self.ttl_s)
+            self._leases[worker_id] = replace(lease, until_s=until_s)
 
     def deregister(self, worker_id: str, epoch: int) -> bool:
         """A worker says goodbye; False when it had none: a later incarnation is left alone."""
@@ -236,7 +237,7 @@ class RegistryServer:
             await asyncio.sleep(pause_s)
             before_s, looked_s = looked_s, self._clock.monotonic_s()
             if looked_s - before_s > 3 * pause_s:  # this process stood still, not the workers
-                self.leases.prolong(looked_s - before_s)
+                self.leases.prolong(looked_s - before_s, looked_s)
             self.expire()
 
     def expire(self) -> None:

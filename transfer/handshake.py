@@ -39,8 +39,8 @@ class Welcome(wire.Message, frozen=True):
     """
 
     proof: bytes
-    stall_timeout_s: float
     offer: Offer | None = None
+    stall_timeout_s: float = 3.0
 
 
 def greet(
@@ -60,7 +60,7 @@ def greet(
     if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
         # Without the name it gave: a stranger would choose what is logged, and how much.
         raise Unauthenticated("it does not know the cluster token")
-    welcome = Welcome(_proof(security, b"receiver", hello.nonce), stall_timeout_s, offer)
+    welcome = Welcome(_proof(security, b"receiver", hello.nonce), offer, stall_timeout_s)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
     return hello.sender_id
 

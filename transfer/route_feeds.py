@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from transfer import wire
 from transfer.clock import Clock
-from transfer.complaint import Complaint
+from transfer.complaint import Complaint, Complaints
 from transfer.errors import BadMessage, ConfigError, RpcError, Unavailable
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, server_context
 from transfer.route_link import RouteHello, RouteLink, greet
@@ -40,7 +40,7 @@ class RouteFeeds:
         self._followers: set[RouteLink] = set()
         self._links: set[RouteLink] = set()
         self._num_strangers = 0
-        self._complaint = Complaint(log, "a connection for routes was ended")
+        self._ended = Complaints(log, "a connection for routes was ended")  # by host
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -78,17 +78,19 @@ class RouteFeeds:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = RouteLink(reader, writer)
+        complaint = self._ended.of(str((writer.get_extra_info("peername") or ("a host",))[0]))
         self._links.add(link)
         try:
             if len(self._links) <= MAX_LINKS and self._num_strangers < MAX_STRANGERS:
                 hello = await self._greeted(link)
+                complaint.settle()
                 await (self._feed(link) if hello.follows else self._hear(link, hello))
             else:
                 log.debug("too many connections for routes: one was refused")
         except Unavailable as error:
             log.debug("%s", error)  # it went, which is how each of them ends
         except RpcError as error:
-            self._complaint.tell(error)
+            complaint.tell(error)
         finally:
             link.close()
             self._links.discard(link)
@@ -96,9 +98,7 @@ class RouteFeeds:
     async def _greeted(self, link: RouteLink) -> RouteHello:
         self._num_strangers += 1
         try:
-            hello = await greet(link, self._security)
-            self._complaint.settle()
-            return hello
+            return await greet(link, self._security)
         finally:
             self._num_strangers -= 1
 

@@ -130,7 +130,7 @@ async def greet(link: RouteLink, security: Security) -> RouteHello:
             link.send(nonce)
             hello = wire.decode(await link.receive(_MAX_STRANGER_BYTES), RouteHello)
     if not hmac.compare_digest(hello.proof, _proof(security, b"routes to registry", nonce)):
-        raise Unauthenticated("a peer does not know the cluster token")
+        raise Unauthenticated("it does not know the cluster token")
     link.send(_proof(security, b"routes of registry", hello.nonce))
     return hello
 

@@ -194,7 +194,7 @@ class TcpLane(Lane):
             return _IDLE_WAIT_S
         now_s = SYSTEM_CLOCK.monotonic_s()
         stall_s = self.sender.stall_timeout_s
-        if self._asked_s is not None and now_s - self._asked_s > 2 * stall_s / 3:
+        if self._asked_s is not None and now_s - self._asked_s > stall_s - self._beat_s:
             if not connection.wait(0.0):  # after a pause of this process the answer may be there
                 raise PeerLost(f"no sign of life for {stall_s:g} s")
         elif now_s >= self._ask_next_s:
@@ -424,12 +424,12 @@ class TcpFeeder:
         """Wait for a frame, if the peer owes one only so long; whether it is there."""
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
-        begun_s = SYSTEM_CLOCK.monotonic_s()
+        until_s = SYSTEM_CLOCK.monotonic_s() + (stall_s / 3 if busy else _IDLE_WAIT_S)
         if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
             return True
         now_s = SYSTEM_CLOCK.monotonic_s()
-        if now_s - begun_s > stall_s:  # this process stood still, and perhaps the peer as well
-            self._heard_s = now_s
+        # For as long as this process stood still, and perhaps the peer as well, nothing was due.
+        self._heard_s += max(0.0, now_s - until_s)
         if busy and now_s - self._heard_s > stall_s:
             raise PeerLost(f"no sign of life for {stall_s:g} s")
         return False

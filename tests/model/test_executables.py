@@ -21,6 +21,7 @@ from model.programs import Program, compile_all
 from model.sampling import Asks, empty_rows
 from model.sharding import make_mesh
 
+DAY_S = 86400
 # Of a program that names none of its own.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 MESH = make_mesh(2, 1)
@@ -264,16 +265,20 @@ def test_programs_are_loaded_side_by_side(tmp_path: Path, held: int) -> None:
 def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, held: int) -> None:
     """Also what a killed write left. Of a folder whose files are all old nothing is."""
     made(tmp_path, held)
-    read, left = set(tmp_path.iterdir()), tmp_path / "tmp8s1x"
-    left.touch()
+    mine = set(tmp_path.iterdir())
+    theirs, left = tmp_path / "asked-by-the-other-role", tmp_path / "tmp8s1x"
+    now_s = tmp_path.stat().st_mtime
+    for path in (*mine, theirs, left):
+        path.touch()
+        os.utime(path, (0, now_s - 40 * DAY_S))
     cache = ExecutableCache(tmp_path)
-    for path in (*read, left):
-        os.utime(path, (0, path.stat().st_mtime - 31 * 86400))
-    cache.remove_forgotten()
-    assert set(tmp_path.iterdir()) == {*read, left}
+    cache.remove_forgotten(now_s)
     assert made(tmp_path, held).was_kept
-    cache.remove_forgotten()
-    assert set(tmp_path.iterdir()) == read
+    cache.remove_forgotten(now_s)  # as the other role does, which has read nothing yet
+    assert set(tmp_path.iterdir()) == {*mine, theirs, left}
+    os.utime(theirs, (0, now_s))  # now it has
+    cache.remove_forgotten(now_s + 2 * DAY_S)
+    assert set(tmp_path.iterdir()) == {*mine, theirs}
 
 
 def test_a_folder_of_another_user_is_read_though_its_times_stay(

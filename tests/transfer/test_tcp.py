@@ -207,7 +207,7 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
     left, right = socket.socketpair()
     mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
     theirs.send(Frame(Kind.CHALLENGE), bytes(32))
-    theirs.send(Frame(Kind.WELCOME), encode(Welcome(bytes(32), PATIENCE_S)))
+    theirs.send(Frame(Kind.WELCOME), encode(Welcome(bytes(32))))
     with pytest.raises(Unauthenticated, match="receiver"):
         introduce(mine, SECURITY, "prefill-0")
     mine.close()

@@ -121,7 +121,11 @@ def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
             return feeder._awaited(SimpleNamespace(wait=wait))  # type: ignore[arg-type]
 
         stall_s = receiver.stall_timeout_s
-        assert not waits(10 * stall_s)
+        for pause_s in (0.9 * stall_s, 10 * stall_s):
+            feeder._heard_s = clock.monotonic_s()  # a PING
+            assert not waits(0.3 * stall_s)
+            assert not waits(pause_s)
+        feeder._heard_s = clock.monotonic_s()
         for _ in range(3):
             assert not waits(0.3 * stall_s)
         with pytest.raises(PeerLost):
