@@ -1,9 +1,10 @@
 """The `tcp` backend: a few connections per pair of workers, one thread for each end of each.
 
-Signs of life: while rooms are open, the sender asks for one three times in stall_timeout_s, so
-that each end hears from the other whatever prefill is doing. An end that hears nothing for
-stall_timeout_s, or can move nothing for so long, calls the connection lost, and with it its
-rooms; the API process sends them elsewhere. Nothing is resent here.
+Signs of life: while rooms are open, the sender asks for one three times in stall_timeout_s, its
+own or the receiver's if that is shorter, so that each end hears from the other whatever prefill
+is doing. An end that hears nothing for its stall_timeout_s, or can move nothing for so long, calls
+the connection lost, and with it its rooms; the API process sends them elsewhere. Nothing is resent
+here.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 1024
-MAX_STRANGERS = 64  # of a host, that have not shown the token yet
+MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet
 _IDLE_WAIT_S = 60.0
 _ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken
 _IDLE_BUFFER_BYTES = 256 << 20
@@ -311,7 +312,7 @@ class TcpReceiver(Receiver):
                 return False
             # Or the silent ones of one host would soon be all that there is room for.
             strangers = sum(of.connection is None and of.name == feeder.name for of in others)
-            if strangers >= MAX_STRANGERS:
+            if strangers >= MAX_STRANGERS_OF_HOST:
                 return False
             others.add(feeder)
             return True
@@ -424,8 +425,9 @@ class TcpFeeder:
         """Wait for a frame, if the peer owes one only so long; whether it is there."""
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
-        until_s = SYSTEM_CLOCK.monotonic_s() + (stall_s / 3 if busy else _IDLE_WAIT_S)
-        if connection.wait(stall_s / 3 if busy else _IDLE_WAIT_S):
+        wait_s = stall_s / 3 if busy else _IDLE_WAIT_S
+        until_s = SYSTEM_CLOCK.monotonic_s() + wait_s
+        if connection.wait(wait_s):
             return True
         now_s = SYSTEM_CLOCK.monotonic_s()
         # For as long as this process stood still, and perhaps the peer as well, nothing was due.

@@ -80,7 +80,7 @@ def test_silent_strangers_of_one_host_leave_room_for_others(ends: TcpEnds) -> No
             sock = socket.create_connection(address, source_address=("127.0.0.2", 0))
             return stack.enter_context(contextlib.closing(sock))
 
-        silent = [knock() for _ in range(tcp.MAX_STRANGERS)]
+        silent = [knock() for _ in range(tcp.MAX_STRANGERS_OF_HOST)]
         assert all(sock.recv(1) for sock in silent), "each is asked for the token"
         assert knock().recv(1) == b""
         ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
