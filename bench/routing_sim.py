@@ -21,6 +21,7 @@ from prefill.balancer import Method
 from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from serving.config import Policy
+from serving.prompt import Prompt as AskedPrompt
 from serving.router import Pair, Router
 from transfer import wire
 from transfer.pages import PagePool
@@ -153,7 +154,8 @@ class Simulation:
         prefills = [_member("prefill", at, load) for at, load in enumerate(self._seen)]
         decode = _member("decode", 0, wire.Load(slots_total=4096, slots_free=4096))
         ids = prompt.token_ids.tolist() if router.policies["prefill"] == "cache_aware" else ()
-        pair = router.pick(prefills, [decode], prompt.num_tokens, self.now_s, prompt_ids=ids)
+        asked = AskedPrompt(ids)
+        pair = router.pick(prefills, [decode], prompt.num_tokens, self.now_s, prompt=asked)
         assert pair is not None
         self._pairs[prompt.room] = pair
         return int(pair.prefill.info.worker_id)

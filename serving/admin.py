@@ -21,9 +21,9 @@ from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
 from serving.loads import loads_answer
 from serving.metrics import CONTENT_TYPE
+from serving.prompt import Prompt
 from serving.protocol import (
     ChoiceAsk,
-    Prompt,
     Request,
     Shown,
     check_model,

@@ -137,7 +137,7 @@ class Runner:
                 timeline.admitted(now_s())
             for place, (ask, sink) in enumerate(zip(request.choices, answer.sinks, strict=True)):
                 spec = GenerationSpec(
-                    ask.prompt.ids,
+                    ask.prompt,
                     ask.sampling,
                     ask.request_id,
                     arrival_s,

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from serving.prompt import Prompt
 from serving.router import ANY_RANKS, Key, Pair, Ranks
 from serving.step_rows import Run, Top
 from serving.timeline import ChoiceTimeline
@@ -68,7 +69,7 @@ class Borrower(Protocol):
 class GenerationSpec:
     """What a client asks. Times are unix seconds; sampling is resolved and in range."""
 
-    prompt_ids: list[int]
+    prompt: Prompt
     sampling: wire.SamplingParams
     request_id: str
     arrival_s: float
@@ -213,8 +214,8 @@ class Generation:
             room=self.room,
             request_id=spec.request_id,
             api_id=api_id,
-            token_ids=wire.pack_i32([*spec.prompt_ids, *self.token_ids]),
-            num_prompt_tokens=len(spec.prompt_ids),
+            token_ids=spec.prompt.packed + wire.pack_i32(self.token_ids),
+            num_prompt_tokens=len(spec.prompt.ids),
             sampling=sampling,
             arrival_s=spec.arrival_s,
             deadline_s=spec.deadline_s,

@@ -25,9 +25,9 @@ from serving.openai_fields import (
     StreamOptions,
 )
 from serving.parsing import Parsing, tools_of
+from serving.prompt import Prompt
 from serving.protocol import (
     ChoiceAsk,
-    Prompt,
     Request,
     ServedModel,
     Shown,

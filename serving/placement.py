@@ -97,10 +97,10 @@ class Placement:
         pair = self._router.pick(
             self._membership.takers("prefill"),
             self._membership.takers("decode"),
-            len(generation.spec.prompt_ids) + len(generation.token_ids),
+            len(generation.spec.prompt.ids) + len(generation.token_ids),
             self._clock.monotonic_s(),
             generation.avoid,
-            generation.spec.prompt_ids,
+            generation.spec.prompt,
             generation.spec.cache_salt,
             self._membership.stalled(),
             generation.spec.ranks,

@@ -14,20 +14,20 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from transfer import wire
-
 MAX_PAGES = 1 << 16  # known of one worker; some 10 MiB
 _NEVER = -1  # before every use
 
 
-def prefix_chain(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[int]:
-    """One key for each full page. Equal keys: equal tokens up to there, and an equal salt."""
-    data = wire.pack_i32(token_ids)
+def prefix_chain(tokens: bytes, page_size: int, salt: str = "") -> list[int]:
+    """One key for each full page. Equal keys: equal tokens up to there, and an equal salt.
+
+    tokens: i32, as messages have them.
+    """
     step = 4 * page_size
     key = hash(salt)
     chain = []
-    for end in range(step, len(data) + 1, step):
-        key = hash((key, data[end - step : end]))
+    for end in range(step, len(tokens) + 1, step):
+        key = hash((key, tokens[end - step : end]))
         chain.append(key)
     return chain
 

@@ -20,6 +20,7 @@ from serving.config import ServeConfig
 from serving.errors import ApiError, bad_field, quoted
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import refuse, refuse_unless
+from serving.prompt import Prompt
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
@@ -37,14 +38,6 @@ NO_NAMES: Mapping[str, str] = {}
 
 
 # --- requests, read ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """text: what `echo` shows; "" when nobody will."""
-
-    ids: list[int]
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from serving.breaker import Breakers
 from serving.config import Policy, RolePolicy, ServeConfig
-from serving.prefix_index import PrefixIndex, Use, prefix_chain
+from serving.prefix_index import PrefixIndex, Use
+from serving.prompt import Prompt
 from transfer import wire
 
 Key = tuple[str, int]  # worker id and epoch: one incarnation
@@ -22,6 +23,7 @@ MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
 ACKNOWLEDGED_AFTER_S = 1.0
+_NO_PROMPT = Prompt(())
 _MANY = 1024  # pairs that nobody's report shows yet, until those that ended are looked for
 
 
@@ -180,7 +182,7 @@ class Router:
         num_tokens: int,
         now_s: float,
         avoid: frozenset[str] = frozenset(),
-        prompt_ids: Sequence[int] = (),
+        prompt: Prompt = _NO_PROMPT,
         salt: str = "",
         stalled: Collection[Key] = (),
         ranks: Ranks = ANY_RANKS,
@@ -192,7 +194,7 @@ class Router:
         both workers of the pair. Without a prefill worker, only such a one takes it.
 
         stalled: those that make no progress, taken only when there is no other; so is, among the
-        rest, avoid: ids. now_s: monotonic. prompt_ids, salt: by which caches find it; the prompt
+        rest, avoid: ids. now_s: monotonic. prompt, salt: by which caches find it; the prompt
         may have fewer tokens than num_tokens. ranks: only workers that have them take it.
         """
         self._acknowledge(now_s)
@@ -207,12 +209,12 @@ class Router:
         if not to_decode:
             return None
         if not to_prefill and self.policies["decode"] == "cache_aware":
-            found = self._pick_by_cache(self._evenly(to_decode), num_tokens, prompt_ids, salt)
+            found = self._pick_by_cache(self._evenly(to_decode), num_tokens, prompt, salt)
             return self._local_pair(*found, to_decode, num_tokens, now_s)
         decode = self._choose_decode(to_decode)
         if is_local(decode.member):
             return self._local_pair(decode, None, num_tokens, to_decode, num_tokens, now_s)
-        prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt_ids, salt)
+        prefill, use, num_uncached = self._pick_prefill(to_prefill, num_tokens, prompt, salt)
         pair = Pair(prefill.member, decode.member, num_tokens, now_s, num_uncached, use)
         pair.prefill_rank, pair.decode_rank = prefill.rank, decode.rank
         pair.considered = {
@@ -289,21 +291,21 @@ class Router:
         return [member for member in members if member.info.worker_id not in avoid] or members
 
     def _pick_prefill(
-        self, places: Sequence[Place], num_tokens: int, prompt_ids: Sequence[int], salt: str
+        self, places: Sequence[Place], num_tokens: int, prompt: Prompt, salt: str
     ) -> tuple[Place, Use | None, int]:
         """The worker, what is foreseen of its cache, and the tokens it will have to compute."""
         if self.policies["prefill"] == "cache_aware":
-            return self._pick_by_cache(places, num_tokens, prompt_ids, salt)
+            return self._pick_by_cache(places, num_tokens, prompt, salt)
         return self._choose_prefill(places), None, num_tokens
 
     def _pick_by_cache(
-        self, places: Sequence[Place], num_tokens: int, prompt_ids: Sequence[int], salt: str
+        self, places: Sequence[Place], num_tokens: int, prompt: Prompt, salt: str
     ) -> tuple[Place, Use | None, int]:
         """The same, of places of either role that would compute the prompt."""
         index = self._index
         assert index is not None, "cache_aware has an index"
         page_size = places[0].member.info.kv_spec.page_size  # the registry takes no other beside it
-        chain = prefix_chain(prompt_ids, page_size, salt)
+        chain = prompt.chain(page_size, salt)
         # The last token is always computed: its logits are the answer.
         num_reusable = max(num_tokens - 1, 0) // page_size
         best: tuple[tuple[float, float, int], Place, int] | None = None

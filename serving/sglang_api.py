@@ -16,9 +16,9 @@ from serving.grammar import form_of, grammar_text
 from serving.json_bytes import dumps
 from serving.json_fields import read_json, refuse, refuse_unless
 from serving.openai_answers import DONE, event
+from serving.prompt import Prompt
 from serving.protocol import (
     ChoiceAsk,
-    Prompt,
     Request,
     SamplingDefaults,
     SamplingFields,

@@ -153,7 +153,7 @@ class Steps:
         if generation.prefilled:
             return
         generation.prefilled = True
-        num_prompt = len(generation.spec.prompt_ids)
+        num_prompt = len(generation.spec.prompt.ids)
         cached = min(event.cached_tokens, num_prompt)
         if not generation.spec.is_probe:
             self._metrics.prefilled(num_prompt, cached)

@@ -20,6 +20,7 @@ from typing import Any, Self
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.generation import GenerationSpec
+from serving.prompt import Prompt
 from serving.router import Key
 from tests.fake_network import expected_tokens, logprob_of, next_token, top_of
 from tests.fake_worker import PAGE_SIZE, FakeRegistry, FakeRoom, FakeWorker
@@ -167,10 +168,11 @@ class FakeCluster:
         """A request that came in just now."""
         now_s = self.clock.now_s()
         params = wire.SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-        return GenerationSpec(list(prompt_ids), params, request_id, now_s, now_s + timeout_s)
+        prompt = Prompt(list(prompt_ids))
+        return GenerationSpec(prompt, params, request_id, now_s, now_s + timeout_s)
 
     def expected(self, spec: GenerationSpec) -> list[int]:
-        return expected_tokens(spec.prompt_ids, spec.sampling, self.network)
+        return expected_tokens(spec.prompt.ids, spec.sampling, self.network)
 
     def step(self) -> int:
         """One step of every worker, prefill first. How many tokens they made."""

@@ -27,7 +27,8 @@ from bench.surroundings import Surroundings
 from serving.choice import Choice, Piece
 from serving.demo import demo_model_path
 from serving.openai_answers import chat_answer
-from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Request, Shown
 from serving.tokenizer import Tokenizer
 from transfer import wire
 from transfer.errors import ConfigError

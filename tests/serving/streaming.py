@@ -14,7 +14,8 @@ from serving.generation import FinishReason, Generation, GenerationSpec
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.parsing import Parsing
-from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Request, Shown
 from serving.responses_answers import ResponsesAnswer
 from serving.responses_fields import ResponsesFields
 from serving.stream import Events, StreamedAnswer
@@ -174,7 +175,7 @@ class Streaming:
             lambda generation, reason: self.aborted.append((generation, reason)),
         )
         for sink, ask in zip(self.answer.sinks, asks, strict=True):
-            spec = GenerationSpec(ask.prompt.ids, ask.sampling, "id", 0.0, 1.0)
+            spec = GenerationSpec(ask.prompt, ask.sampling, "id", 0.0, 1.0)
             sink.generation = Generation(spec, sink)
             sink.on_prefilled(2, prompt_logprobs)
 

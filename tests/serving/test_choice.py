@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.generation import Tokens
-from serving.protocol import Prompt
+from serving.prompt import Prompt
 from serving.tokenizer import Tokenizer
 from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE
 from tests.serving.streaming import LETTERS, TOKENIZER, Streaming, asked

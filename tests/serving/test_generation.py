@@ -2,10 +2,12 @@
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from serving.generation import Generation, GenerationSpec, Tokens
+from serving.prompt import Prompt
 from serving.router import Pair, Ranks
 from serving.step_rows import Run
 from tests.recording import RecordingSink
@@ -18,7 +20,7 @@ TOP = [(9, -0.1), (8, -0.2), (7, -0.3)]
 
 def generation(max_new_tokens: int = 8, **sampling) -> Generation:
     params = wire.SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    made = Generation(GenerationSpec([1, 2, 3], params, "r", 0.0, 9.0), RecordingSink())
+    made = Generation(GenerationSpec(Prompt([1, 2, 3]), params, "r", 0.0, 9.0), RecordingSink())
     made.begin_attempt(77, Pair(member("p", "prefill"), member("d"), 3, 0.0))
     return made
 
@@ -136,3 +138,32 @@ def test_of_a_run_that_is_known_in_part_the_rest_is_taken():
     tokens = gen.accept(0, [100, 101, 102, 103], wire.RUNNING, None)
     assert tokens == Tokens([102, 103, 104])
     assert gen.finish == wire.RUNNING
+
+
+def test_a_prompt_of_many_choices_is_packed_and_hashed_once():
+    class CountedIds(Sequence[int]):
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return range(8)[index]
+
+    ids = CountedIds()
+    prompt = Prompt(ids)
+    params = wire.SamplingParams(max_new_tokens=4)
+    chain = prompt.chain(4, "")
+    reads = ids.reads
+    for room in range(1, 4):
+        made = Generation(GenerationSpec(prompt, params, "r", 0.0, 9.0), RecordingSink())
+        made.begin_attempt(room, Pair(member("p", "prefill"), member("d"), 8, 0.0))
+        for _ in ("prefill", "decode"):
+            sent = made.submit_message("api.1")
+            assert wire.unpack_i32(sent.token_ids).tolist() == list(range(8))
+        assert prompt.chain(4, "") is chain
+    assert ids.reads == reads > 0
+    assert len(chain) == 2
+    assert prompt.chain(4, "tenant") != chain

@@ -12,7 +12,8 @@ from serving.choice import Choice
 from serving.errors import ApiError
 from serving.generation import Tokens
 from serving.openai_answers import completion_answer
-from serving.protocol import ChoiceAsk, Prompt, Request
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Request
 from serving.sglang_api import GenerateAnswer
 from serving.stream import Events
 from serving.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ from serving.config import ServeConfig
 from serving.generation import Generation, GenerationSpec
 from serving.membership import Membership
 from serving.placement import Placement
+from serving.prompt import Prompt
 from serving.router import Key, Pair, Router
 from serving.timeline import Timelines
 from tests.recording import ManualTimers, RecordingSink
@@ -88,7 +89,7 @@ class Placed:
         """A request in its first room."""
         params = wire.SamplingParams(**{"max_new_tokens": 8} | sampling)
         now_s = self.clock.now_s()
-        spec = GenerationSpec([1, 2, 3], params, "r", now_s, now_s + 600)
+        spec = GenerationSpec(Prompt([1, 2, 3]), params, "r", now_s, now_s + 600)
         generation = Generation(spec, RecordingSink())
         self.placement.place(generation)
         return generation
@@ -240,7 +241,7 @@ def test_refusals_after_a_token_begin_anew() -> None:
 def test_what_waited_to_be_admitted_counts_while_no_pair_is_there() -> None:
     placed = Placed({"queue_timeout_s": 2.0})
     now_s = placed.clock.now_s()
-    spec = GenerationSpec([1], wire.SamplingParams(4), "r", now_s, now_s + 600)
+    spec = GenerationSpec(Prompt([1]), wire.SamplingParams(4), "r", now_s, now_s + 600)
     placed.clock.advance(1.5)  # in the queue
     placed.has_pair = False
     placed.placement.place(Generation(spec, RecordingSink()))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from serving.prefix_index import PrefixIndex, Use, prefix_chain
+from transfer import wire
 
 PAGE = 2
 MOST = 6
@@ -15,7 +16,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=9)
 
 
 def chain(tokens: list[int], salt: str = "") -> list[int]:
-    return prefix_chain(tokens, PAGE, salt)
+    return prefix_chain(wire.pack_i32(tokens), PAGE, salt)
 
 
 def seen(index: PrefixIndex[str], tokens: list[int], worker: str = "a") -> Use:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.generation import Tokens
-from serving.protocol import ChoiceAsk, Prompt, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Shown
 from serving.tokenizer import Tokenizer
 from tests.serving.streaming import Streaming
 from transfer import wire

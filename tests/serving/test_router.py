@@ -5,6 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from serving.prompt import Prompt
 from serving.router import ACKNOWLEDGED_AFTER_S, Pair, Ranks, Router, computes_all, key_of
 from transfer import wire
 
@@ -217,7 +218,7 @@ def prompt(first: int, num_pages: int) -> list[int]:
 
 
 def pick_prompt(router: Router, prefills, ids, now_s: float = 0.0) -> Pair:
-    pair = router.pick(prefills, [D], len(ids), now_s, prompt_ids=ids)
+    pair = router.pick(prefills, [D], len(ids), now_s, prompt=Prompt(ids))
     assert pair is not None
     return pair
 
@@ -296,7 +297,7 @@ def alone(worker_id: str, queued_tokens: int = 0, running_requests: int = 0):
 
 
 def pick_alone(router: Router, decodes, ids) -> Pair:
-    pair = router.pick([], decodes, len(ids), 0.0, prompt_ids=ids, may_be_local=True)
+    pair = router.pick([], decodes, len(ids), 0.0, prompt=Prompt(ids), may_be_local=True)
     assert pair is not None
     assert pair.is_local
     return pair

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from model.byte_level import spelled
 from serving.generation import Tokens
-from serving.protocol import ChoiceAsk, Prompt, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Shown
 from serving.tokenizer import Tokenizer
 from tests.serving.plain import Asked, PlainAnswer, PromptToken, Reason, Token
 from tests.serving.streaming import Streaming

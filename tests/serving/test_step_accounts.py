@@ -156,7 +156,7 @@ class Prefilled(Told):
 async def test_a_prompt_is_counted_once_and_what_was_cached_of_it_at_most_whole() -> None:
     crowd = Prefilled(1)
     (generation,) = crowd.generations
-    num_tokens = len(generation.spec.prompt_ids)
+    num_tokens = len(generation.spec.prompt.ids)
     for _ in range(2):  # the second is of another attempt
         crowd.prefilled(generation.room, num_tokens + 4)
     assert crowd.told == [num_tokens]

@@ -14,7 +14,8 @@ from serving.event_stream import EventStream, SlowClient
 from serving.generation import Tokens
 from serving.json_bytes import dumps
 from serving.openai_answers import chat_answer, completion_answer
-from serving.protocol import Prompt, Request
+from serving.prompt import Prompt
+from serving.protocol import Request
 from tests.recording import until
 from tests.serving.live import EOS, FIRST_BYTE, LETTER_A, SECOND_BYTE
 from tests.serving.plain import cleaned

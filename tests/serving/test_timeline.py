@@ -10,7 +10,8 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Request, Shown
 from serving.router import Pair
 from serving.timeline import MAX_ATTEMPTS, RequestTimeline, Timelines
 from tests.fakes import FakeCluster, until

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from serving.answer import Runner
-from serving.protocol import ChoiceAsk, Prompt, Request, Shown
+from serving.prompt import Prompt
+from serving.protocol import ChoiceAsk, Request, Shown
 from tests.fakes import FakeCluster, RecordingSink, until
 from tests.serving.test_placement import played, running
 from transfer import wire
