@@ -32,7 +32,7 @@ from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
 from serving.endpoints import ChatEndpoint
 from serving.errors import ApiError
-from serving.front import Front, read_body
+from serving.front import Front
 from serving.generation import FinishReason, Generation, Tokens
 from serving.listening import BACKLOG, claimed
 from serving.protocol import Request, ServedModel, Shown
@@ -158,7 +158,7 @@ class DesignedChat:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
         arrival_s = front.clock.now_s()
-        body = await read_body(scope, receive, front.config)
+        body = await front.bodies.read(scope, receive)
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)

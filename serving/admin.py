@@ -16,7 +16,7 @@ from starlette.responses import Response
 from serving.answer import WholeAnswer
 from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
-from serving.front import Front, read_body
+from serving.front import Front
 from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
 from serving.loads import loads_answer
@@ -374,7 +374,7 @@ class Admin:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, given)
 
     async def _body(self, request: HttpRequest) -> bytes:
-        return await read_body(request.scope, request.receive, self._front.config) or b""
+        return await self._front.bodies.read(request.scope, request.receive) or b""
 
 
 def _json(data: Any) -> Response:

@@ -15,7 +15,7 @@ from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
 from serving.errors import ApiError
 from serving.event_stream import EventStream
-from serving.front import Front, read_body, while_client_waits
+from serving.front import Front, while_client_waits
 from serving.interval import Interval
 from serving.openai_answers import chat_answer, completion_answer
 from serving.protocol import Request, ServedModel, request_id_of
@@ -116,7 +116,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
         arrival_s = front.clock.now_s()
-        body = await read_body(scope, receive, front.config)
+        body = await front.bodies.read(scope, receive)
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)

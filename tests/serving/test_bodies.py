@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from serving.front import MAX_JSON_PARTS
+from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_PARTS, Bodies
+from serving.errors import ApiError
 from tests.serving.live import live_server
 
 
@@ -139,3 +140,77 @@ async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(pat
             assert response.status_code == status, response.text
             told = f"the body has more than {MAX_JSON_PARTS} opening brackets, or colons"
             assert (told in response.text) == (status == 400)
+
+
+async def test_large_bodies_that_do_not_end_take_no_more_than_their_memory() -> None:
+    most_bytes = 3 << 20
+    each = most_bytes - ALWAYS_BYTES  # of this one's, what counts
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % most_bytes
+    large = json.dumps({"prompt": "Hi!", "somebodys": "x" * (2 << 20)}).encode()
+    async with live_server(max_request_bytes=most_bytes) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        writers = []
+        for _ in range(AT_ONCE * most_bytes // each):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head + b" " * (most_bytes - 1))
+            await writer.drain()
+            writers.append(writer)
+
+        async def status() -> int:
+            response = await live.http.post("/tokenize", content=large)
+            if response.status_code == 429:
+                assert response.json()["error"]["code"] == "queue_full"
+                assert "other large bodies are on their way" in response.text
+                assert response.headers["retry-after"]
+            return response.status_code
+
+        async def until(expected: int) -> None:
+            async with asyncio.timeout(20):
+                while await status() != expected:  # noqa: ASYNC110  (the server reads meanwhile)
+                    await asyncio.sleep(0.01)
+
+        await until(429)
+        for path, body in BODIES.items():
+            expected = 404 if path == "/drain" else 200
+            assert (await live.post(path, body)).status_code == expected
+        # One that comes to its end, and one whose client leaves, make room again.
+        writers[0].write(b" ")
+        writers[1].close()
+        await until(200)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_what_is_held_of_bodies_is_given_back_however_they_end() -> None:
+    bodies = Bodies(2 << 20, 0.05)
+    scope: dict[str, Any] = {"headers": []}
+    part = {"type": "http.request", "body": b" " * (3 << 19), "more_body": True}
+    last = {"type": "http.request", "body": b"", "more_body": False}
+    gone = {"type": "http.disconnect"}
+
+    async def read(*messages: dict[str, Any]) -> bytes | None:
+        left = list(messages)
+
+        async def receive() -> dict[str, Any]:
+            if not left:
+                await asyncio.sleep(60)
+            return left.pop(0)
+
+        return await bodies.read(scope, receive)
+
+    whole = await read(part, last)
+    assert whole is not None
+    assert len(whole) == 3 << 19
+    assert await read(part, gone) is None
+    for messages, status in (((part,), 408), ((part, part, last), 413)):
+        with pytest.raises(ApiError) as told:
+            await read(*messages)
+        assert told.value.status == status
+    reading = asyncio.create_task(read(part))
+    await asyncio.sleep(0)
+    assert bodies.held_bytes == (3 << 19) - ALWAYS_BYTES
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert bodies.held_bytes == 0
