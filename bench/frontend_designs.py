@@ -27,6 +27,7 @@ from model.config import ModelConfig
 from serving.admin import Admin
 from serving.api import HELP
 from serving.app import ERROR_ANSWERS
+from serving.bodies import Body
 from serving.choice import Choice, Piece
 from serving.config import ServeConfig
 from serving.dispatch import Dispatcher
@@ -158,7 +159,8 @@ class DesignedChat:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
         arrival_s = front.clock.now_s()
-        body = await front.bodies.read(scope, receive)
+        with Body(front.bodies) as held:
+            body = await held.read(scope, receive)
         if body is None:
             return
         reader = self._endpoint.read(body, front.model)

@@ -14,9 +14,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from serving.answer import WholeAnswer
+from serving.bodies import Body
 from serving.conversation import allowed_tools, messages_of, render_prompt
 from serving.errors import RETRY_AFTER_S, ApiError, bad_field, quoted
-from serving.front import Front
+from serving.front import Front, while_client_waits
 from serving.json_bytes import spelled
 from serving.json_fields import read_json, refuse
 from serving.loads import loads_answer
@@ -197,6 +198,11 @@ class Admin:
         check_model(fields.model, self._model)
         if (fields.prompt is None) == (fields.messages is None):
             raise bad_field("prompt", "expected exactly one of prompt and messages")
+        timeout_s = self._front.config.request_timeout_s
+        data = await while_client_waits(self._tokenized(fields), request.receive, timeout_s)
+        return _json(data)
+
+    async def _tokenized(self, fields: TokenizeFields) -> dict[str, Any]:
         add_special = fields.add_special_tokens
         if fields.messages is not None:
             tools, choice = allowed_tools(fields)
@@ -216,7 +222,7 @@ class Admin:
         if fields.return_token_strs:
             strings = await self._beside(self._strings_of, lists)
             data["token_strs"] = strings if is_batch else strings[0]
-        return _json(data)
+        return data
 
     async def _encode(self, name: str, texts: Sequence[str], add_special: bool) -> list[list[int]]:
         if len(texts) > MAX_PROMPTS:
@@ -374,7 +380,8 @@ class Admin:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, given)
 
     async def _body(self, request: HttpRequest) -> bytes:
-        return await self._front.bodies.read(request.scope, request.receive) or b""
+        with Body(self._front.bodies) as held:
+            return await held.read(request.scope, request.receive) or b""
 
 
 def _json(data: Any) -> Response:

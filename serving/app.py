@@ -69,6 +69,11 @@ def create_front(
     dispatcher.metrics.gauge(
         "num_queue_grammars", "Grammars waiting to be tried", lambda: model.trial.num_waiting
     )
+    dispatcher.metrics.gauge(
+        "num_queue_conversations",
+        "Long conversations waiting for the chat template",
+        lambda: model.templates.num_waiting,
+    )
     return Front(dispatcher, model, config, clock, timers or LoopTimers())
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self, cast
 
 from starlette.types import Message, Receive, Scope
 
@@ -14,38 +15,66 @@ from transfer.errors import Code
 _DISCARDED = 4  # times what a body may have: so much of one that is refused is read, and dropped
 MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
 ALWAYS_BYTES = 1 << 20  # of a body that have room, whatever comes beside it
-AT_ONCE = 8  # of the largest bodies: what all may have in memory, beyond that, while they come
+AT_ONCE = 8  # of the largest bodies: what all may have in memory, beyond that
 
 
 class Bodies:
-    """The bodies that come to one process.
+    """The memory that large bodies of one process's requests have.
 
-    Large ones are held one part after the other while their clients send, as slowly as they like:
-    a few hundred at once would be all memory of a host, and the end of every stream there.
+    They come one part after the other, as slowly as their clients like, and what is read of them
+    may have to wait: a few hundred at once would be all memory of a host.
     """
 
     def __init__(self, most_bytes: int, timeout_s: float) -> None:
         """most_bytes: of one body. timeout_s: the longest wait for its next part."""
-        self._most_bytes = most_bytes
-        self._timeout_s = timeout_s
-        self.held_bytes = 0  # of bodies that are not all here, beyond ALWAYS_BYTES of each
+        self.most_bytes = most_bytes
+        self.timeout_s = timeout_s
+        self.held_bytes = 0  # beyond ALWAYS_BYTES of each
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.held_bytes + num_bytes <= AT_ONCE * self.most_bytes
+
+
+class Body:
+    """One request's body, whose memory counts until it is released; a context manager does so."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._held = 0
+
+    def release(self) -> None:
+        """Nothing is left of it, or little; a second call does nothing."""
+        self._bodies.held_bytes -= self._held
+        self._held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The request's body; None when the client left in the middle.
+        """All of it; None when the client left in the middle.
 
         Raises ApiError: 413 when it is too large, 415 when it is encoded, 408 when nothing of it
         came for too long, 400 when it would take long to read, 429 while others take the memory.
         """
+        most_bytes = self._bodies.most_bytes
         headers = dict(scope["headers"])
         declared = headers.get(b"content-length", b"")
         if b"content-encoding" in headers and (error := _encoded(scope)) is not None:
             if b"expect" not in headers:
-                await self._discard(receive, _DISCARDED * self._most_bytes)
+                await self._discard(receive, _DISCARDED * most_bytes)
             raise error
-        if declared.isdigit() and int(declared) > self._most_bytes:
-            if b"expect" not in headers and int(declared) <= _DISCARDED * self._most_bytes:
+        if declared.isdigit() and int(declared) > most_bytes:
+            if b"expect" not in headers and int(declared) <= _DISCARDED * most_bytes:
                 await self._discard(receive, int(declared))
-            raise _too_large(self._most_bytes)
+            raise _too_large(most_bytes)
         body = await self._receive(receive)
         if body is not None:
             _check_parts(body)
@@ -53,44 +82,40 @@ class Bodies:
 
     async def _receive(self, receive: Receive) -> bytes | None:
         parts: list[bytes] = []
-        num_bytes = held = 0
-        try:
-            while True:
-                message = await _in_time(receive, self._timeout_s)
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
-                more = message.get("more_body", False)
-                num_bytes += len(part)
-                self.held_bytes -= held
-                held = max(num_bytes - ALWAYS_BYTES, 0)
-                if (error := self._refusal(num_bytes, held)) is not None:
-                    held = 0
-                    parts.clear()
-                    if more:
-                        await self._discard(receive, _DISCARDED * self._most_bytes)
-                    raise error
-                self.held_bytes += held
-                parts.append(part)
-                if not more:
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
-        finally:
-            self.held_bytes -= held
+        num_bytes = 0
+        while True:
+            message = await _in_time(receive, self._bodies.timeout_s)
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            num_bytes += len(part)
+            if (error := self._hold(num_bytes)) is not None:
+                parts.clear()
+                if more:
+                    await self._discard(receive, _DISCARDED * self._bodies.most_bytes)
+                raise error
+            parts.append(part)
+            if not more:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _refusal(self, num_bytes: int, held: int) -> ApiError | None:
-        """Of a body of which so much is here."""
-        if num_bytes > self._most_bytes:
-            return _too_large(self._most_bytes)
-        if held and self.held_bytes + held > AT_ONCE * self._most_bytes:
-            message = f"{self.held_bytes} bytes of other large bodies are on their way; try again"
-            headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
-            return ApiError(429, message, code=str(Code.QUEUE_FULL), headers=headers)
+    def _hold(self, num_bytes: int) -> ApiError | None:
+        """So much of it is here; or why that is too much, and nothing is held."""
+        self.release()
+        most_bytes = self._bodies.most_bytes
+        if num_bytes > most_bytes:
+            return _too_large(most_bytes)
+        held = max(num_bytes - ALWAYS_BYTES, 0)
+        if held and not self._bodies.has_room(held):
+            return _no_room(self._bodies.held_bytes)
+        self._held = held
+        self._bodies.held_bytes += held
         return None
 
     async def _discard(self, receive: Receive, num_bytes: int) -> None:
         """Let a client send so much more, for so long: many read nothing before all is sent."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._bodies.timeout_s):
                 while num_bytes > 0:
                     message = await receive()
                     num_bytes -= len(message.get("body", b""))
@@ -138,3 +163,9 @@ def _encoded(scope: Scope) -> ApiError | None:
 def _too_large(most_bytes: int) -> ApiError:
     message = f"the body is larger than {most_bytes} bytes"
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def _no_room(held_bytes: int) -> ApiError:
+    message = f"{held_bytes} bytes of other large bodies are here or on their way; try again"
+    headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
+    return ApiError(429, message, code=str(Code.QUEUE_FULL), headers=headers)

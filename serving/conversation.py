@@ -1,6 +1,5 @@
 """Turns the messages of a request into the text of a prompt."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,10 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from serving.chat_template import until
-from serving.errors import bad_field, no_text, quoted, wrong_type
+from serving.errors import bad_field, from_request_error, no_text, quoted, wrong_type
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
+from transfer.errors import RequestError
 
 # Variables of the chat template that are fields of their own, or ours to give.
 RESERVED_KWARGS = frozenset(
@@ -141,7 +141,8 @@ async def render_prompt(
     """As `render`; of a long conversation beside the event loop, while its client waits.
 
     Templates may look at every later message for each, as GPT-OSS's does behind calls: seconds,
-    for a thousand. None has more than _MAX_RENDER_S, as others wait for it.
+    for a thousand. None has more than _MAX_RENDER_S, as others wait for it. Raises ApiError as
+    `render` does, and 429 where too many wait.
     """
     named = fields.tools, fields.documents, fields.chat_template_kwargs
     count = len(messages) + _num_parts(messages) + sum(len(items or ()) for items in named)
@@ -150,8 +151,9 @@ async def render_prompt(
     stop = threading.Event()
     rendering = partial(_render_until, stop, model, messages, fields)
     try:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(model.template_thread, rendering)
+        return await model.templates.run(rendering)
+    except RequestError as error:
+        raise from_request_error(error) from error
     finally:
         stop.set()
 

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
 from serving.answer import WholeAnswer
+from serving.bodies import Body
 from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
 from serving.errors import ApiError
@@ -116,21 +117,31 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
         arrival_s = front.clock.now_s()
-        body = await front.bodies.read(scope, receive)
-        if body is None:
-            return
-        reader = self._endpoint.read(body, front.model)
-        del body  # megabytes perhaps, which nobody needs while the answer is made
-        with front.holding():
-            await self._generate(reader, scope, receive, send, arrival_s)
+        with Body(front.bodies) as held:
+            try:
+                body = await held.read(scope, receive)
+            except ApiError as error:
+                raise front.runner.counted(error) from None
+            if body is None:
+                return
+            reader = self._endpoint.read(body, front.model)
+            del body  # megabytes perhaps, which nobody needs while the answer is made
+            with front.holding():
+                request = await self._finished(reader, scope, receive, arrival_s)
+                held.release()
+                if request is not None:
+                    await self._generate(request, reader, scope, receive, send, arrival_s)
 
     async def _generate(
-        self, reader: Reader, scope: Scope, receive: Receive, send: Send, arrival_s: float
+        self,
+        request: Request,
+        reader: Reader,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        arrival_s: float,
     ) -> None:
         front = self._front
-        request = await self._finished(reader, scope, receive, arrival_s)
-        if request is None:
-            return
         scope[REQUEST_ID] = request.request_id
         check_prompt_logprobs(request.choices)
         spelling = self._endpoint.spell(reader, request, front, arrival_s)

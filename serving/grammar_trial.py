@@ -10,14 +10,14 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from serving.limits import Limiter
 from serving.timers import Timers
 from serving.trial_process import OVER_TIME, TrialProcess, Word
+from serving.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -110,27 +110,14 @@ class _Lane:
         self, model_path: Path, limits: LaneLimits, queue_timeout_s: float, timers: Timers | None
     ) -> None:
         self._process = TrialProcess(model_path, limits.cpu_s)
-        self._thread = ThreadPoolExecutor(1, "grammar trial")
-        self._turns = Limiter(1, limits.max_waiting, queue_timeout_s, timers)
+        self._turns = Turns("grammar trial", limits.max_waiting, queue_timeout_s, timers)
 
     @property
     def num_waiting(self) -> int:
-        return self._turns.queued
+        return self._turns.num_waiting
 
     async def word(self, grammar: str) -> Word:
-        """A trial that has begun is ended though it is cancelled, and has its turn so long."""
-        ticket = await self._turns.admit()
-        loop = asyncio.get_running_loop()
-        trying = loop.run_in_executor(self._thread, self._process.word, grammar)
-
-        def over(trying: asyncio.Future[Word]) -> None:
-            ticket.release()
-            if not trying.cancelled():
-                trying.exception()  # which nobody else may be there to look at
-
-        trying.add_done_callback(over)
-        await asyncio.wait((trying,))
-        return trying.result()
+        return await self._turns.run(partial(self._process.word, grammar))
 
     def close(self) -> None:
         self._process.close()  # those that wait hear it, one after the other

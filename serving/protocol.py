@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from serving.prompt import Prompt
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
 from serving.tokenizer import ChatTemplateError, Tokenizer
+from serving.turns import Turns
 from transfer import wire
 from transfer.errors import ConfigError
 
@@ -33,6 +34,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_REQUEST_ID = 256
 # Longer texts are tokenized in a thread, so that the streams of others do not wait for them.
 INLINE_CHARACTERS = 4096
+_MAX_TEMPLATES_WAITING = 64  # long conversations; each has ten seconds at most
 _CHARACTERS_PER_TOKEN = 8  # of texts with more, it is counted first whether they can fit
 NO_NAMES: Mapping[str, str] = {}
 
@@ -117,7 +119,7 @@ class ServedModel:
         self.name = config.model_name
         self.trial = GrammarTrial(config.model_path, config.queue_timeout_s)
         # Of long conversations, one at a time: it shares the interpreter with every stream.
-        self.template_thread = ThreadPoolExecutor(1, "chat template")
+        self.templates = Turns("chat template", _MAX_TEMPLATES_WAITING, config.queue_timeout_s)
         self.vocab_size = model_config.vocab_size
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
         if len(self.eos_ids) > wire.MAX_STOP_IDS:

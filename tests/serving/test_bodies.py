@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_PARTS, Bodies
+from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_PARTS, Bodies, Body
 from serving.errors import ApiError
 from tests.serving.live import live_server
 
@@ -160,7 +160,7 @@ async def test_large_bodies_that_do_not_end_take_no_more_than_their_memory() -> 
             response = await live.http.post("/tokenize", content=large)
             if response.status_code == 429:
                 assert response.json()["error"]["code"] == "queue_full"
-                assert "other large bodies are on their way" in response.text
+                assert "other large bodies are here or on their way" in response.text
                 assert response.headers["retry-after"]
             return response.status_code
 
@@ -197,7 +197,8 @@ async def test_what_is_held_of_bodies_is_given_back_however_they_end() -> None:
                 await asyncio.sleep(60)
             return left.pop(0)
 
-        return await bodies.read(scope, receive)
+        with Body(bodies) as body:
+            return await body.read(scope, receive)
 
     whole = await read(part, last)
     assert whole is not None

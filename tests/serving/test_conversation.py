@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_stops_its_template(tmp_path: Path) -> None:
     await asyncio.sleep(0.05)
     making.cancel()
     async with asyncio.timeout(20):
-        await asyncio.get_running_loop().run_in_executor(model.template_thread, int)
+        await model.templates.run(int)
 
 
 async def test_a_template_that_takes_too_long_is_stopped(
