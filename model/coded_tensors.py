@@ -66,14 +66,11 @@ class _Rounded:
 
     @staticmethod
     def of(files: Checkpoint, name: str, index: Index, dtype: np.dtype) -> "_Rounded":
-        """Raises ModelError for a weight that is not finite: its group would have no scale."""
         size = files.shape(name)[1]
         share, asked = math.gcd(size, SCALE_INPUTS), index[1]
         first, end = asked.start // share * share, -(-asked.stop // share) * share
         part = (index[0], slice(first, min(end, size)), *index[2:])
         values = files.read(name, part).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ModelError(f"{files.folder}: tensor {name}: has a weight that is not finite")
         return _Rounded(values, share, slice(asked.start - first, asked.stop - first), dtype)
 
     def scales(self) -> Float32[np.ndarray, "a inputs *more"]:

@@ -22,10 +22,11 @@ _CODES: Final[dict[str, tuple[str, ...]]] = {
 _PACKED: Final = "pack-quantized"
 _BYTES: Final = "int-quantized"
 _WORD: Final = 32  # bits
+# Orders in which columns may have been rounded that are stored in their own; others have an index.
+_OWN_ORDER: Final = ("static", "weight")
 # What changes the numbers and is not computed, each with the one value beside null that does not.
 _WHOLE: Final[dict[str, Any]] = {
     "kv_cache_scheme": None,
-    "sparsity_config": {},
     "transform_config": {},
 }
 _OF_A_GROUP: Final[dict[str, Any]] = {
@@ -36,7 +37,6 @@ _OF_WEIGHTS: Final[dict[str, Any]] = {
     "type": "int",
     "symmetric": True,
     "dynamic": False,
-    "actorder": None,
     "block_structure": None,
 }
 
@@ -94,6 +94,9 @@ def _groups_of_integers(settings: Fields) -> dict[str, Any]:
     """
     stored = settings.one_of("format", settings.raw("format", REQUIRED), (_PACKED, _BYTES))
     settings.only(_WHOLE)
+    sparsity = settings.sub("sparsity_config")
+    if sparsity is not None and sparsity.values and sparsity.raw("format", None) != "dense":
+        raise settings.fail("sparsity_config", sparsity.values, "null, {}, or of format 'dense'")
     groups = settings.sub("config_groups")
     if groups is None or len(groups.values) != 1:
         raise settings.fail("config_groups", groups and list(groups.values), "an object of one")
@@ -103,6 +106,8 @@ def _groups_of_integers(settings: Fields) -> dict[str, Any]:
         raise settings.fail("config_groups", groups.values, "a group with weights")
     group.only({"format": stored} | _OF_A_GROUP)
     weights.only(_OF_WEIGHTS)
+    if (order := weights.raw("actorder", None)) not in (None, *_OWN_ORDER):
+        raise weights.fail("actorder", order, f"null, {', '.join(_OWN_ORDER)}")
     bits, accepted = weights.integer("num_bits"), (4, 8) if stored == _PACKED else (8,)
     if bits not in accepted:
         raise weights.fail("num_bits", bits, " or ".join(map(str, accepted)))

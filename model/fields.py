@@ -9,6 +9,7 @@ from typing import Any, Final
 from model.errors import ModelError
 
 REQUIRED: Final = object()
+_MOST: Final = (1 << 31) - 1  # of an integer: what programs count with
 
 
 class Fields:
@@ -24,7 +25,7 @@ class Fields:
             values = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"{file}: no such file; expected a checkpoint's config") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{file}: not readable as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ModelError(f"{file}: expected a JSON object, got {type(values).__name__}")
@@ -55,6 +56,8 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.fail(name, value, f"an integer of at least {low}")
+        if value > _MOST:
+            raise ModelError(f"{self.file}: {name} is larger than {_MOST}")
         return value
 
     def number(self, name: str, default: Any = REQUIRED, low: float = 0.0) -> Any:

@@ -168,7 +168,7 @@ class _Fp8(Quantised):
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (np.arange(s.start, s.stop, s.step) for s in index)
         scales, row_blocks = self._scales_of(name, rows, columns)
-        stored = self.read_bytes(name, index)
+        stored = self.read_codes(name, index, np.dtype(np.uint8))
         out = np.empty(stored.shape, np.float32)
         for at in range(0, len(rows), _TILE):
             tile = slice(at, at + _TILE)

@@ -149,7 +149,7 @@ def test_a_weight_that_is_not_finite_is_not_rounded(
     def change(tensors: Tensors) -> None:
         tensors[NAME][5, 7] = weight
 
-    with pytest.raises(ModelError, match=f"tensor {NAME}: has a weight that is not finite"):
+    with pytest.raises(ModelError, match=f"tensor {NAME}: has a number that is not finite"):
         _read(_opened(tmp_path, "", change), holds, (slice(5, 6), slice(0, 8)))
 
 

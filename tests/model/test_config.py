@@ -185,6 +185,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
             "use_sliding_window is True; accepted: false in Qwen3MoeForCausalLM",
         ),
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
+        (QWEN2, {"intermediate_size": 10**400}, "intermediate_size is larger than 2147483647"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),
         (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; accepted: a list of layer"),
     ],
@@ -236,7 +237,11 @@ def test_fields_of_derived_networks_may_say_what_changes_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not readable as JSON"), ("[1]", "expected a JSON object, got list")],
+    [
+        ("{", "not readable as JSON"),
+        ("[" * 100_000, "not readable as JSON"),
+        ("[1]", "expected a JSON object, got list"),
+    ],
 )
 def test_a_broken_config_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -113,6 +113,9 @@ def test_codes_are_kept_that_say_all_values_and_others_refused(published: str) -
         {"ignore": None, "quantization_status": None},
         _group(format="pack-quantized", targets=["re:.*experts.*"]),
         _weights(symmetric=None, dynamic=None, strategy=None, type=None),
+        _weights(actorder="static"),
+        _weights(actorder="weight"),
+        {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}},
     ],
 )
 def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_path: Path) -> None:
@@ -128,7 +131,10 @@ def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_pat
         ({"format": "int-quantized"}, "num_bits is 4; accepted: 8"),
         ({"format": None}, "quantization_config: format is missing"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is {'num_bits': 8}; accepted: nul"),
-        ({"sparsity_config": {"format": "x"}}, "sparsity_config is {'format': 'x'}; accepted: {}"),
+        (
+            {"sparsity_config": {"format": "x"}},
+            "sparsity_config is {'format': 'x'}; accepted: null, {},",
+        ),
         ({"transform_config": {"a": 1}}, "transform_config is {'a': 1}; accepted: {}"),
         ({"config_groups": None}, "config_groups is None; accepted: an object of one"),
         ({"config_groups": {}}, "config_groups is []; accepted: an object of one"),
@@ -154,7 +160,9 @@ def test_what_changes_nothing_may_be_said_or_not(change: dict[str, Any], tmp_pat
         (_weights(group_size=None), "group_size is missing"),
         (_weights(group_size=-1), "group_size is -1; accepted: an integer of at least 1"),
         (_weights(group_size=12), "group_size is 12; accepted: a multiple of 8"),
-        (_weights(actorder="group"), "actorder is 'group'; accepted: null"),
+        (_weights(actorder="group"), "actorder is 'group'; accepted: null, static, weight"),
+        (_weights(actorder="dynamic"), "actorder is 'dynamic'; accepted: null, static, weight"),
+        (_weights(actorder=[1]), "actorder is [1]; accepted: null, static, weight"),
         (_weights(dynamic=True), "dynamic is True; accepted: false"),
         (_weights(block_structure=[1, 2]), "block_structure is [1, 2]; accepted: null"),
     ],

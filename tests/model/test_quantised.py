@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from model.checkpoint import Checkpoint
 from model.errors import ModelError
 from model.quantised import open_checkpoint
+from model.quantised_pairs import Quantised
 
 Tensors = dict[str, np.ndarray]
 Slices = tuple[slice, ...]
@@ -46,6 +47,7 @@ def _fp8_tensors() -> Tensors:
     draw = np.random.default_rng(0)
     stored = draw.integers(0, 256, (OUT, IN), dtype=np.uint8)
     stored[:16, :16] = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    stored[(stored & 127) == 127] = 0  # what is no number
     return {
         WEIGHT: stored.view(ml_dtypes.float8_e4m3fn),
         SCALE_INV: draw.uniform(0.001, 0.1, (3, 3)).astype(np.float32),
@@ -104,17 +106,14 @@ def _fp8_whole(tensors: Tensors, block: tuple[int, int]) -> np.ndarray:
     stored, whole = tensors[WEIGHT].view(np.uint8), np.empty((OUT, IN), np.float32)
     for row, column in np.ndindex(OUT, IN):
         bits = int(stored[row, column])
-        value = np.nan if bits & 127 == 127 else _float(bits, 4, 3, 7)
         scale = tensors[SCALE_INV][row // block[0], column // block[1]].astype(np.float32)
-        whole[row, column] = np.float32(value) * scale
+        whole[row, column] = np.float32(_float(bits, 4, 3, 7)) * scale
     return whole
 
 
 def _same(got: np.ndarray, expected: np.ndarray) -> bool:
-    """Equal values, signs of zero included; a NaN has no sign that counts."""
-    if not np.array_equal(got, expected, equal_nan=True):
-        return False
-    return bool((np.isnan(got) | (np.signbit(got) == np.signbit(expected))).all())
+    """Equal values, signs of zero included."""
+    return np.array_equal(got, expected) and bool((np.signbit(got) == np.signbit(expected)).all())
 
 
 def _slices(*sizes: int) -> st.SearchStrategy[Slices]:
@@ -210,6 +209,34 @@ def test_every_scale_under_every_byte_is_exact(tmp_path: Path) -> None:
             value = _float(byte >> 4 if half else byte & 15, 2, 1, 1)
             expected = value * 2.0 ** (np.arange(253) - 127.0)
             assert _same(read[0, 2 * byte + half].astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_an_fp8_code_that_is_no_number_is_refused(code: int, tmp_path: Path) -> None:
+    tensors = _fp8_tensors()
+    tensors[WEIGHT].view(np.uint8)[70, 5] = code
+    files = open_checkpoint(_write(tmp_path, tensors), "fp8", BLOCK)
+    files.read(WEIGHT, (slice(0, 70),))
+    with pytest.raises(ModelError, match=f"tensor {WEIGHT}: has a weight that is no number"):
+        files.read(WEIGHT, (slice(0, 71),))
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+def test_an_fp8_scale_that_is_not_finite_is_refused(
+    scale_dtype: type, scale: float, tmp_path: Path
+) -> None:
+    tensors = _fp8_tensors()
+    tensors[SCALE_INV] = tensors[SCALE_INV].astype(scale_dtype)
+    tensors[SCALE_INV][1, 2] = scale
+    files = open_checkpoint(_write(tmp_path, tensors), "fp8", BLOCK)
+    assert isinstance(files, Quantised)
+    all_of_it = slice(0, OUT), slice(0, IN)
+    message = f"tensor {SCALE_INV}: has a number that is not finite"
+    with pytest.raises(ModelError, match=message):
+        files.read(WEIGHT, all_of_it)
+    with pytest.raises(ModelError, match=message):
+        files.read_scales(WEIGHT, all_of_it, 1)
 
 
 @pytest.mark.parametrize("block", [BLOCK, (128, 128), (1, IN), (50, 13)])

@@ -71,6 +71,24 @@ def _break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def _nest_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
+def _name_at_length(folder: Path) -> None:
+    weight_map = {NORM: "x" * 5_000}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _spoil(dtype: str, value: float) -> Callable[[Path], None]:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        norm = tensors[NORM] = tensors[NORM].astype(dtype)
+        norm[7] = value
+
+    return lambda folder: _rewrite(folder, change)
+
+
 def _point_outside(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {NORM: "../elsewhere.safetensors"}}))
@@ -89,6 +107,13 @@ def _point_outside(folder: Path) -> None:
         (_lose_shard, "model-00002-of-00002.safetensors: no such file, but"),
         (_break_index, "index.json: not an index with a weight_map"),
         (_point_outside, "weight_map must name files of its own folder"),
+        (_nest_index, "index.json: not an index with a weight_map"),
+        (_name_at_length, "x: no such file, but model.safetensors.index.json names it"),
+        *(
+            (_spoil(dtype, value), f"tensor {NORM}: has a number that is not finite")
+            for dtype in ("float32", "bfloat16", "float16")
+            for value in (np.nan, np.inf, -np.inf)
+        ),
     ],
 )
 def test_a_bad_checkpoint_is_refused_in_one_line(
