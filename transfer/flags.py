@@ -8,7 +8,6 @@ exit code 2.
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin
 from model.errors import ModelError, NodeLost
 from transfer import logs, open_files, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
+from transfer.flag_names import hint
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
@@ -61,9 +61,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
         for flag in flags:
             if flag not in self._option_string_actions:
-                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                meant = "".join(f"; did you mean {name}?" for name in close)
-                self.error(f"unknown flag {flag}{meant}")
+                self.error(f"unknown flag {flag}{hint(flag, self._option_string_actions)}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

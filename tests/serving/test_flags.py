@@ -17,7 +17,7 @@ from serving import api, convert, launch, registry, up
 from serving.config import ServeConfig
 from serving.registry import RegistryConfig
 from serving.tokenizer import Tokenizer
-from transfer import flags, logs
+from transfer import flag_names, flags, logs
 from transfer.errors import ConfigError, Incompatible, Unauthenticated, Unavailable
 from transfer.rpc import Security
 
@@ -192,6 +192,10 @@ def parse_front(*argv: str) -> ServeConfig:
         (["--pagesize", "16"], "unknown flag --pagesize; did you mean --page-size? ("),
         (["--model-pth=x"], "unknown flag --model-pth; did you mean --model-path? ("),
         (["--zzz"], "unknown flag --zzz ("),
+        (["--tp", "2"], "unknown flag --tp; did you mean --tp-size? ("),
+        (["--max-model-len=9"], "unknown flag --max-model-len; did you mean --context-length? ("),
+        (["--max-num-seqs", "9"], "unknown flag --max-num-seqs ("),  # decode's alone
+        (["--disaggregation-mode=prefill"], "; each role is a command: kvferry prefill, kvferry d"),
         (["--page", "16"], "unknown flag --page; did you mean --page-size? ("),
         (["--tp-size", "two"], "argument --tp-size: invalid int value: 'two' ("),
         (["--mem-fraction-static", "half"], "argument --mem-fraction-static: invalid float value"),
@@ -483,3 +487,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_tokenizer_loads_where_up_finds_its_default_model() -> None:
     assert Tokenizer.from_dir(up.demo_model_path()).vocab_size > 0
+
+
+def test_what_others_call_a_flag_is_told_by_a_flag_that_there_is() -> None:
+    known = {flags.flag_name(field) for _, field in FIELDS}
+    assert set(flag_names._ELSEWHERE.values()) <= known
+    assert not set(flag_names._ELSEWHERE) & known

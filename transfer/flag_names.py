@@ -1,0 +1,40 @@
+"""What was meant by a flag that there is not: by what others call it, or by how it is spelt."""
+
+import difflib
+from collections.abc import Collection
+from typing import Final
+
+# Names of SGLang and vLLM, as of 2026. Some are spelt like a flag of ours that is another thing.
+_ELSEWHERE: Final = {
+    "--api-server-count": "--api-workers",
+    "--block-size": "--page-size",
+    "--data-parallel-size": "--dp-size",
+    "--dp": "--dp-size",
+    "--enable-auto-tool-choice": "--tool-call-parser",
+    "--enable-expert-parallel": "--ep-size",
+    "--ep": "--ep-size",
+    "--expert-parallel-size": "--ep-size",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--kv-transfer-config": "--disaggregation-transfer-backend",
+    "--max-model-len": "--context-length",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-prefill-tokens": "--chunked-prefill-size",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--speculative-config": "--speculative-algorithm",
+    "--tensor-parallel-size": "--tp-size",
+    "--tp": "--tp-size",
+}
+_ROLES: Final = "--disaggregation-mode"
+
+
+def hint(flag: str, known: Collection[str]) -> str:
+    """What to say of a flag that is none of the known ones; "" for nothing."""
+    if flag == _ROLES:
+        return "; each role is a command: kvferry prefill, kvferry decode, kvferry up for all"
+    ours = _ELSEWHERE.get(flag)
+    if ours is None:
+        close = difflib.get_close_matches(flag, known, n=1)
+    else:
+        close = [ours] if ours in known else []
+    return "".join(f"; did you mean {name}?" for name in close)
