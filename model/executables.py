@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +73,6 @@ class ExecutableCache:
         self._folder = folder
         self._writes = True  # until that fails
         try:
-            # What lies here is run: nobody else may write.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(f"{folder} may not be written to")
@@ -99,11 +99,21 @@ class ExecutableCache:
                 log.warning("executables are not kept: sources are newer than this process")
                 return None
             kept = ExecutableCache(Path(folder) / "executables")
+            kept.check_owner()
             kept.remove_forgotten(began_s)
             return kept
         except OSError as error:
             log.warning("executables are not kept: %s", error)
             return None
+
+    def check_owner(self) -> None:
+        """Raises PermissionError where others may write: what lies here is run as it is.
+
+        An image that root has made may have it, for whoever runs there.
+        """
+        found = self._folder.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others than this user may write to {self._folder}, or own it")
 
     def remove_forgotten(self, now_s: float) -> None:
         """What was last read a month before another was: of former sources, or of a killed write.

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.monitoring
 import jax.stages
-import psutil
 
 from model.errors import ModelError
 from model.executables import ExecutableCache, Recipe
+from model.host_memory import available_bytes
 from model.threads import in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -152,12 +152,12 @@ def tree_bytes(tree: Any) -> int:
 def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
     """Memory that this process may fill with weights, pages and scratch, over all its devices.
 
-    On CPU the virtual devices share the host's free memory.
+    On CPU the virtual devices share the free memory of the host, or of the container.
     """
     if not 0.0 < fraction <= 1.0:
         raise ModelError(f"--mem-fraction-static must be in (0, 1], got {fraction}")
     if devices[0].platform == "cpu":
-        return int(psutil.virtual_memory().available * fraction)
+        return int(available_bytes() * fraction)
     stats = [device.memory_stats() or {} for device in devices]
     return int(min(s.get("bytes_limit", 0) for s in stats) * fraction) * len(devices)
 

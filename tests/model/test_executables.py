@@ -357,6 +357,34 @@ def test_nothing_is_kept_where_jax_keeps_nothing_of_this_host(setting: str, valu
         jax.config.update(setting, before)
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o755])
+def test_nothing_is_kept_or_loaded_where_others_may_write(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    (tmp_path / "executables").mkdir()
+    (tmp_path / "executables").chmod(mode)
+    try:
+        assert (ExecutableCache.beside_compiled() is None) == (mode != 0o755)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert ("others than this user may write" in caplog.text) == (mode != 0o755)
+
+
+def test_nothing_is_loaded_from_a_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ExecutableCache(tmp_path)
+    cache.check_owner()
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    else:
+        os.chown(tmp_path, 12345, -1)  # a folder of root is for all
+    with pytest.raises(PermissionError, match="others than this user"):
+        cache.check_owner()
+
+
 def test_nothing_is_kept_of_a_mesh_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert ExecutableCache.beside_compiled() is None

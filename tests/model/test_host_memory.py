@@ -1,0 +1,87 @@
+"""What a container leaves, by files as the kernel writes them."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from model import host_memory
+from model.host_memory import available_bytes
+
+HOST = 1 << 34
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = psutil.virtual_memory()._replace(available=HOST)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: free)
+
+
+def _group(folder: Path, limit: str, used: int, idle: int = 0, high: str = "max") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.high").write_text(f"{high}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {idle}\nactive_file 5\n")
+
+
+def _group_v1(folder: Path, limit: int, used: int, idle: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    stat = f"inactive_file 3\nhierarchical_memory_limit {limit}\ntotal_inactive_file {idle}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+def _proc(root: Path, cgroup: str, mountinfo: str) -> None:
+    folder = root / "proc" / "self"
+    folder.mkdir(parents=True)
+    (folder / "cgroup").write_text(cgroup)
+    (folder / "mountinfo").write_text(mountinfo)
+
+
+V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "33 25 0:29 {of} /sys/fs/cgroup/memory rw,nosuid shared:15 - cgroup cgroup rw,memory\n"
+OTHER = (
+    "31 25 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n22 1 8:1 / / rw - ext4 /dev/a rw\n"
+)
+
+
+def test_without_groups_it_is_the_hosts(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == HOST
+    _proc(tmp_path, "0::/\n", V2)
+    assert available_bytes(tmp_path) == HOST
+
+
+def test_the_tightest_of_a_group_and_those_around_it_counts(tmp_path: Path) -> None:
+    _proc(tmp_path, "0::/a/b\n", V2 + OTHER)
+    top = tmp_path / "sys/fs/cgroup"
+    _group(top / "a/b", "max", 5 * MIB)
+    assert available_bytes(tmp_path) == HOST
+    _group(top / "a", str(100 * MIB), 30 * MIB, idle=10 * MIB)
+    assert available_bytes(tmp_path) == 80 * MIB
+    _group(top / "a/b", str(20 * MIB), 5 * MIB)
+    assert available_bytes(tmp_path) == 15 * MIB
+    _group(top / "a/b", str(20 * MIB), 5 * MIB, high=str(12 * MIB))
+    assert available_bytes(tmp_path) == 7 * MIB
+    _group(top / "a/b", str(20 * MIB), 25 * MIB)
+    assert available_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "of", "folder"),
+    [
+        ("/docker/x", "/", "docker/x"),
+        ("/docker/x", "/docker/x", ""),  # a container that sees its own group as the root
+        ("/../other", "/docker/x", ""),
+    ],
+)
+def test_the_first_version_is_read_where_it_is_mounted(
+    own: str, of: str, folder: str, tmp_path: Path
+) -> None:
+    _proc(tmp_path, f"4:cpu,memory:{own}\n1:cpu:/z\n0::/\n", OTHER + V1.format(of=of))
+    top = tmp_path / "sys/fs/cgroup/memory"
+    _group_v1(top, (1 << 63) - 4096, 1 << 33)
+    _group_v1(top / folder, 64 * MIB, 30 * MIB, idle=8 * MIB)
+    assert available_bytes(tmp_path) == 42 * MIB
