@@ -136,7 +136,8 @@ def empty_rows(num_rows: int) -> SamplingRows:
 def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     """Write one request into numpy rows, in place.
 
-    Raises ValueError when it has more biases or stop ids than a row holds.
+    Raises ValueError when it has more biases or stop ids than a row holds, OverflowError when an
+    integer is none of 32 bits.
     """
     num_bias, num_stop = len(params.logit_bias), len(params.stop_token_ids)
     if num_bias > NUM_BIAS:
@@ -206,7 +207,7 @@ def sample(
     on_cpu: whether forms of operations are those for a processor.
     Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
     temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
-    the bias. Entries that tie with the last one kept by top-k or top-p are kept too.
+    the mask. Entries that tie with the last one kept by top-k or top-p are kept too.
     """
     rows = jax.tree.map(jnp.asarray, rows)
     with jax.named_scope("sample"):
