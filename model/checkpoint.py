@@ -1,6 +1,7 @@
 """Safetensors files of one folder: find every tensor, read slices, refuse what is broken."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         self._offsets: dict[str, dict[str, int]] = {}
+        self._maps: dict[str, np.ndarray] = {}
         for file in self._listed():
             self._files[file] = self._open(file)
             for name in self._files[file].keys():  # noqa: SIM118  a handle, not a dict
@@ -108,10 +110,12 @@ class Checkpoint:
         A view of the mapped file: what is not touched is not read. Raises ModelError when the file
         cannot be read.
         """
-        shape, at = self.shape(name), self._at(name)
+        shape, at, file = self.shape(name), self._at(name), self._where[name]
         try:
-            file = self.folder / self._where[name]
-            return np.asarray(np.memmap(file, np.uint8, "r", self._offset(name), shape)[index])
+            if file not in self._maps:
+                self._maps[file] = np.asarray(np.memmap(self.folder / file, np.uint8, "r"))
+            first = self._offset(name)
+            return self._maps[file][first : first + math.prod(shape)].reshape(shape)[index]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{at}: not readable: {error}") from error
 

@@ -1,7 +1,8 @@
 """The Orbax form of a checkpoint: the tree as trained, restored straight into shardings."""
 
+import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,14 @@ _MARK: Final = "_METADATA"
 # Everything beside the weights that serving reads, or people do.
 _COPIED: Final = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README*")
 _NOT_COPIED: Final = "model.safetensors.index.json"
+# Of an array's bytes in a file. The last compares what was read with what was written; without it
+# a changed bit is other numbers.
+_CODECS: Final = (
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "zstd", "configuration": {"level": 1}},
+    {"name": "crc32c"},
+)
+_MOST_TOLD: Final = 500  # characters of the library's text
 
 
 def is_orbax(path: str | Path) -> bool:
@@ -46,9 +55,11 @@ def save_orbax(
     """Write the safetensors checkpoint `src` to the new folder `out` in Orbax form.
 
     The tree is stacked by layer, unpadded and of model.dtype, so it fits every mesh; the host
-    holds all of it while it is written. Config and tokenizer files are copied.
+    holds all of it while it is written. Parameters carry checksums, which load_params compares.
+    Config and tokenizer files are copied.
     progress(done_bytes, total_bytes). Raises ModelError as load_params does, or when `out` is the
-    source or has parameters already. What was begun is removed when it fails.
+    source or has parameters already; OSError when it cannot be written. What was begun is removed
+    when it fails.
     """
     ocp = _orbax()
     source_dir, target = Path(src), Path(out).absolute()
@@ -83,7 +94,7 @@ def save_orbax(
                 if file.name != _NOT_COPIED:
                     shutil.copyfile(file, target / file.name)
         # Last, and under this name only when whole: they make the folder one of Orbax form.
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(_checksumming()) as checkpointer:
             checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
         undo.pop_all()
 
@@ -95,10 +106,44 @@ def _remove_begun(target: Path, is_new: bool) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _checksumming() -> Any:
+    """A handler of trees of numpy arrays which writes them with _CODECS, as no option makes it."""
+    import tensorstore
+    from orbax.checkpoint import PyTreeCheckpointHandler
+    from orbax.checkpoint import type_handlers as types
+
+    async def write(values: np.ndarray, info: Any) -> None:
+        await info.await_path_creation()
+        shape = values.shape
+        spec = types.get_json_tspec_write(info, True, shape, shape, values.dtype, process_index=0)
+        spec["metadata"]["codecs"] = list(_CODECS)
+        store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
+        # Its own copy would be of all parameters; they stay as they are until they are written.
+        await store.write(values, can_reference_source_data_indefinitely=True)
+
+    class Checksumming(types.NumpyHandler):
+        async def serialize(
+            self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Any = None
+        ) -> list[Any]:
+            # All have ended when one has failed: what is begun is removed, and none may add to it.
+            ended = await asyncio.gather(*map(write, values, infos), return_exceptions=True)
+            for failure in ended:
+                if isinstance(failure, BaseException):
+                    raise OSError(_told(failure)) from failure
+            return []
+
+    # Arrays of jax there are none; the library warns when nothing handles them.
+    handlers = [(np.ndarray, Checksumming()), (Array, types.get_type_handler(Array))]
+    registry = types.create_type_handler_registry(*handlers)
+    return PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
+
+
 def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> Params:
     """Restore the parameters. arrived(num_bytes) is called for each.
 
     A parameter that the mesh pads or replicates goes through the host, the others do not.
+    Each chunk that is read for any shard is compared with its checksum, in every process that
+    reads it; those of folders that were written without checksums have none.
     Raises ModelError, one line, when something is missing, misshapen or not readable.
     """
     ocp = _orbax()
@@ -140,9 +185,9 @@ def _restore(
     )
     try:
         value = checkpointer.restore(params, args=args)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except Exception as error:  # the library raises nothing more special
         where = ".".join(name)
-        raise ModelError(f"{params}: parameter {where} is not readable: {error}") from error
+        raise ModelError(f"{params}: parameter {where} is not readable: {_told(error)}") from error
     for key in name:
         value = value[key]
     if fits:
@@ -180,8 +225,8 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
     """Compare names and shapes before anything is read."""
     try:
         metadata = checkpointer.metadata(params).item_metadata
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ModelError(f"{params}: not a readable Orbax checkpoint: {error}") from error
+    except Exception as error:  # the library raises nothing more special
+        raise ModelError(f"{params}: not a readable Orbax checkpoint: {_told(error)}") from error
     if metadata is None:
         raise ModelError(f"{params}: not a readable Orbax checkpoint: its files are damaged")
     found = _flat(metadata.tree)
@@ -195,6 +240,15 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
     for name in found:
         if name not in leaves:
             raise ModelError(f"{params}: parameter {'.'.join(name)} is unknown in this model")
+
+
+def _told(error: BaseException) -> str:
+    """The cause in one line: what Orbax wraps around it is a page that does not say it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    line, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    # Between paths at the start and the reason at the end.
+    return line if len(line) <= _MOST_TOLD else f"{line[:200]} ... {line[-_MOST_TOLD + 200 :]}"
 
 
 def _canonical_bytes(leaf: Leaf) -> int:

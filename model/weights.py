@@ -1,8 +1,10 @@
 """A checkpoint onto the devices: every parameter straight into its sharding; a digest of files."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -35,6 +37,13 @@ __all__ = [
 ]
 
 Progress = Callable[[int, int], None]
+
+# What a digest reads: tensors of up to so many entries whole; pieces of others, at most so many of
+# one, and of all together about as many as take a second.
+_WHOLE: Final = 32_768
+_PIECE: Final = 256
+_PIECES: Final = range(2, 33)
+_ALL_PIECES: Final = 40_000
 
 
 def load_params(path: str | Path, model: Model, progress: Progress | None = None) -> Params:
@@ -156,22 +165,25 @@ def _fill(
 def model_digest(path: str | Path) -> str:
     """16 hex digits that tell two checkpoints apart without reading them whole.
 
-    Over the configuration, the names, shapes and dtypes of all tensors and samples of each one's
-    bytes; for an Orbax folder over its files' names, sizes and first bytes. Copies of one folder
-    agree; the two forms of one model do not. Raises ModelError as load_params does.
+    Over the configuration as workers have it, the names, shapes and dtypes of all tensors and
+    samples of each one's bytes; for an Orbax folder over its files' names, sizes and first bytes.
+    Copies of one folder agree; the two forms of one model do not. Raises ModelError as load_params
+    does.
     """
     folder = Path(path)
     cfg = ModelConfig.from_dir(folder)
-    digest = xxhash.xxh3_64(repr(cfg).encode())
+    digest = xxhash.xxh3_64(repr(_computed(cfg)).encode())
     if is_orbax(folder):
         orbax.add_to_digest(folder, digest)
         return digest.hexdigest()
     files = open_checkpoint(folder, cfg.quantization, cfg.quantized_block)
-    for name in files.names:
+    names = files.names
+    pieces = min(max(_ALL_PIECES // max(len(names), 1), _PIECES[0]), _PIECES[-1])
+    for name in names:
         shape = files.shape(name)
         digest.update(f"{name} {files.dtype(name)} {shape};".encode())
         if shape and min(shape) > 0:
-            digest.update(_sample(files, name, shape))
+            digest.update(_sample(files, name, shape, pieces))
     return digest.hexdigest()
 
 
@@ -181,12 +193,31 @@ def dummy_digest(path: str | Path, coded: tuple[str, ...] = (), codes: str = "")
     coded: parameters that are codes, and codes which. Drawn as such they are not those drawn in
     the model's dtype, so two that differ in them must not pair. No checkpoint has such a digest.
     """
-    told = repr((ModelConfig.from_dir(path), coded, codes if coded else ""))
+    told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else ""))
     return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 
-def _sample(files: Checkpoint, name: str, shape: tuple[int, ...]) -> bytes:
-    """The first, a middle and the last row, as far as 256 columns of each."""
-    rest = tuple(slice(0, min(size, 256)) for size in shape[1:])
-    rows = sorted({0, shape[0] // 2, shape[0] - 1})
-    return b"".join(files.read(name, (slice(row, row + 1), *rest)).tobytes() for row in rows)
+def _computed(cfg: ModelConfig) -> ModelConfig:
+    """Without what clients' requests take where they say nothing: no worker reads it."""
+    return replace(
+        cfg, bos_token_id=None, default_temperature=None, default_top_p=None, default_top_k=None
+    )
+
+
+def _sample(files: Checkpoint, name: str, shape: tuple[int, ...], pieces: int) -> bytes:
+    """A small tensor whole; of another, pieces of rows spread evenly from its start to its end.
+
+    A row is along the last axis. Of most rows the piece begins at another column.
+    """
+    size = math.prod(shape)
+    if size <= _WHOLE:
+        return files.read(name, tuple(slice(0, length) for length in shape)).tobytes()
+    *outer, columns = shape
+    width = min(columns, _PIECE)
+    found: list[bytes] = []
+    for i in range(pieces):
+        row, column = divmod(i * (size - width) // (pieces - 1), columns)
+        first = min(column, columns - width)
+        rows = (slice(at, at + 1) for at in map(int, np.unravel_index(row, outer)))
+        found.append(files.read(name, (*rows, slice(first, first + width))).tobytes())
+    return b"".join(found)

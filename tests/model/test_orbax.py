@@ -1,9 +1,13 @@
 """The Orbax form holds the same model, for every mesh."""
 
 import errno
+import re
+import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from model import orbax
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import Stacks, make_mesh
@@ -20,10 +25,14 @@ from model.weights import is_orbax, load_params, model_digest, save_orbax
 from tests.model.checkpoints import QWEN2, write_checkpoint
 from tests.model.harness import GOLDENS
 
+LLAMA = GOLDENS / "llama" / "model"
 
-def _model(folder: Path, tp: int = 1, ep: int = 1, stacks: Stacks | None = None) -> Model:
+
+def _model(
+    folder: Path, tp: int = 1, ep: int = 1, stacks: Stacks | None = None, dtype: str = "float32"
+) -> Model:
     cfg = ModelConfig.from_dir(folder)
-    return Model.create(cfg, make_mesh(tp, ep), "float32", 16, stacks=stacks)
+    return Model.create(cfg, make_mesh(tp, ep), dtype, 16, stacks=stacks)
 
 
 def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path: Path) -> None:
@@ -112,6 +121,20 @@ def test_what_was_begun_goes_when_it_fails(
     assert is_new or (out / "theirs").exists()
 
 
+def test_a_folder_that_takes_no_more_is_told_in_one_line_and_left_as_it_was(tmp_path: Path) -> None:
+    source, out = shutil.copytree(LLAMA, tmp_path / "source"), tmp_path / "out"
+    (source / "tokenizer.json").unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            save_orbax(source, out, _model(source))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+
+
 def test_bad_orbax_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     source, out = GOLDENS / "llama" / "model", tmp_path / "out"
     save_orbax(source, out, _model(source))
@@ -127,37 +150,99 @@ def test_bad_orbax_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 def test_damaged_orbax_files_are_refused_in_one_line(tmp_path: Path) -> None:
     source, out = GOLDENS / "llama" / "model", tmp_path / "out"
     save_orbax(source, out, _model(source))
-    for file in (out / "params").rglob("*"):
-        if file.is_file() and file.parent.name == "d":
-            file.write_bytes(file.read_bytes()[:50])
-    assert "not a readable Orbax checkpoint" in _refusal(out)
+    for file in _data(out):
+        file.write_bytes(file.read_bytes()[:50])
+    (line,) = _refusals(out)
+    assert "not a readable Orbax checkpoint" in line
     (out / "params" / "_METADATA").write_text("{}")
-    assert "not a readable Orbax checkpoint" in _refusal(out)
+    (line,) = _refusals(out)
+    assert "not a readable Orbax checkpoint" in line
 
 
-def _refusal(path: Path) -> str:
+def test_a_damaged_data_file_is_refused_in_one_line_that_names_the_parameter(
+    tmp_path: Path,
+) -> None:
+    damages: dict[str, Callable[[Path], Any]] = {
+        "truncated": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+        "emptied": lambda file: file.write_bytes(b""),
+        "garbage": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+        "deleted": Path.unlink,
+    }
+    save_orbax(LLAMA, tmp_path / "whole", _model(LLAMA))
+    for name, damage in damages.items():
+        copy = shutil.copytree(tmp_path / "whole", tmp_path / name)
+        damage(_data(copy)[-1])
+    for name, line in zip(damages, _refusals(*map(tmp_path.joinpath, damages)), strict=True):
+        assert line.startswith(f"{tmp_path / name / 'params'}: parameter ")
+        assert "is not readable: " in line
+        assert len(line) < 1000
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_changed_bit_is_refused_on_every_mesh(tp: int, tmp_path: Path) -> None:
+    save_orbax(LLAMA, tmp_path / "whole", _model(LLAMA))
+    copies = [tmp_path / str(i) for i in range(8)]
+    for i, copy in enumerate(copies):
+        shutil.copytree(tmp_path / "whole", copy)
+        file = _data(copy)[-1]
+        content = bytearray(file.read_bytes())
+        # Between chunks there may be bytes that nothing refers to any more: in the longest chunk.
+        starts = [found.start() for found in re.finditer(rb"\x28\xb5\x2f\xfd", content)]
+        size, start = max((b - a, a) for a, b in pairwise([*starts, len(content)]))
+        content[start + size * (i + 1) // 10] ^= 1 << i
+        file.write_bytes(content)
+    for copy, line in zip(copies, _refusals(*copies, tp=tp), strict=True):
+        assert line.startswith(f"{copy / 'params'}: parameter ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_folders_with_and_without_checksums_load_alike(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(LLAMA, dtype=dtype)
+    save_orbax(LLAMA, tmp_path / "with", model)
+    monkeypatch.setattr(orbax, "_checksumming", ocp.PyTreeCheckpointHandler)
+    save_orbax(LLAMA, tmp_path / "without", model)
+    loaded = [load_params(path, model) for path in (tmp_path / "with", tmp_path / "without", LLAMA)]
+    for values in zip(*map(jax.tree.leaves, loaded), strict=True):
+        assert {value.dtype.name for value in values} == {dtype}
+        assert len({np.asarray(value).tobytes() for value in values}) == 1
+
+
+def _data(folder: Path) -> list[Path]:
+    """Files of parameters and of the tree that leads to them, the largest last."""
+    files = [path for path in (folder / "params").rglob("d/*") if path.is_file()]
+    return sorted(files, key=lambda path: path.stat().st_size)
+
+
+def _refusals(*paths: Path, tp: int = 1) -> list[str]:
     """What loading says, in a process of its own: Orbax leaves reads behind that fail later."""
     script = """
 import sys
+from model import orbax
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.sharding import make_mesh
 from model.transformer import Model
 from model.weights import load_params
 import jax.numpy as jnp
-path = sys.argv[1]
-model = Model.create(ModelConfig.from_dir(path), make_mesh(1, 1), jnp.dtype("float32"), 16)
-try:
-    load_params(path, model)
-except ModelError as error:
-    print(error)
+tp, *paths = sys.argv[1:]
+for path in paths:
+    mesh = make_mesh(int(tp), 1)
+    model = Model.create(ModelConfig.from_dir(path), mesh, jnp.dtype("float32"), 16)
+    try:
+        load_params(path, model)
+        print("loaded")
+    except ModelError as error:
+        print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
+        [sys.executable, "-c", script, str(tp), *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    (line,) = done.stdout.splitlines()
-    return line
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(paths)
+    return lines
