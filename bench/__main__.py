@@ -1,8 +1,13 @@
 """`python -m bench`, which is what `kvferry bench` becomes."""
 
-import sys
+from bench.endings import exit_with
 
-from bench.cli import main
+
+def _main() -> int:
+    from bench.cli import main  # under the eyes of who hears Ctrl-C: it takes a while
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("kvferry bench", _main)

@@ -5,16 +5,18 @@ jax is imported only by the benchmarks that need it, so that the load client sta
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from bench.arguments import above_zero, at_least, numbers, server_args
 from bench.dummy_model import WRITABLE
-from bench.report import BadRows, Report, compare, differences, format_changes, read_rows
+from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
 from serving.demo import demo_model_path
 from transfer import open_files
+from transfer.errors import ConfigError
 
 TRANSFER_BACKENDS = ("shm", "tcp")  # nixl on demand, where it is installed
 ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
@@ -37,7 +39,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     for command in (kernels, serve, routing):  # nothing is drawn in the others
-        command.add_argument("--seed", type=_at_least(0), default=0)
+        command.add_argument("--seed", type=at_least(0), default=0)
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
@@ -46,7 +48,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument(
-        "--tolerance", type=_at_least(0, float), default=0.05, help="share that is noise"
+        "--tolerance", type=at_least(0, float), default=0.05, help="share that is noise"
     )
     comparing.add_argument(
         "--fail-on-worse", action="store_true", help="exit 1 where a row is worse, or is not there"
@@ -56,26 +58,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     plotting.add_argument("--out", type=Path, required=True, metavar="FILE.svg")
 
 
-def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    parse.__name__ = kind.__name__  # what argparse calls text that is no number
-    return parse
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        message = f"expected a number, or several with commas between, got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-_BUDGET_S = _at_least(0.001, float)
+_BUDGET_S = at_least(0.001, float)
 
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +74,7 @@ def _add_transfer(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="for each measurement")
     parser.add_argument(
-        "--rounds", type=_at_least(1), default=1, help="in turns; rows are their medians"
+        "--rounds", type=at_least(1), default=1, help="in turns; rows are their medians"
     )
 
 
@@ -106,10 +89,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"its model, with random weights: {', '.join(WRITABLE)}",
     )
     parser.add_argument("--api-key", default="", help="sent as a bearer token")
-    parser.add_argument("--server-args", default="", help="further arguments of `kvferry up`")
+    parser.add_argument(
+        "--server-args", type=server_args, default="", help="further arguments of `kvferry up`"
+    )
     parser.add_argument(
         "--num-requests",
-        type=_numbers,
+        type=numbers,
         default=(64,),
         metavar="N[,N...]",
         help="or one for each --concurrency",
@@ -118,10 +103,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
     parser.add_argument("--spread", type=float, default=0.0, help="0.5: lengths of 0.5 to 1.5 x")
     parser.add_argument("--shared-prefix-tokens", type=int, default=0)
-    parser.add_argument("--rate", type=float, help="Poisson arrivals a second")
+    parser.add_argument("--rate", type=above_zero, help="Poisson arrivals a second")
     parser.add_argument(
         "--concurrency",
-        type=_numbers,
+        type=numbers,
         default=(8,),
         metavar="N[,N...]",
         help="in flight, without --rate; 1,16: one case after the other, on one server",
@@ -132,18 +117,21 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat-token", type=int, metavar="ID", help="bias answers to it: drafts are all right"
     )
-    parser.add_argument("--slo-ttft-ms", type=float)
-    parser.add_argument("--slo-tpot-ms", type=float)
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each request")
+    parser.add_argument("--slo-ttft-ms", type=above_zero)
+    parser.add_argument("--slo-tpot-ms", type=above_zero)
+    parser.add_argument("--timeout-s", type=above_zero, default=600.0, help="for each request")
     parser.add_argument(
-        "--warm-up", type=_at_least(0), default=2, help="requests of other tokens sent before"
+        "--warm-up", type=at_least(0), default=2, help="requests of other tokens sent before"
     )
 
 
 def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", default=str(demo_model_path()), help="for its tokenizer")
     parser.add_argument(
-        "--server-args", default="", help="of `kvferry serve`, where it is measured"
+        "--server-args",
+        type=server_args,
+        default="",
+        help="of `kvferry serve`, where it is measured",
     )
     parser.add_argument("--design", action="append", help="naive, all, ..., repeatable")
     parser.add_argument("--sglang-python", metavar="PATH", help="Python with it, for that design")
@@ -151,8 +139,10 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, action="append", help="repeatable")
     parser.add_argument("--interval", type=int, action="append", help="of `all`, repeatable")
     parser.add_argument("--pace", action="append", help="saturated, paced, ..., repeatable")
-    parser.add_argument("--step-ms", type=float, default=50.0, help="from step to step when paced")
-    parser.add_argument("--overload-step-ms", type=float, default=12.0, help="and in overload")
+    parser.add_argument(
+        "--step-ms", type=above_zero, default=50.0, help="from step to step when paced"
+    )
+    parser.add_argument("--overload-step-ms", type=above_zero, default=12.0, help="and in overload")
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
     parser.add_argument("--rounds", type=int, help="of a cell; default: 3 when saturated, else 1")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a round not paced, about")
@@ -162,14 +152,10 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     parts = (*ROUTING_PARTS, "registry", "processes")
     parser.add_argument("--only", action="append", choices=parts, help="repeatable")
     parser.add_argument(
-        "--seconds", type=_at_least(1, float), default=10.0, help="of a load of the registry"
+        "--seconds", type=at_least(1, float), default=10.0, help="of a load of the registry"
     )
-    parser.add_argument(
-        "--num-requests", type=_at_least(1), default=2000, help="of a simulated run"
-    )
-    parser.add_argument(
-        "--seeds", type=_at_least(1), default=5, help="runs of each, from --seed on"
-    )
+    parser.add_argument("--num-requests", type=at_least(1), default=2000, help="of a simulated run")
+    parser.add_argument("--seeds", type=at_least(1), default=5, help="runs of each, from --seed on")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         from bench import serve
 
         return serve.run(args, report)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ConfigError) as error:
         if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
             raise  # the device's own errors want their traceback
         print(f"kvferry bench: {error}", file=sys.stderr)
@@ -233,13 +219,21 @@ def _routing(args: argparse.Namespace, report: Report) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    before, after = read_rows(args.before), read_rows(args.after)
+    before, after = (_some_rows(path) for path in (args.before, args.after))
     changes = compare(before, after, args.tolerance)
     print(format_changes(changes))
     for said in differences(before, after):
         print(f"not alike: {said}", file=sys.stderr)
     worse = any(change.verdict in ("worse", "only before") for change in changes)
     return 1 if worse and args.fail_on_worse else 0
+
+
+def _some_rows(path: Path) -> list[Row]:
+    """Raises BadRows where there are none: nothing is as good as nothing."""
+    rows = read_rows(path)
+    if not rows:
+        raise BadRows(f"{path} has no rows")
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,11 +6,27 @@ and not by a client library.
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 READ_LIMIT_BYTES = 1 << 20
+# A blank line. Atomic: the two halves of one line's end are no two.
+_FRAME_END = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
+# What reading JSON of another form than expected raises.
+MALFORMED: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class NoAnswer(OSError):
+    """What came is no answer of HTTP."""
 
 
 @dataclass
@@ -105,19 +121,23 @@ async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: 
 
 
 async def get_json(server: Server, path: str, timeout_s: float) -> tuple[int, Any]:
-    """(status, parsed body or None). Raises OSError or TimeoutError when there is no answer."""
+    """(status, parsed body or None). Raises OSError, as TimeoutError is, without an answer."""
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(server.host, server.port)
+        reader, writer = await asyncio.open_connection(
+            server.host, server.port, limit=READ_LIMIT_BYTES
+        )
         try:
             writer.write(server.request("GET", path))
             await writer.drain()
             status, chunked = await _read_head(reader)
             body = b"".join([piece async for piece in _pieces(reader, chunked)])
+        except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise NoAnswer(f"no HTTP: {error}") from error
         finally:
             writer.close()
     try:
         return status, json.loads(body) if body else None
-    except ValueError:
+    except MALFORMED:
         return status, None
 
 
@@ -130,20 +150,33 @@ async def _follow(reader: asyncio.StreamReader, trace: Trace) -> None:
     pending, ended = b"", False
     async for piece in _pieces(reader, chunked):
         now_s = time.perf_counter()
-        *frames, pending = (pending + piece).split(b"\n\n")
+        *frames, pending = _FRAME_END.split(pending + piece)
         for frame in frames:
-            if frame.startswith(b"data: "):
-                ended = _take_event(frame[6:], trace, now_s) or ended
+            if data := _data_of(frame):
+                ended = _take_event(data, trace, now_s) or ended
     if not ended and not trace.error:
         trace.error = "stream ended without [DONE]"
     trace.output_tokens = trace.output_tokens or len(trace.event_s)
 
 
+def _data_of(frame: bytes) -> bytes:
+    """What its lines of data say. Half the end of the frame before may be its first line."""
+    lines = [line[5:] for line in frame.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(line.removeprefix(b" ") for line in lines)
+
+
 def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
-    """Account for one event; returns whether it was the last."""
+    """Account for one event; returns whether it was the last. Raises ValueError for no event."""
     if data.strip() == b"[DONE]":
         return True
-    event = json.loads(data)
+    try:
+        return _take_values(json.loads(data), trace, now_s)
+    except MALFORMED as error:
+        raise ValueError(f"no event: {data[:100]!r}: {error!r}") from error
+
+
+def _take_values(event: Any, trace: Trace, now_s: float) -> bool:
+    """As `_take_event`; raises MALFORMED, whoever's server it is."""
     if "error" in event:
         trace.error = f"error event: {json.dumps(event['error'])[:200]}"
         return False

@@ -182,28 +182,32 @@ class LoadClient:
         self._stream_at = {}
         self._address = (host, port)
         self._connect(min(cell.num_streams, _AHEAD) if cell.spacing_s else cell.num_streams)
-        # Connections are taken in the order they came: one answer on the last, and all are.
-        self._await_health(self._sockets[-1])
+        self._await_health()
         for connection in self._sockets:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
-    def _await_health(self, connection: socket.socket) -> None:
-        """Workers whose leases ended while the host stood still are soon back."""
+    def _await_health(self) -> None:
+        """Workers whose leases ended while the host stood still are soon back.
+
+        Connections are taken in the order they came: one answer on one that comes last, and all
+        are. It is of no stream, since most servers close one within seconds of an answer.
+        """
         end_s = time.monotonic() + _PATIENCE_S
-        while True:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
-            answer = http.client.HTTPResponse(connection)
-            try:
-                answer.begin()
-                body = answer.read()  # to its end: what is left would begin the next
-            except http.client.HTTPException as error:
-                raise BadStream(f"the server was asked for its health: {error!r}") from error
-            if answer.status == http.HTTPStatus.OK:
-                return
-            if time.monotonic() > end_s:
-                what = f"{answer.status} {body!r}"
-                raise BadStream(f"the server was asked for its health and said {what}")
-            time.sleep(_BETWEEN_ASKS_S)  # another process's state: nobody tells when it changes
+        with socket.create_connection(self._address, timeout=_PATIENCE_S) as connection:
+            while True:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+                answer = http.client.HTTPResponse(connection)
+                try:
+                    answer.begin()
+                    body = answer.read()  # to its end: what is left would begin the next
+                except http.client.HTTPException as error:
+                    raise BadStream(f"the server was asked for its health: {error!r}") from error
+                if answer.status == http.HTTPStatus.OK:
+                    return
+                if time.monotonic() > end_s:
+                    what = f"{answer.status} {body!r}"
+                    raise BadStream(f"the server was asked for its health and said {what}")
+                time.sleep(_BETWEEN_ASKS_S)  # another's state: nobody tells when it changes
 
     def _connect(self, count: int) -> None:
         """Until there are so many."""

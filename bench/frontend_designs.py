@@ -21,7 +21,7 @@ import uvloop
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.config import ModelConfig
 from serving.admin import Admin
@@ -217,6 +217,20 @@ def main(argv: Sequence[str]) -> None:
             runner.run(_serve(ways, config, security, sock))
 
 
+def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
+    """As serving.api has it, but for its connections."""
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        loop="uvloop",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a timer's
+        backlog=BACKLOG,
+    )
+
+
 async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: socket.socket) -> None:
     dispatcher = Dispatcher(config, security)
     tokenizer = Tokenizer.from_dir(config.model_path)
@@ -226,17 +240,7 @@ async def _serve(ways: Ways, config: ServeConfig, security: Security, sock: sock
     chat = Route("/v1/chat/completions", DesignedChat(front, ways), methods=["POST"])
     health = Route("/health", Admin(front).health)
     app = Starlette(routes=[chat, health], exception_handlers=ERROR_ANSWERS)
-    server = uvicorn.Server(
-        uvicorn.Config(  # as serving.api has it, but for its connections
-            app,
-            http="httptools",
-            loop="uvloop",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            backlog=BACKLOG,
-        )
-    )
+    server = uvicorn.Server(http_config(app, config))
     await dispatcher.start()
     host, port = sock.getsockname()[:2]
     flags.notify_ready(url=f"http://{host}:{port}")

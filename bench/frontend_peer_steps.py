@@ -6,8 +6,6 @@ Runs in that project's environment, as everything does that this imports.
 import asyncio
 import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -73,16 +71,6 @@ class PeerSteps:
         requests = [self._requests[stream] for stream in streams]
         last = token_idx == self._round.cell.output_tokens - 1
         self._messages.send(requests, ids, token_idx, last)
-
-
-def end_with(lifeline_fd: int) -> None:
-    """End this process, and those it starts in its group, with the one that holds the other end."""
-
-    def wait() -> None:
-        os.read(lifeline_fd, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def tell_addresses(notify_fd: int, from_server: str, to_server: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any, Self
 import psutil
 
 from bench.client import Server
+from bench.endings import lifeline
 from bench.frontend_cases import Design
-from bench.serve import NoServer, lifeline, wait_ready
+from bench.serve import NoServer, wait_ready
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HOST = "127.0.0.1"

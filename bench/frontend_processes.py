@@ -18,9 +18,10 @@ from typing import Any, Self
 import psutil
 
 from bench.client import Server
+from bench.endings import deaf_children, lifeline
 from bench.frontend_cases import Design
 from bench.frontend_peers import PeerServer, environment
-from bench.serve import NoServer, lifeline, parse_url, wait_ready
+from bench.serve import NoServer, parse_url, wait_ready
 from transfer.flags import LIFELINE_ENV, NOTIFY_ENV, TOKEN_ENV
 
 _TOKEN = "token of a cluster for one benchmark"
@@ -48,14 +49,15 @@ class Child:
         self._module = module
         ours = [sys.executable, "-m", module]
         words = [peer_python, "-m", module, "engine"] if peer_python else ours
-        self._process = subprocess.Popen(
-            [*words, *map(str, numbers), *more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=numbers,
-            env=environment() if peer_python else None,
-        )
+        with deaf_children():
+            self._process = subprocess.Popen(
+                [*words, *map(str, numbers), *more],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                pass_fds=numbers,
+                env=environment() if peer_python else None,
+            )
         os.sched_setaffinity(self._process.pid, {core})
 
     @property
@@ -161,7 +163,7 @@ def targets(
     model_path: Path,
     ids: list[int],
     texts: list[str],
-    more_args: str,
+    more_args: Sequence[str],
     pythons: Mapping[str, str],
 ) -> Iterator[dict[Design, Target]]:
     """A ready server for each design, those with the same command in one process.
@@ -285,11 +287,13 @@ def _peer(
         yield Target(peer.server, peer.pid, Load(engine, client))
 
 
-def _command(design: Design, model_path: Path, load: Load, more_args: str) -> tuple[str, ...]:
+def _command(
+    design: Design, model_path: Path, load: Load, more_args: Sequence[str]
+) -> tuple[str, ...]:
     """What to run with `python -m`."""
     shared = ["--model-path", str(model_path), "--registry-address", load.address]
     shared += ["--port", "0", "--max-inflight-requests", "4096"]
-    more = more_args.split() if design.is_product else []
+    more = more_args if design.is_product else []
     return (design.module, *shared, *more, *design.server_args)
 
 
@@ -306,20 +310,21 @@ class _Starting:
             notify_read, notify_write = os.pipe()
             lifeline_fd = self._stack.enter_context(lifeline())
             self._notified = self._stack.enter_context(os.fdopen(notify_read))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(notify_write, lifeline_fd),
-                env=os.environ
-                | {
-                    TOKEN_ENV: _TOKEN,
-                    NOTIFY_ENV: str(notify_write),
-                    LIFELINE_ENV: str(lifeline_fd),
-                    "KVFERRY_LOG_LEVEL": "WARNING",
-                },
-            )
+            told = {
+                TOKEN_ENV: _TOKEN,
+                NOTIFY_ENV: str(notify_write),
+                LIFELINE_ENV: str(lifeline_fd),
+                "KVFERRY_LOG_LEVEL": "WARNING",
+            }
+            with deaf_children():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", *self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(notify_write, lifeline_fd),
+                    env=os.environ | told,
+                )
             os.sched_setaffinity(self._process.pid, {_cores()[0]})
             self._stack.callback(self._process.wait)
             self._stack.callback(self._process.kill)

@@ -1,6 +1,7 @@
 """What the front end benchmark measures of a round, and the rows that come of many."""
 
 import os
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,10 @@ class Measured:
 
 
 def report_case(
-    report: Report, case: Case, measured: Mapping[Design, Sequence[Measured]], more_args: str
+    report: Report,
+    case: Case,
+    measured: Mapping[Design, Sequence[Measured]],
+    more_args: Sequence[str],
 ) -> None:
     """Rows of a case, medians over rounds. The baseline is the case's first design."""
     medians = {design: _medians(rounds) for design, rounds in measured.items()}
@@ -87,7 +91,9 @@ def report_case(
             "rounds": case.rounds,
             "rounds_s": [round(one.taken_s, 3) for one in measured[design]],
             "piece_bytes": measured[design][0].piece_bytes,
-            "server_args": " ".join([*design.server_args, *more_args.split() * design.is_product]),
+            "server_args": shlex.join(
+                [*design.server_args, *(more_args if design.is_product else ())]
+            ),
             "load_average_1m": round(os.getloadavg()[0], 2),
         }
         for metric, unit in UNITS.items():

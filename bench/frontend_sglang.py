@@ -12,7 +12,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, end_with, tell_addresses
+from bench.endings import end_with
+from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, tell_addresses
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 

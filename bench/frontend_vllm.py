@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from bench.frontend_peer_steps import HOST, PeerSteps, end_with, tell_addresses
+from bench.endings import end_with
+from bench.frontend_peer_steps import HOST, PeerSteps, tell_addresses
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import psutil
 
+from bench.arguments import at_least
+from bench.endings import end_with, exit_with, lifeline
 from bench.gpu_parts import OTHER_SHAPES, PARTS, shape_of
 from bench.gpu_summary import summary
 from bench.report import BadRows, Report, Row, read_rows
@@ -65,12 +67,17 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
-    parser.add_argument("--budget-s", type=float, default=0.4, help="for each measurement")
+    parser.add_argument(
+        "--budget-s", type=at_least(0.001, float), default=0.4, help="for each measurement"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=TOTAL_S, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
+        if args.lifeline is not None:
+            end_with(args.lifeline)
         return _run_inside(args.only[0], args, Allowance(clock() + args.limit_s, clock))
     path = args.json or RESULTS
     try:
@@ -182,23 +189,31 @@ def run_limited(commands: Mapping[str, Command], limit_s: float) -> dict[str, in
 
 @contextlib.contextmanager
 def _started(command: Command) -> Iterator[psutil.Popen]:
-    """A process that ends with the block, with all that it started.
+    """A process that ends with the block, and with this process, with all that it started.
 
     The next one finds the device's memory free: a server's workers have sessions of their own, and
     are waited for.
     """
-    process = psutil.Popen(command.argv, env=command.environment, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            everyone = [*process.children(recursive=True), process]
-            process.terminate()
-            _, deaf = psutil.wait_procs(everyone, STOP_TIMEOUT_S)
-            for one in deaf:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            psutil.wait_procs(deaf, STOP_TIMEOUT_S)
+    with lifeline() as fd:
+        argv = [*command.argv, "--lifeline", str(fd)]
+        process = psutil.Popen(
+            argv, env=command.environment, pass_fds=(fd,), start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+def _end(process: psutil.Popen) -> None:
+    everyone = [*process.children(recursive=True), process]
+    process.terminate()
+    _, deaf = psutil.wait_procs(everyone, STOP_TIMEOUT_S)
+    for one in deaf:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(deaf, STOP_TIMEOUT_S)
 
 
 def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> int:
@@ -226,4 +241,4 @@ def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("gpu_check", main)

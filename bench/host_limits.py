@@ -7,15 +7,16 @@ is the receiving process of the TCP measurement; it is started from here.
 import os
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
+
+from bench.endings import child
 
 HEADER = struct.Struct("<Q")
 _BUFFER_BYTES = 4 << 20
@@ -155,16 +156,10 @@ def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
 def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[], float]]]:
     """So many connections to a receiving process, which ends with them, and its processor time."""
     command = [sys.executable, "-m", "bench.host_limits", str(streams)]
-    with (
-        subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as process,
-        ExitStack() as stack,
-    ):
+    with child(command) as process, ExitStack() as stack:
         asked, told = process.stdin, process.stdout
         assert asked is not None
         assert told is not None
-        stack.callback(asked.close)
         port = int(told.readline())
 
         def cpu_s() -> float:
@@ -183,7 +178,7 @@ def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[
 def _receive(connection: socket.socket) -> None:
     """Take requests and answer each with a byte, until the peer closes."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
-    with connection:
+    with connection, suppress(ConnectionError):  # or is killed, with an answer unread
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while head := connection.recv(HEADER.size, socket.MSG_WAITALL):
             (left,) = HEADER.unpack(head)

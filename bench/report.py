@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class Row:
     def to_json(self) -> str:
         """One line; absent optional fields are left out."""
         values = dataclasses.asdict(self)
-        return json.dumps({k: v for k, v in values.items() if v is not None}, sort_keys=False)
+        return json.dumps({k: v for k, v in values.items() if v is not None}, allow_nan=False)
 
 
 @dataclass
@@ -208,25 +209,38 @@ def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
 
 
 def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """What two runs' rows of the same measurements were not alike in, besides what they found."""
+    """What rows of the same measurement were not alike in, within a run or from one to the other,
+    besides what they found."""
     told = [
         f"{side}: rows of {len(commits)} commits, {', '.join(commits)}: medians over all of them"
         for side, rows in (("before", before), ("after", after))
         if len(commits := sorted({row.commit for row in rows})) > 1
     ]
-    old, new = ({row.key: _conditions(row) for row in rows} for rows in (before, after))
-    pairs: dict[str, list[str]] = {}
+    old, new = _conditions(before), _conditions(after)
+    counts: Counter[str] = Counter()
     for key in old.keys() & new.keys():
-        for name in sorted(old[key].keys() | new[key].keys()):
-            one, other = old[key].get(name), new[key].get(name)
-            if one != other:
-                pairs.setdefault(f"{name}: {one} before, {other} after", []).append(key[1])
-    return told + [f"{said} ({len(cases)} rows)" for said, cases in sorted(pairs.items())]
+        for name in sorted({name for asked in (*old[key], *new[key]) for name in asked}):
+            one, other = ({_spelt(asked, name) for asked in side[key]} for side in (old, new))
+            if len(one | other) > 1:  # what both sides mix alike is no one measurement either
+                counts[f"{name}: {_listed(one)} before, {_listed(other)} after"] += 1
+    return told + [f"{said} (measurements: {count})" for said, count in sorted(counts.items())]
 
 
-def _conditions(row: Row) -> dict[str, Any]:
-    asked = {name: value for name, value in row.shapes.items() if name not in _FOUND}
-    return {"device": row.device, "seed": row.seed, **asked}
+def _conditions(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
+    """What was asked of all rows of each measurement."""
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        asked = {name: value for name, value in row.shapes.items() if name not in _FOUND}
+        found.setdefault(row.key, []).append({"device": row.device, "seed": row.seed, **asked})
+    return found
+
+
+def _spelt(asked: dict[str, Any], name: str) -> str:
+    return str(asked.get(name)) or "''"
+
+
+def _listed(values: Iterable[str]) -> str:
+    return " and ".join(sorted(values))
 
 
 def _verdict(

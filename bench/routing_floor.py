@@ -13,6 +13,7 @@ import sys
 
 import uvloop
 
+from bench.endings import deaf_children
 from transfer.clock import SYSTEM_CLOCK
 
 _TOLD = struct.Struct("<d")
@@ -22,7 +23,9 @@ _SETTLE_S = 0.2
 
 def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end, a message a turn, at random times."""
-    process = subprocess.Popen([sys.executable, "-m", __name__], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", __name__]
+    with deaf_children():
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())

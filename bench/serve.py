@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import shlex
 import socket
 import statistics
 import subprocess
@@ -18,14 +19,16 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from bench.client import Server, Trace, get_json, stream_completion
+from bench.client import MALFORMED, Server, Trace, get_json, stream_completion
 from bench.dummy_model import flags_of, write_model
+from bench.endings import lifeline
 from bench.report import Report
 from bench.shapes import SHAPES
 from bench.timelines import read_timelines, report_timelines
@@ -74,8 +77,10 @@ async def run_workload(
     """
     start_s = time.perf_counter()
     limit = asyncio.Semaphore(config.concurrency)
+    ended = 0
 
     async def one(request: PlannedRequest) -> Trace:
+        nonlocal ended
         payload: dict[str, Any] = {
             "model": model,
             "prompt": list(request.prompt_ids),
@@ -94,9 +99,14 @@ async def run_workload(
                 trace = await stream_completion(server, payload, timeout_s)
         if trace.ok and trace.output_tokens != request.output_tokens:
             trace.error = f"{trace.output_tokens} tokens came, {request.output_tokens} were asked"
+        ended += 1
         return trace
 
-    traces = await asyncio.gather(*(one(request) for request in planned))
+    try:
+        traces = await asyncio.gather(*(one(request) for request in planned))
+    except asyncio.CancelledError:
+        print(f"{ended} of {len(planned)} requests had ended", file=sys.stderr)
+        raise
     return list(traces), time.perf_counter() - start_s
 
 
@@ -132,18 +142,6 @@ def report_traces(
     row("goodput", sum(slo.met_by(trace) for trace in traces) / taken_s, "req/s")
     ends = max(trace.done_s for trace in good) - min(trace.sent_s for trace in good)
     row("first send to last end", ends, "s")
-
-
-@contextlib.contextmanager
-def lifeline() -> Iterator[int]:
-    """A descriptor for a `kvferry` process, named by LIFELINE_ENV: it dies with this one, however
-    this one dies, or at the end of the block."""
-    read, write = os.pipe()
-    try:
-        yield read
-    finally:
-        os.close(read)
-        os.close(write)
 
 
 @contextlib.contextmanager
@@ -200,7 +198,7 @@ def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_
             status, _ = asyncio.run(get_json(server, "/health", timeout_s=5.0))
             if status == 200:
                 return True
-        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        except OSError:
             pass  # not there yet
         time.sleep(0.2)
     return False
@@ -210,10 +208,12 @@ def served_model(server: Server) -> str:
     """Name of the first model that the server lists. Raises NoServer when it lists none."""
     try:
         status, body = asyncio.run(get_json(server, "/v1/models", timeout_s=10.0))
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise NoServer(f"/v1/models answered {status}: give the server's key as --api-key")
         return str(body["data"][0]["id"])
-    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+    except OSError as error:
         raise NoServer(f"{server.host}:{server.port} does not answer: {error}") from error
-    except (KeyError, IndexError, TypeError) as error:
+    except MALFORMED as error:
         raise NoServer(f"/v1/models answered {status} without a model") from error
 
 
@@ -229,7 +229,7 @@ def devices_of(server: Server) -> str:
     try:
         _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
         found = {str(worker["devices"]) for worker in body["workers"]}
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, KeyError, TypeError):
+    except (OSError, *MALFORMED):
         return ""
     return ", ".join(sorted(devices for devices in found if not devices.endswith(" x cpu")))
 
@@ -239,6 +239,8 @@ def parse_url(url: str, api_key: str) -> Server:
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(f"--url must be http://host:port, got {url!r}")
+    if parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"--url must be http://host:port and nothing else, got {url!r}")
     return Server(parts.hostname, parts.port or 80, api_key)
 
 
@@ -315,7 +317,9 @@ def run(args: argparse.Namespace, report: Report) -> int:
     """Load the server named or started. 1 when any request failed."""
     configs = configs_of(args)
     slo = Slo(args.slo_ttft_ms, args.slo_tpot_ms)
-    told = [] if args.url else [args.shape, args.server_args.strip()]
+    if args.url and args.server_args:
+        raise ValueError("--server-args is for a server that is started, and --url names another")
+    told = [] if args.url else [args.shape, shlex.join(args.server_args)]
     apart = "".join(f", {text}" for text in told if text)  # from rows of the case without
     ok = True
     with contextlib.ExitStack() as stack:
@@ -333,7 +337,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
 @contextlib.contextmanager
 def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tuple[Server, str]]:
     """The server that the arguments ask for, and what rows say of it; reports when it was ready."""
-    arguments, more = args.server_args.split(), []
+    arguments, more = args.server_args, []
     with tempfile.TemporaryDirectory() as parent:
         if args.shape:
             shape, folder = SHAPES[args.shape], Path(parent) / args.shape  # the model's name
@@ -342,10 +346,11 @@ def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tu
             more = flags_of(shape, folder)
         elif args.model_path:
             more = ["--model-path", args.model_path]
-        said = f"up {' '.join([*arguments, *more])}".strip().replace(f"{parent}/", "")
+        said = f"up {shlex.join([*arguments, *more])}".strip().replace(f"{parent}/", "")
         start_s = time.perf_counter()
-        with started_server([*arguments, *more]) as server:
+        with started_server([*arguments, *more]) as started:
             ready_s = time.perf_counter() - start_s
+            server = replace(started, api_key=args.api_key)
             name_devices(report, server)
             report.add(case, "ready", ready_s, "s", shapes={"server": said})
             yield server, said

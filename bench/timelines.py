@@ -1,28 +1,32 @@
 """What the server's own timelines add to a load's rows: where the time to the first token went."""
 
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from bench.client import Server, get_json
+from bench.client import MALFORMED, Server, get_json
 from bench.report import Report
 
 _AT_ONCE = 8
 _TIMEOUT_S = 10.0
 
 
-async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Timelines of these requests, as far as the server still has, or ever had, them."""
+async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[Any]:
+    """Timelines of these requests, as far as the server still has, or ever had, them.
+
+    They are whatever it answered: `report_timelines` leaves out those that tell nothing.
+    """
     limit = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(request_id: str) -> dict[str, Any] | None:
+    async def one(request_id: str) -> Any:
         async with limit:
-            path = f"/requests/{quote(request_id, safe='')}/timeline"
+            path = f"/requests/{quote(request_id, safe='', errors='replace')}/timeline"
             try:
                 status, body = await get_json(server, path, _TIMEOUT_S)
-            except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+            except OSError:
                 return None
         return body if status == 200 else None
 
@@ -31,7 +35,7 @@ async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[dic
 
 
 def report_timelines(
-    report: Report, case: str, timelines: Sequence[dict[str, Any]], shapes: dict[str, Any]
+    report: Report, case: str, timelines: Sequence[Any], shapes: dict[str, Any]
 ) -> None:
     """Rows of the requests whose one attempt is told of in full; none when there are none.
 
@@ -41,7 +45,7 @@ def report_timelines(
     how much of the transfer's time was before the last chunk was computed, and what was after it,
     which the second token waits for.
     """
-    told = [parts for timeline in timelines if (parts := _parts(timeline)) is not None]
+    told = [parts for timeline in timelines if (parts := _told(timeline)) is not None]
     if not told:
         return
     metrics = (
@@ -53,6 +57,15 @@ def report_timelines(
     )
     for (metric, unit), values in zip(metrics, zip(*told, strict=True), strict=True):
         report.add(case, metric, statistics.median(values), unit, shapes=shapes)
+
+
+def _told(timeline: Any) -> tuple[float, ...] | None:
+    """What it says of `_parts`; None too where it is no timeline, as another server's may be."""
+    try:
+        parts = _parts(timeline)
+    except MALFORMED:
+        return None
+    return parts if parts is not None and all(map(math.isfinite, parts)) else None
 
 
 def _parts(timeline: dict[str, Any]) -> tuple[float, ...] | None:

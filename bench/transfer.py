@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.endings import child
 from bench.host_limits import (
     PageWork,
     memcpy_cpu_s_per_gb,
@@ -30,7 +31,7 @@ from bench.host_limits import (
 from bench.report import Report
 from bench.transfer_peer import AHEAD, EPOCH, STALL_TIMEOUT_S, WORKLOADS, page_ids
 from bench.transfer_pools import pool_of, runs_of
-from transfer import wire
+from transfer import nixl_agent, wire
 from transfer.backend import FirstToken
 from transfer.choice import default_connections
 from transfer.layout import plan_heads
@@ -102,14 +103,8 @@ def receiving_process(work: PageWork, backend: str, on_device: bool = False) -> 
     """A peer for one workload, ended with the block."""
     command = [sys.executable, "-m", "bench.transfer_peer", work.name, TOKEN, backend]
     command += ["devices"] if on_device else []
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Peer(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
+    with child(command) as process:
+        yield Peer(process)
 
 
 class Sender:
@@ -244,12 +239,15 @@ def run(
     backends: Sequence[str] = BACKENDS,
     rounds: int = 1,
 ) -> None:
-    """Measure the workloads named. Raises ValueError for an unknown one, and without a round."""
+    """Measure the workloads named. Raises ValueError for an unknown one, and without a round,
+    ConfigError where nixl is asked for and not here."""
     if rounds < 1:
         raise ValueError(f"rounds: at least 1, got {rounds}")
     for name in names:
         if name not in WORKLOADS:
             raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
+    if "nixl" in backends:
+        nixl_agent.bindings()  # or the other process fails, and not in a line
     for name in names:
         for outstanding in (1,) if name == "small" else OUTSTANDING:
             measure(report, WORKLOADS[name], outstanding, budget_s, backends, rounds)

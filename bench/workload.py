@@ -1,5 +1,6 @@
 """The requests of a load test: lengths, contents and arrival times, all from one seed."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,8 +37,8 @@ class WorkloadConfig:
                 raise ValueError(f"--{flag} must be at least 1, got {getattr(self, name)}")
         if not 0.0 <= self.spread < 1.0:
             raise ValueError(f"--spread must be in [0, 1), got {self.spread}")
-        if self.rate_per_s is not None and self.rate_per_s <= 0:
-            raise ValueError(f"--rate must be above 0, got {self.rate_per_s}")
+        if self.rate_per_s is not None and not 0 < self.rate_per_s < math.inf:
+            raise ValueError(f"--rate must be above 0 and finite, got {self.rate_per_s}")
         if not 0 <= self.shared_prefix_tokens <= self.input_tokens:
             raise ValueError(
                 f"--shared-prefix-tokens must be in [0, {self.input_tokens}], "

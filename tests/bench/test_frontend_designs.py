@@ -9,14 +9,16 @@ import shutil
 import socket
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
 
 from bench import cli
 from bench.frontend_cases import PACES, Case, all_of, cases_of
-from bench.frontend_designs import DESIGNS, main
+from bench.frontend_designs import DESIGNS, http_config, main
 from bench.frontend_engine import Workers
 from bench.frontend_plan import Cell
 from bench.frontend_rows import Measured, report_case
@@ -25,6 +27,7 @@ from bench.frontend_typed import TypedEvents
 from bench.report import Report
 from bench.surroundings import Surroundings
 from serving.choice import Choice, Piece
+from serving.config import ServeConfig
 from serving.demo import demo_model_path
 from serving.openai_answers import chat_answer
 from serving.prompt import Prompt
@@ -118,9 +121,6 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--streams", "0"], "--streams must be at least 1, got 0"),
         (["--interval", "0"], "--interval must be at least 1, got 0"),
-        (["--step-ms", "0"], "--step-ms must be above 0 and finite, got 0"),
-        (["--step-ms", "inf"], "--step-ms must be above 0 and finite, got inf"),
-        (["--overload-step-ms", "nan"], "--overload-step-ms must be above 0 and finite, got nan"),
         (
             ["--design", "sglang"],
             "--design sglang needs --sglang-python PATH, a Python with sglang",
@@ -149,6 +149,13 @@ def test_typed_designs_say_what_they_lack(monkeypatch):
     words = ["--design", "naive", "--port", "0", "--registry-address", "127.0.0.1:1"]
     with pytest.raises(ConfigError, match="typed events needs pydantic"):
         main([*words, "--model-path", str(demo_model_path())])
+
+
+def test_a_connection_made_ahead_is_not_closed_for_being_idle():
+    config = http_config(
+        Starlette(), ServeConfig(model_path=Path("m"), registry_address="127.0.0.1:1")
+    )
+    assert config.timeout_keep_alive == ServeConfig.timeout_keep_alive_s
 
 
 # --- what is spelt --------------------------------------------------------------------------------
@@ -190,7 +197,7 @@ def test_rows_are_medians_and_the_product_stands_beside_other_designs():
         for design in case.designs
     }
     report = report_to(None)
-    report_case(report, case, rounds, "--max-retries 0")
+    report_case(report, case, rounds, ["--max-retries", "0"])
     values = {(row.case, row.metric): row for row in report.rows}
     assert values["x5 backlog naive", "output"].value == 100 / 8
     assert values["x5 backlog all", "output"].ratio == 4
@@ -212,7 +219,7 @@ def test_other_intervals_stand_beside_an_event_a_token_unless_that_is_the_baseli
     ):
         (case,) = cases_of(arguments(*words, *more))
         report = report_to(None)
-        report_case(report, case, {design: [measured(1.0)] for design in case.designs}, "")
+        report_case(report, case, {design: [measured(1.0)] for design in case.designs}, [])
         beside = {(row.case, row.metric) for row in report.rows if " of " in row.metric}
         assert beside == {(name, f"{m} of {other}") for name, other in expected for m in metrics}
 

@@ -81,7 +81,7 @@ def test_a_server_is_measured_with_the_processes_it_started():
 
 
 def test_a_server_of_another_project_ends_with_the_bench_however_that_ends():
-    program = "import sys; from bench.frontend_peer_steps import end_with; "
+    program = "import sys; from bench.endings import end_with; "
     program += "end_with(int(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
     read, write = os.pipe()
     with subprocess.Popen(

@@ -1,5 +1,6 @@
 """gpu_check: parts in processes of their own, within minutes, one failure not ending the others."""
 
+import contextlib
 import io
 import os
 import subprocess
@@ -179,6 +180,36 @@ def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, 
     assert gpu_check.run_limited({"it": command(nested)}, 1.0) == {"it": None}
     (child,) = started
     wait_until(lambda: has_ended(child))
+
+
+def test_parts_end_with_a_check_that_is_told_to_end(tmp_path):
+    part = f"""
+import pathlib, signal
+from bench import gpu_check, gpu_parts
+
+def measure(*_):
+    pathlib.Path({str(tmp_path / "begun")!r}).touch()
+    signal.pause()
+
+gpu_parts.PARTS["pages"] = measure
+gpu_check.main()
+"""
+    words = ["--inside", "--only", "pages", "--scratch", str(tmp_path / "rows.jsonl")]
+    outer = f"""
+import os, sys
+from bench.gpu_check import Command, run_limited
+command = Command([sys.executable, "-c", {part!r}, *{words}], dict(os.environ))
+run_limited({{"pages": command}}, 60.0)
+"""
+    with subprocess.Popen([sys.executable, "-c", outer]) as check:
+        wait_until((tmp_path / "begun").exists)
+        (child,) = psutil.Process(check.pid).children()
+        check.terminate()
+    try:
+        wait_until(lambda: has_ended(child))
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def command(code: str) -> Command:

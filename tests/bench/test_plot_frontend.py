@@ -9,7 +9,7 @@ import pytest
 
 from bench import cli
 from bench.plot_frontend import Point, draw, points_of
-from bench.report import Row
+from bench.report import Row, read_rows
 
 
 def row(interval: int, metric: str, value: float, drive: str, **more) -> Row:
@@ -81,6 +81,17 @@ def test_the_same_rows_make_the_same_bytes_and_an_svg_that_says_what_it_shows(tm
     assert {"64 streams", "8", "auto", "thousand tokens a second"} <= set(texts)
     assert b"dc:date" not in data
     assert b"#000000" not in data  # legible on dark pages
+
+
+def test_the_picture_of_the_docs_is_of_the_rows_that_they_name(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    rows = [
+        row
+        for row in read_rows(root / "bench" / "results" / "frontend-2-cores.jsonl")
+        if row.commit == "41285d5d4f60" and row.shapes["baseline"] == "all"
+    ]
+    draw(rows, tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (root / "docs" / "streaming.svg").read_bytes()
 
 
 def test_what_cannot_be_drawn_is_refused_in_a_line(tmp_path, capsys):

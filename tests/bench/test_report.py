@@ -51,9 +51,22 @@ def test_what_two_runs_were_not_alike_in_is_said():
     assert differences(before, before) == []
     assert differences(before, [*after, replace(after[0], commit="c")]) == [
         "after: rows of 2 commits, b, c: medians over all of them",
-        "device: cpu before, gpu after (1 rows)",
-        "seed: 0 before, 7 after (1 rows)",
-        "slots: 1 before, 2 after (1 rows)",
+        "device: cpu before, gpu after (measurements: 1)",
+        "seed: 0 before, 7 after (measurements: 1)",
+        "slots: 1 before, 2 after (measurements: 1)",
+    ]
+
+
+def test_every_row_of_a_median_has_its_say_in_what_was_not_alike():
+    one, other = (replace(row(), shapes={"rate": rate}) for rate in (4.0, 8.0))
+    assert differences([other, one], [one]) == [
+        "rate: 4.0 and 8.0 before, 4.0 after (measurements: 1)"
+    ]
+    assert differences([one, other], [other, one]) == [
+        "rate: 4.0 and 8.0 before, 4.0 and 8.0 after (measurements: 1)"
+    ]
+    assert differences([one, row()], [row()]) == [
+        "rate: 4.0 and None before, None after (measurements: 1)"
     ]
 
 
@@ -65,6 +78,11 @@ def test_absent_fields_are_left_out_of_the_line():
 def test_a_row_that_means_nothing_is_refused(bad):
     with pytest.raises(ValueError, match=r"furlongs|nan"):
         row(**bad)
+
+
+def test_a_line_is_json_whatever_was_asked():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(row(), shapes={"rate": math.inf}).to_json()
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"bench": "x"}', "3"])
@@ -106,7 +124,7 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 0
     assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
     assert "worse" in capsys.readouterr().out
-    after.write_text("")  # of a run that died
+    after.write_text(row("other").to_json() + "\n")
     assert main(["compare", str(before), str(after), "--fail-on-worse"]) == 1
     assert main(["compare", str(before), str(before), "--fail-on-worse"]) == 0
     with pytest.raises(SystemExit):
@@ -116,6 +134,14 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
     assert main(["compare", str(before), str(after)]) == 2
     assert "not a row" in capsys.readouterr().err
     assert main(["compare", str(before), str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize("names", [("full", "empty"), ("empty", "full"), ("empty", "empty")])
+def test_with_no_rows_there_is_nothing_to_compare(names, tmp_path, capsys):
+    (tmp_path / "full").write_text(row().to_json() + "\n")
+    (tmp_path / "empty").write_text("")  # of a run that died
+    assert main(["compare", *(str(tmp_path / name) for name in names), "--fail-on-worse"]) == 2
+    assert capsys.readouterr().err == f"kvferry bench: {tmp_path / 'empty'} has no rows\n"
 
 
 def test_surroundings_without_jax_name_processor_and_versions():

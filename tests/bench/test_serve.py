@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import io
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 
-import psutil
 import pytest
 
 from bench import serve
@@ -20,7 +17,6 @@ from bench.surroundings import Surroundings
 from bench.timelines import read_timelines, report_timelines
 from bench.timing import seconds_per_call
 from bench.workload import WorkloadConfig, plan_requests
-from tests.cluster import has_ended, wait_until
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -223,24 +219,6 @@ def test_timing_waits_for_what_was_started():
     assert len(waited) >= 5
 
 
-def test_a_server_dies_with_the_benchmark_that_started_it():
-    outer = """
-import os, subprocess, sys, time
-from bench.serve import LIFELINE_ENV, lifeline
-with lifeline() as fd:
-    command = [sys.executable, "-m", "serving.launch", "registry", "--port", "0"]
-    known = {LIFELINE_ENV: str(fd), "KVFERRY_CLUSTER_TOKEN": "of-the-tests"}
-    child = subprocess.Popen(command, pass_fds=(fd,), env=os.environ | known)
-    print(child.pid, flush=True)
-    child.wait()
-"""
-    with subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE) as bench:
-        assert bench.stdout is not None
-        server = psutil.Process(int(bench.stdout.readline()))
-        bench.kill()
-    wait_until(lambda: has_ended(server))
-
-
 def test_servers_start_at_once_and_end_when_one_of_them_does_not_start(monkeypatch):
     together = threading.Barrier(2, timeout=30)
     ended: list[str] = []
@@ -264,8 +242,15 @@ def test_servers_start_at_once_and_end_when_one_of_them_does_not_start(monkeypat
 
 def test_only_plain_http_addresses_are_taken():
     assert parse_url("http://localhost:8000", "k") == Server("localhost", 8000, "k")
+    assert parse_url("http://localhost/", "") == Server("localhost", 80)
     with pytest.raises(ValueError, match="http://host:port"):
         parse_url("localhost:8000", "")
+
+
+@pytest.mark.parametrize("rest", ["/v1", "/v1/", "?a=b", "#a"])
+def test_an_address_with_more_than_host_and_port_is_refused(rest):
+    with pytest.raises(ValueError, match="http://host:port and nothing else, got 'http://a:1"):
+        parse_url(f"http://a:1{rest}", "")
 
 
 def a_timeline(**prefill: object) -> dict[str, object]:
@@ -288,6 +273,8 @@ def test_timelines_say_what_grant_and_transfer_add_to_the_first_token():
     others = [a_timeline(reported=False), a_timeline(transfer=None), a_timeline()]
     others[2]["first_write_ms"] = None
     others.append({"first_write_ms": 1.0, "choices": [{"attempts": [{"prefill": None}]}]})
+    others += [{"a": 1}, {"first_write_ms": 1.0, "choices": []}, a_timeline(chunks="x")]
+    others += [a_timeline(grant_wait_ms=float("nan"))]
     report_timelines(report, "case", [a_timeline(), *others], {})
     assert [(row.metric, row.value, row.unit) for row in report.rows] == [
         ("chunks a prompt", 2.0, "count"),

@@ -29,6 +29,7 @@ class Recorded:
         self.started: list[list[str]] = []
         self.files: set[str] = set()
         self.loads: list[tuple[str, WorkloadConfig, str]] = []
+        self.servers: list[Server] = []
         self.report = Report("serve", Surroundings("c", "d", {}), out=io.StringIO())
         self._ok = ok
         monkeypatch.setattr(serve, "started_server", self._start)
@@ -50,6 +51,7 @@ class Recorded:
         self, report: Report, server: Server, case: str, config: WorkloadConfig, *more: object
     ) -> list[Trace]:
         self.loads.append((case, config, str(more[-1])))
+        self.servers.append(server)
         return [Trace(event_s=[1.0], error="" if self._ok else "gone")]
 
 
@@ -98,6 +100,25 @@ def test_a_shape_is_served_from_a_folder_of_its_own_that_is_gone_afterwards(
     assert case == "512/128 x8, demo-moe-fp8, --colocated"
     assert said == f"up --colocated --model-path demo-moe-fp8 {' '.join(more)}"
     assert config.vocab_size == 4096
+
+
+def test_flags_of_a_server_are_passed_on_as_a_shell_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.run("--server-args=--model-path 'my models/a'", "--api-key", "k")
+    assert recorded.started == [["--model-path", "my models/a"]]
+    ((case, _, said),) = recorded.loads
+    assert case == "512/128 x8, --model-path 'my models/a'"
+    assert said == "up --model-path 'my models/a'"
+    assert recorded.servers == [Server("127.0.0.1", 1, "k")]
+
+
+def test_flags_of_a_server_are_refused_for_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    with pytest.raises(ValueError, match="--server-args is for a server that is started"):
+        recorded.run("--url", "http://127.0.0.1:1", "--server-args=--colocated")
+    assert not recorded.loads
 
 
 def test_prompts_are_of_the_vocabulary_asked_for() -> None:

@@ -8,6 +8,7 @@ from subprocess import PIPE
 
 import pytest
 
+from bench.cli import main
 from bench.host_limits import (
     HEADER,
     memcpy_cpu_s_per_gb,
@@ -100,6 +101,15 @@ def test_an_unknown_workload_is_refused():
     report = Report("transfer", Surroundings("c", "d", {}), out=io.StringIO())
     with pytest.raises(ValueError, match="small, a, b, c"):
         run(report, ["huge"], 0.01)
+
+
+def test_nixl_that_is_not_here_is_told_in_a_line_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr("transfer.nixl_agent.PACKAGES", ("nixl_of_nowhere",))
+    assert main(["transfer", "--only", "small", "--backend", "nixl"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "none of nixl_of_nowhere is installed" in err
+    assert len(err.splitlines()) == 1
 
 
 def test_rows_of_several_rounds_are_medians_beside_those_of_their_baseline(monkeypatch):

@@ -1,5 +1,6 @@
 """A workload is a function of its config: lengths, arrivals and prefixes come out as asked."""
 
+import math
 import statistics
 from itertools import pairwise
 
@@ -50,7 +51,8 @@ def test_poisson_arrivals_start_at_zero_and_keep_their_rate():
     [
         ({"num_requests": 0}, "--num-requests must be at least 1, got 0"),
         ({"spread": 1.0}, "--spread must be in"),
-        ({"rate_per_s": 0.0}, "--rate must be above 0, got 0.0"),
+        ({"rate_per_s": 0.0}, "--rate must be above 0 and finite, got 0.0"),
+        ({"rate_per_s": math.nan}, "--rate must be above 0 and finite, got nan"),
         ({"shared_prefix_tokens": 513}, "--shared-prefix-tokens must be in"),
         ({"vocab_size": 1}, "--vocab-size must be at least 2, got 1"),
     ],

@@ -1,0 +1,81 @@
+"""How processes of a benchmark end: with the one that started them, and in a line on Ctrl-C.
+
+Standard library alone: other projects' interpreters run it too.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[int]:
+    """A descriptor for another process, which dies with this one, however this one dies, or at the
+    end of the block: a `kvferry` process that LIFELINE_ENV tells of it, or one that `end_with`s."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def end_with(lifeline_fd: int) -> None:
+    """End this process, and those it starts in its group, with the one that holds the other end."""
+
+    def wait() -> None:
+        os.read(lifeline_fd, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes started in the block do not hear Ctrl-C: who started them does, and ends them.
+
+    They keep to the group, so that whatever else ends that ends them.
+    """
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A process that speaks in lines until its stdin ends, which is at the end of the block.
+
+    Where the block fails nobody listens any more, and it is killed.
+    """
+    with deaf_children():
+        started = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    with started as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
+    """Exit with the status that main gives. Ctrl-C is a line, once main has ended what it began."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    sys.exit(code)

@@ -1,0 +1,66 @@
+"""Command lines of benchmarks: numbers in range, and flags of a server as a shell has them."""
+
+import argparse
+
+import pytest
+
+from bench.arguments import server_args
+from bench.cli import add_subcommands
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_subcommands(parser)
+    return parser.parse_args(argv)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-1", "1e9999"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "serve --rate",
+        "serve --slo-ttft-ms",
+        "serve --slo-tpot-ms",
+        "serve --timeout-s",
+        "frontend --step-ms",
+        "frontend --overload-step-ms",
+        "routing --seconds",
+        "kernels --budget-s",
+        "transfer --budget-s",
+    ],
+)
+def test_times_and_rates_are_finite_and_above_zero(
+    argv: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, flag = argv.split()
+    with pytest.raises(SystemExit) as ended:
+        parsed(command, f"{flag}={value}")
+    assert ended.value.code == 2
+    assert f"argument {flag}: must be " in capsys.readouterr().err
+
+
+def test_times_and_rates_in_range_are_taken() -> None:
+    args = parsed("serve", "--rate", "0.5", "--timeout-s", "1e-3")
+    assert (args.rate, args.timeout_s, args.slo_ttft_ms) == (0.5, 1e-3, None)
+    assert parsed("routing", "--seconds", "1").seconds == 1.0
+
+
+@pytest.mark.parametrize("command", ["serve", "frontend"])
+def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
+    assert parsed(command).server_args == []
+    args = parsed(command, "--server-args", "--model-path 'my models/a' --colocated")
+    assert args.server_args == ["--model-path", "my models/a", "--colocated"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--model-path 'a", "No closing quotation"),
+        ("--port 8000", "the benchmark chooses --port itself"),
+        ("--colocated --host=0.0.0.0", "the benchmark chooses --host itself"),
+        ("--uds /tmp/socket", "the benchmark chooses --uds itself"),
+    ],
+)
+def test_flags_of_a_server_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        server_args(text)

@@ -1,0 +1,72 @@
+"""Whatever ends a benchmark ends what it started, and Ctrl-C is a line."""
+
+import os
+import signal
+import subprocess
+import sys
+from subprocess import PIPE
+
+import psutil
+
+from bench.endings import deaf_children
+from tests.cluster import has_ended, wait_until
+
+
+def test_a_server_dies_with_the_benchmark_that_started_it():
+    outer = """
+import os, subprocess, sys, time
+from bench.endings import lifeline
+from transfer.flags import LIFELINE_ENV
+with lifeline() as fd:
+    command = [sys.executable, "-m", "serving.launch", "registry", "--port", "0"]
+    known = {LIFELINE_ENV: str(fd), "KVFERRY_CLUSTER_TOKEN": "of-the-tests"}
+    child = subprocess.Popen(command, pass_fds=(fd,), env=os.environ | known)
+    print(child.pid, flush=True)
+    child.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", outer], stdout=PIPE) as bench:
+        assert bench.stdout is not None
+        server = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+    wait_until(lambda: has_ended(server))
+
+
+def test_ctrl_c_is_a_line_and_ends_what_was_started():
+    command = [sys.executable, "-m", "bench", "transfer", "--only", "small", "--budget-s", "100"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, start_new_session=True) as bench:
+        children: list[psutil.Process] = []
+
+        def started() -> bool:
+            children.extend(psutil.Process(bench.pid).children())
+            return bool(children)
+
+        wait_until(started)
+        os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to all of them
+        _, said = bench.communicate(timeout=30)
+    assert (bench.returncode, said) == (130, b"kvferry bench: interrupted\n")
+    wait_until(lambda: all(map(has_ended, children)))
+
+
+def test_ctrl_c_while_modules_load_is_a_line_too():
+    code = """
+import os, runpy, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupting(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "bench.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["compare", "a", "b"]
+runpy.run_module("bench", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"kvferry bench: interrupted\n")
+
+
+def test_who_started_deaf_children_hears_ctrl_c_afterwards():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with deaf_children():
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
