@@ -150,7 +150,9 @@ async def _follow(reader: asyncio.StreamReader, trace: Trace) -> None:
     pending, ended = b"", False
     async for piece in _pieces(reader, chunked):
         now_s = time.perf_counter()
-        *frames, pending = _FRAME_END.split(pending + piece)
+        pending += piece
+        lines_end_in_cr = b"\r" in pending  # hardly ever, and looking for both takes longer
+        *frames, pending = _FRAME_END.split(pending) if lines_end_in_cr else pending.split(b"\n\n")
         for frame in frames:
             if data := _data_of(frame):
                 ended = _take_event(data, trace, now_s) or ended

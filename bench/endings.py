@@ -56,19 +56,17 @@ def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
 
     Where the block fails nobody listens any more, and it is killed.
     """
-    with deaf_children():
-        started = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-    with started as process:
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-        finally:
+    with contextlib.ExitStack() as stack:
+        with deaf_children():  # Ctrl-C meanwhile comes at the end of this block
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            stack.enter_context(process)
             assert process.stdin is not None
-            process.stdin.close()
+            stack.callback(process.stdin.close)
+            failed = stack.enter_context(contextlib.ExitStack())
+            failed.callback(process.kill)
+        yield process
+        failed.pop_all()
 
 
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:

@@ -10,6 +10,7 @@ import random
 import struct
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import uvloop
 
@@ -24,15 +25,14 @@ _SETTLE_S = 0.2
 def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end, a message a turn, at random times."""
     command = [sys.executable, "-m", __name__]
-    with deaf_children():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with ExitStack() as stack:
+        with deaf_children():  # Ctrl-C meanwhile comes at the end of this block
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
         assert process.stdout is not None
         port = int(process.stdout.readline())
         return asyncio.run(_play(port, turns_per_s, seconds, random.Random(seed)))
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 async def _play(port: int, turns_per_s: float, seconds: float, rng: random.Random) -> list[float]:

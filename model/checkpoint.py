@@ -60,6 +60,7 @@ class Checkpoint:
     def _open(self, file: str) -> Any:
         path = self.folder / file
         try:
+            path.open("rb").close()  # safetensors calls all that cannot be opened missing
             return safe_open(path, framework="np")
         except FileNotFoundError as error:
             raise ModelError(f"{path}: no such file, but {_INDEX} names it") from error

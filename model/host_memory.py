@@ -35,8 +35,8 @@ def available_bytes(root: Path = Path("/")) -> int:
 def _groups(root: Path) -> Iterator[tuple[str, Path]]:
     """Of each group this process is in: the type of its file system, and its folder."""
     try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        memberships = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:  # no Linux
         return
     paths: dict[str, str] = {}

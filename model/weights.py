@@ -39,10 +39,10 @@ __all__ = [
 Progress = Callable[[int, int], None]
 
 # What a digest reads: tensors of up to so many entries whole; pieces of others, at most so many of
-# one, and of all together about as many as take a second.
+# one, and of all together about as many as take a second or two where files are cached.
 _WHOLE: Final = 32_768
 _PIECE: Final = 256
-_PIECES: Final = range(2, 33)
+_PIECES: Final = range(3, 33)
 _ALL_PIECES: Final = 40_000
 
 

@@ -1,8 +1,9 @@
 """The routes beside generation: health, models, tokens, the cluster's state, abort and flush."""
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -193,14 +194,16 @@ class Admin:
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """Ids of a prompt as the completions route makes them, or of a conversation as chat."""
-        fields = read_json(_tokenizes, await self._body(request))
-        refuse(fields, ("chat_template",))
-        check_model(fields.model, self._model)
-        if (fields.prompt is None) == (fields.messages is None):
-            raise bad_field("prompt", "expected exactly one of prompt and messages")
-        timeout_s = self._front.config.request_timeout_s
-        data = await while_client_waits(self._tokenized(fields), request.receive, timeout_s)
-        return _json(data)
+        async with self._body(request) as body:
+            fields = read_json(_tokenizes, body)
+            del body
+            refuse(fields, ("chat_template",))
+            check_model(fields.model, self._model)
+            if (fields.prompt is None) == (fields.messages is None):
+                raise bad_field("prompt", "expected exactly one of prompt and messages")
+            timeout_s = self._front.config.request_timeout_s
+            data = await while_client_waits(self._tokenized(fields), request.receive, timeout_s)
+        return Response() if data is None else _json(data)  # nobody is there to read it
 
     async def _tokenized(self, fields: TokenizeFields) -> dict[str, Any]:
         add_special = fields.add_special_tokens
@@ -248,15 +251,17 @@ class Admin:
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """Text of ids, special tokens included unless they are to be skipped."""
-        fields = read_json(_detokenizes, await self._body(request))
-        check_model(fields.model, self._model)
-        count = len(fields.tokens)
-        if count <= INLINE_TOKENS:
-            count += sum(len(item) for item in fields.tokens if isinstance(item, list))
-        if count <= INLINE_TOKENS:
-            texts = self._texts_of(fields)
-        else:
-            texts = await self._beside(self._texts_of, fields)
+        async with self._body(request) as body:
+            fields = read_json(_detokenizes, body)
+            del body
+            check_model(fields.model, self._model)
+            count = len(fields.tokens)
+            if count <= INLINE_TOKENS:
+                count += sum(len(item) for item in fields.tokens if isinstance(item, list))
+            if count <= INLINE_TOKENS:
+                texts = self._texts_of(fields)
+            else:
+                texts = await self._beside(self._texts_of, fields)
         return _json({"prompt": texts, "text": texts})
 
     def _texts_of(self, fields: DetokenizeFields) -> str | list[str]:
@@ -336,7 +341,8 @@ class Admin:
 
     async def abort_request(self, request: HttpRequest) -> Response:
         """{"rid": id} or {"abort_all": true}. Their clients get finish_reason "abort"."""
-        fields = read_json(_aborts, await self._body(request))
+        async with self._body(request) as body:
+            fields = read_json(_aborts, body)
         if not fields.abort_all and not fields.rid:
             raise bad_field("rid", "expected a request's id, or abort_all")
         aborted = await self._siblings.abort(None if fields.abort_all else fields.rid)
@@ -356,7 +362,8 @@ class Admin:
 
     async def drain(self, request: HttpRequest) -> Response:
         """{"worker_id": id}: it takes nothing new, finishes what has begun, and leaves for good."""
-        worker_id = read_json(_drains, await self._body(request)).worker_id
+        async with self._body(request) as body:
+            worker_id = read_json(_drains, body).worker_id
         try:
             reply = await self._dispatcher.drain(worker_id)
         except KeyError:
@@ -379,9 +386,14 @@ class Admin:
     async def _beside[T, R](self, call: Callable[[T], R], given: T) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, given)
 
-    async def _body(self, request: HttpRequest) -> bytes:
-        with Body(self._front.bodies) as held:
-            return await held.read(request.scope, request.receive) or b""
+    @contextlib.asynccontextmanager
+    async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
+        """Its memory counts to the end of the block, and a 429 that the block raises is counted."""
+        try:
+            with Body(self._front.bodies) as held:
+                yield await held.read(request.scope, request.receive) or b""
+        except ApiError as error:
+            raise self._front.runner.counted(error) from None
 
 
 def _json(data: Any) -> Response:

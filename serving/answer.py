@@ -130,7 +130,7 @@ class Runner:
         now_s = self._dispatcher.timelines.now_s
         try:
             if not is_probe:
-                ticket = await self._admit(request, gone)
+                ticket = await self._admit(request, gone, arrival_s)
                 if ticket is None:
                     return False
             if timeline is not None:
@@ -199,7 +199,9 @@ class Runner:
             return len(waiting) + self._dispatcher.abort_all()
         return len(waiting) + self._dispatcher.abort_request(request_id)
 
-    async def _admit(self, request: Request, gone: asyncio.Task[None]) -> Ticket | None:
+    async def _admit(
+        self, request: Request, gone: asyncio.Task[None], arrival_s: float
+    ) -> Ticket | None:
         """Wait for a place; None when the client left meanwhile."""
         ticket = self._dispatcher.admit_now(len(request.choices))
         if ticket is not None:  # mostly: no task for it
@@ -219,11 +221,18 @@ class Runner:
         if is_overtaken:
             _give_back(admitting)
         if is_overtaken or admitting.cancelled():
+            self._left_queue(request, arrival_s)
             raise RequestError(Code.ABORTED, "the request was aborted while it waited")
         if admitting.done():
             return admitting.result()
         admitting.cancel()
+        self._left_queue(request, arrival_s)
         return None
+
+    def _left_queue(self, request: Request, arrival_s: float) -> None:
+        """Its generations never were, and ended all the same."""
+        for _ in request.choices:
+            self._dispatcher.observe_left_queue(arrival_s)
 
 
 def _give_back(admitting: asyncio.Task[Ticket]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import socket
 import tempfile
 from dataclasses import replace
@@ -29,6 +30,8 @@ def run(config: ServeConfig, security: Security) -> None:
         claimed_for_children(config) as sock,
         tempfile.TemporaryDirectory(prefix="kvferry-") as folder,
     ):
+        # Killed, this process cannot remove it, and its children may not know of it yet.
+        flags.when_orphaned(partial(shutil.rmtree, folder, ignore_errors=True))
         # Only its owner enters the folder. Its sockets' names are a process's number.
         if len(f"{folder}/{config.api_workers}".encode()) > _MAX_PATH_BYTES:
             raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR")

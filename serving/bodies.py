@@ -10,25 +10,28 @@ from starlette.types import Message, Receive, Scope
 
 from serving.errors import RETRY_AFTER_S, ApiError, quoted
 from serving.event_stream import resumed
+from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import Code
 
 _DISCARDED = 4  # times what a body may have: so much of one that is refused is read, and dropped
 MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
 ALWAYS_BYTES = 1 << 20  # of a body that have room, whatever comes beside it
+_LEAST_RATE = 32 << 10  # bytes a second, of one that is larger, or it would have its room for good
 AT_ONCE = 8  # of the largest bodies: what all may have in memory, beyond that
 
 
 class Bodies:
     """The memory that large bodies of one process's requests have.
 
-    They come one part after the other, as slowly as their clients like, and what is read of them
-    may have to wait: a few hundred at once would be all memory of a host.
+    They come one part after the other, as their clients send them, and what is read of them may
+    have to wait: a few hundred at once would be all memory of a host.
     """
 
-    def __init__(self, most_bytes: int, timeout_s: float) -> None:
+    def __init__(self, most_bytes: int, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         """most_bytes: of one body. timeout_s: the longest wait for its next part."""
         self.most_bytes = most_bytes
         self.timeout_s = timeout_s
+        self.clock = clock
         self.held_bytes = 0  # beyond ALWAYS_BYTES of each
 
     def has_room(self, num_bytes: int) -> bool:
@@ -43,7 +46,7 @@ class Body:
         self._held = 0
 
     def release(self) -> None:
-        """Nothing is left of it, or little; a second call does nothing."""
+        """Nothing is left of it; a second call does nothing."""
         self._bodies.held_bytes -= self._held
         self._held = 0
 
@@ -83,8 +86,10 @@ class Body:
     async def _receive(self, receive: Receive) -> bytes | None:
         parts: list[bytes] = []
         num_bytes = 0
+        clock, timeout_s = self._bodies.clock, self._bodies.timeout_s
+        began_s = clock.monotonic_s()
         while True:
-            message = await _in_time(receive, self._bodies.timeout_s)
+            message = await _in_time(receive, timeout_s)
             if message["type"] == "http.disconnect":
                 return None
             part = message.get("body", b"")
@@ -98,6 +103,8 @@ class Body:
             parts.append(part)
             if not more:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
+            if self._held and clock.monotonic_s() - began_s > timeout_s + num_bytes / _LEAST_RATE:
+                raise _too_slow(f"{num_bytes} bytes of the body came in {timeout_s:g} s and more")
 
     def _hold(self, num_bytes: int) -> ApiError | None:
         """So much of it is here; or why that is too much, and nothing is held."""
@@ -143,9 +150,7 @@ async def _in_time(receive: Receive, timeout_s: float) -> Message:
         async with asyncio.timeout(timeout_s):
             return await resumed(receiving, awaited)
     except TimeoutError:
-        message = f"nothing of the body came for {timeout_s:g} s"
-        headers = {"Connection": "close"}
-        raise ApiError(408, message, code="request_timeout", headers=headers) from None
+        raise _too_slow(f"nothing of the body came for {timeout_s:g} s") from None
 
 
 def _encoded(scope: Scope) -> ApiError | None:
@@ -158,6 +163,11 @@ def _encoded(scope: Scope) -> ApiError | None:
     # What is taken instead (RFC 9110, 15.5.16).
     headers = {"Accept-Encoding": "identity", "Connection": "close"}
     return ApiError(415, message, code="unsupported_encoding", headers=headers)
+
+
+def _too_slow(message: str) -> ApiError:
+    headers = {"Connection": "close"}
+    return ApiError(408, message, code="request_timeout", headers=headers)
 
 
 def _too_large(most_bytes: int) -> ApiError:

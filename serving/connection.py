@@ -7,6 +7,7 @@ server itself gets a `ServerTransport`, which can hold or drop what it writes.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -23,6 +24,7 @@ from uvicorn.server import ServerState
 
 from serving.errors import RETRY_AFTER_S, ApiError
 from serving.protocol import request_id_of
+from transfer.complaint import Tally
 
 # Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
 # and keeps all of them.
@@ -31,6 +33,7 @@ _MAX_DROPPED_BYTES: Final = 1 << 20  # of what a client sends on that was refuse
 _REFUSED_S = 5.0  # how long it may do so, or read
 _SURPLUS_S = 1.0  # how long a client that is one too many may say nothing
 _KEY = "kvferry.body_writer"  # in the state of a scope
+_invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent what is no HTTP request")
 _CRLF = b"\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # of all but huge chunks
@@ -291,7 +294,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
+            _invalid.tell(self.client[0] if self.client else "a Unix socket")
             self._refuse_unread(
                 ApiError(400, "this is not a valid HTTP request", code="invalid_http")
             )

@@ -420,6 +420,10 @@ class Dispatcher:
         logger.error("the stream of %s failed", generation.spec.request_id, exc_info=error)
         self.fail(generation, RequestError(Code.INTERNAL, "its stream failed"))
 
+    def observe_left_queue(self, arrival_s: float) -> None:
+        """A generation that waited for its place was given up. arrival_s: unix seconds."""
+        self.metrics.ended("abort", self._clock.now_s() - arrival_s)
+
     def _observe_end(
         self, generation: Generation, reason: str, error: tuple[str, str] | None = None
     ) -> None:

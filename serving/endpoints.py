@@ -128,23 +128,25 @@ class Generate:
             del body  # megabytes perhaps, which nobody needs while the answer is made
             with front.holding():
                 request = await self._finished(reader, scope, receive, arrival_s)
+                if request is None:
+                    return
+                scope[REQUEST_ID] = request.request_id
+                check_prompt_logprobs(request.choices)
+                spelling = self._endpoint.spell(reader, request, front, arrival_s)
+                del reader  # which has all fields
                 held.release()
-                if request is not None:
-                    await self._generate(request, reader, scope, receive, send, arrival_s)
+                await self._generate(request, spelling, scope, receive, send, arrival_s)
 
     async def _generate(
         self,
         request: Request,
-        reader: Reader,
+        spelling: Spelling,
         scope: Scope,
         receive: Receive,
         send: Send,
         arrival_s: float,
     ) -> None:
         front = self._front
-        scope[REQUEST_ID] = request.request_id
-        check_prompt_logprobs(request.choices)
-        spelling = self._endpoint.spell(reader, request, front, arrival_s)
         choices = front.choices(request)
         timeline = front.dispatcher.timelines.open(request, arrival_s)
         if request.stream:

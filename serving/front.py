@@ -39,7 +39,7 @@ class Front:
         self.timers = timers
         self.outbox = Outbox()
         self.leaving = Leaving()
-        self.bodies = Bodies(config.max_request_bytes, config.slow_client_timeout_s)
+        self.bodies = Bodies(config.max_request_bytes, config.slow_client_timeout_s, clock)
         self._num_held = 0  # requests that generate
         self.runner = Runner(dispatcher, config.request_timeout_s)
 

@@ -23,7 +23,6 @@ MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
 # this old is part of what was reported, and counting it further would count it twice.
 ACKNOWLEDGED_AFTER_S = 1.0
-_NO_PROMPT = Prompt(())
 _MANY = 1024  # pairs that nobody's report shows yet, until those that ended are looked for
 
 
@@ -182,7 +181,7 @@ class Router:
         num_tokens: int,
         now_s: float,
         avoid: frozenset[str] = frozenset(),
-        prompt: Prompt = _NO_PROMPT,
+        prompt: Prompt | None = None,
         salt: str = "",
         stalled: Collection[Key] = (),
         ranks: Ranks = ANY_RANKS,
@@ -198,6 +197,7 @@ class Router:
         may have fewer tokens than num_tokens. ranks: only workers that have them take it.
         """
         self._acknowledge(now_s)
+        prompt = prompt or Prompt(())
 
         def is_local(member: wire.Member) -> bool:
             return may_be_local and num_tokens <= member.info.local_prefill_tokens

@@ -7,15 +7,13 @@ time (it dies, hangs, or starts again) is left out, and counted.
 import asyncio
 import logging
 import os
-import shutil
-from functools import partial
 
 import msgspec
 
 from serving.front import Front
 from serving.seat import Seat
 from serving.timeline_answer import spell
-from transfer import flags, wire
+from transfer import wire
 from transfer.errors import RpcError
 from transfer.rpc import RpcClient, RpcServer, Security
 
@@ -48,8 +46,6 @@ class Siblings:
         if seat is None:
             return
         assert self._security is not None, "a seat comes with the cluster's token"
-        # The parent removes it; killed, it cannot, and whoever notices first does.
-        flags.when_orphaned(partial(shutil.rmtree, seat.folder, ignore_errors=True))
         # The folder is the server's own: no TLS, whose names would not fit a path anyway.
         security = Security(self._security.token)
         server = RpcServer(security)

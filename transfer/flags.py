@@ -328,10 +328,10 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
     Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
     """
     terminal.open_missing()
-    open_files.raise_limit()
     _watch_lifeline()
     code = 0
     try:
+        open_files.raise_limit()
         # Under `kvferry up` the parent adds the name.
         logs.set_up("" if NOTIFY_ENV in os.environ else prog)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # another, while modules loaded

@@ -6,6 +6,7 @@ import re
 import warnings
 from typing import Any, TextIO
 
+from transfer import terminal
 from transfer.errors import ConfigError
 
 LEVEL_ENV = "KVFERRY_LOG_LEVEL"
@@ -21,7 +22,7 @@ def set_up(name: str) -> None:
     level = asked.upper()
     if level not in LEVELS:
         raise ConfigError(f"{LEVEL_ENV} is {asked!r}, expected one of {', '.join(LEVELS)}")
-    handler = logging.StreamHandler()
+    handler = _Lines()
     form = f"%(asctime)s {f'[{name}] ' if name else ''}%(levelname).1s %(message)s"
     handler.setFormatter(_Formatter(form, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -41,6 +42,16 @@ def _warned(
 ) -> None:
     """What a library says by Python's own means, mostly of a cache that cannot be written."""
     logging.getLogger("py.warnings").warning("%s: %s", category.__name__, message)
+
+
+class _Lines(logging.Handler):
+    """To stderr, for which nobody waits."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            terminal.complain(self.format(record))
+        except Exception:  # arguments that do not fit the message
+            self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import logging
-import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import msgspec
 from transfer import wire
 from transfer.certificates import Certificate, check_names, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
+from transfer.complaint import Tally
 from transfer.errors import (
     BadMessage,
     ConfigError,
@@ -37,7 +37,6 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 SERVICE = "kvferry.v1"
 _CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
-_QUIET_S = 60.0  # between two lines of the log about wrong tokens
 _LAST_S = 1.0  # for gRPC's own tasks, where a process ends
 _GRPC_TASKS = ("_schedule_rpc_coro", "_handle_exceptions")
 _LAST_TURNS = 50  # of the loop, for handlers to end: they release what they hold, and little more
@@ -117,16 +116,12 @@ class _Answer(wire.Message, frozen=True):
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Turns away who does not know the token, before anything of a message is taken in.
-
-    The log hears of the first, and of more once a minute at most, since who asks may ask often.
-    """
+    """Turns away who does not know the token, before anything of a message is taken in."""
 
     def __init__(self, token: str, clock: Clock) -> None:
         self._token = token.encode()
-        self._clock = clock
-        self._untold = 0
-        self._told_s = -math.inf
+        what = "wrong or missing cluster token: %d call(s) refused"
+        self._refused = Tally(log, what, clock)
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
@@ -142,18 +137,7 @@ class _Guard(grpc.aio.ServerInterceptor):
     async def _refuse(
         self, _messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> None:
-        self._untold += 1
-        now_s = self._clock.monotonic_s()
-        since_s = now_s - self._told_s
-        if since_s >= _QUIET_S:
-            within = f" in {since_s:.0f} s" if math.isfinite(since_s) else ""
-            log.warning(
-                "wrong or missing cluster token: %d call(s) refused%s, the last of %s",
-                self._untold,
-                within,
-                context.peer(),
-            )
-            self._untold, self._told_s = 0, now_s
+        self._refused.tell(context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing cluster token")
 
 

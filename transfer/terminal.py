@@ -1,14 +1,22 @@
 """What a process says on stdout and stderr, whether or not anybody is there to read it.
 
 A server outlives the terminal, or the `| head`, that it was started from: text that cannot be
-written is no reason to end.
+written is no reason to end. Nor is it one to stand still: a pager, a terminal that is held, or a
+log driver that hangs reads no more, and then text waits, and some of it is dropped.
 """
 
 import contextlib
 import io
 import os
+import select
 import sys
-from typing import TextIO
+import threading
+from collections import deque
+from typing import Final, TextIO
+
+MAX_WAITING: Final = 1000  # texts
+_PIECE_BYTES: Final = select.PIPE_BUF  # what a pipe with room takes at once
+_FLUSH_S: Final = 1.0
 
 
 def open_missing() -> None:
@@ -38,13 +46,82 @@ def complain(text: str) -> None:
 
 
 def flush() -> None:
-    """Whatever was written and not sent yet."""
+    """Whatever was written and not sent yet; what nobody reads is given up after a second."""
+    for outlet in list(_outlets.values()):
+        outlet.flush(_FLUSH_S)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
 
 
 def _write(stream: TextIO, text: str) -> None:
+    try:
+        number = stream.fileno()
+    except OSError:  # somebody has put another object in its place
+        with contextlib.suppress(OSError):
+            stream.write(text + "\n")
+        return
     with contextlib.suppress(OSError):
-        stream.write(text + "\n")
-        stream.flush()
+        stream.flush()  # nothing of ours: what a library has printed comes first
+    data = (text + "\n").encode(stream.encoding, stream.errors or "strict")
+    (_outlets.get(number) or _outlets.setdefault(number, _Outlet(number))).put(data)
+
+
+class _Outlet:
+    """Writes to an open file: at once where that takes no waiting, else from a thread, in order."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._dropped = 0
+        self._has_thread = False
+
+    def put(self, text: bytes) -> None:
+        with self._changed:
+            if not self._has_thread:
+                rest = self._write_now(text)
+                if rest:
+                    self._waiting.append(rest)
+                    self._has_thread = True
+                    threading.Thread(target=self._write_waiting, name="said", daemon=True).start()
+            elif len(self._waiting) < MAX_WAITING:
+                self._waiting.append(text)
+            else:
+                self._dropped += 1
+
+    def flush(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+
+    def _write_now(self, text: bytes) -> bytes:
+        """What is left when the next piece would have to wait; nothing where writing fails."""
+        ready = select.poll()
+        ready.register(self._number, select.POLLOUT)
+        try:
+            while text and ready.poll(0):
+                text = text[os.write(self._number, text[:_PIECE_BYTES]) :]
+        except OSError:
+            return b""
+        return text
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._has_thread = False
+                    return
+                text = self._waiting[0]
+            with contextlib.suppress(OSError):
+                while text:
+                    text = text[os.write(self._number, text) :]
+            with self._changed:
+                self._waiting.popleft()
+                if not self._waiting and self._dropped:
+                    said = f"{self._dropped} lines are not here: nobody read them in time\n"
+                    self._waiting.append(said.encode())
+                    self._dropped = 0
+                self._changed.notify_all()
+
+
+_outlets: dict[int, _Outlet] = {}  # by the number of the open file

@@ -90,7 +90,7 @@ def test_rows_are_sampled_at_other_columns_than_the_first(
     assert max(columns) - min(columns) > 3000
 
 
-@pytest.mark.parametrize(("num_tensors", "num_pieces"), [(300, 32), (5_000, 8), (20_000, 2)])
+@pytest.mark.parametrize(("num_tensors", "num_pieces"), [(300, 32), (5_000, 8), (20_000, 3)])
 def test_the_more_tensors_there_are_the_less_is_read_of_each(
     num_tensors: int, num_pieces: int, digest_of: Callable[[_Files], str]
 ) -> None:

@@ -79,7 +79,8 @@ async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_pa
             await step_until(cluster, kept.task, late.task)
             assert (kept.text, late.text) == (letters(8), letters(8))
 
-        await until(lambda: "api-0 ended with code -9: starting it again" in server.command.text)
+        told = "api-0 ended with code -9 (killed: by the kernel, where memory runs out): starting"
+        await until(lambda: told in server.command.text)
         await all_ready(server)
         # It took no client before it had somebody to do their work.
         told = server.command.text.partition("starting it again")[2]
@@ -227,6 +228,21 @@ async def test_a_killed_parent_takes_all_along_and_leaves_nothing(tmp_path: Path
         folders = folders_of(server)
         assert await server.stop(signal.SIGKILL) == -signal.SIGKILL
         await until(lambda: not any(folder.exists() for folder in folders))
+
+
+async def test_a_parent_that_is_killed_while_all_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    words = (f"--model-path={MODEL}", f"--registry-address={NOWHERE}", "--port=0", TWO)
+    command = start(tmp_path, "serve", *words)
+    try:
+        await until(lambda: len(command.family()) == 3)
+        command.signal(signal.SIGKILL)
+        await asyncio.to_thread(command.ends, 20)
+    finally:
+        command.kill()
+    await until(lambda: not [*tmp_path.glob("kvferry-*")])
 
 
 async def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from serving import admin
 from serving.bodies import ALWAYS_BYTES, AT_ONCE, MAX_JSON_PARTS, Bodies, Body
 from serving.errors import ApiError
+from serving.front import Front
 from tests.serving.live import live_server
+from transfer.clock import ManualClock
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -215,3 +218,54 @@ async def test_what_is_held_of_bodies_is_given_back_however_they_end() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert bodies.held_bytes == 0
+
+
+async def test_a_large_body_that_comes_drop_by_drop_is_given_up_and_a_small_one_is_not() -> None:
+    clock = ManualClock()
+    bodies = Bodies(4 << 20, 1.0, clock)
+
+    async def read(first: int) -> bytes | None:
+        left, end_s = first, clock.monotonic_s() + 200
+
+        async def receive() -> dict[str, Any]:
+            nonlocal left
+            clock.advance(0.9)  # within the time that its next part has
+            part, left = left or 1, 0
+            more = clock.monotonic_s() < end_s
+            return {"type": "http.request", "body": b" " * part, "more_body": more}
+
+        with Body(bodies) as body:
+            return await body.read({"headers": []}, receive)
+
+    began_s = clock.monotonic_s()
+    with pytest.raises(ApiError, match="bytes of the body came in 1 s and more") as told:
+        await read(3 << 20)
+    assert told.value.status == 408
+    assert 96 < clock.monotonic_s() - began_s < 100  # 3 MiB, of 32 KiB a second
+    assert bodies.held_bytes == 0
+    assert await read(1000) is not None
+
+
+async def test_a_conversation_that_is_tokenized_counts_until_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []
+    render = admin.render_prompt
+    front: list[Front] = []
+    made = Front.__init__
+
+    def kept(self: Front, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        front.append(self)
+
+    async def rendered(*args: Any) -> str:
+        held.append(front[0].bodies.held_bytes)
+        return await render(*args)
+
+    monkeypatch.setattr(Front, "__init__", kept)
+    monkeypatch.setattr(admin, "render_prompt", rendered)
+    asked = BODIES["/v1/chat/completions"] | {"chat_template_kwargs": {"a": "x" * (2 << 20)}}
+    async with live_server() as live:
+        assert (await live.post("/tokenize", asked)).status_code == 200
+        assert held[0] > 1 << 20
+        assert front[0].bodies.held_bytes == 0

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +53,23 @@ def test_a_limit_that_is_high_enough_stays(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         open_files.raise_limit()
         assert asked.pop() == wanted
+
+
+def test_too_few_files_to_serve_at_all_are_told_of_in_a_line(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'ulimit -n 32; exec "$0" -P -m serving.launch registry', sys.executable]
+    surroundings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=tmp_path,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    said = "kvferry registry: 32 files may be open (ulimit -n); expected 64 at least\n"
+    assert done.stderr == said
 
 
 async def test_one_client_too_many_is_told_so_and_the_others_go_on(

@@ -22,7 +22,7 @@ async def test_a_request_aborted_as_it_gets_its_place_gives_it_back():
         held = await dispatcher.admit()
         ask = ChoiceAsk(0, 0, "waits", Prompt([1]), wire.SamplingParams(4), Shown())
         stays = asyncio.create_task(asyncio.sleep(3600))
-        admission = asyncio.create_task(runner._admit(Request("waits", [ask]), stays))
+        admission = asyncio.create_task(runner._admit(Request("waits", [ask]), stays, 0.0))
         await until(lambda: dispatcher.num_queued() == 1)
         held.release()
         (waiting,) = runner._queued

@@ -26,6 +26,46 @@ def test_a_reader_that_has_left_is_no_error() -> None:
         os.close(writer)
 
 
+def test_a_reader_that_reads_no_more_holds_nobody_up() -> None:
+    says = (
+        "from transfer import logs, terminal; terminal.open_missing(); import logging, os, sys\n"
+        "logs.set_up('x')\n"
+        "for k in range(3000): terminal.complain(f'{k:099}'); logging.warning('%d', k)\n"
+        "terminal.say('done'); terminal.flush(); os._exit(0)"
+    )
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as unread:
+        with os.fdopen(writer, "w") as pipe:
+            command = [sys.executable, "-c", says]
+            done = subprocess.run(command, cwd=ROOT, stderr=pipe, timeout=20, check=True)
+        assert done.returncode == 0
+        lines = unread.read().splitlines()
+    assert 100 < len(lines) < 3000
+    told = [line for line in lines if len(line) == 99]
+    assert told == [f"{k:099}" for k in range(len(told))]
+
+
+def test_who_reads_again_is_told_how_much_is_missing() -> None:
+    says = (
+        "from transfer import terminal; terminal.open_missing(); import sys\n"
+        "for k in range(3000): terminal.complain(f'{k:099}')\n"
+        "terminal.say('go'); sys.stdin.readline(); terminal._outlets[2].flush(20)\n"
+        "terminal.complain('after'); terminal.flush()"
+    )
+    command, pipe = [sys.executable, "-c", says], subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"  # though stderr takes nothing
+        _, told = process.communicate("\n", timeout=20)
+    *kept, missing, last = told.splitlines()
+    assert [*map(int, kept)] == sorted({*map(int, kept)})  # in order, and none twice
+    assert 1000 < len(kept) < 3000
+    assert missing == f"{3000 - len(kept)} lines are not here: nobody read them in time"
+    assert last == "after"
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_process_without_standard_files_opens_nothing_in_their_places(closed: str) -> None:
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, SAYS]
