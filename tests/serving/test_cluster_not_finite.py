@@ -6,8 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from model import checkpoint
+from model.config import ModelConfig
+from model.sharding import make_mesh
+from model.transformer import Model
+from model.weights import save_orbax
 from tests.cluster import Cluster, up
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "llama"
@@ -15,14 +21,19 @@ PROMPTS = {p["name"]: p for p in json.loads((GOLDEN / "golden.json").read_text()
 SAID = "is not finite: no token can be drawn"
 
 
-def damaged(folder: Path) -> Path:
-    """The golden model; embeddings of p33's last token and p1's last recorded one are NaN."""
-    model = folder / "model"
-    shutil.copytree(GOLDEN / "model", model)
-    tensors = load_file(model / "model.safetensors")
+def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The golden model; embeddings of p33's last token and p1's last recorded one are NaN.
+
+    In Orbax form, and as if whoever converted it had not looked: any other is refused.
+    """
+    source, model = shutil.copytree(GOLDEN / "model", folder / "source"), folder / "model"
+    tensors = load_file(source / "model.safetensors")
     table = np.array(tensors["model.embed_tokens.weight"])
     table[[PROMPTS["p33"]["ids"][-1], PROMPTS["p1"]["greedy_ids"][-1]]] = np.nan
-    save_file(tensors | {"model.embed_tokens.weight": table}, model / "model.safetensors")
+    save_file(tensors | {"model.embed_tokens.weight": table}, source / "model.safetensors")
+    monkeypatch.setattr(checkpoint, "_is_finite", lambda _: True)
+    made = Model.create(ModelConfig.from_dir(source), make_mesh(1, 1), "float32", 16)
+    save_orbax(source, model, made)
     return model
 
 
@@ -39,12 +50,12 @@ def streamed(cluster: Cluster, name: str) -> list[dict]:
 
 
 def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Decode computes p1 itself: all its tokens come from there, and in order, so that those before
     # the failure are told before it. Its first from prefill may be later than all of decode's.
     flags = ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
-    with up(f"--model-path={damaged(tmp_path)}", *flags, few_steps=True) as cluster:
+    with up(f"--model-path={damaged(tmp_path, monkeypatch)}", *flags, few_steps=True) as cluster:
         with ThreadPoolExecutor(8) as pool:
             healthy = [
                 pool.submit(
