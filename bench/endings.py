@@ -41,13 +41,29 @@ def end_with(lifeline_fd: int) -> None:
 def deaf_children() -> Iterator[None]:
     """Processes started in the block do not hear Ctrl-C: who started them does, and ends them.
 
-    They keep to the group, so that whatever else ends that ends them.
+    They keep to the group, so that whatever else ends that ends them. A Ctrl-C meanwhile comes at
+    the end of the block: within, a process might have been started that nobody knows of yet.
     """
+    came = False
+
+    def remember(*_: object) -> None:
+        nonlocal came
+        came = True
+
+    # The mask is for the children. Any thread may be who hears, and then the main one is told.
+    handler = signal.getsignal(signal.SIGINT)
+    waits = callable(handler) and threading.current_thread() is threading.main_thread()
+    if waits:
+        signal.signal(signal.SIGINT, remember)
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        if waits:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -57,7 +73,7 @@ def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
     Where the block fails nobody listens any more, and it is killed.
     """
     with contextlib.ExitStack() as stack:
-        with deaf_children():  # Ctrl-C meanwhile comes at the end of this block
+        with deaf_children():
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
             stack.enter_context(process)

@@ -26,7 +26,7 @@ def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
     """Seconds from end to end, a message a turn, at random times."""
     command = [sys.executable, "-m", __name__]
     with ExitStack() as stack:
-        with deaf_children():  # Ctrl-C meanwhile comes at the end of this block
+        with deaf_children():
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             stack.enter_context(process)
             stack.callback(process.terminate)
