@@ -36,14 +36,24 @@ with lifeline() as fd:
 
 def test_ctrl_c_while_a_process_is_started_comes_once_it_is_known():
     """Whichever thread hears it: a mask of one would not be enough."""
-    known = False
-    with pytest.raises(KeyboardInterrupt), deaf_children():
-        thread = threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
-        thread.start()
-        thread.join()
-        known = True
+    known: list[bool] = []
+
+    def start() -> None:
+        with deaf_children():
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            thread.join()
+            known.append(True)
+
+    def interrupt() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as a thread of before
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert known
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_ctrl_c_is_a_line_and_ends_what_was_started():
