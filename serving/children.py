@@ -87,7 +87,7 @@ class Child:
             return facts
         code = await self.process.wait()
         await self.output
-        raise self.failed(f"{ended_with(code)} before it was ready", code)
+        raise self.failed(f"{_ended_with(code)} before it was ready", code)
 
     def failed(self, what: str, code: int) -> ChildFailed:
         """The error of a child that ended, with the last that it said."""
@@ -109,11 +109,11 @@ class Child:
             terminal.complain(f"[{self.spec.name}] {self.last_line}")
 
 
-def ended_with(code: int) -> str:
+def _ended_with(code: int) -> str:
     """What is told of a process that ended so."""
     if code != -signal.SIGKILL:
         return f"ended with code {code}"
-    return f"ended with code {code} (killed: by the kernel, where memory runs out)"
+    return f"ended with code {code} (killed, as the kernel does where memory runs out)"
 
 
 class Supervisor:
@@ -192,8 +192,8 @@ class Supervisor:
             restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
             if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
                 await child.output
-                raise child.failed(f"{ended_with(code)}, {restarts} time(s) in a row", code)
-            log.warning("%s %s: starting it again", name, ended_with(code))
+                raise child.failed(f"{_ended_with(code)}, {restarts} time(s) in a row", code)
+            log.warning("%s %s: starting it again", name, _ended_with(code))
             again = await self._start_again(child, restarts)
             if again is None:
                 return

@@ -2,15 +2,13 @@
 
 import asyncio
 from collections import deque
-from types import TracebackType
-from typing import Self
 
 from serving.timers import LoopTimers, Timers
 from transfer.errors import Code, RequestError
 
 
 class Ticket:
-    """Room for n generations. Release it when they ended; a context manager does so."""
+    """Room for n generations. Release it when they ended."""
 
     def __init__(self, limiter: "Limiter", count: int) -> None:
         self._limiter = limiter
@@ -21,17 +19,6 @@ class Ticket:
         count, self.count = self.count, 0
         if count:
             self._limiter._give_back(count)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class _Waiter:

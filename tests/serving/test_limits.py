@@ -30,8 +30,9 @@ async def test_a_free_place_is_given_at_once_and_given_back_once(timers):
     ticket.release()
     ticket.release()
     assert limiter.inflight == 0
-    with await limiter.admit(1):
-        assert limiter.inflight == 1
+    ticket = await limiter.admit(1)
+    assert limiter.inflight == 1
+    ticket.release()
     assert limiter.inflight == 0
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import resource
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from tests.fakes import FakeCluster
 from tests.serving.live import live_server
 from tests.serving.processes import serving
+from tests.transfer.children import ROOT
 from transfer import open_files
 
 ASK = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
@@ -55,17 +55,10 @@ def test_a_limit_that_is_high_enough_stays(monkeypatch: pytest.MonkeyPatch) -> N
         assert asked.pop() == wanted
 
 
-def test_too_few_files_to_serve_at_all_are_told_of_in_a_line(tmp_path: Path) -> None:
-    command = ["sh", "-c", 'ulimit -n 32; exec "$0" -P -m serving.launch registry', sys.executable]
-    surroundings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_too_few_files_to_serve_at_all_are_told_of_in_a_line() -> None:
+    command = ["sh", "-c", 'ulimit -n 32; exec "$0" -m serving.launch registry', sys.executable]
     done = subprocess.run(
-        command,
-        check=False,
-        cwd=tmp_path,
-        env=surroundings,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
     said = "kvferry registry: 32 files may be open (ulimit -n); expected 64 at least\n"
