@@ -4,12 +4,13 @@ jax is imported only by the benchmarks that need it, so that the load client sta
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from bench.arguments import above_zero, at_least, numbers, server_args
+from bench.arguments import API_KEY_ENV, above_zero, at_least, numbers, server_args
 from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
@@ -88,7 +89,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help=f"its model, with random weights: {', '.join(WRITABLE)}",
     )
-    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get(API_KEY_ENV, ""),
+        help=f"sent as a bearer token; default: ${API_KEY_ENV}",
+    )
     parser.add_argument(
         "--server-args", type=server_args, default="", help="further arguments of `kvferry up`"
     )

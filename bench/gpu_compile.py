@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from bench.endings import exit_with
 from bench.hlo import count
 from bench.report import Report
 from bench.shapes import SHAPES, Shape
@@ -197,4 +198,4 @@ class CompileBench:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("gpu_compile", main)

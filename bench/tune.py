@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.endings import exit_with
 from bench.floors import Ceilings
 from bench.kernels import KernelBench
 from bench.report import Report
@@ -269,4 +270,4 @@ def _compiled(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("tune", main)

@@ -38,13 +38,13 @@ from serving.tokenizer import Tokenizer, TokenizerError
 from transfer import flags, open_files
 from transfer.bootstrap import registry_host
 from transfer.clock import SYSTEM_CLOCK
+from transfer.complaint import Tally
 from transfer.errors import ConfigError
 from transfer.rpc import Security, to_the_end
 from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
 
-_SURPLUS_TOLD_EVERY_S = 60.0
 _MEET_S = 2.0  # longest wait at the start for workers that are there
 _TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
 
@@ -208,7 +208,15 @@ def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], 
 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
     """How connections are served. metrics: count those that are too many."""
-    bound = bound_of(config, _tell_surplus(metrics))
+    files = open_files.limit()
+    what = f"%d connection(s) too many for a process that may open {files} files, and told 503"
+    surplus = Tally(log, what)
+
+    def on_surplus(peer: str) -> None:
+        metrics.connection_rejected()
+        surplus.tell(peer)
+
+    bound = bound_of(config, on_surplus)
     return uvicorn.Config(
         app,
         http=Connection.lingering(config.slow_client_timeout_s, bound),
@@ -221,24 +229,6 @@ def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,
     )
-
-
-def _tell_surplus(metrics: Metrics) -> Callable[[], None]:
-    """Counts clients that are one too many, and tells of them once in a while."""
-    due_s = 0.0
-
-    def tell() -> None:
-        nonlocal due_s
-        metrics.connection_rejected()
-        now_s = SYSTEM_CLOCK.monotonic_s()
-        if now_s >= due_s:
-            due_s = now_s + _SURPLUS_TOLD_EVERY_S
-            log.warning(
-                "more clients connect than this process may open files for (%d): they are told 503",
-                open_files.limit(),
-            )
-
-    return tell
 
 
 def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:

@@ -120,10 +120,10 @@ class ServerTransport:
 class Bound:
     """How many clients may be connected at once. Some more are told so and closed, others cut.
 
-    on_surplus: called for each of both.
+    on_surplus: called with the peer of each of both.
     """
 
-    def __init__(self, most: int, most_told: int, on_surplus: Callable[[], object]) -> None:
+    def __init__(self, most: int, most_told: int, on_surplus: Callable[[str], object]) -> None:
         """most_told: of those beyond `most`, how many may be connected until they are told."""
         self.most = most
         self.most_with_told = most + most_told
@@ -274,7 +274,7 @@ class Connection(HttpToolsProtocol):
             if len(self.connections) <= bound.most:
                 self._exceeds = None
             else:
-                bound.on_surplus()
+                bound.on_surplus(self._peer)
                 patience_s = min(patience_s, _SURPLUS_S)
                 if len(self.connections) > bound.most_with_told:
                     transport.abort()
@@ -294,7 +294,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
-            _invalid.tell(self.client[0] if self.client else "a Unix socket")
+            _invalid.tell(self._peer)
             self._refuse_unread(
                 ApiError(400, "this is not a valid HTTP request", code="invalid_http")
             )
@@ -367,6 +367,10 @@ class Connection(HttpToolsProtocol):
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return b"".join((line, *fields, b"\r\n"))
+
+    @property
+    def _peer(self) -> str:
+        return self.client[0] if self.client else "a Unix socket"
 
     def _give_up_head(self) -> None:
         self._head_due = None

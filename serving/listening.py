@@ -21,7 +21,7 @@ _OWN_FILES = 64  # least that is kept for workers, other API processes, certific
 _PROBE_TIMEOUT_S = 1.0
 
 
-def bound_of(config: ServeConfig, on_surplus: Callable[[], object]) -> Bound:
+def bound_of(config: ServeConfig, on_surplus: Callable[[str], object]) -> Bound:
     """How many clients may be connected to this process, by the files that it may open.
 
     Told where that is less than requests are admitted. on_surplus: as of Bound.

@@ -45,6 +45,14 @@ def test_times_and_rates_in_range_are_taken() -> None:
     assert parsed("routing", "--seconds", "1").seconds == 1.0
 
 
+def test_the_key_of_a_server_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVFERRY_API_KEY", "from-there")
+    assert parsed("serve").api_key == "from-there"
+    assert parsed("serve", "--api-key", "told").api_key == "told"
+
+
 @pytest.mark.parametrize("command", ["serve", "frontend"])
 def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
     assert parsed(command).server_args == []
@@ -59,6 +67,7 @@ def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
         ("--port 8000", "the benchmark chooses --port itself"),
         ("--colocated --host=0.0.0.0", "the benchmark chooses --host itself"),
         ("--uds /tmp/socket", "the benchmark chooses --uds itself"),
+        ("--api-key=x", r"--api-key would stand in rows, .* give it as \$KVFERRY_API_KEY"),
     ],
 )
 def test_flags_of_a_server_that_cannot_be_are_refused(text: str, message: str) -> None:

@@ -31,7 +31,7 @@ from tests.serving.test_slow_client import ask, read_until, text_after, text_of,
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 NUM_TOKENS = 60
-UNBOUND = Bound(1 << 30, 0, lambda: None)
+UNBOUND = Bound(1 << 30, 0, lambda _: None)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
