@@ -35,8 +35,9 @@ _MOST_TOLD: Final = 500  # characters of the library's text
 
 
 def is_orbax(path: str | Path) -> bool:
-    """Whether the folder is one that save_orbax wrote."""
-    return (Path(path) / _PARAMS / _MARK).exists()
+    """Whether the folder is one that save_orbax wrote, be it damaged."""
+    folder = Path(path) / _PARAMS
+    return (folder / _MARK).exists() or (folder.is_dir() and not any(Path(path).glob("*.safetensors")))
 
 
 def _orbax() -> Any:

@@ -157,6 +157,9 @@ def test_damaged_orbax_files_are_refused_in_one_line(tmp_path: Path) -> None:
     (out / "params" / "_METADATA").write_text("{}")
     (line,) = _refusals(out)
     assert "not a readable Orbax checkpoint" in line
+    (out / "params" / "_METADATA").unlink()
+    (line,) = _refusals(out)
+    assert "not a readable Orbax checkpoint" in line
 
 
 def test_a_damaged_data_file_is_refused_in_one_line_that_names_the_parameter(
