@@ -36,8 +36,10 @@ _MOST_TOLD: Final = 500  # characters of the library's text
 
 def is_orbax(path: str | Path) -> bool:
     """Whether the folder is one that save_orbax wrote, be it damaged."""
-    folder = Path(path) / _PARAMS
-    return (folder / _MARK).exists() or (folder.is_dir() and not any(Path(path).glob("*.safetensors")))
+    folder, params = Path(path), Path(path) / _PARAMS
+    if params.is_dir() and not any(folder.glob("*.safetensors")):
+        return True
+    return (params / _MARK).exists()
 
 
 def _orbax() -> Any:
