@@ -1,5 +1,6 @@
 """The rules of the house hold everywhere, and each rule catches what it is for."""
 
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,12 @@ def test_readme_names_only_what_exists():
         pytest.skip("no README.md")
     findings = list(house.readme_names_only_what_exists(ROOT, readme.read_text(encoding="utf-8")))
     assert not findings, "\n".join(findings)
+
+
+def test_every_decision_is_listed_once():
+    folder = ROOT / "docs" / "adr"
+    listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 
 
 DOC = '"""A file."""\n'
