@@ -7,7 +7,14 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from serving.chat_template import until
-from serving.errors import bad_field, from_request_error, no_text, quoted, wrong_type
+from serving.errors import (
+    bad_field,
+    from_request_error,
+    no_text,
+    quoted,
+    too_long,
+    wrong_type,
+)
 from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
 from transfer.errors import RequestError
@@ -19,7 +26,7 @@ RESERVED_KWARGS = frozenset(
 _INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
-_TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
+_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
@@ -185,12 +192,7 @@ def _check_number(
 ) -> None:
     """Each message makes a token at least; templates take seconds for a million of anything."""
     if len(messages) > context_length:
-        raise bad_field(
-            "messages",
-            f"{len(messages)} messages; the context length is {context_length} tokens, prompt and "
-            "output together",
-            "context_length_exceeded",
-        )
+        raise too_long("messages", context_length, f"there are {len(messages)} messages")
     count = _num_parts(messages)
     for name in ("tools", "documents", "chat_template_kwargs"):
         items = getattr(fields, name)
@@ -220,8 +222,11 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
         content = parts if model.takes_parts and role == "user" else text_of(parts)
     if content in (None, "") and calls:
         content = model.tokenizer.call_form.content
-    elif content is None and role == "assistant" and not message.get("function_call"):
-        content = ""  # so an answer without text comes back, as a turn that went before
+    elif message.get("function_call"):
+        what = "unsupported; expected tool_calls, and messages of role tool"
+        raise bad_field(f"{where}.function_call", what, "unsupported_parameter")
+    elif content is None and role != "user":
+        content = ""  # so an answer without text comes back, and a tool that had nothing to say
     elif not isinstance(content, str | list):
         kind = type(content).__name__ if content is not None else "null"
         raise wrong_type(f"{where}.content", f"text, got {kind}")
@@ -260,7 +265,7 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise wrong_type(where, "functions")
     name, given = function.get("name"), function.get("arguments")
-    arguments = given
+    arguments = {} if given is None else given
     if isinstance(given, str):
         try:
             arguments = json.loads(given or "{}")

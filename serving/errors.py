@@ -111,6 +111,16 @@ def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError
     return ApiError(400, f"{param}: {message}", param, code)
 
 
+def too_long(param: str, context_length: int, what: str) -> ApiError:
+    """A request does not fit the context; what: that of it which is too much.
+
+    The words are those that other servers have: clients (litellm, agno) look for them, not for the
+    code, where they fall back to another model or cut the conversation.
+    """
+    limit = f"this model's maximum context length is {context_length} tokens, prompt and output"
+    return bad_field(param, f"{limit} together; {what}", "context_length_exceeded")
+
+
 def wrong_type(where: str, expected: str) -> ApiError:
     """What a field holds is of another type. where: its path, which begins with its name."""
     return ApiError(400, f"{where}: expected {expected}", _first_name(where), "invalid_type")
@@ -149,7 +159,10 @@ def from_request_error(error: RequestError) -> ApiError:
 def from_decode_error(error: msgspec.DecodeError) -> ApiError:
     """A body that is no JSON, or JSON of another shape; the field at fault is named."""
     if not isinstance(error, msgspec.ValidationError):
-        return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+        reason = str(error)
+        if "truncated" in reason:  # msgspec says the same of both
+            reason = f"{reason}, or a string ends with half of a surrogate pair"
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     text = str(error)
     place = _PLACE.search(text)
     param = place.group(1) if place else ""

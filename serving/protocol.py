@@ -17,7 +17,7 @@ import msgspec
 from model.config import ModelConfig
 from model.tokenizer_files import eos_ids
 from serving.config import ServeConfig
-from serving.errors import ApiError, bad_field, quoted
+from serving.errors import ApiError, bad_field, quoted, too_long
 from serving.grammar_trial import GrammarTrial
 from serving.json_fields import refuse, refuse_unless
 from serving.prompt import Prompt
@@ -167,9 +167,7 @@ class ServedModel:
             count = self.tokenizer.fewest_tokens
             fewest = await loop.run_in_executor(threads, count, text, length)
             if fewest > length:
-                what = f"{fewest} tokens or more; the context length is {length} tokens"
-                what = f"the prompt has {what}, prompt and output together"
-                raise bad_field(name, what, "context_length_exceeded")
+                raise too_long(name, length, f"the prompt has {fewest} or more")
         if len(text) <= INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
         return await loop.run_in_executor(threads, self.tokenizer.encode, text, add_special_tokens)
@@ -357,16 +355,7 @@ def check_size(name: str, given: str | Sequence[Any], model: ServedModel) -> Non
     if not isinstance(given[0], int):
         check_room(name, len(given), 1, model.config)
     elif len(given) >= model.context_length():
-        raise _no_room_left(name, len(given), model.context_length())
-
-
-def _no_room_left(name: str, num_prompt: int, context_length: int) -> ApiError:
-    return bad_field(
-        name,
-        f"the prompt has {num_prompt} tokens; the context length is {context_length} tokens, "
-        "prompt and output together",
-        "context_length_exceeded",
-    )
+        raise too_long(name, model.context_length(), f"the prompt has {len(given)}")
 
 
 def interval_of(asked: int | None) -> int | None:
@@ -442,7 +431,7 @@ def fit_tokens(
     """
     left = context_length - num_prompt
     if left < 1:
-        raise _no_room_left(prompt_name, num_prompt, context_length)
+        raise too_long(prompt_name, context_length, f"the prompt has {num_prompt}")
     if asked is None:
         most = left if default is None else min(default, left)
         if (min_tokens or 0) > most:
@@ -450,12 +439,8 @@ def fit_tokens(
             raise bad_field(min_name, message)
         return most
     if in_range(max_name, asked, 0, None) > left:
-        raise bad_field(
-            max_name,
-            f"{asked} tokens after a prompt of {num_prompt} make {num_prompt + asked}; the context "
-            f"length is {context_length} tokens",
-            "context_length_exceeded",
-        )
+        what = f"{asked} after a prompt of {num_prompt} make {num_prompt + asked}"
+        raise too_long(max_name, context_length, what)
     return asked
 
 

@@ -111,19 +111,46 @@ def test_an_answer_without_text_is_an_empty_turn(turn: dict[str, Any], tmp_path:
         assert render(model, messages_of(fields, model), fields) == "[user]a[assistant]"
 
 
+@pytest.mark.parametrize("role", ["tool", "system", "developer"])
+def test_who_had_nothing_to_say_has_an_empty_turn(role: str, tmp_path: Path) -> None:
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    for turn in ({"role": role}, {"role": role, "content": None}):
+        assert rendered(model, {"role": "user", "content": "a"}, turn) == f"[user]a[{role}]"
+
+
 @pytest.mark.parametrize(
-    "turn",
+    ("turn", "said"),
     [
-        {"role": "user", "content": None},
-        {"role": "tool", "content": None},
-        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        ({"role": "user", "content": None}, r"messages\[0\].content: expected text, got null"),
+        (
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+            r"messages\[0\].function_call: unsupported; expected tool_calls",
+        ),
     ],
 )
-def test_null_is_the_text_of_no_other_turn(turn: dict[str, Any], tmp_path: Path) -> None:
+def test_a_turn_without_anything_in_it_is_refused(
+    turn: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
-    fields = read_chat(json.dumps({"messages": [turn]}).encode())
-    with pytest.raises(ApiError, match=r"messages\[0\].content: expected text, got null"):
-        messages_of(fields, model)
+    with pytest.raises(ApiError, match=said):
+        rendered(model, turn)
+
+
+@pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": ""}])
+def test_a_call_without_arguments_has_none_of_them(
+    function: dict[str, Any], tmp_path: Path
+) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", **function}}]
+    answer = {"role": "assistant", "tool_calls": calls}
+    for arguments in (PRINTS_JSON, JOINS):
+        model = served(tmp_path, _template(ASKS_FOR_CALLS, arguments))
+        assert rendered(model, answer) == "[assistant>f{}]"
+
+
+def test_text_that_an_answer_had_as_a_part_comes_back_as_one(tmp_path: Path) -> None:
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    parts = [{"type": "output_text", "text": "b", "annotations": []}]
+    assert rendered(model, {"role": "assistant", "content": parts}) == "[assistant]b"
 
 
 def rendered(model: ServedModel, *messages: dict[str, Any]) -> str:

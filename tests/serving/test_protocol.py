@@ -272,8 +272,19 @@ async def test_too_long_a_request_names_both_numbers() -> None:
         await completion(served(context_length=20), prompt=list(range(15)), max_tokens=10)
     assert caught.value.param == "max_tokens"
     assert caught.value.code == "context_length_exceeded"
-    for number in ("10", "15", "20"):
-        assert number in caught.value.message
+    # The words by which clients know that another model, or less of a conversation, may do.
+    assert "this model's maximum context length is 20 tokens" in caught.value.message
+    assert caught.value.message.endswith("; 10 after a prompt of 15 make 25")
+    with pytest.raises(ApiError) as caught:
+        await completion(served(context_length=20), prompt=list(range(20)))
+    assert caught.value.message.startswith("prompt: this model's maximum context length is 20")
+    assert caught.value.message.endswith("; the prompt has 20")
+
+
+async def test_half_of_a_surrogate_pair_is_told_of() -> None:
+    with pytest.raises(ApiError, match="or a string ends with half of a surrogate pair") as caught:
+        read_completion(rb'{"prompt": "x", "user": "\ud83d"}')
+    assert caught.value.code == "invalid_json"
 
 
 # --- what is taken ---
