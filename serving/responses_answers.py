@@ -167,7 +167,7 @@ class ResponsesAnswer:
         if not self._output and self._open is None:
             self._begin(Said)  # an answer without a word is a message, too
         if self._open is not None and self._open.kind is Said and self._entries:
-            self._open.logprobs.append(self._logprobs_of(choice, self._entries))
+            self._say(choice, Said, [], self._entries)  # tokens that brought no text, as the last
         self._close(is_cut=choice.finish_reason != "stop")
 
     def _divide(self, text: str, parts: "_Parts") -> None:
@@ -205,7 +205,7 @@ class ResponsesAnswer:
         logprobs = self._logprobs_of(choice, entries) if entries else b""
         if logprobs:
             item.logprobs.append(logprobs)
-        if not text or self._is_whole:
+        if self._is_whole or not (text or logprobs):
             return
         more = b',"logprobs":[%b]' % logprobs if kind is Said else b""
         end = _NUMBERED % self._next_number()
