@@ -19,21 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-
 from transfer.pages import PagePool
-from transfer.prefix_cache import PrefixCache
+from transfer.prefix_cache import PrefixCache, Sharing
 
 _EVICTED_SHIFT = 8  # a 256th of the pool at once
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """A prompt that decode computes itself, as the prefix caches see it."""
-
-    token_ids: np.ndarray  # i32[n]
-    salt: str
-    num_reusable: int  # tokens that a cached prefix may stand for
 
 
 @dataclass(slots=True)
@@ -135,7 +124,7 @@ class Admission:
         while open_ranks and at < len(self._waiting):
             seat = self._waiting[at]
             wanted = open_ranks if seat.rank < 0 else open_ranks & {seat.rank}
-            rank = self._roomiest(wanted, seat.num_tokens)
+            rank = self._roomiest(wanted, seat)
             if rank is None:
                 open_ranks -= wanted
                 at += 1
@@ -165,11 +154,11 @@ class Admission:
         nothing was written yet."""
         if seat.sharing is None:
             return
-        asked, cache, pool = seat.sharing, self.caches[seat.rank], self._pools[seat.rank]
-        pages = cache.match(asked.token_ids, asked.salt, asked.num_reusable)
-        if len(pages) * self._page_size <= seat.num_cached:
-            pool.release(pages)
+        cache, pool = self.caches[seat.rank], self._pools[seat.rank]
+        reusable = seat.sharing.reusable(cache)
+        if cache.cached_pages(reusable) * self._page_size <= seat.num_cached:
             return
+        pages = cache.match(reusable)
         pool.release(seat.pages[: len(pages)])
         seat.pages[: len(pages)] = pages
         seat.num_cached = len(pages) * self._page_size
@@ -178,10 +167,14 @@ class Admission:
     def computed(self, seat: Seat, num_tokens: int) -> None:
         """Decode computes a prompt's first num_tokens tokens, before any call that comes later:
         others may share the pages that this fills."""
-        if seat.sharing is not None:
-            full = num_tokens // self._page_size
-            token_ids = seat.sharing.token_ids[: full * self._page_size]
-            self.caches[seat.rank].insert(token_ids, seat.sharing.salt, seat.pages[:full])
+        if seat.sharing is None:
+            return
+        cache, full = self.caches[seat.rank], num_tokens // self._page_size
+        filled = seat.sharing.full(cache)[:full]
+        cache.insert(filled, seat.pages[:full])
+        # Who was looked at and found too large needs fewer pages of its own now.
+        if any(each.sharing and each.sharing.begins_with(filled) for each in self._waiting):
+            self._may_fit = True
 
     def victim(self, rank: int) -> Seat:
         """The youngest seat of the rank. There is one whenever a seat could not grow: at worst,
@@ -217,9 +210,9 @@ class Admission:
         free = self.num_free_slots
         assert free + len(self._seats) == self.num_slots, (free, len(self._seats))
 
-    def _roomiest(self, ranks: set[int], num_tokens: int) -> int | None:
+    def _roomiest(self, ranks: set[int], seat: Seat) -> int | None:
         """Of these ranks with a free slot, the one with most free pages and slots that has room."""
-        fitting = [rank for rank in ranks if self._fits(rank, num_tokens)]
+        fitting = [rank for rank in ranks if self._fits(rank, seat)]
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
         return max(
@@ -227,10 +220,16 @@ class Admission:
             key=lambda rank: (self._num_to_have(rank), len(self._free_slots[rank]), -rank),
         )
 
-    def _fits(self, rank: int, num_tokens: int) -> bool:
-        headroom = self._headroom_pages if self._num_seated[rank] else 0
-        short = sum(self._need(num_tokens)) + headroom - self._pools[rank].num_free
-        return short <= 0 or self.caches[rank].can_evict(short)
+    def _fits(self, rank: int, seat: Seat) -> bool:
+        headroom, cache = self._headroom_pages if self._num_seated[rank] else 0, self.caches[rank]
+        short = sum(self._need(seat.num_tokens)) + headroom - self._pools[rank].num_free
+        if short <= 0:
+            return True
+        shared: Sequence[bytes] = ()
+        if seat.sharing is not None:
+            reusable = seat.sharing.reusable(cache)
+            shared = reusable[: cache.cached_pages(reusable)]
+        return cache.can_evict(short - len(shared), frozenset(shared))
 
     def _num_to_have(self, rank: int) -> int:
         return self._pools[rank].num_free + self.caches[rank].num_evictable()
@@ -252,8 +251,8 @@ class Admission:
     def _sit(self, seat: Seat, rank: int) -> None:
         shared: tuple[int, ...] = ()
         if seat.sharing is not None:
-            asked = seat.sharing
-            shared = self.caches[rank].match(asked.token_ids, asked.salt, asked.num_reusable)
+            cache = self.caches[rank]
+            shared = cache.match(seat.sharing.reusable(cache))
         num_pages, in_ring = self._need(seat.num_tokens)
         fresh = self._reserve(rank, num_pages + in_ring - len(shared))
         assert fresh is not None

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decode.admission import Admission, Seat, Sharing
+from decode.admission import Admission, Seat
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
 from model.pieces import Piece, fill, tokens_of
+from transfer.prefix_cache import Sharing
 
 MAX_SEQS = 8  # prompts of one chunk and rank
 
@@ -25,7 +26,6 @@ class LocalPrompt:
     seat: Seat
     sharing: Sharing
     wants_logprobs: bool = False
-    has_begun: bool = False
     num_planned: int = 0  # tokens cached, computed or in a chunk that was dispatched
 
     @property
@@ -106,10 +106,10 @@ class LocalQueue:
             if not tokens_left or len(pieces) == MAX_SEQS:
                 break
             shorter -= own
-            if not prompt.has_begun:
-                # Seated long ago, perhaps: others have computed what it begins with since.
+            if prompt.num_planned <= prompt.seat.num_cached:
+                # Nothing of it is computed yet, and others have what it begins with, perhaps.
                 self._admission.share(prompt.seat)
-                prompt.num_planned, prompt.has_begun = prompt.seat.num_cached, True
+                prompt.num_planned = prompt.seat.num_cached
             num_tokens = tokens_of(prompt.num_left, tokens_left, self._chunk_tokens, shorter)
             if not num_tokens:
                 continue

@@ -14,7 +14,7 @@ import jax
 import msgspec
 import numpy as np
 
-from decode.admission import Admission, Seat, Sharing
+from decode.admission import Admission, Seat
 from decode.config import DecodeConfig
 from decode.constrained import ConstrainedSlots
 from decode.engine import FirstAsk, SlotStart, StepEngine
@@ -48,7 +48,7 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.emit import FirstRow, StepEmitter, first_rows
 from transfer.errors import Code
 from transfer.pages import PagePool
-from transfer.prefix_cache import reusable_tokens
+from transfer.prefix_cache import Sharing, reusable_tokens
 from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
 from transfer.role import (
     PoolFacts,

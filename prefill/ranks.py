@@ -130,7 +130,6 @@ class Ranks:
                 prompt.rank = self._picked(prompt, cached, among)
             del self._ready[at], self._unbound[prompt.room]
             prompt.num_foreseen = cached[prompt.rank]
-            prompt.chain = None
             scheduler = self.ranks[prompt.rank].scheduler
             scheduler.add(prompt)
             scheduler.grant(prompt.room)
@@ -140,14 +139,11 @@ class Ranks:
                 if scheduler.room_beside:
                     beside[prompt.rank] = scheduler.room_beside
 
-    def _cached(self, prompt: Prompt) -> tuple[list[bytes], list[int]]:
+    def _cached(self, prompt: Prompt) -> tuple[Sequence[bytes], list[int]]:
         """Digests of its pages, and by rank the tokens of it that its cache has."""
-        chain = prompt.chain
-        if chain is None:
-            cache = self.ranks[0].cache
-            chain = cache.chain(prompt.token_ids, prompt.salt, prompt.num_reusable)
-            prompt.chain = chain
-        return chain, [rank.cache.cached_tokens(chain) for rank in self.ranks]
+        caches = [rank.cache for rank in self.ranks]
+        chain = prompt.sharing.reusable(caches[0])  # those of all
+        return chain, [cache.cached_pages(chain) * cache.page_size for cache in caches]
 
     def _fitting(self, prompt: Prompt, chain: Sequence[bytes], cached: Sequence[int]) -> set[int]:
         """Ranks that have pages for it now."""

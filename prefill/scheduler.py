@@ -4,7 +4,7 @@ Pure: state and events in, a plan out. Requests are taken in order of arrival on
 granted them pages; prompts are packed into one chunk until a budget (tokens, prompts, context
 pages) is used up. One that is longer than a chunk leaves a part of it to shorter ones behind it.
 A request holds all pages of its prompt from its first chunk until `release`, so a started prompt
-always finishes.
+always finishes; before, it holds none, and shares what others have computed by then.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from model import pieces
 from model.pieces import fill, part_of_shorter, tokens_of
 from transfer.pages import PagePool
-from transfer.prefix_cache import PrefixCache, reusable_tokens
+from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
 
 
 @dataclass(slots=True)
@@ -28,12 +28,16 @@ class Prompt:
     salt: str = ""
     logprobs_start: int = -1  # positions >= start need logits; -1 = none
     rank: int = -1  # data-parallel rank, dictated or chosen; -1: not yet
-    chain: list[bytes] | None = None  # digests of its pages, while it waits for a rank
     num_foreseen: int = 0  # tokens that its rank's cache had when it was bound
     granted: bool = False
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0  # tokens found in the prefix cache
     num_planned: int = 0  # tokens computed or in a chunk that was dispatched
+    sharing: Sharing = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_reusable = reusable_tokens(self.num_tokens, self.logprobs_start)
+        self.sharing = Sharing(self.token_ids, self.salt, num_reusable)
 
     @property
     def num_tokens(self) -> int:
@@ -42,11 +46,6 @@ class Prompt:
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs_start >= 0
-
-    @property
-    def num_reusable(self) -> int:
-        """Tokens that a cached prefix may stand for."""
-        return reusable_tokens(self.num_tokens, self.logprobs_start)
 
 
 class Piece(pieces.Piece[Prompt]):
@@ -98,7 +97,7 @@ class PrefillScheduler:
         """What is left of it is not computed before it is granted again."""
         prompt = self._prompts[room]
         if prompt in self._ready:
-            self._ready.remove(prompt)
+            self._leave(prompt)
             prompt.granted = False
 
     def release(self, room: int) -> None:
@@ -111,7 +110,7 @@ class PrefillScheduler:
         if prompt is None:
             return
         if prompt in self._ready:
-            self._ready.remove(prompt)
+            self._leave(prompt)
         self._pool.release(tuple(prompt.pages))
         prompt.pages = []
 
@@ -131,6 +130,8 @@ class PrefillScheduler:
                 break
             shorter -= own
             if not prompt.pages:
+                if not self._has_turn(prompt, tokens_left, shorter):
+                    continue
                 # First come, first served: nobody overtakes into the free pages. Those who have
                 # theirs go on, or an older prompt would wait for pages that wait for their turn.
                 may_start = may_start and self._start(prompt)
@@ -210,9 +211,23 @@ class PrefillScheduler:
         waits_for_pages = self._is_dry and not prompt.pages
         return 0 if left > self._chunk_tokens or waits_for_pages else left
 
+    def _leave(self, prompt: Prompt) -> None:
+        """It goes from those that may be computed, before all of it was planned."""
+        self._ready.remove(prompt)
+        if not prompt.pages:
+            self._is_dry = False  # perhaps it was the one that found none
+
+    def _has_turn(self, prompt: Prompt, tokens_left: int, shorter: int) -> bool:
+        """Whether the chunk has tokens for one that has not begun; shorter: see `tokens_of`."""
+        left = prompt.num_tokens
+        if left > self._chunk_tokens:
+            chain = prompt.sharing.reusable(self._cache)
+            left -= self._cache.cached_pages(chain) * self._page_size
+        return tokens_of(left, tokens_left, self._chunk_tokens, shorter) > 0
+
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
-        shared = self._cache.match(prompt.token_ids, prompt.salt, prompt.num_reusable)
+        shared = self._cache.match(prompt.sharing.reusable(self._cache))
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -232,6 +247,4 @@ class PrefillScheduler:
             self._ready.remove(prompt)
         # The device runs in order: any later chunk that reads these pages finds them written.
         full = piece.end // self._page_size
-        self._cache.insert(
-            prompt.token_ids[: full * self._page_size], prompt.salt, prompt.pages[:full]
-        )
+        self._cache.insert(prompt.sharing.full(self._cache)[:full], prompt.pages[:full])

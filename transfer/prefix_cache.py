@@ -8,6 +8,7 @@ older than the pages behind it, and eviction from the old end takes the tail fir
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,12 +26,39 @@ def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
     return reusable
 
 
+@dataclass(slots=True)
+class Sharing:
+    """A prompt as the prefix caches of all ranks see it. Its pages are digested once."""
+
+    token_ids: np.ndarray  # i32[n]
+    salt: str
+    num_reusable: int  # tokens that a cached prefix may stand for
+    _digests: list[bytes] | None = field(default=None, init=False, repr=False)
+
+    def full(self, cache: "PrefixCache") -> Sequence[bytes]:
+        """Digests of all its full pages."""
+        if self._digests is None:
+            self._digests = cache.chain(self.token_ids, self.salt)
+        return self._digests
+
+    def reusable(self, cache: "PrefixCache") -> Sequence[bytes]:
+        """Digests of those that a cached prefix may stand for."""
+        return self.full(cache)[: self.num_reusable // cache.page_size]
+
+    def begins_with(self, chain: Sequence[bytes]) -> bool:
+        """Whether its first page is this chain's; of one whose pages nobody has asked for, no."""
+        return bool(chain) and self._digests is not None and self._digests[:1] == [chain[0]]
+
+
 class PrefixCache:
-    """Prefixes of prompts that are or were computed, page by page."""
+    """Prefixes of prompts that are or were computed, page by page.
+
+    A chain is digests of a prompt's full pages from the first on, see `chain`.
+    """
 
     def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
+        self.page_size = page_size
         self._pool = pool
-        self._page_size = page_size
         self._enabled = enabled
         self._pages: OrderedDict[bytes, int] = OrderedDict()  # digest -> page, oldest first
 
@@ -42,50 +70,39 @@ class PrefixCache:
         """All that it holds a reference on, oldest first."""
         return self._pages.values()
 
-    def match(self, token_ids: np.ndarray, salt: str, limit_tokens: int) -> tuple[int, ...]:
-        """Share the pages of the longest cached prefix of at most limit_tokens tokens.
+    def chain(self, token_ids: np.ndarray, salt: str) -> list[bytes]:
+        """Of these tokens, i32[n]. Empty where nothing is kept."""
+        return list(self._chain(token_ids, salt)) if self._enabled else []
 
-        token_ids: i32[n]. The caller owns one reference on each page returned.
+    def match(self, chain: Sequence[bytes]) -> tuple[int, ...]:
+        """Share the pages of the longest cached prefix.
+
+        The caller owns one reference on each page returned.
         """
-        if not self._enabled:
-            return ()
-        found: list[tuple[bytes, int]] = []
-        for digest in self._chain(token_ids[: max(limit_tokens, 0)], salt):
-            page = self._pages.get(digest)
-            if page is None:
-                break
-            found.append((digest, page))
-        self._touch([digest for digest, _ in found])
-        pages = tuple(page for _, page in found)
+        found = chain[: self.cached_pages(chain)]
+        self._touch(found)
+        pages = tuple(self._pages[digest] for digest in found)
         self._pool.share(pages)
         return pages
 
-    def chain(self, token_ids: np.ndarray, salt: str, limit_tokens: int) -> list[bytes]:
-        """Digests of the full pages of at most limit_tokens tokens, for `cached_tokens`."""
-        return list(self._chain(token_ids[: max(limit_tokens, 0)], salt)) if self._enabled else []
-
-    def cached_tokens(self, chain: Sequence[bytes]) -> int:
-        """Tokens of the longest cached prefix. Changes nothing, the order of eviction neither."""
+    def cached_pages(self, chain: Sequence[bytes]) -> int:
+        """Pages of the longest cached prefix. Changes nothing, the order of eviction neither."""
         num_pages = 0
         for digest in chain:
             if digest not in self._pages:
                 break
             num_pages += 1
-        return num_pages * self._page_size
+        return num_pages
 
-    def insert(self, token_ids: np.ndarray, salt: str, pages: Sequence[int]) -> None:
-        """Remember the full pages of this prefix; pages[i] holds its i-th page.
+    def insert(self, chain: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Remember the pages of this prefix; pages[i] holds its i-th page.
 
         A prefix that is known already keeps its page: the newcomer's copy stays the caller's.
         """
-        if not self._enabled:
-            return
-        chain: list[bytes] = []
-        for digest, page in zip(self._chain(token_ids, salt), pages, strict=False):
+        for digest, page in zip(chain, pages, strict=False):  # none where nothing is kept
             if digest not in self._pages:
                 self._pool.share((page,))
                 self._pages[digest] = page
-            chain.append(digest)
         self._touch(chain)
 
     def evict(self, num_pages: int) -> int:
@@ -127,7 +144,7 @@ class PrefixCache:
         # A salt of any length counts for as many bytes, so none passes for tokens.
         state = hashlib.sha256(hashlib.sha256(salt.encode()).digest())
         data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-        step = 4 * self._page_size
+        step = 4 * self.page_size
         for end in range(step, len(data) + 1, step):
             state.update(data[end - step : end])
             yield state.copy().digest()

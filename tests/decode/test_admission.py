@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode.admission import Admission, Seat, Sharing
+from decode.admission import Admission, Seat
 from transfer.pages import PagePool
+from transfer.prefix_cache import Sharing
 
 PAGE = 4
 
@@ -315,3 +316,38 @@ def test_pages_that_sharing_frees_seat_who_waits() -> None:
     desk.computed(first, 12)
     desk.share(second)
     assert rooms(desk.admit()) == [3]
+
+
+def test_pages_that_a_seat_shares_with_one_who_waits_are_not_counted_twice() -> None:
+    """Both may come at once: the second is looked at again when the first is computed."""
+    desk = admission(num_pages=6, headroom_pages=1, caching=True)
+    tokens = range(4 * PAGE)
+    for room in (1, 2):
+        desk.add(room, len(tokens), float(room), sharing=sharing(tokens))
+    (first,) = desk.admit()
+    assert len(first.pages) == 5
+    looks = [desk.may_admit]
+    desk.computed(first, 2 * PAGE)
+    looks.append(desk.may_admit)
+    assert desk.admit() == ()  # it needs three more, and one is left
+    desk.computed(first, len(tokens))
+    looks.append(desk.may_admit)
+    assert desk.admit() == ()  # still two, and one for the first to grow
+    assert looks == [False, True, True]
+    desk.release(1)
+    assert rooms(desk.admit()) == [2]
+    desk.check()
+
+
+def test_who_begins_as_a_seat_does_needs_few_pages_of_its_own() -> None:
+    desk = admission(num_pages=7, caching=True)
+    tokens = range(4 * PAGE)
+    for room in (1, 2):
+        desk.add(room, len(tokens), float(room), sharing=sharing(tokens))
+    (first,) = desk.admit()
+    desk.computed(first, len(tokens))
+    (second,) = desk.admit()
+    assert second.pages[:3] == first.pages[:3]
+    assert second.num_cached == 3 * PAGE
+    assert desk.release(1) is not None
+    desk.check()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decode.admission import Admission, Sharing
+from decode.admission import Admission
 from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepInFlight
 from decode.local import LocalPiece, LocalPrompt, local_buckets
@@ -23,6 +23,7 @@ from model.sampling import NOT_A_TOKEN
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
 from transfer.pages import PagePool
+from transfer.prefix_cache import Sharing
 from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
 
 CAPACITY = 24

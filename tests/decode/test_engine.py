@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from decode.admission import Seat, Sharing
+from decode.admission import Seat
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import mask_words
@@ -18,6 +18,7 @@ from model.sampling import Asks
 from model.transformer import Model
 from serving.demo import demo_model_path
 from tests.model.harness import full_steps
+from transfer.prefix_cache import Sharing
 from transfer.wire import SamplingParams
 
 

@@ -4,7 +4,7 @@ from typing import cast
 
 import numpy as np
 
-from decode.admission import Admission, Seat, Sharing
+from decode.admission import Admission, Seat
 from decode.config import ANY_PROMPT
 from decode.local import MAX_SEQS, LocalPrompt, LocalQueue, local_buckets
 from tests.sim.alone import PAGE, Alone
@@ -13,6 +13,7 @@ from tests.sim.workers import SimDecode
 from transfer import wire
 from transfer.errors import Code
 from transfer.pages import PagePool
+from transfer.prefix_cache import Sharing
 from transfer.room import State
 from transfer.worker import Aborted, Drain
 
@@ -66,6 +67,18 @@ def test_what_others_have_computed_by_then_is_not_computed_again() -> None:
     assert seats[1].pages[:3] == seats[0].pages[:3]
     assert [seat.num_cached for seat in seats] == [0, 12, 12]
     assert len({page for seat in seats for page in seat.pages}) == len(pages) - 6
+    desk.admission.check()
+
+
+def test_a_prompt_that_waits_for_its_turn_shares_all_that_was_computed_meanwhile() -> None:
+    desk = Desk(chunk_tokens=16)
+    seats = [desk.seat(room, 64, first=7) for room in (1, 2)]
+    desk.seat(3, 4)  # for which the first one leaves a part of its chunk
+    computed = 0
+    while any(pieces := desk.queue.plan()):
+        computed += sum(piece.num_tokens for piece in pieces[0])
+    assert computed == 64 + 4 + 4
+    assert seats[1].num_cached == 60
     desk.admission.check()
 
 

@@ -343,3 +343,54 @@ def _drain(bench: Bench, live: dict[int, Prompt], computed: dict[int, int]) -> N
         for room in done:
             del live[room]
             bench.scheduler.release(room)
+
+
+# --- who has not begun ----------------------------------------------------------------------------
+
+
+def test_a_long_prompt_without_a_turn_leaves_the_pages_to_shorter_ones() -> None:
+    bench = Bench(num_pages=40)
+    for room in (1, 2, 3):
+        bench.add(room, 64)  # 16 pages each
+    bench.add(4, 4)
+    assert bench.plan() == [(1, 0, 12), (4, 0, 4)]
+    assert bench.pool.num_held == 17
+    bench.add(5, 4)
+    assert bench.plan() == [(1, 12, 24), (5, 0, 4)]
+
+
+def test_a_prompt_that_waits_for_its_turn_shares_all_that_was_computed_meanwhile() -> None:
+    bench = Bench()
+    for room in (1, 2):
+        bench.add(room, range(64))
+    bench.add(3, 4)
+    computed = 0
+    while pieces := bench.scheduler.plan():
+        computed += sum(piece.num_tokens for piece in pieces)
+    assert computed == 64 + 4 + 4  # of the second one its last page, whose last token is computed
+    assert bench.pool.num_held == 16 + 1 + 1
+
+
+def test_a_long_prompt_of_which_little_is_left_to_compute_has_its_turn_as_a_short_one() -> None:
+    bench = Bench()
+    bench.add(1, [*range(64)])
+    while bench.plan():
+        pass
+    bench.scheduler.release(1)
+    bench.add(2, 64)
+    bench.add(3, [*range(64), 7])
+    bench.add(4, 3)
+    assert bench.plan() == [(2, 0, 13), (3, 64, 65), (4, 0, 2)]
+
+
+def test_pages_may_be_had_again_once_the_one_that_found_none_has_left() -> None:
+    for leave in (PrefillScheduler.release, PrefillScheduler.keep_back):
+        bench = Bench(num_pages=4)
+        bench.add(1, 12)
+        bench.add(2, 12)
+        bench.add(3, 3)
+        assert bench.plan() == [(1, 0, 12)]
+        had_room = bench.scheduler.has_room
+        leave(bench.scheduler, 2)
+        assert (had_room, bench.scheduler.has_room) == (False, True)
+        assert bench.plan() == [(3, 0, 3)]

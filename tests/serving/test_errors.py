@@ -78,3 +78,9 @@ def test_the_last_event_of_a_failed_stream_has_the_same_body() -> None:
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert orjson.loads(event[6:]) == error.body() == orjson.loads(error.response().body)
+
+
+def test_half_of_a_surrogate_pair_is_told_of() -> None:
+    error = decode_error(rb'{"needed": 1, "user": "\ud83d"}')
+    assert error.code == "invalid_json"
+    assert error.message.endswith("or a string ends with half of a surrogate pair")

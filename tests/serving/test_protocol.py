@@ -281,12 +281,6 @@ async def test_too_long_a_request_names_both_numbers() -> None:
     assert caught.value.message.endswith("; the prompt has 20")
 
 
-async def test_half_of_a_surrogate_pair_is_told_of() -> None:
-    with pytest.raises(ApiError, match="or a string ends with half of a surrogate pair") as caught:
-        read_completion(rb'{"prompt": "x", "user": "\ud83d"}')
-    assert caught.value.code == "invalid_json"
-
-
 # --- what is taken ---
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from transfer.pages import PagePool
-from transfer.prefix_cache import PrefixCache
+from transfer.prefix_cache import PrefixCache, Sharing
 
 PAGE = 2
 TOKENS = st.lists(st.integers(0, 1), min_size=0, max_size=11)
@@ -24,13 +24,18 @@ def filled(num_pages: int = 8) -> tuple[PagePool, PrefixCache]:
     return pool, PrefixCache(pool, PAGE)
 
 
+def match(cache: PrefixCache, tokens: list[int], salt: str, limit: int) -> tuple[int, ...]:
+    """Share what is cached of at most so many tokens."""
+    return cache.match(Sharing(ids(tokens), salt, max(limit, 0)).reusable(cache))
+
+
 def cached_prompt(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: str = "") -> None:
     """One prompt comes, is computed and goes."""
-    shared = cache.match(ids(tokens), salt, len(tokens))
+    shared = match(cache, tokens, salt, len(tokens))
     fresh = pool.reserve(-(-len(tokens) // PAGE) - len(shared))
     assert fresh is not None
     pages = (*shared, *fresh)
-    cache.insert(ids(tokens), salt, pages)
+    cache.insert(cache.chain(ids(tokens), salt), pages[: len(tokens) // PAGE])
     pool.release(pages)
 
 
@@ -38,17 +43,17 @@ def test_a_prefix_is_found_page_by_page_and_shared() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4, 5])
     assert len(cache) == 2  # the half page at the end belongs to nobody else
-    found = cache.match(ids([1, 2, 3, 4, 9, 9]), "", 6)
+    found = match(cache, [1, 2, 3, 4, 9, 9], "", 6)
     assert len(found) == 2
     assert [pool.refcount(page) for page in found] == [2, 2]
-    assert len(cache.match(ids([1, 2, 9, 9]), "", 4)) == 1
-    assert cache.match(ids([9, 2, 3, 4]), "", 4) == ()
+    assert len(match(cache, [1, 2, 9, 9], "", 4)) == 1
+    assert match(cache, [9, 2, 3, 4], "", 4) == ()
 
 
 def test_a_salt_made_of_the_bytes_of_tokens_is_no_prefix() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [3, 4], salt=ids([1, 2]).tobytes().decode())
-    assert cache.match(ids([1, 2, 3, 4]), "", 4) == ()
+    assert match(cache, [1, 2, 3, 4], "", 4) == ()
     cached_prompt(pool, cache, [1, 2, 3, 4])
     assert len(cache) == 3
 
@@ -58,7 +63,7 @@ def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> No
     cached_prompt(pool, cache, [1, 2, 3, 4])
     cached_prompt(pool, cache, [5, 6])
     found = [
-        cache.cached_tokens(cache.chain(ids(tokens), salt, limit))
+        cache.cached_pages(Sharing(ids(tokens), salt, limit).reusable(cache))
         for tokens, salt, limit in (
             ([1, 2, 3, 4, 9], "", 4),
             ([1, 2, 3, 4], "", 3),
@@ -66,30 +71,30 @@ def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> No
             ([9, 2, 3, 4], "", 4),
         )
     ]
-    assert found == [4, 2, 0, 0]
+    assert found == [2, 1, 0, 0]
     assert cache.num_evictable() == 3
     cache.evict(2)  # the oldest chain, though it was looked at last
-    assert cache.cached_tokens(cache.chain(ids([5, 6]), "", 2)) == 2
+    assert cache.cached_pages(cache.chain(ids([5, 6]), "")) == 1
 
 
 def test_a_page_is_not_found_behind_another_beginning() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])
-    assert cache.match(ids([3, 4]), "", 2) == ()
+    assert match(cache, [3, 4], "", 2) == ()
 
 
 def test_another_salt_sees_nothing() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4], "a")
-    assert cache.match(ids([1, 2, 3, 4]), "b", 4) == ()
-    assert cache.match(ids([1, 2, 3, 4]), "", 4) == ()
-    assert len(cache.match(ids([1, 2, 3, 4]), "a", 4)) == 2
+    assert match(cache, [1, 2, 3, 4], "b", 4) == ()
+    assert match(cache, [1, 2, 3, 4], "", 4) == ()
+    assert len(match(cache, [1, 2, 3, 4], "a", 4)) == 2
 
 
 def test_a_limit_cuts_to_whole_pages_and_may_be_negative() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])
-    lengths = [len(cache.match(ids([1, 2, 3, 4]), "", limit)) for limit in (-1, 0, 1, 2, 3, 4)]
+    lengths = [len(match(cache, [1, 2, 3, 4], "", limit)) for limit in (-1, 0, 1, 2, 3, 4)]
     assert lengths == [0, 0, 0, 1, 1, 2]
 
 
@@ -99,7 +104,7 @@ def test_a_disabled_cache_keeps_and_finds_nothing() -> None:
     cached_prompt(pool, cache, [1, 2, 3, 4])
     assert len(cache) == 0
     assert pool.num_held == 0
-    assert cache.match(ids([1, 2, 3, 4]), "", 4) == ()
+    assert match(cache, [1, 2, 3, 4], "", 4) == ()
 
 
 def test_a_known_prefix_keeps_its_page_and_the_copy_stays_the_newcomers() -> None:
@@ -107,7 +112,7 @@ def test_a_known_prefix_keeps_its_page_and_the_copy_stays_the_newcomers() -> Non
     cached_prompt(pool, cache, [1, 2])
     copy = pool.reserve(1)
     assert copy is not None
-    cache.insert(ids([1, 2]), "", copy)
+    cache.insert(cache.chain(ids([1, 2]), ""), copy)
     assert pool.refcount(copy[0]) == 1
     pool.release(copy)
     assert pool.num_held == 1
@@ -117,16 +122,16 @@ def test_the_oldest_goes_first_and_use_makes_young() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 1])
     cached_prompt(pool, cache, [2, 2])
-    pool.release(cache.match(ids([1, 1]), "", 2))
+    pool.release(match(cache, [1, 1], "", 2))
     assert cache.evict(1) == 1
-    assert cache.match(ids([2, 2]), "", 2) == ()
-    assert len(cache.match(ids([1, 1]), "", 2)) == 1
+    assert match(cache, [2, 2], "", 2) == ()
+    assert len(match(cache, [1, 1], "", 2)) == 1
 
 
 def test_a_page_that_somebody_holds_is_never_evicted() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4])
-    held = cache.match(ids([1, 2]), "", 2)
+    held = match(cache, [1, 2], "", 2)
     assert cache.num_evictable() == 1
     assert cache.flush() == 1
     assert len(cache) == 1
@@ -155,7 +160,7 @@ def test_eviction_takes_tails_before_heads_so_all_that_stays_can_be_found(
 
 def _peek(pool: PagePool, cache: PrefixCache, tokens: list[int]) -> tuple[int, ...]:
     """Match without a lasting reference. It makes its chain young, so the order stays lawful."""
-    pages = cache.match(ids(tokens), "", len(tokens))
+    pages = match(cache, tokens, "", len(tokens))
     pool.release(pages)
     return pages
 
@@ -179,7 +184,7 @@ class CacheBesideModel(RuleBasedStateMachine):
             if key not in self.known:
                 break
             expected.append(key)
-        shared = self.cache.match(ids(tokens), salt, limit)
+        shared = match(self.cache, tokens, salt, limit)
         assert list(shared) == [self.known[key] for key in expected]
         self._touch(expected)
         fresh = self.pool.reserve(-(-len(tokens) // PAGE) - len(shared))
@@ -193,7 +198,7 @@ class CacheBesideModel(RuleBasedStateMachine):
     def insert(self, data: st.DataObject) -> None:
         salt, tokens, pages = data.draw(st.sampled_from(self.live))
         full = data.draw(st.integers(0, len(tokens) // PAGE))
-        self.cache.insert(ids(tokens[: full * PAGE]), salt, pages[:full])
+        self.cache.insert(self.cache.chain(ids(tokens), salt)[:full], pages[:full])
         chain = self._chain(salt, tokens[: full * PAGE])
         for key, page in zip(chain, pages, strict=False):
             self.known.setdefault(key, page)
@@ -244,7 +249,7 @@ def test_pages_that_are_wanted_do_not_count_as_room() -> None:
     pool, cache = filled(num_pages=4)
     tokens = [1, 2, 3, 4]
     cached_prompt(pool, cache, tokens)
-    chain = frozenset(cache.chain(ids(tokens), "", 4))
+    chain = frozenset(cache.chain(ids(tokens), ""))
     assert len(chain) == 2
     assert cache.can_evict(2)
     assert not cache.can_evict(1, chain)
