@@ -134,6 +134,7 @@ class DecodeEngine:
 
         apart: whether a step is two programs, and see ChunkPrograms; None: on an accelerator.
         """
+        draws_apart = not opened.model.on_cpu if apart is None else apart
         self._opened = opened
         self._model = opened.model
         self._params = opened.params
@@ -146,9 +147,7 @@ class DecodeEngine:
             self._chunks = ChunkPrograms(opened.model, local, opened.context_length, apart)
         self._step: dict[_StepKind, Program] = {}
         self._step_kinds: list[_StepKind] = []
-        self._draws: Draws | None = None
-        if not opened.model.on_cpu if apart is None else apart:
-            self._draws = Draws(opened.model, buckets, self._dp_size)
+        self._draws = Draws(opened.model, buckets, self._dp_size) if draws_apart else None
         all_slots = self._dp_size * self._rank_slots
         self._mask_rows = geometric(buckets.admit_rows, all_slots, 4)
         self._set_mask: dict[int, Program] = {}
