@@ -25,7 +25,7 @@ from prefill.ranks import Rank, Ranks
 from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
-from transfer.backend import FirstToken, PageSender
+from transfer.backend import FirstToken, PageSender, SenderEvent
 from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
@@ -49,11 +49,6 @@ EARLY_GRANT_S = 10.0  # a grant may come before its submit; kept this long
 @dataclass(frozen=True)
 class Granted:
     grants: tuple[wire.Grant, ...]
-
-
-@dataclass(frozen=True)
-class SenderSaid:
-    event: Any
 
 
 class ChunkEngine(Protocol):
@@ -99,7 +94,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self.security,
             connections,
             sender_id=self.worker_id(),
-            on_event=lambda event: self.inbox.post(SenderSaid(event)),
+            on_event=self.inbox.post,
         )
         self.assemble(engine, PoolFacts.of(opened), buckets, sender)
         self.lead(engine.calls)
@@ -156,8 +151,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             case Granted(grants):
                 for grant in grants:
                     self._take_grant(grant)
-            case SenderSaid(said):
-                self._sender_said(said)
+            case SenderEvent():
+                self._sender_said(event)
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 
@@ -261,7 +256,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             elif address in before - behind:
                 self._let_run(held)
 
-    def _sender_said(self, said: Any) -> None:
+    def _sender_said(self, said: SenderEvent) -> None:
         held = self._held.get(said.room)
         if held is not None:
             held.shipped = said.shipped

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefill.worker import EARLY_GRANT_S, Granted, SenderSaid
+from prefill.worker import EARLY_GRANT_S, Granted
 from tests.sim.alone import Alone
 from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimPrefill
@@ -158,7 +158,7 @@ def test_pages_stay_until_decode_has_them() -> None:
     alone.turn()
     alone.turn()
     assert worker.state().pages_held == 2
-    worker.handle(SenderSaid(SenderEvent("acked", 1)))
+    worker.handle(SenderEvent("acked", 1))
     assert worker.state().pages_held == 0
     assert worker.state().pages_cached == 2
     assert worker.flush().flushed
@@ -216,7 +216,7 @@ def test_a_failed_transfer_is_told_and_frees_its_pages(turns: int, kind: str, co
     worker.handle(Granted((alone.grant(1),)))
     for _ in range(turns):
         alone.turn()
-    worker.handle(SenderSaid(SenderEvent(kind, 1, "why", code)))  # type: ignore[arg-type]
+    worker.handle(SenderEvent(kind, 1, "why", code))  # type: ignore[arg-type]
     while alone.turn():
         pass
     assert ("failed", 1, code) in alone.events()
@@ -366,7 +366,7 @@ def test_a_leg_tells_when_each_stage_and_chunk_was_from_its_receipt_on() -> None
     shipped = Shipped("shm", 500, 3, now_s + 1.0, now_s + 2.0, now_s + 3.0)
     shipped.page_ends = {2: shipped.first_s, 5: shipped.last_s}
     alone.clock.advance(4.0)
-    worker.handle(SenderSaid(SenderEvent("acked", 1, shipped=shipped)))
+    worker.handle(SenderEvent("acked", 1, shipped=shipped))
     alone.turn()
     (leg,) = alone.legs()
     assert (leg.room, leg.ending, leg.cached_tokens) == (1, "", 0)
@@ -392,7 +392,7 @@ def test_a_leg_that_fails_tells_what_had_left() -> None:
     worker.handle(Granted((alone.grant(1),)))
     alone.turn()
     alone.turn()
-    worker.handle(SenderSaid(SenderEvent("lost", 1, "reset", shipped=Shipped("tcp", 9, 1, 5.0))))
+    worker.handle(SenderEvent("lost", 1, "reset", shipped=Shipped("tcp", 9, 1, 5.0)))
     alone.turn()
     (leg,) = alone.legs()
     assert leg.ending == "peer_lost"
@@ -429,7 +429,7 @@ def test_a_route_is_taken_back_when_its_room_is_over() -> None:
     while alone.turn():
         pass
     assert sorted(live) == [1, 2]
-    worker.handle(SenderSaid(SenderEvent("acked", 1, shipped=Shipped())))
+    worker.handle(SenderEvent("acked", 1, shipped=Shipped()))
     worker.handle(Aborted((2,), ""))
     alone.turn()
     assert not live

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.sampling import NOT_A_TOKEN, SampleOut
-from prefill.worker import EARLY_GRANT_S, LOAD_REFRESH_S, Granted, SenderSaid
+from prefill.worker import EARLY_GRANT_S, LOAD_REFRESH_S, Granted
 from tests.prefill.test_worker import prefill
 from tests.sim.alone import Alone
 from tests.sim.workers import run_now
@@ -50,7 +50,7 @@ def test_a_grant_that_was_claimed_does_not_expire() -> None:
     worker.handle(Granted((alone.grant(1),)))
     alone.submit(1)
     run_dry(alone)
-    worker.handle(SenderSaid(SenderEvent("acked", 1)))
+    worker.handle(SenderEvent("acked", 1))
     alone.clock.advance(EARLY_GRANT_S + 1.0)
     alone.turn()
     assert worker.counters["grants_expired"] == 0
@@ -99,7 +99,7 @@ def test_every_failed_transfer_is_counted_by_its_cause(
     alone, worker = prefill()
     granted(alone, 1)
     alone.turn()
-    worker.handle(SenderSaid(SenderEvent(kind, 1, "why", code)))  # type: ignore[arg-type]
+    worker.handle(SenderEvent(kind, 1, "why", code))  # type: ignore[arg-type]
     found = {name: n for name, n in worker.counters.items() if name.startswith("transfers_")}
     assert found == counted
 
@@ -208,7 +208,7 @@ def test_cached_pages_of_every_rank_are_counted_as_free_until_they_are_flushed()
     for room, rank in ((1, 0), (20, 1)):
         granted(alone, room, num_tokens=8, disagg_prefill_dp_rank=rank)
         run_dry(alone)
-        worker.handle(SenderSaid(SenderEvent("acked", room)))
+        worker.handle(SenderEvent("acked", room))
     state = worker.state()
     assert (state.pages_cached, state.pages_held) == (4, 0)
     assert state.load.pages_free == state.load.pages_total == 16
@@ -240,7 +240,7 @@ def test_a_prompt_finds_what_was_computed_with_its_salt_only(salt: str, cached: 
     for room, its_salt in ((1, "tenant"), (2, salt)):
         granted(alone, room, num_tokens=8, token_ids=tokens, cache_salt=its_salt)
         run_dry(alone)
-        worker.handle(SenderSaid(SenderEvent("acked", room)))
+        worker.handle(SenderEvent("acked", room))
     alone.turn()
     assert [leg.cached_tokens for leg in alone.legs()] == [0, cached]
 

@@ -13,7 +13,7 @@ from decode.worker import DecodeWorker
 from model.buckets import PrefillBuckets, decode_buckets, pages_for
 from model.config import KVSpec
 from prefill.config import PrefillConfig
-from prefill.worker import PrefillWorker, SenderSaid
+from prefill.worker import PrefillWorker
 from tests.sim.engines import ChunkEngine, StepEngine
 from tests.sim.grammars import SimGrammars
 from tests.sim.plan import WorkerPlan
@@ -99,9 +99,7 @@ class SimPrefill(PrefillWorker):
         super().__init__(config, SECURITY, clock)
         stats = fabric.net.stats
         facts = _facts_of(plan)
-        sender = SimSender(
-            fabric, lambda event: self.inbox.post(SenderSaid(event)), plan.max_frame_bytes
-        )
+        sender = SimSender(fabric, self.inbox.post, plan.max_frame_bytes)
         sender.clock = clock
         self.sender = sender
         buckets = PrefillBuckets(
