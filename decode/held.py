@@ -15,7 +15,6 @@ from transfer import wire
 from transfer.backend import FirstToken
 from transfer.chunk_times import ChunkTimes
 from transfer.errors import Code
-from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import HeldRoom
 
 
@@ -56,7 +55,6 @@ class Held(HeldRoom):
     to_fill: Sequence[int] = ()  # by the number of a page that prefill sends, where it goes
     prefill_rank: int = -1  # as the registry told
     num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
-    logprobs: CollectedLogprobs | None = None  # of a prompt computed here, where they are asked
     chunks: list[ChunkTimes] = field(default_factory=list)  # of a prompt computed here
     first: FirstToken | None = None  # while it waits for its grammar
 

@@ -45,6 +45,11 @@ class LocalPrompt:
         return self.seat.num_tokens
 
     @property
+    def num_cached(self) -> int:
+        """Tokens that a prefix of an earlier one stood for."""
+        return self.seat.num_cached
+
+    @property
     def num_left(self) -> int:
         """Tokens that are in no chunk yet."""
         return self.num_tokens - self.num_planned

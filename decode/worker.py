@@ -45,11 +45,11 @@ from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.chunk_times import next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import FirstRow, StepEmitter, first_rows
+from transfer.emit import FirstRow, StepEmitter, first_rows, prefilled
 from transfer.errors import Code
 from transfer.pages import PagePool
 from transfer.prefix_cache import Sharing, reusable_tokens
-from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
+from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import (
     PoolFacts,
     RoleWorker,
@@ -404,12 +404,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
 
     def _complete_local(self, flight: LocalFlight) -> None:
         """Tell first tokens, as prefill does; rooms that ended meanwhile are passed over."""
-        if flight.chunk.prompt_logprobs is not None:
-            arrays = [np.asarray(array) for array in flight.chunk.prompt_logprobs]
-            for placed in flight.chunk.pieces:
-                held = self._held.get(placed.piece.prompt.room)
-                if held is not None and held.logprobs is not None:
-                    held.logprobs.add(placed.piece, placed.token_row, arrays)
+        self.collect_logprobs(flight.chunk)
         jax.block_until_ready(flight.chunk.logits)  # the host is a chunk ahead, not more
         for times in flight.times:
             times.computed_s = self.clock.monotonic_s()
@@ -429,19 +424,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                 continue
             finish = finish_of(token_id, token_idx, submit.sampling)
             by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
-            self._emitter.event(submit.api_id, self._prefilled(held, prompt))
+            self.counters["cached_tokens"] += prompt.num_cached
+            self._emitter.event(submit.api_id, prefilled(prompt, held.logprobs))
             self._may_start(held, FirstToken(token_id, token_idx, prompt.num_tokens, finish))
         for api_id, firsts in by_api.items():
             self._emitter.rows(api_id, first_rows(firsts, out))
-
-    def _prefilled(self, held: Held, prompt: LocalPrompt) -> wire.RoomEvent:
-        self.counters["cached_tokens"] += held.num_cached
-        return wire.RoomEvent(
-            prompt.room,
-            "prefilled",
-            cached_tokens=held.num_cached,
-            prompt_logprobs=told_logprobs(held.logprobs, prompt.token_ids),
-        )
 
     def _tell(self) -> None:
         self.publish(self._emitter.take(self.clock.monotonic_s()))

@@ -7,7 +7,6 @@ from prefill.scheduler import Prompt
 from transfer import wire
 from transfer.backend import Shipped
 from transfer.chunk_times import ChunkTimes
-from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import HeldRoom
 
 
@@ -21,7 +20,6 @@ class Held(HeldRoom):
     first_windowed: int = 0  # from this page of the prompt on, theirs go, too
     chunks: list[ChunkTimes] = field(default_factory=list)
     shipped: Shipped | None = None
-    logprobs: CollectedLogprobs | None = None  # where they are asked
 
 
 def first_sample(held: Held, row: int) -> FirstSample:

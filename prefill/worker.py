@@ -29,12 +29,12 @@ from transfer.backend import FirstToken, PageSender, SenderEvent
 from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import FirstRow, StepEmitter, first_rows
+from transfer.emit import FirstRow, StepEmitter, first_rows, prefilled
 from transfer.errors import Code, Incompatible
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
-from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
+from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
 from transfer.room import Room, Side, State
 from transfer.rpc import RpcServer, Security
@@ -363,8 +363,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         shipped_s = self.clock.monotonic_s()
         for times in flight.times:
             times.computed_s, times.shipped_s = computed_s, shipped_s
-        if flight.chunk.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(flight.chunk)
+        self.collect_logprobs(flight.chunk)
         if flight.sampled is not None:
             self._emit_first_tokens(flight.chunk, SampleOut(*map(np.asarray, flight.sampled)))
 
@@ -399,27 +398,10 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             held.room.advance(State.SENDING, now_s)
             first = FirstToken(token_id, token_idx, piece.prompt.num_tokens, finish)
             self._sender.finish(held.grant, first)
-            self._emitter.event(submit.api_id, self._prefilled(held))
+            self.counters["cached_tokens"] += piece.prompt.num_cached
+            self._emitter.event(submit.api_id, prefilled(piece.prompt, held.logprobs))
         for api_id, rows in by_api.items():
             self._emitter.rows(api_id, first_rows(rows, out))
-
-    def _prefilled(self, held: Held) -> wire.RoomEvent:
-        self.counters["cached_tokens"] += held.prompt.num_cached
-        return wire.RoomEvent(
-            held.submit.room,
-            "prefilled",
-            cached_tokens=held.prompt.num_cached,
-            prompt_logprobs=told_logprobs(held.logprobs, held.prompt.token_ids),
-        )
-
-    def _collect_prompt_logprobs(self, chunk: ChunkInFlight) -> None:
-        assert chunk.prompt_logprobs is not None
-        arrays = [np.asarray(array) for array in chunk.prompt_logprobs]
-        for placed in chunk.pieces:
-            piece, row = placed.piece, placed.token_row
-            held = self._held.get(piece.prompt.room)
-            if held is not None and held.logprobs is not None:
-                held.logprobs.add(piece, row, arrays)
 
     def expire(self) -> None:
         super().expire()

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from model.pieces import ChunkPrompt
 from model.sampling import SampleOut
 from transfer import wire
+from transfer.prompt_logprobs import CollectedLogprobs, told_logprobs
 
 
 @dataclass(slots=True)
@@ -22,6 +24,28 @@ class Rows:
     top_rows: np.ndarray | None = None  # i32[m], rows of this batch
     top_ids: np.ndarray | None = None  # i32[m, 20]
     top_logprobs: np.ndarray | None = None  # f32[m, 20]
+
+
+class ToldPrompt(ChunkPrompt, Protocol):
+    """What is told of a prompt by whoever computed it."""
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that a prefix of an earlier one stood for."""
+        ...
+
+
+def prefilled(prompt: ToldPrompt, logprobs: CollectedLogprobs | None) -> wire.RoomEvent:
+    """What comes with its first token. logprobs: None when nobody asked."""
+    return wire.RoomEvent(
+        prompt.room,
+        "prefilled",
+        cached_tokens=prompt.num_cached,
+        prompt_logprobs=told_logprobs(logprobs, prompt.token_ids),
+    )
 
 
 class FirstRow(NamedTuple):

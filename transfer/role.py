@@ -8,20 +8,24 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from model import members
 from model.calls import Calls
+from model.chunks import ChunkInFlight
 from model.executables import ExecutableCache
 from model.opening import OpenedModel, open_model
 from model.programs import CompileCounter
 from transfer import flags, wire
 from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
-from transfer.emit import StepEmitter
+from transfer.emit import StepEmitter, ToldPrompt
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.group import Follow, Leader, join
 from transfer.meeting import Meeting
 from transfer.prefix_cache import PrefixCache
+from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.room import Room, RoomTable, Side, State
 from transfer.route_feeds import RoutePublisher, TurnRoutes
 from transfer.rpc import RpcServer, Security, host_port
@@ -49,6 +53,8 @@ class HeldRoom:
     room: Room
     received_s: float = field(init=False)  # monotonic, when the submit reached this process
     constraint: Constraint | None = field(init=False, default=None)  # once its grammar is compiled
+    # Of a prompt that is computed here, where they are asked.
+    logprobs: CollectedLogprobs | None = field(init=False, default=None)
 
     @property
     def waits_for_grammar(self) -> bool:
@@ -251,6 +257,18 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         routes = self._routes.take()
         if self._publisher is not None and routes is not None:
             self.on_loop(self._publisher.feed, *routes)
+
+    # --- prompts that are computed here ----------------------------------------------------------
+
+    def collect_logprobs(self, chunk: ChunkInFlight[ToldPrompt]) -> None:
+        """Keep what a chunk says of prompts whose logprobs are asked."""
+        if chunk.prompt_logprobs is None:
+            return
+        arrays = [np.asarray(array) for array in chunk.prompt_logprobs]
+        for placed in chunk.pieces:
+            held = self._held.get(placed.piece.prompt.room)
+            if held is not None and held.logprobs is not None:
+                held.logprobs.add(placed.piece, placed.token_row, arrays)
 
     # --- endings --------------------------------------------------------------------------------
 
