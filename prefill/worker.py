@@ -6,7 +6,7 @@ pages and tokens of chunk n while the device computes chunk n+1.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender, SenderEvent
+from transfer.bootstrap import RegistryClient
 from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
@@ -37,6 +38,7 @@ from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
 from transfer.room import Room, Side, State
+from transfer.route_feeds import RoutePublisher, TurnRoutes
 from transfer.rpc import RpcServer, Security
 from transfer.stops import finish_of
 
@@ -78,6 +80,8 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._staged_pages = 0  # of every rank, padding included
         self._behind: frozenset[str] = frozenset()  # data addresses that too many pages wait for
         self._head_runs: dict[tuple[int, int], tuple[HeadRun, ...]] = {}
+        self._routes = TurnRoutes()
+        self._publisher: RoutePublisher | None = None  # with several ranks
         self._load_due_s = 0.0
         self._rank_loads: tuple[wire.Load, ...] = ()
 
@@ -186,6 +190,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             left = self._sender.cancel(held.submit.room)
             held.shipped = held.shipped or left
         self._ranks.release(held.prompt)
+        self._routes.ended(held.submit.room)
 
     def leg_of(self, held: Held, stages: dict[str, int], ending: str) -> wire.LegRecord:
         return wire.LegRecord(
@@ -304,7 +309,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             if held.room.state is State.GRANTED:
                 held.room.advance(State.COMPUTING, now_s)
                 self.counters[f"rank_{piece.prompt.rank}_rooms"] += 1
-                self.bound(piece.prompt.room, piece.prompt.rank)
+                self._routes.bound(piece.prompt.room, piece.prompt.rank)
             if piece.is_last:
                 firsts.append(first_sample(held, placed.row))
             runs = self._runs_of(held, piece)
@@ -319,7 +324,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         if firsts:
             flight.sampled = self._engine.sample_first(firsts)
         self.counters["chunks"] += 1
-        self.tell_routes()  # the rest of the turn waits for the device
+        self._tell_routes()  # the rest of the turn waits for the device
 
     def _runs_of(self, held: Held, piece: pieces.Piece[Prompt]) -> list[Run]:
         """The pages that this piece completes, in runs that fit a compiled gather."""
@@ -409,6 +414,27 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         for room_id in [r for r, (_, until) in self._early.items() if until < now]:
             del self._early[room_id]
             self.counters["grants_expired"] += 1
+
+    # --- routes ---------------------------------------------------------------------------------
+
+    def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
+        """Tell which rank has a room; where there is but one, everybody knows."""
+        if self.config.dp_size == 1:
+            return []
+        self._publisher = RoutePublisher(self.worker_id(), self.epoch, registry.connect_routes)
+        registry.on_registered = self._publisher.registered
+        return [self._publisher.run()]
+
+    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
+        """At the end of a turn; what it did to routes leaves as well."""
+        super().publish(batches)
+        self._tell_routes()
+
+    def _tell_routes(self) -> None:
+        """Have what this turn did to routes so far leave now."""
+        routes = self._routes.take()
+        if self._publisher is not None and routes is not None:
+            self.on_loop(self._publisher.feed, *routes)
 
     # --- what others may know --------------------------------------------------------------------
 

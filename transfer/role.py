@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from model.executables import ExecutableCache
 from model.opening import OpenedModel, open_model
 from model.programs import CompileCounter
 from transfer import flags, wire
-from transfer.bootstrap import RegistryClient
 from transfer.clock import Clock
 from transfer.emit import StepEmitter, ToldPrompt
 from transfer.errors import Code, RequestError, Unavailable
@@ -27,7 +26,6 @@ from transfer.meeting import Meeting
 from transfer.prefix_cache import PrefixCache
 from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.room import Room, RoomTable, Side, State
-from transfer.route_feeds import RoutePublisher, TurnRoutes
 from transfer.rpc import RpcServer, Security, host_port
 from transfer.shm import host_identity
 from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker
@@ -85,8 +83,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         self._rooms = RoomTable(max_rooms=config.max_queued_requests + 1)
         self._load = wire.Load()
         self._compiles = CompileCounter()
-        self._routes = TurnRoutes()
-        self._publisher: RoutePublisher | None = None  # with several ranks of prefill
         self._leader: Leader | None = None
         if config.nnodes > 1:
             self._leader = Leader(config.nnodes, self._member_lost, clock)
@@ -232,32 +228,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """The data-parallel rank of this worker that the submit asks for; -1: any."""
         return submit.routed_dp_rank if self.role == "decode" else submit.disagg_prefill_dp_rank
 
-    # --- routes ---------------------------------------------------------------------------------
-
-    def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
-        """Prefill tells which of its ranks has a room; where there is one, everybody knows."""
-        if self.role == "decode" or self.config.dp_size == 1:
-            return []
-        self._publisher = RoutePublisher(self.worker_id(), self.epoch, registry.connect_routes)
-        registry.on_registered = self._publisher.registered
-        return [self._publisher.run()]
-
-    def bound(self, room: int, rank: int) -> None:
-        """A room has its rank now."""
-        if self._publisher is not None:
-            self._routes.bound(room, rank)
-
-    def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        """At the end of a turn; what it did to routes leaves as well."""
-        super().publish(batches)
-        self.tell_routes()
-
-    def tell_routes(self) -> None:
-        """Have what this turn did to routes so far leave now."""
-        routes = self._routes.take()
-        if self._publisher is not None and routes is not None:
-            self.on_loop(self._publisher.feed, *routes)
-
     # --- prompts that are computed here ----------------------------------------------------------
 
     def collect_logprobs(self, chunk: ChunkInFlight[ToldPrompt]) -> None:
@@ -313,8 +283,6 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         held = self._held.pop(room)
         held.room.advance(state, self.clock.monotonic_s())
         self._rooms.remove(room)
-        if self._publisher is not None:
-            self._routes.ended(room)
         self.release(held)
         if ending != API_GONE:
             stages = {

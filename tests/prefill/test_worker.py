@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from prefill.worker import EARLY_GRANT_S, Granted
+from prefill.worker import EARLY_GRANT_S, Granted, PrefillWorker
 from tests.sim.alone import Alone
 from tests.sim.engines import prompt_logprob
 from tests.sim.workers import SimPrefill
@@ -422,7 +422,7 @@ def test_a_route_is_taken_back_when_its_room_is_over() -> None:
     as_any: Any = worker
     as_any._publisher = SimpleNamespace(feed=feed)
     as_any.on_loop = lambda function, *args: function(*args)
-    as_any.publish = lambda batches: worker.tell_routes()
+    as_any.publish = lambda batches: PrefillWorker.publish(worker, batches)
     for room in (1, 2):
         alone.submit(room)
     worker.handle(Granted(tuple(map(alone.grant, (1, 2)))))
