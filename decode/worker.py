@@ -38,14 +38,14 @@ from decode.speculation import Speculation
 from decode.told import tell_step, told_leg
 from model.buckets import PrefillBuckets
 from model.page_runs import memory_pinner
-from model.sampling import NOT_A_TOKEN, SampleOut
+from model.sampling import NOT_A_TOKEN
 from transfer import wire
 from transfer.backend import FirstToken, PageReceiver
 from transfer.bootstrap import RegistryClient
 from transfer.choice import open_receiver
 from transfer.chunk_times import next_chunk
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import FirstRow, StepEmitter, first_rows, prefilled
+from transfer.emit import StepEmitter
 from transfer.errors import Code
 from transfer.pages import PagePool
 from transfer.prefix_cache import Sharing, reusable_tokens
@@ -59,7 +59,6 @@ from transfer.role import (
 from transfer.room import Room, Side, State
 from transfer.routes import RouteTable
 from transfer.rpc import Security
-from transfer.stops import finish_of
 
 log = logging.getLogger(__name__)
 
@@ -403,32 +402,16 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._tell()  # not with what completes next: that may be a chunk later
 
     def _complete_local(self, flight: LocalFlight) -> None:
-        """Tell first tokens, as prefill does; rooms that ended meanwhile are passed over."""
         self.collect_logprobs(flight.chunk)
         jax.block_until_ready(flight.chunk.logits)  # the host is a chunk ahead, not more
         for times in flight.times:
             times.computed_s = self.clock.monotonic_s()
-        if flight.sampled is None:
-            return
-        out = SampleOut(*map(np.asarray, flight.sampled))
-        by_api: dict[str, list[FirstRow]] = {}
-        for placed in flight.chunk.pieces:
-            prompt, row = placed.piece.prompt, placed.row
-            held = self._held.get(prompt.room)
-            if held is None or not placed.piece.is_last:
-                continue
-            submit = held.submit
-            token_id, token_idx = int(out.ids[row]), submit.num_generated
-            if token_id == NOT_A_TOKEN:
-                self.fail_undrawn(prompt.room)
-                continue
-            finish = finish_of(token_id, token_idx, submit.sampling)
-            by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
-            self.counters["cached_tokens"] += prompt.num_cached
-            self._emitter.event(submit.api_id, prefilled(prompt, held.logprobs))
-            self._may_start(held, FirstToken(token_id, token_idx, prompt.num_tokens, finish))
-        for api_id, firsts in by_api.items():
-            self._emitter.rows(api_id, first_rows(firsts, out))
+        if flight.sampled is not None:
+            self.tell_first_tokens(flight.chunk, flight.sampled)
+
+    def first_drawn(self, held: Held, first: FirstToken) -> None:
+        """Its pages were written here."""
+        self._may_start(held, first)
 
     def _tell(self) -> None:
         self.publish(self._emitter.take(self.clock.monotonic_s()))

@@ -43,7 +43,7 @@ class Staged:
 class InFlight:
     """A dispatched chunk and everything that waits for it."""
 
-    chunk: ChunkInFlight
+    chunk: ChunkInFlight[Prompt]
     times: list[ChunkTimes]  # one a piece
     staged: deque[Staged] = field(default_factory=deque)
     sampled: SampleOut | None = None

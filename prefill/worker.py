@@ -17,7 +17,7 @@ import numpy as np
 from model import pieces
 from model.buckets import PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, FirstSample
-from model.sampling import NOT_A_TOKEN, SampleOut
+from model.sampling import SampleOut
 from prefill.config import PrefillConfig
 from prefill.held import Held, first_sample
 from prefill.opening import build_engine
@@ -30,7 +30,7 @@ from transfer.bootstrap import RegistryClient
 from transfer.choice import default_connections, open_sender
 from transfer.chunk_times import ChunkTimes, next_chunk, told_shipment, told_times
 from transfer.clock import SYSTEM_CLOCK, Clock
-from transfer.emit import FirstRow, StepEmitter, first_rows, prefilled
+from transfer.emit import StepEmitter
 from transfer.errors import Code, Incompatible
 from transfer.layout import HeadRun, plan_heads
 from transfer.pages import PagePool
@@ -40,7 +40,6 @@ from transfer.role import PoolFacts, RoleWorker, describe, flush_caches
 from transfer.room import Room, Side, State
 from transfer.route_feeds import RoutePublisher, TurnRoutes
 from transfer.rpc import RpcServer, Security
-from transfer.stops import finish_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class ChunkEngine(Protocol):
     def num_pages(self) -> int: ...
     @property
     def max_run_pages(self) -> int: ...
-    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight: ...
+    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight[Prompt]: ...
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
 
@@ -370,7 +369,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             times.computed_s, times.shipped_s = computed_s, shipped_s
         self.collect_logprobs(flight.chunk)
         if flight.sampled is not None:
-            self._emit_first_tokens(flight.chunk, SampleOut(*map(np.asarray, flight.sampled)))
+            self.tell_first_tokens(flight.chunk, flight.sampled)
 
     def _head_runs_to(self, grant: wire.Grant) -> tuple[HeadRun, ...]:
         key = (grant.tp_size, grant.stored_kv_heads)
@@ -384,29 +383,11 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             )
         return self._head_runs[key]
 
-    def _emit_first_tokens(self, chunk: ChunkInFlight, out: SampleOut) -> None:
-        """First tokens go to the client at once, and to decode behind the last page."""
-        by_api: dict[str, list[FirstRow]] = {}
-        now_s = self.clock.monotonic_s()
-        for placed in chunk.pieces:
-            piece, row = placed.piece, placed.row
-            held = self._held.get(piece.prompt.room)
-            if not piece.is_last or held is None or held.grant is None:
-                continue
-            submit = held.submit
-            token_id, token_idx = int(out.ids[row]), submit.num_generated
-            if token_id == NOT_A_TOKEN:
-                self.fail_undrawn(submit.room)
-                continue
-            finish = finish_of(token_id, token_idx, submit.sampling)
-            by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
-            held.room.advance(State.SENDING, now_s)
-            first = FirstToken(token_id, token_idx, piece.prompt.num_tokens, finish)
-            self._sender.finish(held.grant, first)
-            self.counters["cached_tokens"] += piece.prompt.num_cached
-            self._emitter.event(submit.api_id, prefilled(piece.prompt, held.logprobs))
-        for api_id, rows in by_api.items():
-            self._emitter.rows(api_id, first_rows(rows, out))
+    def first_drawn(self, held: Held, first: FirstToken) -> None:
+        """It goes to decode behind the last page."""
+        assert held.grant is not None, "computed without a grant"
+        held.room.advance(State.SENDING, self.clock.monotonic_s())
+        self._sender.finish(held.grant, first)
 
     def expire(self) -> None:
         super().expire()

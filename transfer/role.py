@@ -1,4 +1,4 @@
-"""What both roles do alike: hold rooms, end them, tell of load, and present themselves."""
+"""What both roles do alike: hold rooms, tell first tokens, end rooms, and present themselves."""
 
 import dataclasses
 import logging
@@ -16,9 +16,11 @@ from model.chunks import ChunkInFlight
 from model.executables import ExecutableCache
 from model.opening import OpenedModel, open_model
 from model.programs import CompileCounter
+from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
+from transfer.backend import FirstToken
 from transfer.clock import Clock
-from transfer.emit import StepEmitter, ToldPrompt
+from transfer.emit import FirstRow, StepEmitter, ToldPrompt, first_rows, prefilled
 from transfer.errors import Code, RequestError, Unavailable
 from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.group import Follow, Leader, join
@@ -28,6 +30,7 @@ from transfer.prompt_logprobs import CollectedLogprobs
 from transfer.room import Room, RoomTable, Side, State
 from transfer.rpc import RpcServer, Security, host_port
 from transfer.shm import host_identity
+from transfer.stops import finish_of
 from transfer.worker import Aborted, ApiGone, Drain, Submitted, Worker
 from transfer.worker_config import WorkerConfig
 
@@ -115,6 +118,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     @abstractmethod
     def grammar_ready(self, held: H) -> None:
         """What waited for the room's grammar may go on."""
+
+    @abstractmethod
+    def first_drawn(self, held: H, first: FirstToken) -> None:
+        """A prompt was computed here, and its client is told the first token."""
 
     @abstractmethod
     def handle_own(self, event: Any) -> None:
@@ -239,6 +246,29 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             held = self._held.get(placed.piece.prompt.room)
             if held is not None and held.logprobs is not None:
                 held.logprobs.add(placed.piece, placed.token_row, arrays)
+
+    def tell_first_tokens(self, chunk: ChunkInFlight[ToldPrompt], sampled: SampleOut) -> None:
+        """Of prompts that end in the chunk; rooms that ended meanwhile are passed over."""
+        out = SampleOut(*map(np.asarray, sampled))
+        by_api: dict[str, list[FirstRow]] = {}
+        for placed in chunk.pieces:
+            prompt, row = placed.piece.prompt, placed.row
+            held = self._held.get(prompt.room)
+            # A room that ended and came again has not begun.
+            if not placed.piece.is_last or held is None or not self.has_begun(held):
+                continue
+            submit = held.submit
+            token_id, token_idx = int(out.ids[row]), submit.num_generated
+            if token_id == NOT_A_TOKEN:
+                self.fail_undrawn(submit.room)
+                continue
+            finish = finish_of(token_id, token_idx, submit.sampling)
+            by_api.setdefault(submit.api_id, []).append(FirstRow(row, submit, finish))
+            self.counters["cached_tokens"] += prompt.num_cached
+            self._emitter.event(submit.api_id, prefilled(prompt, held.logprobs))
+            self.first_drawn(held, FirstToken(token_id, token_idx, prompt.num_tokens, finish))
+        for api_id, firsts in by_api.items():
+            self._emitter.rows(api_id, first_rows(firsts, out))
 
     # --- endings --------------------------------------------------------------------------------
 

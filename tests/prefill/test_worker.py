@@ -241,6 +241,18 @@ def test_an_abort_at_any_time_frees_every_page_and_says_nothing_but_how_it_went(
     worker.check_idle()
 
 
+def test_a_room_that_comes_again_is_not_told_what_was_drawn_before_it_ended() -> None:
+    alone, worker = prefill()
+    alone.submit(1)
+    worker.handle(Granted((alone.grant(1),)))
+    worker.turn()
+    worker.handle(Aborted((1,), "client left"))
+    alone.submit(1)
+    while alone.turn():
+        pass
+    assert (alone.tokens(), worker.num_held()) == ([], 1)
+
+
 def test_rooms_of_an_api_process_that_is_gone_are_dropped() -> None:
     alone, worker = prefill()
     alone.submit(1)
