@@ -181,7 +181,10 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                     self.fail(room, code, f"{what}: {message}")
             case GrantFailed(rooms, message):
                 for room in rooms:
-                    self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
+                    held = self._held.get(room)
+                    # Where pages have come the grant has, too: what was lost is its answer.
+                    if held is not None and held.room.state is State.RESERVED:
+                        self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 

@@ -197,6 +197,20 @@ def test_a_lost_prefill_is_told_as_such(event: object, code: str) -> None:
     worker.check_idle()
 
 
+def test_a_grant_whose_answer_alone_was_lost_ends_nothing() -> None:
+    alone, worker = decode()
+    start(alone, 1, max_new=8)
+    worker.handle(GrantFailed((1,), "no answer"))
+    for _ in range(4):
+        alone.turn()
+    worker.handle(GrantFailed((1,), "no answer"))
+    while alone.turn():
+        pass
+    assert not alone.events()
+    assert alone.tokens() == [(1, idx) for idx in range(1, 8)]
+    worker.check_idle()
+
+
 def test_a_request_that_could_never_fit_is_refused_at_the_door() -> None:
     alone, worker = decode(num_pages=3)
     assert worker.refusal(alone.leg(1, num_tokens=4, max_new=8)) is None
