@@ -157,7 +157,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             case Submitted(submits, received_s):
                 for submit in submits:
                     self.open_room(submit, received_s)
-            case Aborted(rooms, _):
+            case Aborted(rooms):
                 for room in rooms:
                     self.drop(room, "aborted")
             case ApiGone(api_id):

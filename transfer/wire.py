@@ -24,7 +24,7 @@ import numpy as np
 from transfer.errors import BadMessage
 from transfer.numbers import I32, I64, AtLeastOne, Count
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 # Worst-case counts that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -112,7 +112,6 @@ class SubmitReply(Message):
 
 class AbortBatch(Message):
     rooms: tuple[int, ...]
-    reason: str = "aborted"
     version: int = WIRE_VERSION
 
 
@@ -327,10 +326,6 @@ class ClusterView(Message):
 
     revision: int
     members: tuple[Member, ...]
-
-
-class Watch(Message):
-    watcher_id: str
 
 
 class Routes(Message):
