@@ -207,10 +207,6 @@ class RegistryServer:
     async def _find_routes(self, _: wire.Empty) -> wire.RoutesAddress:
         return wire.RoutesAddress(self._routes_port)
 
-    def put_routes(self, message: wire.Routes) -> bool:
-        """As if it had come over a connection for routes."""
-        return self._feeds.put(message, wire.encode(message))
-
     async def _watch(self, _: wire.Empty) -> AsyncIterator[wire.ClusterView]:
         changed = asyncio.Event()
         self._watchers.add(changed)
