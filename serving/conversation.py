@@ -19,7 +19,7 @@ RESERVED_KWARGS = frozenset(
 _INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
-_TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
+TEXTS = {"input_text": "text", "refusal": "refusal", "text": "text"}
 MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; documents; kwargs
 
 
@@ -87,6 +87,22 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def text_part(part: Any, where: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """A part of a content as templates know it. Raises ApiError for one that has no text.
+
+    where: its path. names: the field that has the text, of each type of part.
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in names:
+        raise no_text(where, part)
+    text = part.get(names[kind])
+    if not isinstance(text, str):
+        raise wrong_type(f"{where}.{names[kind]}", f"text, got {quoted(text)}")
+    return {"type": "text", "text": text}
 
 
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -216,7 +232,7 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
             raise wrong_type(f"{where}.refusal", f"text, got {quoted(content)}")
     calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
-        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        parts = [text_part(part, f"{where}.content[{i}]", TEXTS) for i, part in enumerate(content)]
         content = parts if model.takes_parts and role == "user" else text_of(parts)
     if content in (None, "") and calls:
         content = model.tokenizer.call_form.content
@@ -237,18 +253,6 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
             # Its template prints what was thought before a call, by this name.
             message.setdefault("thinking", message.get("reasoning_content") or "")
     return message
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        raise no_text(where, part)
-    name = _TEXTS[kind]
-    if not isinstance(part.get(name), str):
-        raise wrong_type(f"{where}.{name}", "text")
-    return {"type": "text", "text": part[name]}
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
