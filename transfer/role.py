@@ -462,7 +462,7 @@ def describe(
         tp_size=config.tp_size,
         dp_size=config.dp_size,
         context_length=opened.context_length,
-        max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
+        max_request_tokens=PoolFacts.of(opened).request_limit(num_pages),
         stored_kv_heads=kv.num_kv_heads,
         dtype=opened.model.dtype.name,
         transfer_backend=config.disaggregation_transfer_backend,
