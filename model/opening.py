@@ -210,7 +210,7 @@ def make_pool(
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
-    least = -(-opened.context_length // page_size)
+    least = pages_for(opened.context_length, page_size)
     weights = tree_bytes(opened.params)
     own = own_devices(opened.model.mesh)
     num_members = len(opened.devices) // len(own)
