@@ -421,19 +421,19 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError, the soonest it can."""
     opened = open_model(
         config.model_path,
-        config.dtype,
-        config.kv_cache_dtype,
-        config.tp_size,
-        config.ep_size,
-        config.page_size,
-        config.context_length,
-        chunk_size,
-        config.mem_fraction_static,
-        config.max_total_tokens,
-        config.dp_size,
-        config.placing,
-        config.quantization,
-        config.load_format,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        tp_size=config.tp_size,
+        ep_size=config.ep_size,
+        page_size=config.page_size,
+        context_length=config.context_length,
+        chunk_size=chunk_size,
+        fraction=config.mem_fraction_static,
+        max_total_tokens=config.max_total_tokens,
+        dp_size=config.dp_size,
+        placing=config.placing,
+        quantization=config.quantization,
+        load_format=config.load_format,
     )
     return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
 
