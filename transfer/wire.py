@@ -1,18 +1,8 @@
 """Every control message between two processes: frozen, typed, versioned; read this file first.
 
-Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects. Senders:
-
-    API -> prefill, decode   SubmitBatch, AbortBatch, Subscribe
-    prefill, decode -> API   StepBatch   (the reply stream of Subscribe: one per step)
-    decode -> prefill        GrantBatch  (pages reserved: prefill may compute and push)
-    prefill -> decode        frames on the data plane (transfer/backend.py), never here
-    worker -> registry       Register, Heartbeat, Deregister
-    API -> registry          Watch -> ClusterView (pushed on change)
-    prefill -> registry      Routes (rank of each room that it bound or ended), and
-    registry -> decode       Routes (pushed as they come): frames of transfer/route_link.py
-    prefill, decode -> registry  FindRoutes -> RoutesAddress (where these connections go)
-    API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,
-                             FindTimeline -> FoundTimeline
+Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects. Who sends
+which message to whom, and what answers it, is in docs/protocol.md. Pages never come here: they are
+frames of the data plane (transfer/backend.py).
 """
 
 import functools
