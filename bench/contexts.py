@@ -3,6 +3,7 @@
 from typing import Final
 
 from bench.shapes import Shape
+from model.buckets import pages_for
 
 _MIXED_ROWS: Final = 16
 _LONGEST: Final = 1 << 17
@@ -38,4 +39,4 @@ def decode_contexts(shape: Shape, num_pages: int) -> dict[str, list[int]]:
 
 def _pages_of(contexts: list[int], page_size: int) -> int:
     """Of rows with so many tokens and the one that a step adds."""
-    return sum(-(-(tokens + 1) // page_size) for tokens in contexts)
+    return sum(pages_for(tokens + 1, page_size) for tokens in contexts)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # as transfer/exit_codes.py has it
 
 
 @contextlib.contextmanager

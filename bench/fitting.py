@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from bench.shapes import Shape
+from model.buckets import pages_for
 from model.errors import ModelError
 from model.programs import mib
 from model.sharding import make_mesh
@@ -24,7 +25,7 @@ def table_pages(shape: Shape, slots: int, model: Model) -> int:
 
 def context_pages(shape: Shape) -> int:
     """Of a slot with the shape's context, and one token more."""
-    return -(-(shape.context + 1) // shape.page_size)
+    return pages_for(shape.context + 1, shape.page_size)
 
 
 def pool_pages(shape: Shape) -> int:

@@ -16,8 +16,8 @@ from bench.client import Server
 from bench.endings import lifeline
 from bench.frontend_cases import Design
 from bench.serve import NoServer, wait_ready
+from bench.surroundings import ROOT
 
-_ROOT = Path(__file__).resolve().parents[1]
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 180.0  # a first import of torch from a cold disk
 _ASK_TIMEOUT_S = 30.0
@@ -41,7 +41,7 @@ def version_in(python: str, package: str) -> str:
 
 def environment() -> dict[str, str]:
     """Of a process that runs a module of ours by a peer's Python: offline, on the processor."""
-    ours = {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ours = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | ours
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from safetensors.numpy import load_file
 from bench.report import Report
 from bench.surroundings import ROOT
 from model.attention import ChunkBatch
+from model.buckets import pages_for
 from model.config import ModelConfig
 from model.kv import init_pool
 from model.programs import Program, compile_all
@@ -58,8 +58,8 @@ class Outcome:
     median: float
 
 
-def check_goldens(report: Report, names: Sequence[str] = (), dtype: str = "float32") -> bool:
-    """Run every checkpoint found (or those named) and report it; whether all agree.
+def check_goldens(report: Report, dtype: str = "float32") -> bool:
+    """Run every checkpoint found and report it; whether all agree.
 
     dtype: in bfloat16, those whose distances are known.
     Raises FileNotFoundError when the fixtures are not there.
@@ -68,9 +68,7 @@ def check_goldens(report: Report, names: Sequence[str] = (), dtype: str = "float
     if not found:
         raise FileNotFoundError(f"no golden fixtures in {FOLDER}: run from a clone")
     good = True
-    chosen = list(names or found)
-    if dtype != "float32":
-        chosen = [name for name in chosen if name in BFLOAT16_MEDIANS]
+    chosen = [name for name in found if dtype == "float32" or name in BFLOAT16_MEDIANS]
     # Each spends its time compiling its two programs, side by side as well.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         outcomes = pool.map(lambda name: check_golden(FOLDER / name, dtype), chosen)
@@ -163,7 +161,7 @@ def _kv_idx(positions: np.ndarray) -> np.ndarray:
 def _one_chunk(prompt: list[int]) -> ChunkBatch:
     """The prompt as one sequence, padded to TOKENS."""
     length = len(prompt)
-    used = -(-length // PAGE_SIZE)
+    used = pages_for(length, PAGE_SIZE)
     token_ids, seq_idx = np.zeros(TOKENS, np.int32), np.ones(TOKENS, np.int32)
     token_ids[:length], seq_idx[:length] = prompt, 0
     positions = np.arange(TOKENS, dtype=np.int32)

@@ -143,8 +143,9 @@ class CompileBench:
         """One prompt in one chunk, logits of its last token included."""
         from bench.kernels import last_logits
         from model.attention import ChunkBatch
+        from model.buckets import pages_for
 
-        pages = -(-tokens // self.shape.page_size)
+        pages = pages_for(tokens, self.shape.page_size)
         sizes: list[tuple[int, ...]] = [(tokens,)] * 4 + [(pages,)] * 3 + [()]
         self._compile(
             f"prefill chunk {tokens}",

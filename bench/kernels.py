@@ -34,6 +34,7 @@ from bench.shapes import Shape
 from bench.timing import ENDLESS, Allowance, seconds_per_call
 from model import page_runs
 from model.attention import ChunkBatch, window_of
+from model.buckets import pages_for
 from model.kv import gather_pages, init_pool, write_pages
 from model.moe import expert_stacks
 from model.page_groups import Place, decode_groups, group_of_layer, of_groups, place_of
@@ -369,7 +370,7 @@ class KernelBench:
 
     def _chunk(self, tokens: int) -> ChunkBatch:
         size = self.shape.page_size
-        num_pages = -(-tokens // size)
+        num_pages = pages_for(tokens, size)
         page_ids = self.rng.permutation(self.num_pages)[:num_pages].astype(np.int32)
         positions = np.arange(tokens, dtype=np.int32)
         batch = ChunkBatch(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 WARM_UPS = 3  # CUDA graphs are captured in the first runs of an executable
+_BATCHES = 5
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,7 @@ ENDLESS: Final = Allowance()
 
 
 def seconds_per_call(
-    call: Callable[[], Any],
-    wait: Callable[[Any], Any],
-    budget_s: float = 1.0,
-    batches: int = 5,
+    call: Callable[[], Any], wait: Callable[[Any], Any], budget_s: float = 1.0
 ) -> float:
     """Median over batches of the mean time of one call.
 
@@ -60,9 +58,9 @@ def seconds_per_call(
     start = time.perf_counter()
     wait(call())
     once_s = max(time.perf_counter() - start, 1e-7)
-    calls = max(1, int(budget_s / batches / once_s))
+    calls = max(1, int(budget_s / _BATCHES / once_s))
     found = []
-    for _ in range(batches if once_s < budget_s else 2):
+    for _ in range(_BATCHES if once_s < budget_s else 2):
         start = time.perf_counter()
         last = None
         for _ in range(calls):

@@ -147,7 +147,6 @@ class ModelConfig:
     quantization: str = ""  # of the checkpoint's tensors: "", fp8, int4, int8, ...
     quantized_block: tuple[int, int] = (128, 128)  # rows, columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     default_temperature: float | None = None
     default_top_p: float | None = None
     default_top_k: int | None = None
@@ -215,7 +214,6 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     dtype = dtype or ("bfloat16" if quantization else "float32")
     sources = [x for x in (generation, fields) if x is not None]
     eos = [token for source in sources for token in source.ids("eos_token_id")]
-    bos = [token for source in sources for token in source.ids("bos_token_id")]
     attention = read_attention(fields, architecture)
     return ModelConfig(
         architecture=architecture,
@@ -229,7 +227,6 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings"),
         torch_dtype=fields.one_of("torch_dtype", dtype, tuple(DTYPE_BYTES)),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=next(iter(bos), None),
         default_temperature=generation.number("temperature", None) if generation else None,
         default_top_p=generation.number("top_p", None) if generation else None,
         default_top_k=_top_k(generation) if generation else None,

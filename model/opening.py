@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,7 @@ def on_cpu() -> bool:
 
 def open_model(
     path: Path,
+    *,
     dtype: str,
     kv_cache_dtype: str,
     tp_size: int,
@@ -117,6 +118,41 @@ def open_model(
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
+    _check_devices(tp_size, dp_size)
+    sizes = _sizes(cfg, dtype, kv_cache_dtype, page_size, context_length, chunk_size)
+    mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
+    shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
+    codes = codes_of(cfg.quantization, quantization)
+    dims = Dims.of(cfg, mesh, shared, redundant, codes=codes)
+    model = Model.create(
+        cfg,
+        mesh,
+        jnp.dtype(sizes.dtype),
+        sizes.page_size,
+        share_experts=shared,
+        redundant_experts=redundant,
+        coded=coded_parameters(path, cfg, dims, quantization, on_cpu(), load_format == "dummy"),
+        codes=codes,
+    )
+    experts = PlacedExperts(model, placing)
+    kv = kv_spec(cfg, model.dims, sizes.page_size, sizes.kv_dtype)
+    if (model.dims.coded and codes == "fp8") or sizes.kv_dtype == FP8:
+        check_reads_codes(own_devices(mesh))
+    _check_memory(model, kv, sizes.context_length, fraction, max_total_tokens)
+    params, digest = (_draw if load_format == "dummy" else _load)(path, model)
+    return OpenedModel(
+        model=model,
+        params=params,
+        kv=kv,
+        logical_kv_heads=cfg.num_kv_heads,
+        context_length=sizes.context_length,
+        digest=digest,
+        experts=experts,
+    )
+
+
+def _check_devices(tp_size: int, dp_size: int) -> None:
+    """Raises ModelError when this process sees fewer than a mesh takes."""
     num_devices = dp_size * tp_size
     if num_devices > len(jax.devices()):
         sizes = f"--tp-size {tp_size}" + (f" with --dp-size {dp_size}" if dp_size > 1 else "")
@@ -124,6 +160,26 @@ def open_model(
             f"{sizes} needs {num_devices} devices, this process sees "
             f"{len(jax.devices())} ({jax.default_backend()})"
         )
+
+
+class _Sizes(NamedTuple):
+    """What flags may leave open, as it came to."""
+
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    context_length: int
+
+
+def _sizes(
+    cfg: ModelConfig,
+    dtype: str,
+    kv_cache_dtype: str,
+    page_size: int,
+    context_length: int,
+    chunk_size: int,
+) -> _Sizes:
+    """See open_model, whose arguments these are. Raises ModelError for what does not fit."""
     if dtype == "auto":
         dtype = "float32" if on_cpu() else cfg.torch_dtype
     kv_dtype = {"auto": dtype, "fp8_e4m3": FP8}.get(kv_cache_dtype, kv_cache_dtype)
@@ -139,35 +195,7 @@ def open_model(
         context_length = context_length // page_size * page_size or limit
     whole = pages_for(context_length, page_size) * page_size
     check_page_size(page_size, min(chunk_size, whole) or page_size, context_length)
-    mesh = make_mesh(tp_size, ep_size, dp_size=dp_size)
-    shared, redundant = ep_size > tp_size, placing.ep_num_redundant_experts
-    codes = codes_of(cfg.quantization, quantization)
-    dims = Dims.of(cfg, mesh, shared, redundant, codes=codes)
-    model = Model.create(
-        cfg,
-        mesh,
-        jnp.dtype(dtype),
-        page_size,
-        share_experts=shared,
-        redundant_experts=redundant,
-        coded=coded_parameters(path, cfg, dims, quantization, on_cpu(), load_format == "dummy"),
-        codes=codes,
-    )
-    experts = PlacedExperts(model, placing)
-    kv = kv_spec(cfg, model.dims, page_size, kv_dtype)
-    if (model.dims.coded and codes == "fp8") or kv_dtype == FP8:
-        check_reads_codes(own_devices(mesh))
-    _check_memory(model, kv, context_length, fraction, max_total_tokens)
-    params, digest = (_draw if load_format == "dummy" else _load)(path, model)
-    return OpenedModel(
-        model=model,
-        params=params,
-        kv=kv,
-        logical_kv_heads=cfg.num_kv_heads,
-        context_length=context_length,
-        digest=digest,
-        experts=experts,
-    )
+    return _Sizes(dtype, kv_dtype, page_size, context_length)
 
 
 def _load(path: Path, model: Model) -> tuple[Params, str]:
@@ -210,7 +238,7 @@ def make_pool(
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
-    least = -(-opened.context_length // page_size)
+    least = pages_for(opened.context_length, page_size)
     weights = tree_bytes(opened.params)
     own = own_devices(opened.model.mesh)
     num_members = len(opened.devices) // len(own)

@@ -249,11 +249,7 @@ def row_logits(
 
 
 def prefill_hidden(
-    model: Model,
-    params: Params,
-    pool: PagePool,
-    batch: ChunkBatch,
-    expert_map: ExpertMap | None = None,
+    model: Model, params: Params, pool: PagePool, batch: ChunkBatch
 ) -> tuple[Float[Array, "tokens hidden"], PagePool]:
     """`prefill_rows`; several ranks do the same, each in its own pages.
 
@@ -262,10 +258,10 @@ def prefill_hidden(
     run = on_ranks(
         model.mesh,
         lambda *args: prefill_rows(model, *args)[:2],
-        (model.param_specs(), POOL_SPEC, P(), P()),
+        (model.param_specs(), POOL_SPEC, P()),
         (P(), POOL_SPEC),
     )
-    hidden, pool = run(params, pool, batch, expert_map)
+    hidden, pool = run(params, pool, batch)
     return hidden, pool
 
 
@@ -302,16 +298,15 @@ def decode_hidden(
     positions: Int32[Array, " rows"],
     page_table: Int32[Array, "rows pages_per_row"],
     kv_idx: Int32[Array, " rows"],
-    expert_map: ExpertMap | None = None,
 ) -> tuple[Float[Array, "rows hidden"], PagePool]:
     """`decode_rows`; see prefill_hidden."""
     run = on_ranks(
         model.mesh,
         lambda *args: decode_rows(model, *args)[:2],
-        (model.param_specs(), POOL_SPEC, P(), P(), P(), P(), P()),
+        (model.param_specs(), POOL_SPEC, P(), P(), P(), P()),
         (P(), POOL_SPEC),
     )
-    hidden, pool = run(params, pool, token_ids, positions, page_table, kv_idx, expert_map)
+    hidden, pool = run(params, pool, token_ids, positions, page_table, kv_idx)
     return hidden, pool
 
 

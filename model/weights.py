@@ -199,9 +199,7 @@ def dummy_digest(path: str | Path, coded: tuple[str, ...] = (), codes: str = "")
 
 def _computed(cfg: ModelConfig) -> ModelConfig:
     """Without what clients' requests take where they say nothing: no worker reads it."""
-    return replace(
-        cfg, bos_token_id=None, default_temperature=None, default_top_p=None, default_top_k=None
-    )
+    return replace(cfg, default_temperature=None, default_top_p=None, default_top_k=None)
 
 
 def _sample(files: Checkpoint, name: str, shape: tuple[int, ...], pieces: int) -> bytes:

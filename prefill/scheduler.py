@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from model import pieces
+from model.buckets import pages_for
 from model.pieces import fill, part_of_shorter, tokens_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
@@ -192,7 +193,7 @@ class PrefillScheduler:
         return short <= 0 or self._cache.can_evict(short, frozenset(chain))
 
     def pages_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        return pages_for(num_tokens, self._page_size)
 
     def queued(self) -> tuple[int, int]:
         """Requests and tokens not yet planned."""

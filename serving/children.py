@@ -20,6 +20,7 @@ from typing import Any
 from transfer import flags, terminal
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import KvferryError
+from transfer.exit_codes import EXIT_CONFIG
 from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class Supervisor:
                 return
             lived_s = SYSTEM_CLOCK.monotonic_s() - started_s
             restarts = 1 if lived_s > FORGIVEN_AFTER_S else restarts + 1
-            if code == flags.EXIT_CONFIG or restarts > MAX_RESTARTS:
+            if code == EXIT_CONFIG or restarts > MAX_RESTARTS:
                 await child.output
                 raise child.failed(f"{_ended_with(code)}, {restarts} time(s) in a row", code)
             log.warning("%s %s: starting it again", name, _ended_with(code))
@@ -288,7 +289,7 @@ def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
         asyncio.run(_until_told(command, supervisor, body))
     except ChildFailed as error:
         terminal.complain(f"kvferry {command}: {error}")
-        raise SystemExit(flags.EXIT_CONFIG if error.code == flags.EXIT_CONFIG else 1) from error
+        raise SystemExit(EXIT_CONFIG if error.code == EXIT_CONFIG else 1) from error
 
 
 async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:

@@ -96,6 +96,19 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def text_part(part: Any, where: str) -> dict[str, Any]:
+    """A part of a content as templates know it. where: its path. Raises ApiError if not text."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        raise no_text(where, part)
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise wrong_type(f"{where}.{_TEXTS[kind]}", f"text, got {quoted(text)}")
+    return {"type": "text", "text": text}
+
+
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The functions that a request offers. Raises ApiError for what looks like one and is none."""
     found = []
@@ -218,7 +231,7 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
             raise wrong_type(f"{where}.refusal", f"text, got {quoted(content)}")
     calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
-        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        parts = [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         content = parts if model.takes_parts and role == "user" else text_of(parts)
     if content in (None, "") and calls:
         content = model.tokenizer.call_form.content
@@ -242,18 +255,6 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
             # Its template prints what was thought before a call, by this name.
             message.setdefault("thinking", message.get("reasoning_content") or "")
     return message
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        raise no_text(where, part)
-    name = _TEXTS[kind]
-    if not isinstance(part.get(name), str):
-        raise wrong_type(f"{where}.{name}", "text")
-    return {"type": "text", "text": part[name]}
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:

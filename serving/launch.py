@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
-EXIT_INTERRUPTED = 130
+from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
+
 COMMANDS = {
     "up": "start prefill, decode and the API on this machine",
     "prefill": "start a prefill worker",
@@ -35,7 +36,7 @@ def main() -> None:
     name = argv[0] if argv else ""
     if name in ("-h", "--help", "help", ""):
         terminal.say(_usage())
-        raise SystemExit(0 if name else flags.EXIT_CONFIG)
+        raise SystemExit(0 if name else EXIT_CONFIG)
     if name == "--version":
         terminal.say(f"kvferry {version('kvferry')}")
         return
@@ -44,7 +45,7 @@ def main() -> None:
     if name not in COMMANDS:
         takes = ", ".join([*COMMANDS, *ABOVE, "test"])
         terminal.complain(f"kvferry: unknown command {name!r}; it takes {takes}")
-        raise SystemExit(flags.EXIT_CONFIG)
+        raise SystemExit(EXIT_CONFIG)
     flags.run_main(name, lambda: _command(name)(argv[1:], f"kvferry {name}"))
 
 

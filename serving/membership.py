@@ -218,7 +218,7 @@ def _registry_watch(address: str, context: Context) -> WatchViews:
     async def watch(on_view: Callable[[wire.ClusterView], None]) -> None:
         client = RegistryClient(address, context.security, context.clock)
         try:
-            await client.watch(on_view, context.api_id)
+            await client.watch(on_view)
         finally:
             await client.close()
 

@@ -69,7 +69,7 @@ class CompletionReader:
         if fields.max_tokens is not None and not self._drop_output:
             in_range("max_tokens", fields.max_tokens, 1, None)
         num_logprobs = check_logprobs("logprobs", fields.logprobs)
-        self._shown = _shown(fields, num_logprobs, model, self._drop_output)
+        self._shown = _shown(fields, num_logprobs, self._drop_output)
         self._sampling = _sampling(fields, model, self._shown, fields.max_tokens)
         self._form = form_of(fields, fields.min_tokens, model.eos_ids)
         self._n = num_choices(fields.n)
@@ -177,7 +177,7 @@ class ChatReader:
         if not fields.logprobs:
             num_logprobs = -1
         self.parsing = _parsing(fields, model)
-        self._shown = _shown(fields, num_logprobs, model, drop_output=False)
+        self._shown = _shown(fields, num_logprobs, drop_output=False)
         self._shown = _with_markers(self._shown, self.parsing, model)
         self._sampling = _sampling(fields, model, self._shown, self._max_tokens)
         self._form = self._form_of(fields)
@@ -276,7 +276,7 @@ def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
 # --- both -----------------------------------------------------------------------------------------
 
 
-def _shown(fields: OpenAIFields, num_logprobs: int, model: ServedModel, drop_output: bool) -> Shown:
+def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
     num_prompt_logprobs = check_logprobs("prompt_logprobs", fields.prompt_logprobs)
     if fields.echo and isinstance(fields, CompletionFields):
         # What is echoed has logprobs like the rest.

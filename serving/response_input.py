@@ -7,10 +7,8 @@ each of these is an item of its own.
 from collections.abc import Sequence
 from typing import Any
 
-from serving.conversation import MAX_PARTS
-from serving.errors import ApiError, bad_field, no_text, quoted, wrong_type
-
-_TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
+from serving.conversation import MAX_PARTS, text_part
+from serving.errors import ApiError, bad_field, quoted, wrong_type
 
 
 def messages_of_input(
@@ -104,19 +102,10 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
 def _parts(content: Any, where: str) -> list[dict[str, Any]]:
     """Parts of a text in the shape of a chat's."""
     if isinstance(content, str):
-        return [_part(content, where)]
+        return [text_part(content, where)]
     if not isinstance(content, list):
         raise wrong_type(where, f"text or a list, got {quoted(content)}")
-    return [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in _TEXTS:
-        raise no_text(where, part)
-    return {"type": "text", "text": _field(part, _TEXTS[kind], where)}
+    return [text_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
 
 def _list(item: dict[str, Any], name: str, where: str) -> list[Any]:

@@ -48,8 +48,8 @@ class Tokenizer:
     """The tokenizer of one checkpoint; safe to share, it never changes.
 
     vocab_size: one more than the highest id. special_ids: ids that decode to nothing when
-    special tokens are skipped. eos_id, bos_id: of tokenizer_config.json, None when it has
-    none; generation_config.json may name further ids that end a text.
+    special tokens are skipped. eos_id: of tokenizer_config.json, None when it has none;
+    generation_config.json may name further ids that end a text.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        self.eos_id = self._id_of_named("eos_token")
-        self.bos_id = self._id_of_named("bos_token")
+        eos = self._special_tokens.get("eos_token")
+        self.eos_id = None if eos is None else backend.token_to_id(eos)
         self._keeping: TokenTable | WindowDecoder
         self._skipping: TokenTable | WindowDecoder
         if is_byte_level:
@@ -256,10 +256,6 @@ class Tokenizer:
         except ChatTemplateError:
             return False
         return "probe_key" in text and "'probe_key'" not in text
-
-    def _id_of_named(self, name: str) -> int | None:
-        token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
 
     def _window_decoder(self, skip_special_tokens: bool) -> WindowDecoder:
         skipped = self.special_ids if skip_special_tokens else frozenset()

@@ -35,7 +35,7 @@ class FakeRegistry:
     async def start(self, port: int = 0) -> None:
         self._revision = 0
         server = RpcServer(self._security)
-        server.stream("Watch", wire.Watch, self._watch)
+        server.stream("Watch", wire.Empty, self._watch)
         self.address = f"127.0.0.1:{await server.start('127.0.0.1', port)}"
         self._server = server
 
@@ -65,7 +65,7 @@ class FakeRegistry:
     def _view(self) -> wire.ClusterView:
         return wire.ClusterView(self._revision, tuple(self.members.values()))
 
-    async def _watch(self, _: wire.Watch) -> AsyncIterator[wire.ClusterView]:
+    async def _watch(self, _: wire.Empty) -> AsyncIterator[wire.ClusterView]:
         queue: asyncio.Queue[wire.ClusterView] = asyncio.Queue()
         self._watchers.add(queue)
         try:

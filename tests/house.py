@@ -51,7 +51,7 @@ IMPURE_ROOTS = frozenset(
     ]
 )
 MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 90
+MAX_FUNCTION_LINES = 70
 # Calls whose string arguments are names of mesh axes.
 AXIS_CALLS = frozenset(
     [

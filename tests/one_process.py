@@ -13,10 +13,11 @@ from decode.rings import Rings
 from decode.scheduler import DecodeScheduler
 from model.buckets import Drafting, decode_buckets, prefill_buckets
 from model.chunks import FirstSample
-from model.opening import OpenedModel, open_model
+from model.opening import OpenedModel
 from prefill.engine import PrefillEngine
 from prefill.scheduler import Piece, PrefillScheduler, Prompt
 from prefill.shipping import Shipping
+from tests.model.harness import open_plainly
 from transfer import wire
 from transfer.grammars import Constraint, Grammars, Outcome
 from transfer.pages import PagePool
@@ -120,4 +121,4 @@ class OneProcess:
 
 
 def _opened(path: Path) -> OpenedModel:
-    return open_model(path, "float32", "auto", 1, 1, PAGE_SIZE, CONTEXT)
+    return open_plainly(path, PAGE_SIZE, CONTEXT)

@@ -115,7 +115,7 @@ BAD = [
     (house.no_type_checking_blocks, "model/a.py", "if TYPE_CHECKING:\n    import x"),
     (house.no_type_checking_blocks, "model/a.py", "if typing.TYPE_CHECKING:\n    import x"),
     (house.files_and_functions_fit_a_sitting, "model/a.py", "x = 1\n" * 501),
-    (house.files_and_functions_fit_a_sitting, "model/a.py", "def f():\n" + "    x = 1\n" * 90),
+    (house.files_and_functions_fit_a_sitting, "model/a.py", "def f():\n" + "    x = 1\n" * 70),
     (house.no_error_is_swallowed, "model/a.py", "try:\n    f()\nexcept:\n    raise"),
     (house.no_error_is_swallowed, "model/a.py", "try:\n    f()\nexcept Exception:\n    pass"),
     (house.only_public_jax, "model/a.py", "from jax._src import core"),

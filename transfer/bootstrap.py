@@ -163,7 +163,7 @@ class RegistryServer:
         self._server.unary("Register", wire.Register, self._register)
         self._server.unary("Heartbeat", wire.Heartbeat, self._heartbeat)
         self._server.unary("Deregister", wire.Deregister, self._deregister)
-        self._server.stream("Watch", wire.Watch, self._watch)
+        self._server.stream("Watch", wire.Empty, self._watch)
         self._server.unary("FindRoutes", wire.Empty, self._find_routes)
 
     async def start(self, host: str, port: int, routes_port: int = 0) -> int:
@@ -207,11 +207,7 @@ class RegistryServer:
     async def _find_routes(self, _: wire.Empty) -> wire.RoutesAddress:
         return wire.RoutesAddress(self._routes_port)
 
-    def put_routes(self, message: wire.Routes) -> bool:
-        """As if it had come over a connection for routes."""
-        return self._feeds.put(message, wire.encode(message))
-
-    async def _watch(self, message: wire.Watch) -> AsyncIterator[wire.ClusterView]:
+    async def _watch(self, _: wire.Empty) -> AsyncIterator[wire.ClusterView]:
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -344,9 +340,7 @@ class RegistryClient:
         finally:
             await self._client.close()
 
-    async def watch(
-        self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"
-    ) -> None:
+    async def watch(self, on_view: Callable[[wire.ClusterView], None]) -> None:
         """Call on_view with each view until cancelled; reconnects for ever.
 
         An error of ours out of on_view is told, and the next view comes with the next connection.
@@ -354,7 +348,7 @@ class RegistryClient:
         complaint = self._complaint()
         while True:
             try:
-                await self._watch_once(wire.Watch(watcher_id), on_view, complaint)
+                await self._watch_once(on_view, complaint)
             except TimeoutError:
                 complaint.tell(f"no view for {SILENCE_S:g} s")
                 await self._client.renew()
@@ -363,13 +357,10 @@ class RegistryClient:
             await asyncio.sleep(RETRY_S)
 
     async def _watch_once(
-        self,
-        request: wire.Watch,
-        on_view: Callable[[wire.ClusterView], None],
-        complaint: Complaint,
+        self, on_view: Callable[[wire.ClusterView], None], complaint: Complaint
     ) -> None:
         """Until the stream ends. Raises TimeoutError when it is silent for too long."""
-        stream = self._client.stream("Watch", request, wire.ClusterView)
+        stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
         async with contextlib.aclosing(stream):
             while True:
                 async with asyncio.timeout(SILENCE_S):

@@ -6,6 +6,7 @@
     │   ├── Unavailable          the peer is not there, or went away in the middle
     │   ├── Unauthenticated      wrong or missing cluster token
     │   ├── Incompatible         both sides work, but not with each other
+    │   │   └── Superseded       a later life of this worker is known
     │   └── BadMessage           malformed, foreign or of another version
     ├── TransferError            pages did not arrive
     │   ├── PeerLost             the connection died

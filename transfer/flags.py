@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin
 from model.errors import ModelError, NodeLost
 from transfer import logs, open_files, terminal
 from transfer.errors import ConfigError, Incompatible, KvferryError, Unauthenticated
+from transfer.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED
 from transfer.flag_names import hint
 from transfer.rpc import Security
 
@@ -32,8 +33,6 @@ TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
 _SECRETS = {"api_key": "KVFERRY_API_KEY"}  # by field; a command line is for all to read
 NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
-
-EXIT_CONFIG = 2
 
 MIN_TOKEN_CHARS = 16
 
@@ -344,7 +343,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         terminal.complain(f"kvferry {prog}: {' '.join(str(error).split())}")
         code = 1
     except KeyboardInterrupt:
-        code = 130
+        code = EXIT_INTERRUPTED
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

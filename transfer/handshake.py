@@ -13,7 +13,7 @@ from transfer.framing import Connection
 from transfer.rpc import Security
 
 HANDSHAKE_TIMEOUT_S = 5.0
-_NONCE_BYTES = 32
+NONCE_BYTES = 32
 
 
 class Hello(wire.Message, frozen=True):
@@ -50,17 +50,17 @@ def greet(
 
     Raises Unauthenticated, BadMessage or PeerLost.
     """
-    nonce = os.urandom(_NONCE_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
     with connection.all_within(HANDSHAKE_TIMEOUT_S):
         frame, meta = connection.receive_small()
     if frame.kind is not Kind.HELLO:
         raise BadMessage(f"expected HELLO, got {frame.kind.name}")
     hello = wire.decode(meta, Hello)
-    if not hmac.compare_digest(hello.proof, _proof(security, b"sender", nonce)):
+    if not hmac.compare_digest(hello.proof, proof_of(security, b"sender", nonce)):
         # Without the name it gave: a stranger would choose what is logged, and how much.
         raise Unauthenticated("it does not know the cluster token")
-    welcome = Welcome(_proof(security, b"receiver", hello.nonce), offer, stall_timeout_s)
+    welcome = Welcome(proof_of(security, b"receiver", hello.nonce), offer, stall_timeout_s)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
     return hello.sender_id
 
@@ -74,19 +74,23 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Wel
         frame, challenge = connection.receive_small()
         if frame.kind is not Kind.CHALLENGE:
             raise BadMessage(f"expected CHALLENGE, got {frame.kind.name}")
-        nonce = os.urandom(_NONCE_BYTES)
-        hello = Hello(sender_id, _proof(security, b"sender", challenge), nonce)
+        nonce = os.urandom(NONCE_BYTES)
+        hello = Hello(sender_id, proof_of(security, b"sender", challenge), nonce)
         connection.send(Frame(Kind.HELLO), wire.encode(hello))
         frame, meta = connection.receive_small()
     if frame.kind is not Kind.WELCOME:
         raise BadMessage(f"expected WELCOME, got {frame.kind.name}")
     welcome = wire.decode(meta, Welcome)
-    if not hmac.compare_digest(welcome.proof, _proof(security, b"receiver", nonce)):
+    if not hmac.compare_digest(welcome.proof, proof_of(security, b"receiver", nonce)):
         raise Unauthenticated("the receiver does not know the cluster token")
     return welcome
 
 
-def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:
+def proof_of(security: Security, side: bytes, nonce: bytes) -> bytes:
+    """What only who knows the token can answer to a nonce.
+
+    side: which end, on which kind of connection, so that no answer serves as another.
+    """
     return hmac.new(security.token.encode(), side + nonce, sha256).digest()
 
 

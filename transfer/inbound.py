@@ -262,12 +262,6 @@ class Receiver(ABC):
         if feeder is not None:
             feeder.reply(Frame(Kind.ACK, room))
 
-    def nack(self, room: int, code: str, message: str) -> None:
-        with self._lock:
-            feeder = self._inbound.feeder(room)
-        if feeder is not None:
-            feeder.reply(Frame(Kind.NACK, room), wire.encode(Refused(code, message)))
-
     # --- the connections' calls ------------------------------------------------------------------
 
     def admits(self, feeder: Feeder, frame: Frame) -> bool:

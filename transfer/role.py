@@ -166,7 +166,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             case Submitted(submits, received_s):
                 for submit in submits:
                     self.open_room(submit, received_s)
-            case Aborted(rooms, _):
+            case Aborted(rooms):
                 for room in rooms:
                     self.drop(room, "aborted")
             case ApiGone(api_id):
@@ -437,19 +437,19 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError, the soonest it can."""
     opened = open_model(
         config.model_path,
-        config.dtype,
-        config.kv_cache_dtype,
-        config.tp_size,
-        config.ep_size,
-        config.page_size,
-        config.context_length,
-        chunk_size,
-        config.mem_fraction_static,
-        config.max_total_tokens,
-        config.dp_size,
-        config.placing,
-        config.quantization,
-        config.load_format,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        tp_size=config.tp_size,
+        ep_size=config.ep_size,
+        page_size=config.page_size,
+        context_length=config.context_length,
+        chunk_size=chunk_size,
+        fraction=config.mem_fraction_static,
+        max_total_tokens=config.max_total_tokens,
+        dp_size=config.dp_size,
+        placing=config.placing,
+        quantization=config.quantization,
+        load_format=config.load_format,
     )
     return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
 
@@ -478,7 +478,7 @@ def describe(
         tp_size=config.tp_size,
         dp_size=config.dp_size,
         context_length=opened.context_length,
-        max_request_tokens=min(opened.context_length, num_pages * kv.page_size),
+        max_request_tokens=PoolFacts.of(opened).request_limit(num_pages),
         stored_kv_heads=kv.num_kv_heads,
         dtype=opened.model.dtype.name,
         transfer_backend=config.disaggregation_transfer_backend,

@@ -12,11 +12,10 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from hashlib import sha256
 
 from transfer import wire
 from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailable
-from transfer.handshake import HANDSHAKE_TIMEOUT_S, client_context
+from transfer.handshake import HANDSHAKE_TIMEOUT_S, NONCE_BYTES, client_context, proof_of
 from transfer.rpc import Security
 
 # What a peer may leave unread before it is cut off, beside what it was told at the start.
@@ -24,7 +23,6 @@ MAX_BEHIND_BYTES = 4 << 20
 _MAX_FRAME_BYTES = 256 << 20
 _MAX_STRANGER_BYTES = 4096  # of a frame of whoever has proved nothing yet
 _LENGTH = struct.Struct("<I")
-_NONCE_BYTES = 32
 # A host that is gone says nothing: it is given up after five seconds.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -113,30 +111,26 @@ async def open_link(
 async def _introduce(
     link: RouteLink, security: Security, peer_id: str, epoch: int, follows: bool
 ) -> None:
-    challenge = await link.receive(_NONCE_BYTES)
-    nonce = os.urandom(_NONCE_BYTES)
-    proof = _proof(security, b"routes to registry", challenge)
+    challenge = await link.receive(NONCE_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
+    proof = proof_of(security, b"routes to registry", challenge)
     link.send(wire.encode(RouteHello(peer_id, epoch, follows, proof, nonce)))
     answer = await link.receive(_MAX_STRANGER_BYTES)
-    if not hmac.compare_digest(answer, _proof(security, b"routes of registry", nonce)):
+    if not hmac.compare_digest(answer, proof_of(security, b"routes of registry", nonce)):
         raise Unauthenticated("the registry of these routes does not know the cluster token")
 
 
 async def greet(link: RouteLink, security: Security) -> RouteHello:
     """The registry's part. Raises Unauthenticated, BadMessage or Unavailable."""
-    nonce = os.urandom(_NONCE_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
     with _as_unavailable():
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             link.send(nonce)
             hello = wire.decode(await link.receive(_MAX_STRANGER_BYTES), RouteHello)
-    if not hmac.compare_digest(hello.proof, _proof(security, b"routes to registry", nonce)):
+    if not hmac.compare_digest(hello.proof, proof_of(security, b"routes to registry", nonce)):
         raise Unauthenticated("it does not know the cluster token")
-    link.send(_proof(security, b"routes of registry", hello.nonce))
+    link.send(proof_of(security, b"routes of registry", hello.nonce))
     return hello
-
-
-def _proof(security: Security, side: bytes, nonce: bytes) -> bytes:
-    return hmac.new(security.token.encode(), side + nonce, sha256).digest()
 
 
 @contextlib.contextmanager

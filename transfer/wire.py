@@ -1,18 +1,8 @@
 """Every control message between two processes: frozen, typed, versioned; read this file first.
 
-Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects. Senders:
-
-    API -> prefill, decode   SubmitBatch, AbortBatch, Subscribe
-    prefill, decode -> API   StepBatch   (the reply stream of Subscribe: one per step)
-    decode -> prefill        GrantBatch  (pages reserved: prefill may compute and push)
-    prefill -> decode        frames on the data plane (transfer/backend.py), never here
-    worker -> registry       Register, Heartbeat, Deregister
-    API -> registry          Watch -> ClusterView (pushed on change)
-    prefill -> registry      Routes (rank of each room that it bound or ended), and
-    registry -> decode       Routes (pushed as they come): frames of transfer/route_link.py
-    prefill, decode -> registry  FindRoutes -> RoutesAddress (where these connections go)
-    API -> API, one server's AbortRequest, Empty -> ApiState, Empty -> ApiMetrics,
-                             FindTimeline -> FoundTimeline
+Arrays travel as little-endian bytes (`pack_i32` and friends), never as lists of objects. Who sends
+which message to whom, and what answers it, is in docs/protocol.md. Pages never come here: they are
+frames of the data plane (transfer/backend.py).
 """
 
 import functools
@@ -24,7 +14,7 @@ import numpy as np
 from transfer.errors import BadMessage
 from transfer.numbers import I32, I64, AtLeastOne, Count
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 # Worst-case counts that a request may ask for; compiled programs have these sizes.
 NUM_TOP_LOGPROBS = 20
@@ -112,7 +102,6 @@ class SubmitReply(Message):
 
 class AbortBatch(Message):
     rooms: tuple[int, ...]
-    reason: str = "aborted"
     version: int = WIRE_VERSION
 
 
@@ -327,10 +316,6 @@ class ClusterView(Message):
 
     revision: int
     members: tuple[Member, ...]
-
-
-class Watch(Message):
-    watcher_id: str
 
 
 class Routes(Message):

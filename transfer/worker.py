@@ -72,7 +72,6 @@ class Submitted:
 @dataclass(frozen=True)
 class Aborted:
     rooms: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -339,7 +338,7 @@ class Worker(ABC):
         """The role's part of `refusal`."""
 
     async def _abort(self, batch: wire.AbortBatch) -> wire.Empty:
-        self.inbox.post(Aborted(batch.rooms, batch.reason))
+        self.inbox.post(Aborted(batch.rooms))
         return wire.Empty()
 
     async def _drain(self, _: wire.Empty) -> wire.DrainReply:

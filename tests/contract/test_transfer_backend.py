@@ -14,6 +14,7 @@ from tests.contract.transfer_ends import Ends, LoopbackEnds, NixlEnds, ShmEnds, 
 from tests.transfer.samples import KV, NEEDS_NIXL, a_grant, logical_pages, sharded
 from transfer import wire
 from transfer.backend import FirstToken
+from transfer.errors import Code
 from transfer.layout import HeadRun, plan_heads
 from transfer.rpc import Security
 
@@ -287,16 +288,11 @@ def test_decode_can_refuse_a_room_in_the_middle(ends: Ends) -> None:
     ends.receiver.expect(1, 1, 4)
     ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
     ends.until(lambda: bool(ends.diary.pages))
-    ends.receiver.nack(1, "deadline", "too late")
     ends.receiver.forget(1)
-    ends.until(lambda: bool(ends.diary.events))
-    event = ends.diary.events[0]
-    assert (event.kind, event.room, event.code, event.message) == (
-        "nacked",
-        1,
-        "deadline",
-        "too late",
-    )
+    ends.sender.finish(a_grant(1, ends.address, 4), FirstToken(7, 0, 16))
+    refused(ends, 1, "unknown_room")
+    assert ends.diary.events[0].code == Code.GONE
+    assert ends.diary.page_idx(1) == [0, 1]
 
 
 def test_after_a_refusal_other_rooms_go_on(ends: Ends) -> None:

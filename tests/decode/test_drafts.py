@@ -18,10 +18,10 @@ from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from model.buckets import Drafting, decode_buckets
 from model.errors import ModelError
-from model.opening import open_model
 from model.sampling import NOT_A_TOKEN
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
+from tests.model.harness import open_plainly
 from transfer.pages import PagePool
 from transfer.prefix_cache import Sharing
 from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
@@ -203,7 +203,7 @@ HOW = Drafting(3, 2, 4)
 @functools.cache
 def engine_of(dp_size: int) -> DecodeEngine:
     path = demo_model_path()
-    opened = open_model(path, "float32", "auto", 1, 1, DEVICE_PAGE, CONTEXT, dp_size=dp_size)
+    opened = open_plainly(path, DEVICE_PAGE, CONTEXT, dp_size=dp_size)
     buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, HOW)
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
     local = local_buckets(48, 48, DEVICE_PAGE)

@@ -12,12 +12,11 @@ from decode.admission import Seat
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, _places
 from decode.local import LocalPiece, LocalPrompt, local_buckets
 from model.buckets import mask_words
-from model.opening import open_model
 from model.programs import Program
 from model.sampling import Asks
 from model.transformer import Model
 from serving.demo import demo_model_path
-from tests.model.harness import full_steps
+from tests.model.harness import full_steps, open_plainly
 from transfer.prefix_cache import Sharing
 from transfer.wire import SamplingParams
 
@@ -48,7 +47,7 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     page_size, context = 16, 128
-    opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
+    opened = open_plainly(demo_model_path(), page_size, context)
     buckets = full_steps(1, context, page_size)
     engine = DecodeEngine(opened, buckets, 0.0, 4 * context)
     longest = buckets.run_pages[-1]
@@ -76,7 +75,7 @@ def test_an_engine_that_is_told_every_call_has_the_same_on_its_device() -> None:
     page_size, context = 16, 128
     led, told = (
         DecodeEngine(
-            open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context),
+            open_plainly(demo_model_path(), page_size, context),
             full_steps(2, context, page_size),
             0.0,
             4 * context,
@@ -124,7 +123,7 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
     drawn, used = [], []
     for short in (0, 48):
         monkeypatch.setattr(Model, "short_context", lambda *_, short=short: short)
-        opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
+        opened = open_plainly(demo_model_path(), page_size, context)
         engine = DecodeEngine(opened, full_steps(2, context, page_size), 0.0, 2 * context)
         names: list[str] = []
         for kind, program in engine._step.items():
@@ -157,7 +156,7 @@ def test_tokens_drawn_apart_are_those_of_steps_that_draw_them() -> None:
     ids, slots = np.arange(20, dtype=np.int32), np.arange(4, dtype=np.int32)
     found, names = [], list[str]()
     for apart in (False, True):
-        opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context)
+        opened = open_plainly(demo_model_path(), page_size, context)
         engine = DecodeEngine(
             opened, full_steps(4, context, page_size), 0.0, 4 * context, apart=apart
         )
@@ -200,7 +199,7 @@ class _Noted:
 def test_each_slot_draws_what_its_own_mask_leaves() -> None:
     """Of two ranks, whose slots are counted one behind the other; more than one call's worth."""
     page_size, context = 16, 128
-    opened = open_model(demo_model_path(), "float32", "auto", 1, 1, page_size, context, dp_size=2)
+    opened = open_plainly(demo_model_path(), page_size, context, dp_size=2)
     engine = DecodeEngine(opened, full_steps(6, context, page_size), 0.0, 12 * context)
     free = SamplingParams(max_new_tokens=9, temperature=1.0, seed=7)
     held = msgspec.structs.replace(free, grammar="any")

@@ -158,7 +158,7 @@ def test_a_room_that_ends_while_its_chunk_runs_is_passed_over() -> None:
         alone.submit(room, num_tokens=4, prefill=alone.ref())
     worker._seat()
     worker._dispatch_local()
-    worker.handle(Aborted((1,), "api"))
+    worker.handle(Aborted((1,)))
     while alone.turn():
         pass
     assert {room for room, _ in alone.tokens()} == {2}

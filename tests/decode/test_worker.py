@@ -156,7 +156,7 @@ def test_an_end_in_every_phase_frees_slot_and_pages(phase: str, how: str) -> Non
         step()
     assert worker._held[1].room.state.value == phase
     if how == "abort":
-        worker.handle(Aborted((1,), "client left"))
+        worker.handle(Aborted((1,)))
     elif how == "api_gone":
         worker.handle(ApiGone("api"))
     else:
@@ -172,7 +172,7 @@ def test_pages_that_come_after_the_end_are_counted_and_not_placed() -> None:
     alone, worker = decode()
     alone.submit(1)
     alone.turn()
-    worker.handle(Aborted((1,), "client left"))
+    worker.handle(Aborted((1,)))
     arrive(alone, 1)
     assert worker.counters["pages_late"] == 1
     assert worker.counters["pages_received"] == 0

@@ -17,6 +17,7 @@ from model.captured import Captured
 from model.config import ModelConfig
 from model.config_quantised import codes_of
 from model.kv import init_pool
+from model.opening import OpenedModel, open_model
 from model.sharding import Dims, Stacks, make_mesh
 from model.transformer import (
     ChunkBatch,
@@ -34,6 +35,13 @@ CHUNK = 16
 NUM_PAGES = 40
 MAX_PAGES = 12
 PAGE_LIST = 32
+
+
+def open_plainly(path: Path, page_size: int, context_length: int, **more: Any) -> OpenedModel:
+    """A checkpoint as a worker of one device opens it, in float32, unless `more` says otherwise."""
+    plain: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "auto"}
+    plain |= {"tp_size": 1, "ep_size": 1} | more
+    return open_model(path, page_size=page_size, context_length=context_length, **plain)
 
 
 class Golden:

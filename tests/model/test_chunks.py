@@ -8,11 +8,10 @@ import pytest
 
 from model.buckets import prefill_buckets
 from model.chunks import FirstSample
-from model.opening import open_model
 from model.sampling import Asks
 from prefill.engine import PrefillEngine
 from prefill.scheduler import Piece, Prompt
-from tests.model.harness import GOLDENS
+from tests.model.harness import GOLDENS, open_plainly
 from transfer.wire import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -24,7 +23,7 @@ EDITED = msgspec.structs.replace(FILTERED, repetition_penalty=1.3)
 
 def _engine(dp_size: int, apart: bool) -> PrefillEngine:
     path = GOLDENS / "qwen3_moe" / "model"
-    opened = open_model(path, "float32", "auto", 2, 1, 16, 128, dp_size=dp_size)
+    opened = open_plainly(path, 16, 128, tp_size=2, dp_size=dp_size)
     buckets = replace(prefill_buckets(64, 2, 128, 16), tokens=(64,))
     return PrefillEngine(opened, buckets, 0.0, 256, 1, apart)
 

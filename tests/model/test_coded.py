@@ -20,13 +20,13 @@ from model.config import ModelConfig
 from model.config_quantised import codes_of
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
-from model.opening import ROUNDED, OpenedModel, open_model
+from model.opening import ROUNDED, OpenedModel
 from model.programs import abstract_like, compile_all
 from model.sharding import Dims, make_mesh
 from model.transformer import Model
 from model.weights import coded_parameters, load_params, save_orbax, stored_bytes
 from tests.model.checkpoints import QWEN2, write_checkpoint
-from tests.model.harness import GOLDENS, Golden, Harness
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
 from tests.model.quantised_checkpoints import fp8_pair, int4_pair, int8_pair, mxfp4_pair
 
 PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
@@ -78,8 +78,8 @@ def _open(
     tp: int = 1,
     ep: int = 1,
 ) -> OpenedModel:
-    sizes = tp, ep, 16, 128
-    return open_model(folder, "auto", "auto", *sizes, placing=policy, quantization=quantization)
+    how = {"dtype": "auto", "quantization": quantization, "placing": policy}
+    return open_plainly(folder, 16, 128, tp_size=tp, ep_size=ep, **how)
 
 
 def _values(

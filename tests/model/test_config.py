@@ -33,7 +33,6 @@ def test_each_family_turns_on_its_features() -> None:
     )
     assert (llama.qk_norm, llama.qkv_bias, llama.head_dim, llama.group) == (False, False, 16, 3)
     assert llama.eos_token_ids == (1019, 1017)
-    assert llama.bos_token_id == 1017
     assert (qwen3.qk_norm, qwen3.tie_word_embeddings, qwen3.head_dim) == (True, True, 32)
     assert (mixtral.num_experts, mixtral.num_experts_per_tok) == (8, 2)
     assert (mixtral.moe_intermediate_size, mixtral.router.normalise) == (96, True)

@@ -170,7 +170,7 @@ def test_kimi_k2_ends_with_what_its_files_say_ends_a_turn(
         more = json.dumps({"max_length": 131072, "eos_token_id": generation})
         (folder / "generation_config.json").write_text(more)
     cfg = ModelConfig.from_dir(folder)
-    assert (cfg.eos_token_ids, cfg.bos_token_id) == (ends, 163584)
+    assert cfg.eos_token_ids == ends
 
 
 def test_qwen2_moe_has_a_shared_expert_behind_a_gate(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from model.errors import ModelError
-from model.opening import OpenedModel, open_model
+from model.opening import OpenedModel
 from model.sharding import Stacks, make_mesh
 from model.transformer import Model, random_params
 from tests.model.checkpoints import golden_config, write_config
+from tests.model.harness import open_plainly
 from tests.transfer.samples import a_worker
 from transfer.errors import Incompatible
 from transfer.layout import check_pair
@@ -29,8 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _open(folder: Path, load_format: str = "dummy", **more: Any) -> OpenedModel:
-    given: dict[str, Any] = {"tp_size": 1, "ep_size": 1, "page_size": 16, "context_length": 64}
-    return open_model(folder, "auto", "auto", **(given | more), load_format=load_format)
+    return open_plainly(folder, 16, 64, dtype="auto", **more, load_format=load_format)
 
 
 def _layers(params: Any) -> dict[str, np.ndarray]:

@@ -9,11 +9,10 @@ from model import chunks, latent
 from model.buckets import prefill_buckets
 from model.config import FP8
 from model.config_attention import LatentConfig
-from model.opening import open_model
 from model.transformer import Model
 from prefill.engine import PrefillEngine
 from prefill.scheduler import Piece, Prompt
-from tests.model.harness import GOLDENS, Golden, Harness
+from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
 
 LITE = LatentConfig(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 
@@ -58,7 +57,7 @@ def test_each_head_has_its_own_where_that_takes_fewer_operations_and_fits(
 
 def _engine() -> PrefillEngine:
     """Of latents, as on an accelerator."""
-    opened = open_model(GOLDENS / "deepseek_v2" / "model", "float32", "auto", 2, 1, 16, 512)
+    opened = open_plainly(GOLDENS / "deepseek_v2" / "model", 16, 512, tp_size=2)
     cfg, mesh, stacks = opened.model.cfg, opened.model.mesh, opened.model.dims.stacks
     model = Model.create(cfg, mesh, "float32", 16, stacks=stacks, platform="tpu")
     buckets = replace(prefill_buckets(64, 2, 512, 16), tokens=(16,))

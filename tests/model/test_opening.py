@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import opening
-from model.opening import OpenedModel, make_pool, open_model
+from model.opening import OpenedModel, make_pool
 from model.programs import Program, steady, tree_bytes
-from tests.model.harness import GOLDENS
+from tests.model.harness import GOLDENS, open_plainly
 
 CONTEXT, PAGE_SIZE = 128, 16
 
@@ -18,7 +18,7 @@ CONTEXT, PAGE_SIZE = 128, 16
 @pytest.fixture(scope="module")
 def opened() -> OpenedModel:
     path = GOLDENS / "llama" / "model"
-    return open_model(path, "float32", "float32", 1, 1, PAGE_SIZE, CONTEXT)
+    return open_plainly(path, PAGE_SIZE, CONTEXT, kv_cache_dtype="float32")
 
 
 def pages(opened: OpenedModel, free: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> int:

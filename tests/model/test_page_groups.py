@@ -13,10 +13,18 @@ from decode.rings import Rings
 from model import opening
 from model.buckets import prefill_buckets, touched_pages
 from model.config import ModelConfig
-from model.opening import open_model
 from model.page_groups import FULL, WINDOWED, decode_groups, group_of_layer, of_groups, place_of
 from prefill.engine import PrefillEngine
-from tests.model.harness import GOLDENS, NUM_PAGES, PAGE_SIZE, Harness, chunks, full_steps, i32
+from tests.model.harness import (
+    GOLDENS,
+    NUM_PAGES,
+    PAGE_SIZE,
+    Harness,
+    chunks,
+    full_steps,
+    i32,
+    open_plainly,
+)
 from transfer.role import PoolFacts
 
 PATH = GOLDENS / "gpt_oss" / "model"
@@ -104,7 +112,7 @@ def test_chunks_and_steps_write_to_the_pages_of_their_tokens_and_to_no_others(
 
 def test_a_pool_has_what_slots_can_use_of_both_groups() -> None:
     context, slots = 512, 3
-    opened = open_model(PATH, "float32", "auto", 1, 1, 16, context)
+    opened = open_plainly(PATH, 16, context)
     facts, each = PoolFacts.of(opened), context // 16
     whole = DecodeEngine(opened, full_steps(slots, context, 16), 0.0, 0)
     assert whole.num_pages == slots * each
@@ -123,7 +131,7 @@ def test_pages_under_way_are_of_both_groups(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(opening, "memory_budget_bytes", lambda *_: 1 << 31)
     one, both = (prefill_buckets(64, 2, 512, 16, groups) for groups in (1, 2))
     assert both.staged_pages == 2 * one.staged_pages
-    opened = open_model(PATH, "float32", "auto", 1, 1, 16, 512)
+    opened = open_plainly(PATH, 16, 512)
     plans = [PrefillEngine(opened, buckets, 0.0, 512, 1).plan for buckets in (one, both)]
     more = (both.staged_pages - one.staged_pages) * opened.kv.page_bytes
     assert plans[1].scratch_bytes - plans[0].scratch_bytes == more

@@ -15,7 +15,7 @@ from model.config import ModelConfig
 from model.eplb import AS_TRAINED, ExpertPolicy
 from model.errors import ModelError
 from model.moe import with_rows
-from model.opening import OpenedModel, open_model
+from model.opening import OpenedModel
 from model.placement import PlacedExperts, read_location
 from model.programs import abstract_like, compile_all
 from model.sharding import make_mesh
@@ -23,7 +23,7 @@ from model.transformer import Model
 from model.weights import load_params, random_params
 from prefill.engine import PrefillEngine
 from prefill.scheduler import PrefillScheduler, Prompt
-from tests.model.harness import GOLDENS, Golden, Harness, full_steps
+from tests.model.harness import GOLDENS, Golden, Harness, full_steps, open_plainly
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.wire import SamplingParams
@@ -40,7 +40,8 @@ MESHES = [
 
 def _open(name: str, tp: int, ep: int, dp: int, policy: ExpertPolicy = AS_TRAINED) -> OpenedModel:
     path = GOLDENS / name / "model"
-    return open_model(path, "float32", "auto", tp, ep, 16, 128, dp_size=dp, placing=policy)
+    sizes = {"tp_size": tp, "ep_size": ep, "dp_size": dp}
+    return open_plainly(path, 16, 128, **sizes, placing=policy)
 
 
 def _told(opened: OpenedModel, experts: PlacedExperts, seed: int) -> None:

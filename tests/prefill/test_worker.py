@@ -119,7 +119,7 @@ def test_a_prompt_that_is_kept_back_may_end() -> None:
     while alone.turn():
         pass
     assert worker.counters["decodes_behind"] == 1
-    worker.handle(Aborted((1,), "the client left"))
+    worker.handle(Aborted((1,)))
     while alone.turn():
         pass
     worker.check_idle()
@@ -231,7 +231,7 @@ def test_an_abort_at_any_time_frees_every_page_and_says_nothing_but_how_it_went(
     for _ in range(turns):
         alone.turn()
     before = len(alone.batches)
-    worker.handle(Aborted((1,), "client left"))
+    worker.handle(Aborted((1,)))
     while alone.turn():
         pass
     assert worker.state().pages_held == 0
@@ -246,7 +246,7 @@ def test_a_room_that_comes_again_is_not_told_what_was_drawn_before_it_ended() ->
     alone.submit(1)
     worker.handle(Granted((alone.grant(1),)))
     worker.turn()
-    worker.handle(Aborted((1,), "client left"))
+    worker.handle(Aborted((1,)))
     alone.submit(1)
     while alone.turn():
         pass
@@ -442,6 +442,6 @@ def test_a_route_is_taken_back_when_its_room_is_over() -> None:
         pass
     assert sorted(live) == [1, 2]
     worker.handle(SenderEvent("acked", 1, shipped=Shipped()))
-    worker.handle(Aborted((2,), ""))
+    worker.handle(Aborted((2,)))
     alone.turn()
     assert not live

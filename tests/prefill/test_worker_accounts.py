@@ -59,7 +59,7 @@ def test_a_grant_that_was_claimed_does_not_expire() -> None:
 def test_a_grant_goes_with_an_abort_that_comes_before_the_submit() -> None:
     alone, worker = prefill()
     worker.handle(Granted((alone.grant(1),)))
-    worker.handle(Aborted((1,), "client left"))
+    worker.handle(Aborted((1,)))
     worker.check_idle()
 
 
@@ -111,7 +111,7 @@ def test_the_leg_of_an_aborted_room_tells_what_had_left() -> None:
     alone.turn()
     (lane,) = worker.sender._all_lanes()
     sent = _send_one(alone, lane)
-    worker.handle(Aborted((1,), "client left"))
+    worker.handle(Aborted((1,)))
     run_dry(alone)
     (leg,) = alone.legs()
     assert leg.shipment is not None

@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from model.eplb import ExpertPolicy
 from model.errors import ModelError
-from model.opening import open_model
 from serving import api
 from tests.cluster import wait_until
+from tests.model.harness import open_plainly
 from tests.serving.commands import (
     END_TIMEOUT_S,
     GOLDENS,
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 ) -> None:
     folder = copy_of(model, tmp_path, damage)
     with pytest.raises(ModelError) as caught:
-        open_model(folder, "auto", "auto", 1, 1, 16, 64)
+        open_plainly(folder, 16, 64, dtype="auto")
     assert message in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -174,23 +174,15 @@ def test_what_does_not_fit_is_told_before_weights_are_read(
         raise AssertionError("read the weights")
 
     monkeypatch.setattr("model.opening.load_params", load)
-    given: dict[str, Any] = {
-        "path": MODEL,
-        "dtype": "float32",
-        "kv_cache_dtype": "auto",
-        "tp_size": 1,
-        "ep_size": 1,
-        "page_size": 16,
-        "context_length": 64,
-    }
+    given: dict[str, Any] = {"path": MODEL, "page_size": 16, "context_length": 64}
     with pytest.raises(ModelError) as caught:
-        open_model(**(given | values))
+        open_plainly(**(given | values))
     assert message in str(caught.value)
 
 
 def test_a_context_that_pages_do_not_tile_is_rounded_down_unless_asked_for(tmp_path: Path) -> None:
     folder = copy_of(MODEL, tmp_path, edit_json("config.json", max_position_embeddings=500))
-    opened = open_model(folder, "auto", "auto", 1, 1, 16, 0)
+    opened = open_plainly(folder, 16, 0, dtype="auto")
     assert opened.context_length == 496
 
 
@@ -201,7 +193,7 @@ def test_a_platform_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("jax.default_backend", none_found)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     with pytest.raises(ModelError, match="JAX finds no device, JAX_PLATFORMS is 'cuda'"):
-        open_model(MODEL, "auto", "auto", 1, 1, 16, 64)
+        open_plainly(MODEL, 16, 64, dtype="auto")
 
 
 # --- the API process, in this process --------------------------------------------------------

@@ -41,7 +41,7 @@ def test_texts_and_ids_are_those_that_were_recorded():
 
 
 def test_what_the_configuration_names_is_known():
-    assert (TOKENIZER.bos_id, TOKENIZER.eos_id) == (BOS, EOS)
+    assert (TOKENIZER.token_id("[BOS]"), TOKENIZER.eos_id) == (BOS, EOS)
     assert TOKENIZER.vocab_size == RECORDED["vocab_size"]
     assert IM_END in TOKENIZER.special_ids
     assert CALL_BEGIN not in TOKENIZER.special_ids  # a part of the answer, to be read

@@ -177,7 +177,6 @@ def test_a_lone_surrogate_is_refused(tokenizer):
 def test_named_and_special_ids(tokenizer):
     assert tokenizer.special_ids == {1017, 1018, 1019}
     assert tokenizer.eos_id == tokenizer.token_id("<|im_end|>")
-    assert tokenizer.bos_id is None
     assert tokenizer.token_id("no such token") is None
 
 
@@ -414,4 +413,4 @@ def test_a_sentencepiece_vocabulary_decodes_and_names_its_bytes(tmp_path):
     assert byte_id is not None
     assert tokenizer.token_text(the_id) == " the"
     assert tokenizer.token_bytes(byte_id) == b"\xe4"
-    assert tokenizer.bos_id == 1
+    assert tokenizer.eos_id is None

@@ -107,7 +107,7 @@ class World:
             life.news.tell_all()
 
     async def _put(self, message: wire.Routes) -> bool:
-        return self.registry.put_routes(message)
+        return self.registry._feeds.put(message, wire.encode(message))
 
     async def _call(self, call: Callable[[], Awaitable[object]]) -> object:
         """A call that may be lost, or lose its answer, or come again later."""

@@ -376,7 +376,7 @@ async def test_a_worker_that_serves_outlives_whoever_came_first_to_a_new_registr
 async def test_calls_under_way_fail_when_their_client_begins_anew() -> None:
     async with a_registry() as registry:
         client = RpcClient(f"127.0.0.1:{registry.port}", SECURITY)
-        stream = client.stream("Watch", wire.Watch("w"), wire.ClusterView)
+        stream = client.stream("Watch", wire.Empty(), wire.ClusterView)
         await anext(stream)
         waiting = asyncio.create_task(anext(stream))
         await client.renew()

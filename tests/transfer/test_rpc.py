@@ -63,7 +63,7 @@ async def served(
         await server.stop(0.0)
 
 
-MESSAGE = wire.AbortBatch((1, 2, 3), "why")
+MESSAGE = wire.AbortBatch((1, 2, 3))
 
 
 async def test_a_call_brings_its_reply() -> None:
