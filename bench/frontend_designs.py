@@ -27,6 +27,7 @@ from model.config import ModelConfig
 from serving.admin import Admin
 from serving.api import HELP
 from serving.app import ERROR_ANSWERS
+from serving.arrival import Arrival
 from serving.bodies import Body
 from serving.choice import Choice, Piece
 from serving.config import ServeConfig
@@ -158,7 +159,7 @@ class DesignedChat:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
-        arrival_s = front.clock.now_s()
+        arrival = Arrival.now(front.clock)
         with Body(front.bodies) as held:
             body = await held.read(scope, receive)
         if body is None:
@@ -169,12 +170,13 @@ class DesignedChat:
         _require_plain(request)
         events: Events
         if self._typed is None:
-            events = self._endpoint.spell(reader, request, front, arrival_s)
+            events = self._endpoint.spell(reader, request, front, arrival)
         else:
-            events = self._typed(request.request_id, front.model.name, int(arrival_s))
+            events = self._typed(request.request_id, front.model.name, arrival.created)
         (choice,) = front.choices(request)
         answer = QueuedAnswer(choice, events, self._ways)
-        running = asyncio.create_task(front.runner.run(request, answer, arrival_s, receive))
+        run = front.runner.run(request, answer, arrival.monotonic_s, receive)
+        running = asyncio.create_task(run)
         running.add_done_callback(answer.run_ended)
         response = StreamingResponse(answer.written(), media_type="text/event-stream")
         try:

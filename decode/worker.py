@@ -196,7 +196,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             sharing = Sharing(token_ids, submit.cache_salt, reusable_tokens(num_tokens, start))
             if start >= 0:
                 held.logprobs = CollectedLogprobs(start, submit.num_prompt_tokens)
-        self._admission.add(submit.room, num_tokens, submit.arrival_s, rank, sharing)
+        self._admission.add(submit.room, num_tokens, room.arrival_s, rank, sharing)
         return held
 
     def release(self, held: Held) -> None:

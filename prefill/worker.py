@@ -163,7 +163,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         prompt = Prompt(
             room=submit.room,
             token_ids=wire.unpack_i32(submit.token_ids),
-            arrival_s=submit.arrival_s,
+            arrival_s=room.arrival_s,
             salt=submit.cache_salt,
             logprobs_start=submit.sampling.prompt_logprobs_start,
             rank=self.dictated_rank(submit),
@@ -208,7 +208,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self._grant(held, grant)
         else:
             # Bounded by decode, which grants no more rooms than it has slots, and by time.
-            self._early[grant.room] = (grant, self.clock.now_s() + EARLY_GRANT_S)
+            self._early[grant.room] = (grant, self.clock.monotonic_s() + EARLY_GRANT_S)
 
     def _grant(self, held: Held, grant: wire.Grant) -> None:
         if held.grant is not None:
@@ -391,7 +391,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
 
     def expire(self) -> None:
         super().expire()
-        now = self.clock.now_s()
+        now = self.clock.monotonic_s()
         for room_id in [r for r, (_, until) in self._early.items() if until < now]:
             del self._early[room_id]
             self.counters["grants_expired"] += 1

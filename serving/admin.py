@@ -145,7 +145,7 @@ class Admin:
         )
         asked = Request(ask.request_id, [ask])
         answer = WholeAnswer(self._front.choices(asked), self._dispatcher)
-        arrival_s = self._front.clock.now_s()
+        arrival_s = self._front.clock.monotonic_s()
         await self._front.runner.run(asked, answer, arrival_s, request.receive, is_probe=True)
 
     async def metrics(self, request: HttpRequest) -> Response:

@@ -119,7 +119,7 @@ class Runner:
         is_probe: bool = False,
         timeline: RequestTimeline | None = None,
     ) -> bool:
-        """Until the answer is closed, or the client left: then False. arrival_s: unix seconds.
+        """Until the answer is closed, or the client left: then False. arrival_s: monotonic.
 
         is_probe: it waits in no queue, and no metric knows of it: a full server is not stuck.
         Raises ApiError when the answer failed before anything was sent, or was not admitted.

@@ -134,7 +134,7 @@ class Dispatcher:
     ) -> Generation:
         """Start a generation. The sink hears nothing before this returns."""
         generation = Generation(spec, sink, timeline)
-        delay_s = spec.deadline_s - self._clock.now_s()
+        delay_s = spec.deadline_s - self._clock.monotonic_s()
         generation.deadline_timer = self._timers.call_later(
             delay_s, lambda: self._deadline(generation)
         )
@@ -421,8 +421,8 @@ class Dispatcher:
         self.fail(generation, RequestError(Code.INTERNAL, "its stream failed"))
 
     def observe_left_queue(self, arrival_s: float) -> None:
-        """A generation that waited for its place was given up. arrival_s: unix seconds."""
-        self.metrics.ended("abort", self._clock.now_s() - arrival_s)
+        """A generation that waited for its place was given up. arrival_s: monotonic."""
+        self.metrics.ended("abort", self._clock.monotonic_s() - arrival_s)
 
     def _observe_end(
         self, generation: Generation, reason: str, error: tuple[str, str] | None = None
@@ -430,7 +430,7 @@ class Dispatcher:
         """error: code and message, if it is one."""
         self.timelines.ended(generation.timeline, reason, len(generation.token_ids), error)
         if not generation.spec.is_probe:
-            self.metrics.ended(reason, self._clock.now_s() - generation.spec.arrival_s)
+            self.metrics.ended(reason, self._clock.monotonic_s() - generation.spec.arrival_s)
 
 
 def _cancel_timers(generation: Generation) -> None:

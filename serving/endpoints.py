@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving import openai_api, openai_fields, responses_api, responses_fields, sglang_api
 from serving.answer import WholeAnswer
+from serving.arrival import Arrival
 from serving.bodies import Body
 from serving.choice import Choice, check_prompt_logprobs, is_long_to_spell
 from serving.connection import body_writer_of
@@ -55,7 +56,7 @@ class Endpoint(Protocol):
         """Raises ApiError for what is wrong in any field, before any work."""
         ...
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling: ...
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling: ...
 
 
 class ChatEndpoint:
@@ -64,10 +65,10 @@ class ChatEndpoint:
     def read(self, body: bytes, model: ServedModel) -> Reader:
         return openai_api.ChatReader(openai_fields.read_chat(body), model)
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
         assert isinstance(reader, openai_api.ChatReader), "this endpoint made it"
         model = front.model
-        return chat_answer(request, model.tokenizer, model.name, int(arrival_s), reader.parsing)
+        return chat_answer(request, model.tokenizer, model.name, arrival.created, reader.parsing)
 
 
 class CompletionEndpoint:
@@ -76,8 +77,8 @@ class CompletionEndpoint:
     def read(self, body: bytes, model: ServedModel) -> Reader:
         return openai_api.CompletionReader(openai_fields.read_completion(body), model)
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
-        return completion_answer(request, front.model.tokenizer, front.model.name, int(arrival_s))
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
+        return completion_answer(request, front.model.tokenizer, front.model.name, arrival.created)
 
 
 class ResponsesEndpoint:
@@ -86,9 +87,9 @@ class ResponsesEndpoint:
     def read(self, body: bytes, model: ServedModel) -> Reader:
         return responses_api.ResponsesReader(responses_fields.read_responses(body), model)
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
         assert isinstance(reader, responses_api.ResponsesReader), "this endpoint made it"
-        model, created = front.model, int(arrival_s)
+        model, created = front.model, arrival.created
         return ResponsesAnswer(
             request, reader.asked, model.tokenizer, model.name, created, reader.parsing
         )
@@ -100,10 +101,10 @@ class SglangEndpoint:
     def read(self, body: bytes, model: ServedModel) -> Reader:
         return sglang_api.GenerateReader(sglang_api.read_generate(body), model)
 
-    def spell(self, reader: Any, request: Request, front: Front, arrival_s: float) -> Spelling:
+    def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling:
         assert isinstance(reader, sglang_api.GenerateReader), "this endpoint made it"
         return sglang_api.GenerateAnswer(
-            front.model.tokenizer, reader.is_batch, arrival_s, front.clock
+            front.model.tokenizer, reader.is_batch, arrival.monotonic_s, front.clock
         )
 
 
@@ -116,7 +117,7 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
-        arrival_s = front.clock.now_s()
+        arrival = Arrival.now(front.clock)
         with Body(front.bodies) as held:
             try:
                 body = await held.read(scope, receive)
@@ -127,15 +128,15 @@ class Generate:
             reader = self._endpoint.read(body, front.model)
             del body  # megabytes perhaps, which nobody needs while the answer is made
             with front.holding():
-                request = await self._finished(reader, scope, receive, arrival_s)
+                request = await self._finished(reader, scope, receive, arrival)
                 if request is None:
                     return
                 scope[REQUEST_ID] = request.request_id
                 check_prompt_logprobs(request.choices)
-                spelling = self._endpoint.spell(reader, request, front, arrival_s)
+                spelling = self._endpoint.spell(reader, request, front, arrival)
                 del reader  # which has all fields
                 held.release()
-                await self._generate(request, spelling, scope, receive, send, arrival_s)
+                await self._generate(request, spelling, scope, receive, send, arrival)
 
     async def _generate(
         self,
@@ -144,11 +145,11 @@ class Generate:
         scope: Scope,
         receive: Receive,
         send: Send,
-        arrival_s: float,
+        arrival: Arrival,
     ) -> None:
         front = self._front
-        choices = front.choices(request)
-        timeline = front.dispatcher.timelines.open(request, arrival_s)
+        choices, arrival_s = front.choices(request), arrival.monotonic_s
+        timeline = front.dispatcher.timelines.open(request, arrival)
         if request.stream:
             stream = self._event_stream(request.request_id, scope, send)
             if timeline is not None:
@@ -173,12 +174,13 @@ class Generate:
             await response(scope, receive, send)
 
     async def _finished(
-        self, reader: Reader, scope: Scope, receive: Receive, arrival_s: float
+        self, reader: Reader, scope: Scope, receive: Receive, arrival: Arrival
     ) -> Request | None:
         """None when the client left before."""
         front = self._front
         finish = reader.finish(_header(scope, b"x-request-id"))
-        left_s = arrival_s + front.config.request_timeout_s - front.clock.now_s()
+        deadline_s = arrival.monotonic_s + front.config.request_timeout_s
+        left_s = deadline_s - front.clock.monotonic_s()
         try:
             return await while_client_waits(finish, receive, left_s)
         except ApiError as error:

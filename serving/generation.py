@@ -67,7 +67,7 @@ class Borrower(Protocol):
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What a client asks. Times are unix seconds; sampling is resolved and in range."""
+    """What a client asks. Times are monotonic; sampling is resolved and in range."""
 
     prompt: Prompt
     sampling: wire.SamplingParams
@@ -138,7 +138,7 @@ class Generation:
         self.retries = 0
         self.refusals = 0  # in a row
         self.refused_since_s: float | None = None
-        # Unix seconds since which no pair was there for it; what it waited to be admitted counts.
+        # Monotonic, since when no pair was there for it; what it waited to be admitted counts.
         self.unplaced_since_s: float | None = spec.arrival_s
         self.retry_timer: Timer | None = None
         self.deadline_timer: Timer | None = None
@@ -203,7 +203,10 @@ class Generation:
         self._early = None
 
     def submit_message(self, api_id: str) -> wire.Submit:
-        """One leg of the current attempt, for a worker that knows this process as api_id."""
+        """One leg of the current attempt, for a worker that knows this process as api_id.
+
+        Its times are told as it leaves (serving/worker_link.py).
+        """
         assert self.pair is not None, "a leg belongs to an attempt"
         spec = self.spec
         sampling = spec.sampling
@@ -217,8 +220,8 @@ class Generation:
             token_ids=spec.prompt.packed + wire.pack_i32(self.token_ids),
             num_prompt_tokens=len(spec.prompt.ids),
             sampling=sampling,
-            arrival_s=spec.arrival_s,
-            deadline_s=spec.deadline_s,
+            age_s=0.0,
+            left_s=0.0,
             prefill=_ref(self.pair.prefill),
             decode=_ref(self.pair.decode),
             cache_salt=spec.cache_salt,

@@ -119,8 +119,10 @@ class Placement:
         generation.begin_attempt(next(self._next_room), pair)
         self._rooms[generation.room] = generation
         self._timelines.began(generation.timeline, generation.room, pair)
+        spec = generation.spec
         for link in links:
-            link.submit(generation.submit_message(link.api_id))
+            message = generation.submit_message(link.api_id)
+            link.submit(message, spec.arrival_s, spec.deadline_s)
 
     def place_waiting(self) -> None:
         """Somebody may take work now."""
@@ -286,7 +288,7 @@ class Placement:
     def _wait_for_pair(self, generation: Generation) -> None:
         """Until somebody takes work. A client that has seen tokens waits until its deadline."""
         self._waiting[generation] = None
-        now_s = self._clock.now_s()
+        now_s = self._clock.monotonic_s()
         if generation.unplaced_since_s is None:
             generation.unplaced_since_s = now_s
         if not generation.started:

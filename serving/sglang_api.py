@@ -366,7 +366,7 @@ class GenerateAnswer:
     def __init__(
         self, tokenizer: Tokenizer, is_batch: bool, arrival_s: float, clock: Clock
     ) -> None:
-        """is_batch: the answer is a list, and events carry an index. arrival_s: unix seconds."""
+        """is_batch: the answer is a list, and events carry an index. arrival_s: monotonic."""
         self._tokenizer = tokenizer
         self._is_batch = is_batch
         self._arrival_s = arrival_s
@@ -421,7 +421,7 @@ class GenerateAnswer:
             "prompt_tokens": len(choice.ask.prompt.ids),
             "completion_tokens": choice.num_tokens,
             "cached_tokens": choice.cached_tokens,
-            "e2e_latency": self._clock.now_s() - self._arrival_s,
+            "e2e_latency": self._clock.monotonic_s() - self._arrival_s,
         }
         if shown.num_logprobs >= 0:
             told = {"output": so_far.output}

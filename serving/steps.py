@@ -131,7 +131,7 @@ class Steps:
                 if generation.last_token_s:
                     gaps_s.append(now_s - generation.last_token_s)
                 else:
-                    self._metrics.first_token(self._clock.now_s() - generation.spec.arrival_s)
+                    self._metrics.first_token(now_s - generation.spec.arrival_s)
             if generation.timeline is not None and not generation.last_token_s:
                 generation.timeline.first_token_s = now_s
             generation.last_token_s = now_s

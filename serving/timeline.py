@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serving.arrival import Arrival
 from serving.protocol import Request
 from serving.router import Burden, Pair
 from transfer import wire
@@ -125,13 +126,12 @@ class Timelines:
         self._rooms: dict[int, Attempt] = {}  # of all requests kept
         self._num_choices = 0  # of those that are over
 
-    def open(self, asked: Request, arrival_s: float) -> RequestTimeline | None:
-        """A request came in, arrival_s in unix seconds. None when nothing is to be recorded."""
+    def open(self, asked: Request, arrival: Arrival) -> RequestTimeline | None:
+        """A request came in. None when nothing is to be recorded."""
         if not self._most:
             return None
-        passed_s = self._clock.now_s() - arrival_s
         request = RequestTimeline(
-            asked.request_id, arrival_s, self._clock.monotonic_s() - passed_s, asked.stream
+            asked.request_id, arrival.unix_s, arrival.monotonic_s, asked.stream
         )
         prompts = {id(ask.prompt): len(ask.prompt.ids) for ask in asked.choices}
         request.num_prompt_tokens = sum(prompts.values())

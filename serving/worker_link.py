@@ -74,6 +74,20 @@ class Context:
     stream_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A submit that waits to be sent. Times are monotonic."""
+
+    submit: wire.Submit
+    arrival_s: float
+    deadline_s: float
+
+    def as_of(self, now_s: float) -> wire.Submit:
+        return msgspec.structs.replace(
+            self.submit, age_s=now_s - self.arrival_s, left_s=self.deadline_s - now_s
+        )
+
+
 class WorkerLink:
     """Keeps one reply stream open until retired, and sends submits and aborts in order.
 
@@ -98,7 +112,7 @@ class WorkerLink:
         self._attempt: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
-        self._submits: dict[int, wire.Submit] = {}
+        self._submits: dict[int, _Leaving] = {}
         self._aborts: list[int] = []
 
     @property
@@ -145,9 +159,14 @@ class WorkerLink:
         self._submits.clear()
         self._aborts.clear()
 
-    def submit(self, submit: wire.Submit) -> None:
-        """Send at the end of this turn, with whatever else came in it."""
-        self._submits[submit.room] = submit
+    def submit(self, submit: wire.Submit, arrival_s: float, deadline_s: float) -> None:
+        """Send at the end of this turn, with whatever else came in it.
+
+        arrival_s, deadline_s: of its request, monotonic. The worker is told how long before and
+        behind the sending they are, since the clocks of two hosts have nothing in common. What is
+        lost on the way it waits longer, and this process does not.
+        """
+        self._submits[submit.room] = _Leaving(submit, arrival_s, deadline_s)
         self._wake_sender()
 
     def abort(self, room: int) -> None:
@@ -265,8 +284,9 @@ class WorkerLink:
         finally:
             self._sender = None
 
-    async def _send_submits(self, submits: list[wire.Submit]) -> None:
-        owner = self._context.owner
+    async def _send_submits(self, leaving: list[_Leaving]) -> None:
+        owner, now_s = self._context.owner, self._context.clock.monotonic_s()
+        submits = [leg.as_of(now_s) for leg in leaving]
         rooms = [submit.room for submit in submits]
         owner.on_sending(self, rooms)
         try:

@@ -166,7 +166,7 @@ class FakeCluster:
         **sampling: Any,
     ) -> GenerationSpec:
         """A request that came in just now."""
-        now_s = self.clock.now_s()
+        now_s = self.clock.monotonic_s()
         params = wire.SamplingParams(max_new_tokens=max_new_tokens, **sampling)
         prompt = Prompt(list(prompt_ids))
         return GenerationSpec(prompt, params, request_id, now_s, now_s + timeout_s)

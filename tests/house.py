@@ -53,6 +53,15 @@ IMPURE_ROOTS = frozenset(
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 # Calls whose string arguments are names of mesh axes.
+SHOWS_UNIX_TIME = frozenset(
+    [
+        "transfer/clock.py",
+        "transfer/worker.py",  # epochs
+        "serving/arrival.py",
+        "serving/admin.py",
+        "serving/chat_template.py",
+    ]
+)
 AXIS_CALLS = frozenset(
     [
         "P",
@@ -191,6 +200,18 @@ def only_the_clock_reads_time(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno}: reads time by {called}"
 
 
+def the_wall_clock_is_only_shown(module: Module) -> Iterator[str]:
+    """What waits, is measured or travels goes by monotonic time: the other is set as hosts like."""
+    if module.package not in PRODUCT or module.path in SHOWS_UNIX_TIME:
+        return
+    for node in module.nodes:
+        if not isinstance(node, ast.Attribute):
+            continue
+        read = _dotted(node)
+        if read.lower().endswith("clock.now_s"):
+            yield f"{module.path}:{node.lineno}: {read} is for people; take monotonic_s"
+
+
 def mesh_axes_are_named_once(module: Module) -> Iterator[str]:
     """Only model/sharding.py writes the name of a mesh axis."""
     if module.package not in (*PRODUCT, "bench") or module.path == "model/sharding.py":
@@ -289,6 +310,7 @@ MODULE_RULES: tuple[Callable[[Module], Iterator[str]], ...] = (
     only_launch_imports_both_roles,
     pure_modules_do_no_io,
     only_the_clock_reads_time,
+    the_wall_clock_is_only_shown,
     mesh_axes_are_named_once,
     no_type_checking_blocks,
     files_state_their_responsibility,

@@ -8,11 +8,11 @@ class Clock(Protocol):
     """Reads time; nothing here waits."""
 
     def now_s(self) -> float:
-        """Unix time in seconds: comparable between hosts, may jump."""
+        """Unix time in seconds, to be shown: hosts set theirs as they like, and while they run."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds that only grow; comparable within one host (CLOCK_MONOTONIC)."""
+        """Seconds that only grow, for all that waits or is measured; comparable within one host."""
         ...
 
     def thread_cpu_s(self) -> float:
@@ -31,15 +31,16 @@ class SystemClock:
 class ManualClock:
     """A clock that stands still until it is told to move."""
 
-    def __init__(self, start_s: float = 1_000_000.0) -> None:
-        self._now_s = start_s
+    def __init__(self, start_s: float = 1_000_000.0, unix_s: float = 1_500_000_000.0) -> None:
+        self._monotonic_s = start_s
+        self._ahead_s = unix_s - start_s
         self.used_cpu_s = 0.0  # set by hand
 
     def now_s(self) -> float:
-        return self._now_s
+        return self._monotonic_s + self._ahead_s
 
     def monotonic_s(self) -> float:
-        return self._now_s
+        return self._monotonic_s
 
     def thread_cpu_s(self) -> float:
         return self.used_cpu_s
@@ -48,7 +49,11 @@ class ManualClock:
         """Move time forward. Raises ValueError if seconds < 0."""
         if seconds < 0:
             raise ValueError(f"a clock moves forward only, got {seconds}")
-        self._now_s += seconds
+        self._monotonic_s += seconds
+
+    def set_ahead(self, seconds: float) -> None:
+        """Set the wall clock, back when seconds < 0; no time passes."""
+        self._ahead_s += seconds
 
 
 SYSTEM_CLOCK = SystemClock()

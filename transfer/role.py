@@ -184,7 +184,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """Hold a room that came, unless there are too many."""
         if submit.room in self._held:
             return  # the same submit, delivered twice
-        room = Room(submit.room, self.side, self.clock.monotonic_s(), submit.deadline_s)
+        # By this clock alone: those of two hosts, and how one is set meanwhile, do not matter.
+        times = self.clock.monotonic_s(), received_s + submit.left_s, received_s - submit.age_s
+        room = Room(submit.room, self.side, *times)
         if self._rooms.add(room):
             held = self._held[submit.room] = self.take(submit, room)
             held.received_s = received_s
@@ -296,7 +298,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     def expire(self) -> None:
         """Drop what nobody waits for any more."""
-        for room in self._rooms.expired(self.clock.now_s()):
+        for room in self._rooms.expired(self.clock.monotonic_s()):
             self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
 
     def has_begun(self, held: H) -> bool:

@@ -61,7 +61,8 @@ class Room:
     room: int
     side: Side
     opened_s: float  # monotonic
-    deadline_s: float  # unix
+    deadline_s: float  # monotonic
+    arrival_s: float  # monotonic, of the client's request: the oldest goes first
     state: State = State.QUEUED
     entered_s: dict[State, float] = field(default_factory=dict)  # monotonic
 
@@ -104,5 +105,5 @@ class RoomTable:
         assert removed.state.is_final, f"room {room} removed in {removed.state}"
 
     def expired(self, now_s: float) -> tuple[Room, ...]:
-        """Rooms whose deadline has passed."""
+        """Rooms whose deadline has passed. now_s: monotonic."""
         return tuple(room for room in self._rooms.values() if room.deadline_s < now_s)

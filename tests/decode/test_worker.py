@@ -59,6 +59,37 @@ def test_a_request_runs_to_its_length_and_gives_everything_back() -> None:
     worker.check_idle()
 
 
+def test_a_deadline_is_counted_from_receipt_however_the_wall_clock_is_set() -> None:
+    alone, _ = decode()
+    start(alone, 1, max_new=20)
+    alone.submit(2, left_s=20.0)
+    alone.clock.set_ahead(3600.0)
+    alone.turn()
+    assert alone.events() == []
+    alone.clock.set_ahead(-86_400.0)
+    alone.clock.advance(21.0)
+    alone.turn()
+    assert alone.events() == [("failed", 2, "deadline")]
+    alone.clock.advance(40.0)
+    alone.turn()
+    assert alone.events()[1:] == [("failed", 1, "deadline")]
+
+
+def test_the_request_that_has_waited_longest_goes_first_wherever_it_came_in() -> None:
+    """Each says how old it is: hosts whose wall clocks differ have nothing else in common."""
+    alone, _ = decode(num_slots=1)
+    start(alone, 1, max_new=2)
+    alone.submit(2, age_s=1.0)
+    alone.clock.advance(3.0)
+    alone.submit(3, age_s=2.5)
+    alone.submit(4, age_s=5.0)  # it was elsewhere before
+    for room in (4, 2, 3):
+        while alone.turn():
+            pass
+        assert alone.grants[-1].room == room
+        alone.worker.handle(Aborted((room,)))
+
+
 def test_who_waits_is_seated_as_soon_as_an_end_leaves_a_seat() -> None:
     """The turn in which somebody ends says that there is more to do: no word would wake it."""
     alone, _ = decode(num_slots=1)

@@ -51,6 +51,33 @@ def test_a_grant_that_nobody_claims_is_forgotten() -> None:
     worker.check_idle()
 
 
+def test_a_wall_clock_that_is_set_ends_no_room_and_forgets_no_grant() -> None:
+    alone, worker = prefill()
+    worker.handle(Granted((alone.grant(1),)))
+    alone.submit(2, left_s=20.0)
+    alone.clock.set_ahead(3600.0)
+    alone.turn()
+    alone.submit(1, left_s=40.0)
+    assert alone.turn()
+    assert alone.events() == []
+    worker.handle(Granted((alone.grant(3),)))
+    alone.clock.set_ahead(-86_400.0)
+    alone.clock.advance(21.0)
+    alone.turn()
+    assert ("failed", 2, "deadline") in alone.events()
+    assert worker.counters["grants_expired"] == 1
+
+
+def test_prompts_are_computed_by_age() -> None:
+    alone, worker = prefill()
+    for room, age_s in ((1, 1.0), (2, 7.0), (3, 4.0)):
+        alone.submit(room, num_tokens=8, age_s=age_s)
+    worker.handle(Granted(tuple(map(alone.grant, (1, 2, 3)))))
+    while alone.turn():
+        pass
+    assert [room for room, _ in alone.tokens()] == [2, 3, 1]
+
+
 def test_a_grant_of_an_earlier_incarnation_is_not_taken() -> None:
     alone, worker = prefill()
     alone.submit(1)

@@ -21,7 +21,6 @@ from bench.frontend_plan import text_of, token_at, tokens_of
 from tests.fakes import SECURITY
 from tests.serving.commands import MODEL
 from transfer import wire
-from transfer.clock import SYSTEM_CLOCK
 from transfer.emit import Rows
 
 IDS, TEXTS = tokens_of(MODEL)
@@ -59,7 +58,7 @@ class Crowd(Workers):
     def __init__(self) -> None:
         super().__init__(SECURITY, IDS)
         self.held_back = False  # no first token leaves
-        self.seen: dict[str, float] = {}  # by id: seconds from arrival to its Submit at prefill
+        self.seen: dict[str, float] = {}  # by id: age as its Submit left for prefill
         self.address = ""
         self._running: dict[int, Room] = {}
         self._held: list[wire.Submit] = []
@@ -89,8 +88,7 @@ class Crowd(Workers):
                 if num_tokens > 1:
                     self._running[submit.room] = Room(stream_of(submit.request_id), num_tokens)
             return
-        now_s = SYSTEM_CLOCK.now_s()
-        self.seen |= {submit.request_id: now_s - submit.arrival_s for submit in submits}
+        self.seen |= {submit.request_id: submit.age_s for submit in submits}
         self._held += submits
         if not self.held_back:
             self.first_tokens()

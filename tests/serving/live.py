@@ -18,6 +18,7 @@ from serving.app import create_app
 from serving.dispatch import Dispatcher
 from serving.tokenizer import Tokenizer
 from tests.fakes import FakeCluster
+from transfer.clock import SYSTEM_CLOCK, Clock
 
 MODEL_PATH = Path(__file__).parents[1] / "goldens" / "qwen3" / "model"
 MODEL_NAME = "alphabet"
@@ -86,6 +87,7 @@ async def live_server(
     context_length: int = 512,
     send_buffer_bytes: int = 0,
     tokenizer: Tokenizer | None = None,
+    clock: Clock = SYSTEM_CLOCK,
     **config: Any,
 ) -> AsyncIterator[Live]:
     """uvicorn with our connections, as `kvferry serve` runs it, in this process and loop.
@@ -95,12 +97,20 @@ async def live_server(
     """
     settings = {"model_path": MODEL_PATH, "served_model_name": MODEL_NAME, **config}
     async with FakeCluster(
-        network=network, decodes=decodes, auto_step=auto_step, context_length=context_length
+        network=network,
+        decodes=decodes,
+        auto_step=auto_step,
+        context_length=context_length,
+        clock=clock,
     ) as cluster:
         dispatcher = await cluster.dispatcher(**settings)
         tokenizer = tokenizer or tokenizer_of_tests()
         app = create_app(
-            dispatcher, tokenizer, cluster.config(**settings), ModelConfig.from_dir(MODEL_PATH)
+            dispatcher,
+            tokenizer,
+            cluster.config(**settings),
+            ModelConfig.from_dir(MODEL_PATH),
+            clock,
         )
         with socket.create_server(("127.0.0.1", 0)) as sock:
             if send_buffer_bytes:  # accepted connections inherit it

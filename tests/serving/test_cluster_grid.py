@@ -154,7 +154,6 @@ async def _members(address: str, security: Security) -> dict[str, wire.Member]:
 def _submit(
     room: int, ids: list[int], prefill: wire.WorkerRef, decode: wire.WorkerRef
 ) -> wire.Submit:
-    now = SYSTEM_CLOCK.now_s()
     return wire.Submit(
         room=room,
         request_id=f"r{room}",
@@ -162,8 +161,8 @@ def _submit(
         token_ids=wire.pack_i32(ids),
         num_prompt_tokens=len(ids),
         sampling=wire.SamplingParams(max_new_tokens=STEPS, temperature=0.0),
-        arrival_s=now,
-        deadline_s=now + 120,
+        age_s=0.0,
+        left_s=120.0,
         prefill=prefill,
         decode=decode,
     )

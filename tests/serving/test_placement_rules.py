@@ -88,7 +88,7 @@ class Placed:
     def begun(self, **sampling: Any) -> Generation:
         """A request in its first room."""
         params = wire.SamplingParams(**{"max_new_tokens": 8} | sampling)
-        now_s = self.clock.now_s()
+        now_s = self.clock.monotonic_s()
         spec = GenerationSpec(Prompt([1, 2, 3]), params, "r", now_s, now_s + 600)
         generation = Generation(spec, RecordingSink())
         self.placement.place(generation)
@@ -122,7 +122,7 @@ class Placed:
         return SimpleNamespace(
             key=key,
             api_id="api",
-            submit=lambda message: None,
+            submit=lambda message, *times: None,
             abort=lambda room: self.aborted.append(key[0]),
         )
 
@@ -240,9 +240,10 @@ def test_refusals_after_a_token_begin_anew() -> None:
 
 def test_what_waited_to_be_admitted_counts_while_no_pair_is_there() -> None:
     placed = Placed({"queue_timeout_s": 2.0})
-    now_s = placed.clock.now_s()
+    now_s = placed.clock.monotonic_s()
     spec = GenerationSpec(Prompt([1]), wire.SamplingParams(4), "r", now_s, now_s + 600)
     placed.clock.advance(1.5)  # in the queue
+    placed.clock.set_ahead(-3600.0)  # which is nobody's wait
     placed.has_pair = False
     placed.placement.place(Generation(spec, RecordingSink()))
     placed.timers.advance(0.4)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from serving.arrival import Arrival
 from serving.prompt import Prompt
 from serving.protocol import ChoiceAsk, Request, Shown
 from serving.router import Pair
@@ -266,6 +267,7 @@ async def test_any_process_tells_of_a_request_of_another(tmp_path: Path) -> None
 
 # --- memory ---
 
+ARRIVAL = Arrival(1.5e9, 0.0)
 POLICIES: dict[wire.Role, str] = {"prefill": "least_load", "decode": "least_load"}
 
 
@@ -290,7 +292,7 @@ def test_choices_attempts_and_rooms_are_bounded_once_requests_have_ended() -> No
     timelines = Timelines(4, POLICIES, ManualClock())
     room = 0
     for number in range(20):
-        request = timelines.open(asked(f"r{number}", 1 + number % 3), 0.0)
+        request = timelines.open(asked(f"r{number}", 1 + number % 3), ARRIVAL)
         assert request is not None
         for choice in request.choices:
             for _ in range(3 * MAX_ATTEMPTS):
@@ -314,7 +316,7 @@ def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
     gc.disable()
     try:
         for number in range(20):
-            request = timelines.open(asked(f"leaves-{number}", num_choices=2), 0.0)
+            request = timelines.open(asked(f"leaves-{number}", num_choices=2), ARRIVAL)
             assert request is not None
             for index, choice in enumerate(request.choices):
                 timelines.began(choice, 10 * number + index, a_pair())
@@ -329,11 +331,11 @@ def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
 
 def test_a_request_under_way_is_told_of_however_many_came_and_went_since() -> None:
     timelines = Timelines(1, POLICIES, ManualClock())
-    old = timelines.open(asked("old"), 0.0)
+    old = timelines.open(asked("old"), ARRIVAL)
     assert old is not None
     timelines.began(old.choices[0], 1, a_pair())
     for number in range(3):
-        later = timelines.open(asked(f"r{number}"), 0.0)
+        later = timelines.open(asked(f"r{number}"), ARRIVAL)
         assert later is not None
         timelines.close(later)
     timelines.over("prefill", [wire.LegRecord(1, {})])
@@ -343,7 +345,7 @@ def test_a_request_under_way_is_told_of_however_many_came_and_went_since() -> No
     timelines.close(old)
     for number in range(2):
         assert timelines.find("old") is (None if number else old)
-        later = timelines.open(asked("new"), 0.0)
+        later = timelines.open(asked("new"), ARRIVAL)
         assert later is not None
         timelines.close(later)
     assert not timelines._rooms
@@ -356,7 +358,7 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
         ChoiceAsk(i, i // 2, "r", prompts[i // 2], wire.SamplingParams(4), Shown())
         for i in range(4)
     ]
-    request = timelines.open(Request("r", choices), 0.0)
+    request = timelines.open(Request("r", choices), ARRIVAL)
     assert request is not None
     assert request.num_prompt_tokens == 5
 
@@ -364,7 +366,7 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
 def test_the_latest_of_two_requests_of_one_id_is_found() -> None:
     timelines = Timelines(2, POLICIES, ManualClock())
     for _ in range(3):
-        latest = timelines.open(asked("same"), 0.0)
+        latest = timelines.open(asked("same"), ARRIVAL)
         assert timelines.find("same") is latest
 
 

@@ -267,7 +267,7 @@ def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
 
 
 def render(folder, template, messages=(), **kwargs):
-    clock = ManualClock(1_500_000_000.0)
+    clock = ManualClock(unix_s=1_500_000_000.0)
     tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=template), clock=clock)
     return tokenizer.apply_chat_template(list(messages), **kwargs)
 

@@ -48,7 +48,7 @@ async def test_nobody_waits_longer_for_a_worker_than_in_a_queue_but_who_has_seen
         await cluster.pass_time(20)  # that it had a place so long does not count
         await cluster.decode[0].kill()
         await until(lambda: not dispatcher.cluster_ready())
-        queued = dataclasses.replace(cluster.spec([3]), arrival_s=clock.now_s() - 20)
+        queued = dataclasses.replace(cluster.spec([3]), arrival_s=clock.monotonic_s() - 20)
         dispatcher.submit(queued, late)
         await cluster.pass_time(9.5)
         assert not late.done.is_set()

@@ -47,6 +47,41 @@ async def test_submits_gather_while_one_call_is_under_way():
         assert [sink.token_ids for sink in sinks] == [cluster.expected(spec) for spec in specs]
 
 
+async def test_a_worker_is_told_how_old_a_request_is_and_what_is_left_to_it_as_its_submit_leaves():
+    clock = ManualClock()
+    async with FakeCluster(auto_step=False, clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher()
+        slow = cluster.prefill[0]
+        slow.gate.clear()
+        dispatcher.submit(cluster.spec([1], timeout_s=60.0), RecordingSink())
+        await until(holds(cluster.decode[0], 1))
+        dispatcher.submit(cluster.spec([2], timeout_s=60.0), RecordingSink())
+        await until(holds(cluster.decode[0], 2))
+        clock.set_ahead(600.0)
+        clock.advance(2.0)
+        slow.gate.set()
+        await until(holds(slow, 2))
+        told = [
+            [(room.submit.age_s, room.submit.left_s) for room in worker.rooms.values()]
+            for worker in (cluster.decode[0], slow)
+        ]
+        assert told == [[(0.0, 60.0), (0.0, 60.0)], [(0.0, 60.0), (2.0, 58.0)]]
+
+
+async def test_a_request_that_moves_keeps_its_age_and_its_deadline():
+    clock = ManualClock()
+    async with FakeCluster(auto_step=False, clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher()
+        generation = dispatcher.submit(cluster.spec(timeout_s=60.0), RecordingSink())
+        await cluster.submitted(1)
+        clock.set_ahead(-600.0)
+        clock.advance(2.0)
+        cluster.decode[0].preempt(generation.room)
+        await until(lambda: len(cluster.decode[0].submit_calls) == 2)
+        submit = cluster.decode[0].rooms[generation.room].submit
+        assert (submit.age_s, submit.left_s) == (2.0, 58.0)
+
+
 async def test_what_waits_to_be_sent_to_a_lost_worker_goes_to_another():
     async with FakeCluster(auto_step=False, decodes=2) as cluster:
         dispatcher = await cluster.dispatcher()

@@ -82,8 +82,8 @@ class Alone:
             "token_ids": wire.pack_i32(range(room, room + num_tokens)),
             "num_prompt_tokens": num_tokens,
             "sampling": wire.SamplingParams(max_new),
-            "arrival_s": float(room),
-            "deadline_s": self.clock.now_s() + 60.0,
+            "age_s": 1000.0 - room,
+            "left_s": 60.0,
             **refs,
         }
         leg = wire.Submit(**{**known, **fields})  # type: ignore[arg-type]

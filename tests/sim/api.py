@@ -14,7 +14,7 @@ from tests.sim.network import expected_tokens
 from tests.sim.transport import Channel, Net
 from tests.sim.workers import SimDecode, SimPrefill, close_stream, open_stream, run_now
 from transfer import wire
-from transfer.clock import ManualClock
+from transfer.clock import Clock
 from transfer.errors import Code
 from transfer.stops import finish_of
 
@@ -29,9 +29,9 @@ class Request:
     prompt_ids: list[int]
     sampling: wire.SamplingParams
     salt: str
-    arrival_s: float
-    deadline_s: float
+    patience_s: float
     is_dictated: bool  # the ranks of both workers are chosen outside
+    arrival_s: float = 0.0  # by the clock of its API process
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
     room: int = 0
@@ -44,6 +44,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.expected = expected_tokens(self.prompt_ids, self.sampling)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.arrival_s + self.patience_s
 
     def finish(self, how: str) -> None:
         assert not self.end, f"request {self.number} ended {self.end}, and again {how}"
@@ -130,7 +134,7 @@ class Line:
 class Api:
     """One API process."""
 
-    def __init__(self, name: str, net: Net, clock: ManualClock, owners: dict[int, Request]) -> None:
+    def __init__(self, name: str, net: Net, clock: Clock, owners: dict[int, Request]) -> None:
         self.name = name
         self.net = net
         self.alive = True
@@ -144,12 +148,13 @@ class Api:
         self._strays: dict[tuple[str, int], int] = {}
 
     def take(self, request: Request) -> None:
+        request.arrival_s = self._clock.monotonic_s()
         self.live.append(request)
 
     def tick(self, abort: float) -> None:
         """Deadlines, clients that leave, and places for those who wait."""
         for request in list(self.live):
-            if request.deadline_s < self._clock.now_s():
+            if request.deadline_s < self._clock.monotonic_s():
                 self._close(request, "deadline")
             elif self.net.rng.random() < abort:
                 self.net.stats[f"aborts_{self._where(request)}"] += 1
@@ -275,7 +280,7 @@ class Api:
             self.net.stats["failed_gone"] += 1
             return  # the other one tells why, always: nothing here waits for less
         elif event.code == Code.DEADLINE.value:
-            assert request.deadline_s < self._clock.now_s()
+            assert request.deadline_s < self._clock.monotonic_s()
             self._close(request, "deadline")
             return
         elif event.code == Code.BAD_REQUEST.value:
@@ -331,7 +336,7 @@ class Api:
         if request.prefilled:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs_start=-1)
         prefill, decode = request.pair
-        ranks = [-1, -1]
+        ranks, now_s = [-1, -1], self._clock.monotonic_s()
         if request.is_dictated:
             self.net.stats["dictated"] += 1
             ranks = [request.room % line.worker.config.dp_size for line in request.pair]
@@ -342,8 +347,8 @@ class Api:
             token_ids=wire.pack_i32(request.prompt_ids + request.tokens),
             num_prompt_tokens=len(request.prompt_ids),
             sampling=sampling,
-            arrival_s=request.arrival_s,
-            deadline_s=request.deadline_s,
+            age_s=now_s - request.arrival_s,
+            left_s=request.deadline_s - now_s,
             prefill=prefill.ref,
             decode=decode.ref,
             cache_salt=request.salt,

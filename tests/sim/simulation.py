@@ -10,6 +10,7 @@ from random import Random
 
 from decode.held import GrantFailed
 from tests.sim.api import Api, Line, Request
+from tests.sim.clocks import HostClock
 from tests.sim.grammars import WRONG
 from tests.sim.network import FIRST_ID, VOCAB
 from tests.sim.plan import Plan, WorkerPlan, draw_plan
@@ -24,6 +25,7 @@ from transfer.worker import Drain, Worker
 GRAMMARS = ("", "", "", "", "", "", "", "0", "1", "2", "2", WRONG)
 TICK_S = 0.01
 PATIENCE_S = 100_000.0  # of a request that is not hasty: no deadline helps a stuck one
+CLOCK_IS_SET = 0.02  # a tick
 LINGER_TICKS = round(LINGER_S / TICK_S)
 TROUBLE_TICKS = 200  # after the last arrival: then peace, lest the next accident free the stuck
 PEACE_TICKS = 4_000  # enough for all that is left
@@ -43,7 +45,9 @@ class Simulation:
         self.plan = plan or draw_plan(self.rng)
         self.stats: Counter[str] = Counter()
         self.net = Net(self.rng, self.stats)
-        self.clock = ManualClock()
+        self.time = ManualClock()
+        self._clocks: dict[str, HostClock] = {}  # by host
+        self._clock_rng = Random(f"clocks {seed}")
         self.fabric = Fabric(self.net, self.plan.corrupt)
         self.workers: dict[str, SimPrefill | SimDecode] = {}  # by id, the living
         self.apis: list[Api] = []
@@ -88,7 +92,7 @@ class Simulation:
     # --- one tick -------------------------------------------------------------------------------
 
     def _tick(self, trouble: bool) -> None:
-        self.clock.advance(TICK_S)
+        self.time.advance(TICK_S)
         self.net.deliver()
         if len(self.requests) < self.plan.num_requests and self._chance(self.plan.arrival):
             self._arrive()
@@ -124,6 +128,9 @@ class Simulation:
 
     def _misbehave(self) -> None:
         plan = self.plan
+        if self._clock_rng.random() < CLOCK_IS_SET:
+            self.stats["clocks_set"] += 1
+            self._clock_rng.choice(list(self._clocks.values())).set_wrong()
         if self.workers and self._chance(plan.drain):
             self._drain(self.rng.choice(list(self.workers.values())))
         if self._chance(plan.data_break):
@@ -144,16 +151,23 @@ class Simulation:
 
     def _spawn(self, plan: WorkerPlan) -> None:
         worker: SimPrefill | SimDecode
+        clock = self._clock_of(plan.worker_id)
         if plan in self.plan.prefills:
-            worker = SimPrefill(plan, self.fabric, self.clock, self._publish)
+            worker = SimPrefill(plan, self.fabric, clock, self._publish)
         else:
-            worker = SimDecode(plan, self.fabric, self.clock, self._publish, self._send_grants)
+            worker = SimDecode(plan, self.fabric, clock, self._publish, self._send_grants)
         self.workers[plan.worker_id] = worker
         for api in self.apis:
             self._open_line(api, worker)
 
+    def _clock_of(self, host: str) -> HostClock:
+        if host not in self._clocks:
+            self._clocks[host] = HostClock(self.time, self._clock_rng)
+        return self._clocks[host]
+
     def _start_api(self) -> None:
-        api = Api(f"api-{self.stats['apis']}", self.net, self.clock, self._owners)
+        name = f"api-{self.stats['apis']}"
+        api = Api(name, self.net, self._clock_of(name), self._owners)
         self.stats["apis"] += 1
         self.apis.append(api)
         for worker in self.workers.values():
@@ -261,7 +275,6 @@ class Simulation:
         most = self.plan.limit_tokens - num_prompt
         shared = rng.choice(self._prefixes)[: rng.randrange(num_prompt + 1)]
         prompt = [*shared, *self._tokens(num_prompt - len(shared))]
-        now_s = self.clock.now_s()
         sampling = wire.SamplingParams(
             max_new_tokens=1 if self._chance(0.1) else rng.randrange(1, most + 1),
             seed=rng.randrange(100),
@@ -276,8 +289,7 @@ class Simulation:
             prompt_ids=prompt,
             sampling=sampling,
             salt=rng.choice(("", "", "tenant")),
-            arrival_s=now_s,
-            deadline_s=now_s + patience_s,
+            patience_s=patience_s,
             is_dictated=self._chance(self.plan.dictated),
         )
         self.requests.append(request)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode import rings
@@ -20,9 +21,10 @@ from prefill.shipping import Shipping
 from prefill.worker import PrefillWorker
 from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
+from transfer import wire
 from transfer.inbound import Inbound
 from transfer.prefix_cache import PrefixCache
-from transfer.role import GrammarReady
+from transfer.role import GrammarReady, RoleWorker
 from transfer.worker import Aborted, ApiGone
 
 SEEDS = range(500, 600)  # in which the rarest of what is listed below happens, too
@@ -109,6 +111,8 @@ HAPPENS = [
     "submit_replies_lost",
     "decode_pages_late",
     "replies_NACK",
+    # on hosts
+    "clocks_set",
 ]
 
 
@@ -230,6 +234,14 @@ def _frames_of_the_forgotten(_: Any) -> Callable[..., Any]:
     return lambda self, room: None
 
 
+def _deadlines_by_the_wall_clock(open_room: Any) -> Callable[..., Any]:
+    def opened(self: Any, submit: wire.Submit, received_s: float) -> None:
+        left_s = submit.left_s - self.clock.wrong_s
+        open_room(self, msgspec.structs.replace(submit, left_s=left_s), received_s)
+
+    return opened
+
+
 def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
     return lambda self: 0
 
@@ -253,6 +265,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (PrefillWorker, "handle", _deaf_to(Aborted)),
         (DecodeWorker, "_place", _pages_a_place_further),
         (Inbound, "forget", _frames_of_the_forgotten),
+        (RoleWorker, "open_room", _deadlines_by_the_wall_clock),
         (ConstrainedSlots, "__len__", _masks_without_the_last_step),
         (PrefillWorker, "handle", _deaf_to(GrammarReady)),
         (DecodeWorker, "handle", _deaf_to(GrammarReady)),

@@ -19,7 +19,7 @@ from tests.sim.grammars import SimGrammars
 from tests.sim.plan import WorkerPlan
 from tests.sim.transport import Fabric, SimReceiver, SimSender
 from transfer import wire
-from transfer.clock import ManualClock
+from transfer.clock import Clock
 from transfer.replies import Replies
 from transfer.role import PoolFacts
 from transfer.room import LEGAL, Room, Side, State
@@ -82,9 +82,7 @@ def _facts_of(plan: WorkerPlan) -> PoolFacts:
 class SimPrefill(PrefillWorker):
     """A prefill worker whose surroundings are simulated."""
 
-    def __init__(
-        self, plan: WorkerPlan, fabric: Fabric, clock: ManualClock, publish: Publish
-    ) -> None:
+    def __init__(self, plan: WorkerPlan, fabric: Fabric, clock: Clock, publish: Publish) -> None:
         config = PrefillConfig(
             model_path=Path(),
             registry_address="",
@@ -176,7 +174,7 @@ class SimDecode(DecodeWorker):
         self,
         plan: WorkerPlan,
         fabric: Fabric,
-        clock: ManualClock,
+        clock: Clock,
         publish: Publish,
         send_grants: SendGrants,
     ) -> None:

@@ -86,8 +86,8 @@ def first(row: int, room: int, num_generated: int, num_top: int) -> FirstRow:
         token_ids=wire.pack_i32(range(2 + num_generated)),
         num_prompt_tokens=2,
         sampling=wire.SamplingParams(9, num_top_logprobs=num_top),
-        arrival_s=0.0,
-        deadline_s=9.0,
+        age_s=0.0,
+        left_s=9.0,
         prefill=wire.WorkerRef("p", 1, "h:1"),
         decode=wire.WorkerRef("d", 1, "h:2"),
     )

@@ -11,7 +11,7 @@ DECODE_PATH = [State.RESERVED, State.RECEIVING, State.READY, State.DECODING, Sta
 
 
 def a_room(side: Side = Side.DECODE, room: int = 7, deadline_s: float = 100.0) -> Room:
-    return Room(room, side, opened_s=10.0, deadline_s=deadline_s)
+    return Room(room, side, opened_s=10.0, deadline_s=deadline_s, arrival_s=9.0)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def a_submit(num_tokens: int = 5, num_prompt_tokens: int = 3) -> wire.Submit:
         sampling=wire.SamplingParams(
             max_new_tokens=4, logit_bias=((7, -1.5),), stop_token_ids=(2,)
         ),
-        arrival_s=1.5,
-        deadline_s=9.5,
+        age_s=1.5,
+        left_s=9.5,
         prefill=wire.WorkerRef("prefill-0", 1, "127.0.0.1:1"),
         decode=wire.WorkerRef("decode-0", 2, "127.0.0.1:2"),
     )

@@ -30,7 +30,7 @@ class PlainWorker(Worker):
     role: wire.Role = "decode"
 
     def __init__(self) -> None:
-        super().__init__(Security(token="test"), ManualClock(100.0), "host", 9)
+        super().__init__(Security(token="test"), ManualClock(100.0, unix_s=100.0), "host", 9)
         self.events: list[Any] = []
         self.turned = threading.Event()
         self.held = 0
@@ -81,8 +81,8 @@ def submit(
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids) // 4,
         sampling=wire.SamplingParams(1),
-        arrival_s=0.0,
-        deadline_s=9e9,
+        age_s=0.0,
+        left_s=9e9,
         prefill=wire.WorkerRef("other", 7, "elsewhere:1"),
         decode=wire.WorkerRef("plain", epoch, "host:9"),
     )
