@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from transfer import wire
+from transfer import ports, wire
 from transfer.certificates import Certificate, check_names, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.complaint import Tally
@@ -194,9 +194,16 @@ class RpcServer:
 
         self._methods[name] = grpc.unary_stream_rpc_method_handler(behave)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken."""
-        return await self.start_at(host_port(host, port))
+    async def start(self, host: str, port: int, flag: str = "port") -> int:
+        """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken.
+
+        flag: that says which.
+        """
+        # A number for gRPC, on which nobody listens: it is content with any one of the addresses of
+        # a name, or of `::`, and would be the second server on the others.
+        with ports.bind(host, port, flag) as sock:
+            numeric = str(sock.getsockname()[0])
+        return await self.start_at(host_port(numeric, port))
 
     async def start_at(self, address: str) -> int:
         """Listen at host:port or unix:path, where the socket of a server that is gone is replaced.
