@@ -356,14 +356,19 @@ class RegistryClient:
             await self._client.close()
 
     async def watch(
-        self, on_view: Callable[[wire.ClusterView], None], watcher_id: str = "watcher"
+        self,
+        on_view: Callable[[wire.ClusterView], None],
+        watcher_id: str = "watcher",
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         """Call on_view with each view until cancelled; reconnects for ever.
 
+        on_begin: called before each stream of views, which may be of a registry that restarted.
         An error of ours out of on_view is told, and the next view comes with the next connection.
         """
         complaint = self._complaint()
         while True:
+            on_begin()
             try:
                 await self._watch_once(wire.Watch(watcher_id), on_view, complaint)
             except TimeoutError:
