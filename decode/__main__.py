@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from decode.config import DecodeConfig
-from transfer import flags
+from transfer import flags, ports
 
 
 def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     security = flags.security_from(args)
     security.check_reached(config.reached_by)
     # Pages are taken once the model is loaded; that the port is taken shows now.
-    flags.bind(config.data_host or config.host, config.data_port, "--data-port").close()
+    ports.bind(config.data_host or config.host, config.data_port, "--data-port").close()
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from decode.opening import build_engine
     from decode.worker import DecodeWorker

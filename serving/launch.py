@@ -24,9 +24,10 @@ ABOVE = {"plan": "bench.plan", "bench": "bench"}
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
     # Told to end while modules load, a process has nothing to say or to wait for; SIGINT is
-    # `run_main`'s from there, SIGTERM whoever's serves. Not SIG_DFL: the first process of a
+    # `run_main`'s from there, the others whoever's serves. Not SIG_DFL: the first process of a
     # container would not hear them.
-    for number, code in ((signal.SIGINT, EXIT_INTERRUPTED), (signal.SIGTERM, 0)):
+    codes = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: 0, signal.SIGHUP: 0}
+    for number, code in codes.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_, code=code: os._exit(code))
     from transfer import flags, terminal

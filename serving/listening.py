@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serving.config import ServeConfig
 from serving.connection import Bound
-from transfer import flags, open_files
+from transfer import open_files, ports
 from transfer.errors import ConfigError
 from transfer.rpc import host_port
 
@@ -123,7 +123,7 @@ def beside(config: ServeConfig) -> socket.socket:
 
     Raises ConfigError when another has the port.
     """
-    return flags.bind(config.host, config.port, "--port", reuse_port=True)
+    return ports.bind(config.host, config.port, "--port", reuse_port=True)
 
 
 def ensure_listening(sock: socket.socket, config: ServeConfig) -> None:
@@ -133,11 +133,11 @@ def ensure_listening(sock: socket.socket, config: ServeConfig) -> None:
 
 
 def _bound(config: ServeConfig) -> socket.socket:
-    return flags.bind(config.host, config.port, "--port")
+    return ports.bind(config.host, config.port, "--port")
 
 
 def _listening(sock: socket.socket, config: ServeConfig) -> socket.socket:
-    return flags.listen(sock, config.host, config.port, "--port", BACKLOG)
+    return ports.listen(sock, config.host, config.port, "--port", BACKLOG)
 
 
 def _clear(path: Path) -> None:

@@ -13,11 +13,13 @@ from transfer.bootstrap import RegistryClient
 
 logger = logging.getLogger(__name__)
 
-WatchViews = Callable[[Callable[[wire.ClusterView], None]], Awaitable[None]]
+# Of on_view, and of what to do before each stream of views.
+WatchViews = Callable[[Callable[[wire.ClusterView], None], Callable[[], None]], Awaitable[None]]
 
 _TICK_S = 0.5
 # A registry that restarted knows nobody until the workers' next heartbeats, so those whose streams
-# are alive keep their place for as long as a lease would have lasted.
+# are alive keep their place for as long as a lease would have lasted. Any stream of views after the
+# first may be such a registry's: revisions do not tell, which may be 0 again.
 _RESTART_GRACE_S = 3.0
 
 
@@ -44,7 +46,8 @@ class Membership:
         self._watch = watch or _registry_watch(config.registry_address, context)
         self._links: dict[Key, WorkerLink] = {}
         self._listed: frozenset[Key] = frozenset()
-        self._revision = -1
+        self._has_view = False
+        self._is_anew = False  # the next view is the first of its stream
         self._grace_until_s = 0.0
         self._context_length = 0
         self._ticked_s = 0.0
@@ -53,7 +56,7 @@ class Membership:
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._watching = asyncio.ensure_future(self._watch(self.on_view))
+        self._watching = asyncio.ensure_future(self._watch(self.on_view, self._begin_anew))
         self._watching.add_done_callback(_log_end)
         self._ticked_s = self._context.clock.monotonic_s()
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
@@ -91,7 +94,7 @@ class Membership:
     def met_all(self) -> bool:
         """Whether the registry has answered, and every worker that it lists is open."""
         open_keys = {key for key, link in self._links.items() if link.open}
-        return self._revision >= 0 and self._listed <= open_keys
+        return self._has_view and self._listed <= open_keys
 
     def stalled(self) -> list[Key]:
         """Workers that say they live, while their loops stand still."""
@@ -148,9 +151,9 @@ class Membership:
 
     def on_view(self, view: wire.ClusterView) -> None:
         """The registry's word: every live worker."""
-        if view.revision < self._revision:
+        if self._is_anew and self._has_view:
             self._grace_until_s = self._context.clock.monotonic_s() + _RESTART_GRACE_S
-        self._revision = view.revision
+        self._has_view, self._is_anew = True, False
         self.members = view.members
         self._listed = frozenset(key_of(member) for member in view.members)
         for member in view.members:
@@ -178,6 +181,9 @@ class Membership:
         """Its stream ended; it is opened again while the registry lists the worker."""
         if link.key not in self._listed:
             self._close(link)
+
+    def _begin_anew(self) -> None:
+        self._is_anew = True
 
     def _open(self, member: wire.Member) -> None:
         link = WorkerLink(member, self._context)
@@ -215,10 +221,12 @@ def _log_end(watching: "asyncio.Future[None]") -> None:
 
 
 def _registry_watch(address: str, context: Context) -> WatchViews:
-    async def watch(on_view: Callable[[wire.ClusterView], None]) -> None:
+    async def watch(
+        on_view: Callable[[wire.ClusterView], None], on_begin: Callable[[], None]
+    ) -> None:
         client = RegistryClient(address, context.security, context.clock)
         try:
-            await client.watch(on_view)
+            await client.watch(on_view, on_begin)
         finally:
             await client.close()
 

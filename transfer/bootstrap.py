@@ -1,10 +1,10 @@
 """The registry: who serves what, where, and for how long that is believed.
 
 `Leases` is the pure part. A worker's lease lasts ttl_s after each heartbeat; registering again
-replaces, never adds; an older incarnation (lower epoch) is refused. Workers that could not
-work together are refused at registration, with both values named. The registry holds nothing
-that cannot be told to it again: when it restarts, workers register anew and running rooms
-never notice.
+replaces, never adds; an older incarnation (lower epoch) is refused while the newer one lives.
+Workers that could not work together are refused at registration, with both values named. The
+registry holds nothing that cannot be told to it again: when it restarts, workers register anew and
+running rooms never notice.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from transfer import wire
 from transfer.clock import Clock
@@ -47,6 +48,8 @@ class _Lease:
     draining: bool
     until_s: float
     ranks: tuple[wire.Load, ...] = ()
+    rival: int = 0  # the latest epoch below that wanted its place
+    outlived: int = 0  # the rival after whose coming this one showed that it lives
 
 
 class Leases:
@@ -61,14 +64,13 @@ class Leases:
     def register(self, info: wire.WorkerInfo, epoch: int, now_s: float) -> None:
         """Take a worker in.
 
-        Raises Superseded when a later life of it is known, Incompatible when it does not fit those
-        that are here.
+        Raises Superseded when a later life of it lives, Unavailable while that is not known (its
+        clock may have gone back, and the later one be dead), Incompatible when it does not fit
+        those that are here.
         """
         known = self._leases.get(info.worker_id)
         if known is not None and known.epoch > epoch:
-            raise Superseded(
-                f"{info.worker_id} registers with epoch {epoch}, a newer one has {known.epoch}"
-            )
+            self._refuse(known, epoch)
         for other in self._leases.values():
             if other.info.worker_id != info.worker_id:
                 _check_fit(info, other.info)
@@ -89,6 +91,7 @@ class Leases:
             ranks=beat.ranks,
             draining=beat.draining,
             until_s=now_s + self.ttl_s,
+            outlived=lease.rival,
         )
         return True
 
@@ -119,6 +122,14 @@ class Leases:
             del self._leases[name]
             self.revision += 1
         return gone
+
+    def _refuse(self, known: _Lease, epoch: int) -> NoReturn:
+        worker_id = known.info.worker_id
+        what = f"{worker_id} registers with epoch {epoch}, a newer one has {known.epoch}"
+        if known.outlived == epoch:
+            raise Superseded(what)
+        self._leases[worker_id] = replace(known, rival=epoch)
+        raise Unavailable(f"{what}, whose lease ends unless it lives")
 
     def view(self) -> wire.ClusterView:
         """All live workers, by name."""
@@ -340,13 +351,19 @@ class RegistryClient:
         finally:
             await self._client.close()
 
-    async def watch(self, on_view: Callable[[wire.ClusterView], None]) -> None:
+    async def watch(
+        self,
+        on_view: Callable[[wire.ClusterView], None],
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
         """Call on_view with each view until cancelled; reconnects for ever.
 
+        on_begin: called before each stream of views, which may be of a registry that restarted.
         An error of ours out of on_view is told, and the next view comes with the next connection.
         """
         complaint = self._complaint()
         while True:
+            on_begin()
             try:
                 await self._watch_once(on_view, complaint)
             except TimeoutError:

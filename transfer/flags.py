@@ -6,18 +6,16 @@ exit code 2.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
 import signal
-import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, Protocol, Union, get_args, get_origin, get_type_hints
@@ -283,39 +281,6 @@ def tls_argv_of(security: Security) -> list[str]:
     """The TLS flags of these files; the token travels in the environment."""
     files = {"ca": security.ca_file, "cert": security.cert_file, "key": security.key_file}
     return [f"--tls-{name}-file={file}" for name, file in files.items() if file is not None]
-
-
-def bind(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
-    """A bound socket. Raises ConfigError naming the flag when somebody listens on the port.
-
-    Others may be bound beside it until one of them listens: `listen` tells which of them has it.
-    reuse_port: beside sockets of this user that listen, and were bound so.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, reuse_port)
-    with _taking(sock, host, port, flag):
-        sock.bind((host, port))
-    return sock
-
-
-def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -> socket.socket:
-    """The bound socket, which listens now. Raises ConfigError as `bind`, and closes it then."""
-    with _taking(sock, host, port, flag):
-        sock.listen(backlog)
-    return sock
-
-
-@contextlib.contextmanager
-def _taking(sock: socket.socket, host: str, port: int, flag: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another {flag} or --host"
-        ) from error
 
 
 # --- process ----------------------------------------------------------------------------------

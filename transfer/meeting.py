@@ -20,7 +20,7 @@ from typing import Final
 
 from model.eplb import TRIVIAL
 from model.weights import dummy_digest, model_digest
-from transfer import flags, wire
+from transfer import flags, ports, wire
 from transfer.errors import BadMessage, ConfigError, Incompatible, RpcError, Unavailable
 from transfer.rpc import RpcClient, RpcServer, Security, host_port
 from transfer.worker_config import WorkerConfig
@@ -96,9 +96,7 @@ class Meeting:
         """
         self._settings = settings
         host, port = _host_and_port(self._address)
-        # Listened to by others, the address is told with the flag that has it.
-        flags.bind(host, port, "--dist-init-addr").close()
-        await self._server.start(host, port)
+        await self._server.start(host, port, "--dist-init-addr")
         try:
             async with asyncio.timeout(patience_s):
                 await self._complete.wait()
@@ -294,5 +292,5 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 def _free_address(host: str) -> str:
     """host:port, on which nobody listens now: JAX takes no 0, and says nobody which it got."""
-    with flags.bind(host, 0, "--dist-init-addr") as sock:
+    with ports.bind(host, 0, "--dist-init-addr") as sock:
         return host_port(host, sock.getsockname()[1])

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from transfer import wire
+from transfer import open_files, ports, wire
 from transfer.certificates import Certificate, check_names, read_pem
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.complaint import Tally
@@ -55,6 +55,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+_HANDSHAKE_S = 5.0  # for TLS, and then for what HTTP/2 begins with; a minute, left alone
 # What a peer may send ahead of a slow reader. Left alone, gRPC takes in megabytes: seconds of
 # steps, one message each, where transfer.replies could have made them one.
 _CLIENT_OPTIONS: list[tuple[str, Any]] = [
@@ -152,6 +153,7 @@ class RpcServer:
             _CALLS: grpc.stream_stream_rpc_method_handler(self._answer_calls)
         }
         self._server: grpc.aio.Server | None = None
+        self._counting: asyncio.Task[None] | None = None
 
     def unary(self, name: str, request: type[msgspec.Struct], handler: UnaryHandler) -> None:
         """Register `handler(request) -> reply` under `name`, before start().
@@ -194,9 +196,18 @@ class RpcServer:
 
         self._methods[name] = grpc.unary_stream_rpc_method_handler(behave)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken."""
-        return await self.start_at(host_port(host, port))
+    async def start(self, host: str, port: int, flag: str = "port") -> int:
+        """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken.
+
+        flag: that says which.
+        """
+        # A number for gRPC, on which nobody listens: it is content with any one of the addresses of
+        # a name, or of `::`, and would be the second server on the others.
+        with ports.bind(host, port, flag) as sock:
+            numeric = str(sock.getsockname()[0])
+        bound = await self.start_at(host_port(numeric, port))
+        self._counting = asyncio.create_task(open_files.tell_when_short(self._clock))
+        return bound
 
     async def start_at(self, address: str) -> int:
         """Listen at host:port or unix:path, where the socket of a server that is gone is replaced.
@@ -204,7 +215,7 @@ class RpcServer:
         Returns the port; means nothing for a path. Raises ConfigError when it is taken.
         """
         guard = _Guard(self._security.token, self._clock)
-        server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
+        server = grpc.aio.server(options=_server_options(), interceptors=[guard])
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
@@ -224,6 +235,9 @@ class RpcServer:
         return int(bound)
 
     async def stop(self, grace_s: float = 0.5) -> None:
+        if self._counting is not None:
+            self._counting.cancel()
+            self._counting = None
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
@@ -423,6 +437,17 @@ _ERROR_NAMES = {status.name: kind for status, kind in _ERRORS.items()}
 def host_port(host: str, port: int) -> str:
     """An address as gRPC reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _server_options() -> list[tuple[str, Any]]:
+    """Strangers are given up soon, and do not take the files that this process needs itself."""
+    handshake_ms = int(_HANDSHAKE_S * 1000)
+    return [
+        *_OPTIONS,
+        ("grpc.server_handshake_timeout_ms", handshake_ms),
+        ("grpc.http2.settings_timeout", handshake_ms),
+        ("grpc.max_allowed_incoming_connections", open_files.for_control()),
+    ]
 
 
 async def _accept(

@@ -20,7 +20,7 @@ from serving.listening import (
     refuse_two_addresses,
 )
 from tests.ports import free_port
-from transfer import flags
+from transfer import ports
 from transfer.errors import ConfigError
 
 
@@ -57,10 +57,10 @@ def test_of_two_that_were_bound_at_once_the_second_to_listen_is_refused(
     claim: Callable[[ServeConfig], AbstractContextManager[socket.socket]],
 ) -> None:
     port = free_port()
-    with flags.bind("127.0.0.1", port, "--port") as late:
+    with ports.bind("127.0.0.1", port, "--port") as late:
         with claim(config(port=port)):
             with pytest.raises(ConfigError) as caught:
-                flags.listen(late, "127.0.0.1", port, "--port", 1)
+                ports.listen(late, "127.0.0.1", port, "--port", 1)
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_children_listen_beside_their_parent_which_gets_no_connection(given: int
 
 def test_a_child_is_told_when_another_listens_by_now() -> None:
     port = free_port()
-    with flags.bind("127.0.0.1", port, "--port") as other:
+    with ports.bind("127.0.0.1", port, "--port") as other:
         with beside(config(port=port)) as child:
             other.listen()
             with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address"):

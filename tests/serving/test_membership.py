@@ -175,7 +175,6 @@ async def test_a_registry_that_dies_and_comes_back_empty_stops_nobody():
     async with FakeCluster() as cluster:
         dispatcher = await cluster.dispatcher()
         port = int(cluster.registry.address.rpartition(":")[2])
-        cluster.registry.push()
         await cluster.registry.stop()
         spec, while_dead, while_empty = cluster.spec(), RecordingSink(), RecordingSink()
         dispatcher.submit(spec, while_dead)
@@ -192,11 +191,23 @@ async def test_workers_that_stay_away_from_a_restarted_registry_lose_their_place
     clock = ManualClock()
     async with FakeCluster(clock=clock) as cluster:
         dispatcher = await cluster.dispatcher()
-        cluster.registry.revise(0)
-        cluster.registry.members.clear()
-        cluster.registry.push()
+        await cluster.registry.restart()
         await until(lambda: dispatcher.members() == ())
         assert dispatcher.cluster_ready()
+        clock.advance(3.5)
+        assert not dispatcher.cluster_ready()
+
+
+async def test_a_registry_that_dies_again_before_anyone_registers_stops_nobody_either():
+    clock = ManualClock()
+    async with FakeCluster(clock=clock) as cluster:
+        dispatcher = await cluster.dispatcher()
+        await cluster.registry.restart()
+        await until(lambda: dispatcher.members() == ())
+        clock.advance(3.5)
+        assert not dispatcher.cluster_ready()
+        await cluster.registry.restart()
+        await until(dispatcher.cluster_ready)
         clock.advance(3.5)
         assert not dispatcher.cluster_ready()
 

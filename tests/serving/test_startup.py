@@ -24,6 +24,7 @@ from tests.serving.commands import (
     END_TIMEOUT_S,
     GOLDENS,
     MODEL,
+    NO_NOHUP,
     SMALL,
     TOKEN,
     Command,
@@ -424,18 +425,21 @@ def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
     assert "loading weights" not in command.text
 
 
-def test_told_to_stop_while_its_modules_load_a_process_ends_well(tmp_path: Path) -> None:
-    """SIGTERM has a handler then: without one, the first process of a container hears nothing."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=NO_NOHUP)])
+def test_told_to_stop_while_its_modules_load_a_process_ends_well(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """There is a handler then: without one, the first process of a container hears nothing."""
     command = start(tmp_path, *f"decode {WORKER}".split())
     status = Path(f"/proc/{command.process.pid}/status")
-    caught = 1 << (signal.SIGTERM - 1)
+    caught = 1 << (number - 1)
 
     def is_caught() -> bool:
         (mask,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
         return bool(int(mask.split()[1], 16) & caught)
 
     wait_until(is_caught, END_TIMEOUT_S)
-    command.signal(signal.SIGTERM)
+    command.signal(number)
     assert command.ends() == 0
     # On a busy machine it may have come further, and said what it chose; never that it was ended.
     assert [line for line in command.text.splitlines() if "[decode] I " not in line] == []

@@ -17,6 +17,7 @@ from tests.cluster import up, wait_until
 from tests.ports import free_port
 from tests.serving.commands import (
     MODEL,
+    NO_NOHUP,
     SMALL_DECODE,
     SMALL_PREFILL,
     Command,
@@ -108,6 +109,16 @@ def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
     assert stopped.ends(STOP_S) == 0, stopped.text
     for command in (interrupted, stopped):
         assert "Traceback" not in command.text, command.text
+
+
+@NO_NOHUP
+def test_up_whose_terminal_closes_stops_in_order(commands: list[Command], tmp_path: Path) -> None:
+    command = start_up(commands, tmp_path, MODEL, free_port())
+    command.says(READY)
+    for _ in range(2):  # of the kernel, and of the shell
+        command.signal(signal.SIGHUP)
+    assert command.ends(STOP_S) == 0, command.text
+    assert "kvferry up: draining\n" in command.text
 
 
 def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(tmp_path: Path) -> None:

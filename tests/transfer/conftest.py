@@ -22,7 +22,8 @@ def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """A process that leaves ignores signals from then on; this one stays."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -68,14 +68,6 @@ def test_registering_again_replaces_and_never_adds() -> None:
     assert leases.view().members[0].info.address == "127.0.0.1:9"
 
 
-def test_an_older_life_is_refused_with_both_epochs_named() -> None:
-    leases = Leases(TTL_S)
-    leases.register(a_worker(), 7, now_s=10.0)
-    with pytest.raises(Incompatible, match=r"epoch 3.*7"):
-        leases.register(a_worker(), 3, now_s=10.0)
-    assert names(leases) == [("decode-0", 7)]
-
-
 def test_saying_goodbye_ends_this_life_only() -> None:
     leases = Leases(TTL_S)
     leases.register(a_worker(), 2, now_s=10.0)

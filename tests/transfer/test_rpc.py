@@ -359,6 +359,23 @@ async def test_a_port_in_use_is_a_config_error_that_names_it() -> None:
     await first.stop(0.0)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_all_addresses_are_not_taken_where_another_has_one_of_them() -> None:
+    first, second = an_echo_server(), an_echo_server()
+    port = await first.start("::1", 0)
+    with pytest.raises(ConfigError, match=rf"\[::\]:{port}.*in use"):
+        await second.start("::", port)
+    await first.stop(0.0)
+
+
+async def test_a_name_stands_for_one_address_however_many_it_has() -> None:
+    first, second = an_echo_server(), an_echo_server()
+    port = await first.start("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=rf"localhost:{port}.*in use"):  # often ::1 as well
+        await second.start("localhost", port)
+    await first.stop(0.0)
+
+
 async def test_a_stream_brings_every_reply_in_order_and_ends() -> None:
     async def count(request: wire.AbortBatch) -> AsyncIterator[wire.AbortBatch]:
         for room in request.rooms:

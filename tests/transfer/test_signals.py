@@ -1,10 +1,14 @@
-"""A signal that comes while a process ends changes neither its last line nor its exit code."""
+"""What tells a process to leave, and that while it ends nothing changes how it does."""
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from transfer.signals import on_signals
 
 # The loop's wake-up socket is closed before its handlers are removed; the signal comes there.
 ENDS = """
@@ -17,6 +21,8 @@ class Loop(asyncio.SelectorEventLoop):
     def _close_self_pipe(self):
         super()._close_self_pipe()
         os.kill(os.getpid(), int(sys.argv[1]))
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 async def body():
     heard = asyncio.Event()
@@ -33,9 +39,34 @@ flags.run_main("example", main)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_loop_closes_changes_nothing(number: signal.Signals) -> None:
     argv = [sys.executable, "-c", ENDS, str(int(number))]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stderr == "kvferry example: the reason\n"
     assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("before", "numbers", "told"),
+    [
+        (signal.SIG_DFL, (signal.SIGHUP,), 1),
+        (signal.SIG_DFL, (signal.SIGHUP, signal.SIGHUP), 1),  # as of a terminal that closes
+        (signal.SIG_DFL, (signal.SIGTERM, signal.SIGHUP), 1),  # as systemd may
+        (signal.SIG_DFL, (signal.SIGHUP, signal.SIGTERM), 2),
+        (signal.SIG_IGN, (signal.SIGHUP,), 0),  # as under nohup
+        (signal.SIG_IGN, (signal.SIGTERM, signal.SIGTERM), 2),
+    ],
+)
+@pytest.mark.usefixtures("own_signals")
+async def test_a_terminal_that_closes_is_the_first_sigterm_unless_that_is_ignored(
+    before: signal.Handlers, numbers: tuple[signal.Signals, ...], told: int
+) -> None:
+    signal.signal(signal.SIGHUP, before)
+    heard = []
+    with on_signals({signal.SIGTERM: lambda: heard.append("told")}):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            for _ in range(5):
+                await asyncio.sleep(0)  # the loop hears it in its next turn
+    assert len(heard) == told

@@ -389,7 +389,7 @@ async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """What the process does on signals, put back behind a worker that ran to its end in it."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):
