@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,13 @@ def _only_own_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A process that leaves ignores signals from then on; this one stays."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -242,6 +242,7 @@ def test_the_api_refuses_what_it_cannot_read(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_server_that_cannot_serve_never_says_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
         raise OSError("no more sockets")

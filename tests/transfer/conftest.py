@@ -1,7 +1,6 @@
 """TLS material made on the spot, and ends that share memory."""
 
 import contextlib
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,16 +16,6 @@ from transfer.rpc import Security
 def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
     """The token of the tests, and a self-signed certificate for localhost and 127.0.0.1."""
     return made_security(SECURITY.token, tmp_path_factory.mktemp("tls"))
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """A process that leaves ignores signals from then on; this one stays."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 import asyncio
 import mmap
-import signal
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import jax
@@ -384,16 +383,6 @@ async def test_the_first_sigterm_drains_and_the_second_ends_at_once() -> None:
     starting._terminated()
     assert starting.leaving.over.is_set()
     assert not starting.leaving.draining
-
-
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """What the process does on signals, put back behind a worker that ran to its end in it."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("own_signals")
