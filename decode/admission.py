@@ -2,7 +2,7 @@
 
 Pure. A request let in owns a slot and the pages of its prompt and its first token; later pages
 are taken one at a time (`grow`), and when there is none the youngest seated request is told
-to leave (`victim`): it comes back as a new room with its original arrival time, so it is not
+to leave (`victim`): it comes back as a new room that is as old as its request, so it is not
 the youngest for ever and the oldest always runs to its end.
 
 There is one queue in front of all data-parallel ranks. A rank has slots and pages of its own, and
@@ -155,10 +155,10 @@ class Admission:
         if seat.sharing is None:
             return
         cache, pool = self.caches[seat.rank], self._pools[seat.rank]
-        reusable = seat.sharing.reusable(cache)
-        if cache.cached_pages(reusable) * self._page_size <= seat.num_cached:
+        cached = seat.sharing.cached(cache)
+        if len(cached) * self._page_size <= seat.num_cached:
             return
-        pages = cache.match(reusable)
+        pages = cache.share(cached)
         pool.release(seat.pages[: len(pages)])
         seat.pages[: len(pages)] = pages
         seat.num_cached = len(pages) * self._page_size
@@ -170,7 +170,7 @@ class Admission:
         if seat.sharing is None:
             return
         cache, full = self.caches[seat.rank], num_tokens // self._page_size
-        filled = seat.sharing.full(cache)[:full]
+        filled = seat.sharing.first(cache, full)
         cache.insert(filled, seat.pages[:full])
         # Who was looked at and found too large needs fewer pages of its own now.
         if any(each.sharing and each.sharing.begins_with(filled) for each in self._waiting):
@@ -227,8 +227,7 @@ class Admission:
             return True
         shared: Sequence[bytes] = ()
         if seat.sharing is not None:
-            reusable = seat.sharing.reusable(cache)
-            shared = reusable[: cache.cached_pages(reusable)]
+            shared = seat.sharing.cached(cache)
         return cache.can_evict(short - len(shared), frozenset(shared))
 
     def _num_to_have(self, rank: int) -> int:
@@ -252,7 +251,7 @@ class Admission:
         shared: tuple[int, ...] = ()
         if seat.sharing is not None:
             cache = self.caches[rank]
-            shared = cache.match(seat.sharing.reusable(cache))
+            shared = cache.share(seat.sharing.cached(cache))
         num_pages, in_ring = self._need(seat.num_tokens)
         fresh = self._reserve(rank, num_pages + in_ring - len(shared))
         assert fresh is not None

@@ -121,9 +121,13 @@ class Ranks:
                     awaited.add(prompt.rank)
                 at += 1
                 continue
-            chain, cached = self._cached(prompt)
+            prefixes = [prompt.sharing.cached(rank.cache) for rank in self.ranks]
+            cached = [
+                len(prefix) * rank.cache.page_size
+                for prefix, rank in zip(prefixes, self.ranks, strict=True)
+            ]
             if prompt.rank < 0:
-                fitting = self._fitting(prompt, chain, cached) - awaited
+                fitting = self._fitting(prompt, prefixes) - awaited
                 if not fitting & places:
                     return
                 among = fitting if room_at else fitting & places
@@ -139,18 +143,12 @@ class Ranks:
                 if scheduler.room_beside:
                     beside[prompt.rank] = scheduler.room_beside
 
-    def _cached(self, prompt: Prompt) -> tuple[Sequence[bytes], list[int]]:
-        """Digests of its pages, and by rank the tokens of it that its cache has."""
-        caches = [rank.cache for rank in self.ranks]
-        chain = prompt.sharing.reusable(caches[0])  # those of all
-        return chain, [cache.cached_pages(chain) * cache.page_size for cache in caches]
-
-    def _fitting(self, prompt: Prompt, chain: Sequence[bytes], cached: Sequence[int]) -> set[int]:
-        """Ranks that have pages for it now."""
+    def _fitting(self, prompt: Prompt, prefixes: Sequence[Sequence[bytes]]) -> set[int]:
+        """Ranks that have pages for it now. prefixes: what is cached of it, by rank."""
         return {
             at
-            for at, rank in enumerate(self.ranks)
-            if rank.scheduler.can_start(prompt, chain[: rank.scheduler.pages_of(cached[at])])
+            for at, (rank, prefix) in enumerate(zip(self.ranks, prefixes, strict=True))
+            if rank.scheduler.can_start(prompt, prefix)
         }
 
     def _picked(self, prompt: Prompt, cached: Sequence[int], fitting: set[int]) -> int:

@@ -221,14 +221,14 @@ class PrefillScheduler:
     def _has_turn(self, prompt: Prompt, tokens_left: int, shorter: int) -> bool:
         """Whether the chunk has tokens for one that has not begun; shorter: see `tokens_of`."""
         left = prompt.num_tokens
-        if left > self._chunk_tokens:
-            chain = prompt.sharing.reusable(self._cache)
-            left -= self._cache.cached_pages(chain) * self._page_size
+        if tokens_of(left, tokens_left, self._chunk_tokens, shorter):
+            return True
+        left -= len(prompt.sharing.cached(self._cache)) * self._page_size
         return tokens_of(left, tokens_left, self._chunk_tokens, shorter) > 0
 
     def _start(self, prompt: Prompt) -> bool:
         """Take cached pages and reserve the rest; False when there is no room yet."""
-        shared = self._cache.match(prompt.sharing.reusable(self._cache))
+        shared = self._cache.share(prompt.sharing.cached(self._cache))
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free
         if short > 0:
@@ -248,4 +248,4 @@ class PrefillScheduler:
             self._ready.remove(prompt)
         # The device runs in order: any later chunk that reads these pages finds them written.
         full = piece.end // self._page_size
-        self._cache.insert(prompt.sharing.full(self._cache)[:full], prompt.pages[:full])
+        self._cache.insert(prompt.sharing.first(self._cache, full), prompt.pages[:full])

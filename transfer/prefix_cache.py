@@ -7,8 +7,9 @@ older than the pages behind it, and eviction from the old end takes the tail fir
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -28,26 +29,40 @@ def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
 
 @dataclass(slots=True)
 class Sharing:
-    """A prompt as the prefix caches of all ranks see it. Its pages are digested once."""
+    """A prompt as the prefix caches of all ranks see it. A page is digested once, when it is asked
+    for: to find that nothing of a prompt is cached takes one of them."""
 
     token_ids: np.ndarray  # i32[n]
     salt: str
     num_reusable: int  # tokens that a cached prefix may stand for
-    _digests: list[bytes] | None = field(default=None, init=False, repr=False)
+    _digests: list[bytes] = field(default_factory=list, init=False, repr=False)
+    _rest: Iterator[bytes] | None = field(default=None, init=False, repr=False)
 
-    def full(self, cache: "PrefixCache") -> Sequence[bytes]:
-        """Digests of all its full pages."""
-        if self._digests is None:
-            self._digests = cache.chain(self.token_ids, self.salt)
-        return self._digests
+    def first(self, cache: "PrefixCache", num_pages: int) -> list[bytes]:
+        """Digests of so many of its full pages; of fewer where there are fewer."""
+        self._digests += islice(self._rest_in(cache), max(num_pages - len(self._digests), 0))
+        return self._digests[:num_pages]
 
-    def reusable(self, cache: "PrefixCache") -> Sequence[bytes]:
-        """Digests of those that a cached prefix may stand for."""
-        return self.full(cache)[: self.num_reusable // cache.page_size]
+    def cached(self, cache: "PrefixCache") -> list[bytes]:
+        """Digests of the longest prefix that is cached and may stand for its beginning."""
+        limit = max(self.num_reusable, 0) // cache.page_size
+        return self._digests[: cache.cached_pages(islice(self._each(cache), limit))]
 
     def begins_with(self, chain: Sequence[bytes]) -> bool:
         """Whether its first page is this chain's; of one whose pages nobody has asked for, no."""
-        return bool(chain) and self._digests is not None and self._digests[:1] == [chain[0]]
+        return bool(chain) and self._digests[:1] == [chain[0]]
+
+    def _rest_in(self, cache: "PrefixCache") -> Iterator[bytes]:
+        """Digests that are still to be made; all caches make the same."""
+        if self._rest is None:
+            self._rest = cache.chain(self.token_ids, self.salt)
+        return self._rest
+
+    def _each(self, cache: "PrefixCache") -> Iterator[bytes]:
+        yield from self._digests
+        for digest in self._rest_in(cache):
+            self._digests.append(digest)
+            yield digest
 
 
 class PrefixCache:
@@ -70,22 +85,21 @@ class PrefixCache:
         """All that it holds a reference on, oldest first."""
         return self._pages.values()
 
-    def chain(self, token_ids: np.ndarray, salt: str) -> list[bytes]:
-        """Of these tokens, i32[n]. Empty where nothing is kept."""
-        return list(self._chain(token_ids, salt)) if self._enabled else []
+    def chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
+        """Of these tokens, i32[n], page by page. Empty where nothing is kept."""
+        return self._chain(token_ids, salt) if self._enabled else iter(())
 
-    def match(self, chain: Sequence[bytes]) -> tuple[int, ...]:
-        """Share the pages of the longest cached prefix.
+    def share(self, prefix: Sequence[bytes]) -> tuple[int, ...]:
+        """Share the pages of a prefix that is cached.
 
         The caller owns one reference on each page returned.
         """
-        found = chain[: self.cached_pages(chain)]
-        self._touch(found)
-        pages = tuple(self._pages[digest] for digest in found)
+        self._touch(prefix)
+        pages = tuple(self._pages[digest] for digest in prefix)
         self._pool.share(pages)
         return pages
 
-    def cached_pages(self, chain: Sequence[bytes]) -> int:
+    def cached_pages(self, chain: Iterable[bytes]) -> int:
         """Pages of the longest cached prefix. Changes nothing, the order of eviction neither."""
         num_pages = 0
         for digest in chain:

@@ -1,5 +1,7 @@
 """The prefix cache beside a naive one: sharing, salt, limit, and an eviction order that helps."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def filled(num_pages: int = 8) -> tuple[PagePool, PrefixCache]:
 
 def match(cache: PrefixCache, tokens: list[int], salt: str, limit: int) -> tuple[int, ...]:
     """Share what is cached of at most so many tokens."""
-    return cache.match(Sharing(ids(tokens), salt, max(limit, 0)).reusable(cache))
+    return cache.share(Sharing(ids(tokens), salt, limit).cached(cache))
 
 
 def cached_prompt(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: str = "") -> None:
@@ -35,7 +37,7 @@ def cached_prompt(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: s
     fresh = pool.reserve(-(-len(tokens) // PAGE) - len(shared))
     assert fresh is not None
     pages = (*shared, *fresh)
-    cache.insert(cache.chain(ids(tokens), salt), pages[: len(tokens) // PAGE])
+    cache.insert([*cache.chain(ids(tokens), salt)], pages[: len(tokens) // PAGE])
     pool.release(pages)
 
 
@@ -63,7 +65,7 @@ def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> No
     cached_prompt(pool, cache, [1, 2, 3, 4])
     cached_prompt(pool, cache, [5, 6])
     found = [
-        cache.cached_pages(Sharing(ids(tokens), salt, limit).reusable(cache))
+        len(Sharing(ids(tokens), salt, limit).cached(cache))
         for tokens, salt, limit in (
             ([1, 2, 3, 4, 9], "", 4),
             ([1, 2, 3, 4], "", 3),
@@ -98,6 +100,30 @@ def test_a_limit_cuts_to_whole_pages_and_may_be_negative() -> None:
     assert lengths == [0, 0, 0, 1, 1, 2]
 
 
+def test_a_page_is_digested_once_and_not_before_somebody_looks_for_it() -> None:
+    class Counting(PrefixCache):
+        num_digested = 0
+
+        def chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
+            for digest in super().chain(token_ids, salt):
+                self.num_digested += 1
+                yield digest
+
+    cache = Counting(PagePool(8), PAGE)
+    known, other = (Sharing(ids(tokens), "", 8) for tokens in ([1] * 8, [2] * 8))
+    pages = cache._pool.reserve(4)
+    assert pages is not None
+    cache.insert(known.first(cache, 3), pages[:3])
+    assert cache.num_digested == 3
+    assert known.cached(cache) == known.first(cache, 3)
+    assert cache.num_digested == 4  # the fourth is not found
+    for _ in range(3):
+        assert other.cached(cache) == []
+    assert cache.num_digested == 5
+    assert len(known.first(cache, 9)) == 4
+    assert cache.num_digested == 5
+
+
 def test_a_disabled_cache_keeps_and_finds_nothing() -> None:
     pool = PagePool(4)
     cache = PrefixCache(pool, PAGE, enabled=False)
@@ -112,7 +138,7 @@ def test_a_known_prefix_keeps_its_page_and_the_copy_stays_the_newcomers() -> Non
     cached_prompt(pool, cache, [1, 2])
     copy = pool.reserve(1)
     assert copy is not None
-    cache.insert(cache.chain(ids([1, 2]), ""), copy)
+    cache.insert([*cache.chain(ids([1, 2]), "")], copy)
     assert pool.refcount(copy[0]) == 1
     pool.release(copy)
     assert pool.num_held == 1
@@ -198,7 +224,7 @@ class CacheBesideModel(RuleBasedStateMachine):
     def insert(self, data: st.DataObject) -> None:
         salt, tokens, pages = data.draw(st.sampled_from(self.live))
         full = data.draw(st.integers(0, len(tokens) // PAGE))
-        self.cache.insert(self.cache.chain(ids(tokens), salt)[:full], pages[:full])
+        self.cache.insert(Sharing(ids(tokens), salt, 0).first(self.cache, full), pages[:full])
         chain = self._chain(salt, tokens[: full * PAGE])
         for key, page in zip(chain, pages, strict=False):
             self.known.setdefault(key, page)
