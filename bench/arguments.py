@@ -52,6 +52,6 @@ def server_args(text: str) -> list[str]:
         if flag in _OWN_FLAGS:
             raise argparse.ArgumentTypeError(f"the benchmark chooses {flag} itself, got {text!r}")
         if flag == "--api-key":
-            message = f"{flag} would stand in rows, for all to read: give it as ${API_KEY_ENV}"
+            message = f"{flag} would stand in rows, for all to read; `serve` has ${API_KEY_ENV}"
             raise argparse.ArgumentTypeError(message)
     return words

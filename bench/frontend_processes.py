@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import psutil
 
+from bench.arguments import API_KEY_ENV
 from bench.client import Server
 from bench.endings import deaf_children, lifeline
 from bench.frontend_cases import Design
@@ -323,7 +324,8 @@ class _Starting:
                     stdout=self._log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(notify_write, lifeline_fd),
-                    env=os.environ | told,
+                    env={name: os.environ[name] for name in os.environ if name != API_KEY_ENV}
+                    | told,  # its client has no key
                 )
             os.sched_setaffinity(self._process.pid, {_cores()[0]})
             self._stack.callback(self._process.wait)

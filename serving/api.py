@@ -209,7 +209,7 @@ def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
     """How connections are served. metrics: count those that are too many."""
     files = open_files.limit()
-    what = f"%d connection(s) too many for a process that may open {files} files, and told 503"
+    what = f"%d connection(s) too many for a process that may open {files} files: told 503, or cut"
     surplus = Tally(log, what)
 
     def on_surplus(peer: str) -> None:

@@ -233,11 +233,11 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     if isinstance(content, list):
         parts = [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         content = parts if model.takes_parts and role == "user" else text_of(parts)
-    if content in (None, "") and calls:
-        content = model.tokenizer.call_form.content
-    elif message.get("function_call"):
+    if message.get("function_call") and not calls:
         what = "unsupported; expected tool_calls, and messages of role tool"
         raise bad_field(f"{where}.function_call", what, "unsupported_parameter")
+    if content in (None, "") and calls:
+        content = model.tokenizer.call_form.content
     elif content is None and role != "user":
         content = ""  # so an answer without text comes back, and a tool that had nothing to say
     elif not isinstance(content, str | list):

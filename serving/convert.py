@@ -1,6 +1,7 @@
 """`kvferry convert`: a Hugging Face checkpoint into a sharded Orbax one."""
 
 import logging
+import signal
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
         help="type to store; auto: the checkpoint's",
     )
     args = parser.parse_args(argv)
+    # Nothing is served that could be ended in order: what is cut off must not pass for done.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     cfg = ModelConfig.from_dir(args.model_path)
     dtype = cfg.torch_dtype if args.dtype == "auto" else args.dtype
     prepare_devices(1)

@@ -52,7 +52,6 @@ IMPURE_ROOTS = frozenset(
 )
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
-# Calls whose string arguments are names of mesh axes.
 SHOWS_UNIX_TIME = frozenset(
     [
         "transfer/clock.py",
@@ -62,6 +61,7 @@ SHOWS_UNIX_TIME = frozenset(
         "serving/chat_template.py",
     ]
 )
+# Calls whose string arguments are names of mesh axes.
 AXIS_CALLS = frozenset(
     [
         "P",

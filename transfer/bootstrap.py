@@ -102,9 +102,9 @@ class Leases:
             self._leases[worker_id] = replace(lease, until_s=until_s)
 
     def deregister(self, worker_id: str, epoch: int) -> bool:
-        """A worker says goodbye; False when it had none: a later incarnation is left alone."""
+        """A worker says goodbye; False when it had none: another incarnation is left alone."""
         lease = self._leases.get(worker_id)
-        if lease is None or lease.epoch > epoch:
+        if lease is None or lease.epoch != epoch:
             return False
         del self._leases[worker_id]
         self.revision += 1

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 300.0  # for all nodes to come up
 _RETRY_S: Final = 0.5  # while node 0 is not there
+_MORE_CONNECTIONS: Final = 64  # to where nodes meet: of strangers, who are soon gone
 _FAREWELL_S: Final = 1.0  # for others to have left before node 0
 _LAST_WORDS_S: Final = 0.3  # for a node to say why it ends, before node 0 ends for that
 _DIGITS: Final = 16  # of a digest
@@ -85,7 +86,8 @@ class Meeting:
         self._complete = asyncio.Event()
         self._over = asyncio.Event()
         self._none_left = asyncio.Event()
-        self._server = RpcServer(security)
+        # Beside the worker's own server: each node once or, as it comes again, twice.
+        self._server = RpcServer(security, most_connections=2 * num_nodes + _MORE_CONNECTIONS)
         self._server.stream("Meet", Meet, self._meet)
 
     async def all_came(self, settings: Mapping[str, str], patience_s: float = PATIENCE_S) -> str:

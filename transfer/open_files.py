@@ -20,7 +20,7 @@ WANTED = 65_536
 _LEAST = 64  # below, libraries fail by themselves, and not in a line
 _LOOK_S = 2.0
 _MINUTE_S = 60.0
-_OPEN = Path("/dev/fd")
+_OPEN = Path("/proc/self/fd")
 
 
 def raise_limit() -> None:
@@ -79,7 +79,8 @@ class Shortage:
 def _num_open() -> int:
     """0 where this system does not tell."""
     try:
-        return sum(1 for _ in _OPEN.iterdir())
+        # The size of that folder on newer kernels: to go through 10,000 names takes 50 ms.
+        return _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
     except OSError as error:
         return limit() if error.errno in (errno.EMFILE, errno.ENFILE) else 0
 

@@ -256,7 +256,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         for placed in chunk.pieces:
             prompt, row = placed.piece.prompt, placed.row
             held = self._held.get(prompt.room)
-            # A room that ended and came again has not begun.
+            # One that ended and came again has not begun, but for what came twice: the API gives
+            # no number to two rooms.
             if not placed.piece.is_last or held is None or not self.has_begun(held):
                 continue
             submit = held.submit

@@ -145,9 +145,14 @@ class _Guard(grpc.aio.ServerInterceptor):
 class RpcServer:
     """Serves unary and streaming methods that speak wire messages."""
 
-    def __init__(self, security: Security, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, security: Security, clock: Clock = SYSTEM_CLOCK, most_connections: int = 0
+    ) -> None:
+        """most_connections: at once. 0: as many as leave this process files enough, of which it is
+        told when they run short; for the one server that strangers reach."""
         self._security = security
         self._clock = clock
+        self._most_connections = most_connections
         self._unary: dict[str, tuple[type[msgspec.Struct], UnaryHandler]] = {}
         self._methods: dict[str, grpc.RpcMethodHandler] = {
             _CALLS: grpc.stream_stream_rpc_method_handler(self._answer_calls)
@@ -206,7 +211,8 @@ class RpcServer:
         with ports.bind(host, port, flag) as sock:
             numeric = str(sock.getsockname()[0])
         bound = await self.start_at(host_port(numeric, port))
-        self._counting = asyncio.create_task(open_files.tell_when_short(self._clock))
+        if not self._most_connections:
+            self._counting = asyncio.create_task(open_files.tell_when_short(self._clock))
         return bound
 
     async def start_at(self, address: str) -> int:
@@ -215,7 +221,7 @@ class RpcServer:
         Returns the port; means nothing for a path. Raises ConfigError when it is taken.
         """
         guard = _Guard(self._security.token, self._clock)
-        server = grpc.aio.server(options=_server_options(), interceptors=[guard])
+        server = grpc.aio.server(options=self._options(), interceptors=[guard])
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, self._methods),)
         )
@@ -233,6 +239,17 @@ class RpcServer:
         await server.start()
         self._server = server
         return int(bound)
+
+    def _options(self) -> list[tuple[str, Any]]:
+        """Strangers are given up soon, and do not take the files that this process needs itself."""
+        handshake_ms = int(_HANDSHAKE_S * 1000)
+        most = self._most_connections or open_files.for_control()
+        return [
+            *_OPTIONS,
+            ("grpc.server_handshake_timeout_ms", handshake_ms),
+            ("grpc.http2.settings_timeout", handshake_ms),
+            ("grpc.max_allowed_incoming_connections", most),
+        ]
 
     async def stop(self, grace_s: float = 0.5) -> None:
         if self._counting is not None:
@@ -437,17 +454,6 @@ _ERROR_NAMES = {status.name: kind for status, kind in _ERRORS.items()}
 def host_port(host: str, port: int) -> str:
     """An address as gRPC reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _server_options() -> list[tuple[str, Any]]:
-    """Strangers are given up soon, and do not take the files that this process needs itself."""
-    handshake_ms = int(_HANDSHAKE_S * 1000)
-    return [
-        *_OPTIONS,
-        ("grpc.server_handshake_timeout_ms", handshake_ms),
-        ("grpc.http2.settings_timeout", handshake_ms),
-        ("grpc.max_allowed_incoming_connections", open_files.for_control()),
-    ]
 
 
 async def _accept(

@@ -67,7 +67,7 @@ def test_flags_of_a_server_are_cut_as_a_shell_cuts_them(command: str) -> None:
         ("--port 8000", "the benchmark chooses --port itself"),
         ("--colocated --host=0.0.0.0", "the benchmark chooses --host itself"),
         ("--uds /tmp/socket", "the benchmark chooses --uds itself"),
-        ("--api-key=x", r"--api-key would stand in rows, .* give it as \$KVFERRY_API_KEY"),
+        ("--api-key=x", r"--api-key would stand in rows, .* `serve` has \$KVFERRY_API_KEY"),
     ],
 )
 def test_flags_of_a_server_that_cannot_be_are_refused(text: str, message: str) -> None:

@@ -136,6 +136,20 @@ def test_a_turn_without_anything_in_it_is_refused(
         rendered(model, turn)
 
 
+@pytest.mark.parametrize("content", [None, "", "b"])
+def test_an_older_form_of_a_call_beside_calls_is_left_out(
+    content: str | None, tmp_path: Path
+) -> None:
+    """As whoever holds both forms of one call sends them back."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    model = served(tmp_path, _template(ASKS_FOR_CALLS, PRINTS_JSON))
+    assert rendered(model, answer | {"function_call": function}) == rendered(model, answer)
+    with pytest.raises(ApiError, match=r"messages\[0\].function_call: unsupported"):
+        rendered(model, {"role": "assistant", "content": "b", "function_call": function})
+
+
 @pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": ""}])
 def test_a_call_without_arguments_has_none_of_them(
     function: dict[str, Any], tmp_path: Path

@@ -52,6 +52,15 @@ def test_a_life_that_began_on_a_clock_gone_back_follows_one_that_is_dead() -> No
     assert names(leases) == [("decode-0", OLD)]
 
 
+def test_the_goodbye_of_a_dead_life_is_none_of_the_one_that_followed() -> None:
+    leases = leases_of(NEW)
+    leases.expire(13.1)
+    leases.register(a_worker(), OLD, now_s=13.1)
+    assert not leases.deregister("decode-0", NEW)
+    assert names(leases) == [("decode-0", OLD)]
+    assert leases.deregister("decode-0", OLD)
+
+
 def test_each_who_wants_the_place_waits_for_a_heartbeat_of_its_own() -> None:
     leases = leases_of(NEW)
     with pytest.raises(Unavailable):

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import os
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,9 @@ def test_few_files_are_told_of_once_a_minute_also_when_there_is_none_to_count_th
     assert caplog.text.count("of 4 files are open") == 1
     clock.advance(61.0)
 
-    def none_left(_: Path) -> Iterator[Path]:
+    def none_left(_: Path, **options: bool) -> os.stat_result:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(Path, "iterdir", none_left)
+    monkeypatch.setattr(Path, "stat", none_left)
     shortage.look()
     assert caplog.messages[1].startswith("4 of 4 files are open")

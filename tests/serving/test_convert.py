@@ -1,0 +1,23 @@
+"""`kvferry convert` as a process: what is cut off does not pass for done."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.model.harness import GOLDENS
+from tests.serving import commands
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_conversion_that_is_told_to_end_does_not_end_well(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    model, output = GOLDENS / "qwen3" / "model", tmp_path / "out"
+    command = commands.start(tmp_path, "convert", f"--model-path={model}", f"--output={output}")
+    try:
+        commands.wait_until(output.exists, 60.0)
+        command.signal(number)
+        assert command.process.wait(60.0) == -number
+    finally:
+        command.kill()
