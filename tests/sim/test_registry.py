@@ -16,7 +16,7 @@ from tests.transfer.samples import SECURITY, a_worker
 from transfer import wire
 from transfer.bootstrap import RegistryServer
 from transfer.clock import ManualClock
-from transfer.errors import Incompatible
+from transfer.errors import Incompatible, Unavailable
 from transfer.routes import RouteNews, RouteTable
 
 TICK_S = 0.1
@@ -85,7 +85,7 @@ class World:
                 await self._call(
                     lambda: self.registry._register(wire.Register(life.info, life.epoch))
                 )
-            except Incompatible:  # a later life of it is known
+            except (Incompatible, Unavailable):  # a later life of it is known
                 return
             life.registered = True
             life.news.tell_all()
@@ -171,7 +171,7 @@ class World:
             call = self.late.pop(self.rng.randrange(len(self.late)))
             try:
                 await call()
-            except Incompatible:
+            except (Incompatible, Unavailable):
                 continue
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from tests.sim.plan import draw_plan
 from tests.sim.simulation import Simulation, SimulationFailed, play
 from transfer import wire
 from transfer.inbound import Inbound
-from transfer.prefix_cache import PrefixCache
+from transfer.prefix_cache import PrefixCache, Sharing
 from transfer.role import GrammarReady, RoleWorker
 from transfer.worker import Aborted, ApiGone
 
@@ -204,8 +204,12 @@ def _one_salt_for_all(chain: Any) -> Callable[..., Any]:
     return lambda self, tokens, salt: chain(self, tokens, "")
 
 
-def _no_limit_to_reuse(match: Any) -> Callable[..., Any]:
-    return lambda self, tokens, salt, limit: match(self, tokens, salt, len(tokens))
+def _no_limit_to_reuse(_: Any) -> Callable[..., Any]:
+    def cached(self: Sharing, cache: PrefixCache) -> list[bytes]:
+        whole = self.first(cache, len(self.token_ids))
+        return whole[: cache.cached_pages(whole)]
+
+    return cached
 
 
 def _deaf_to(kind: type) -> Wrap:
@@ -259,7 +263,7 @@ def _masks_without_the_last_step(_: Any) -> Callable[..., Any]:
         (Ranks, "add", _ranks_as_it_likes),
         (PrefillScheduler, "keep_back", _kept_back_for_good),
         (PrefixCache, "_chain", _one_salt_for_all),
-        (PrefixCache, "match", _no_limit_to_reuse),
+        (Sharing, "cached", _no_limit_to_reuse),
         (PrefillWorker, "handle", _deaf_to(ApiGone)),
         (DecodeWorker, "handle", _deaf_to(ApiGone)),
         (PrefillWorker, "handle", _deaf_to(Aborted)),
