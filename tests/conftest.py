@@ -61,6 +61,14 @@ def _only_own_garbage() -> None:
 
 
 @pytest.fixture
+def heard_hangups() -> Iterator[None]:
+    """What the test starts hears SIGHUP, also where the tests run under nohup: it inherits that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def own_signals() -> Iterator[None]:
     """A process that leaves ignores signals from then on; this one stays."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.cluster import environment, wait_until
 
@@ -28,10 +27,6 @@ SMALL = ("--context-length=32", "--page-size=16")
 SMALL_PREFILL = (*SMALL, "--chunked-prefill-size=32", "--max-seqs-per-chunk=1")
 SMALL_DECODE = (*SMALL, "--max-running-requests=1")
 END_TIMEOUT_S = 60.0
-NO_NOHUP = pytest.mark.skipif(
-    signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-    reason="SIGHUP is ignored, and so by what is started here",
-)
 
 
 @dataclass

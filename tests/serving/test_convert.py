@@ -9,6 +9,7 @@ from tests.model.harness import GOLDENS
 from tests.serving import commands
 
 
+@pytest.mark.usefixtures("heard_hangups")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_conversion_that_is_told_to_end_does_not_end_well(
     number: signal.Signals, tmp_path: Path

@@ -24,7 +24,6 @@ from tests.serving.commands import (
     END_TIMEOUT_S,
     GOLDENS,
     MODEL,
-    NO_NOHUP,
     SMALL,
     TOKEN,
     Command,
@@ -426,7 +425,8 @@ def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
     assert "loading weights" not in command.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=NO_NOHUP)])
+@pytest.mark.usefixtures("heard_hangups")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_told_to_stop_while_its_modules_load_a_process_ends_well(
     number: signal.Signals, tmp_path: Path
 ) -> None:

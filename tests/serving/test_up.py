@@ -17,7 +17,6 @@ from tests.cluster import up, wait_until
 from tests.ports import free_port
 from tests.serving.commands import (
     MODEL,
-    NO_NOHUP,
     SMALL_DECODE,
     SMALL_PREFILL,
     Command,
@@ -111,7 +110,7 @@ def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
         assert "Traceback" not in command.text, command.text
 
 
-@NO_NOHUP
+@pytest.mark.usefixtures("heard_hangups")
 def test_up_whose_terminal_closes_stops_in_order(commands: list[Command], tmp_path: Path) -> None:
     command = start_up(commands, tmp_path, MODEL, free_port())
     command.says(READY)
