@@ -15,6 +15,7 @@ from bench.dummy_model import WRITABLE
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
 from bench.shapes import KERNEL_PARTS, SHAPES
 from bench.surroundings import describe
+from model.processors import take_threads
 from serving.demo import demo_model_path
 from transfer import open_files
 from transfer.errors import ConfigError
@@ -174,6 +175,8 @@ def run(args: argparse.Namespace) -> int:
             draw(read_rows(args.rows), args.out)
             return 0
         needs_jax = args.bench_command == "kernels"
+        if needs_jax:  # as a worker would have them
+            take_threads(0, SHAPES[args.shape].cfg.hidden_size)
         report = Report(
             args.bench_command, describe(needs_jax), getattr(args, "seed", 0), args.json
         )

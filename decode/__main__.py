@@ -22,10 +22,13 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from decode.opening import build_engine
     from decode.worker import DecodeWorker
+    from model.config import ModelConfig
     from model.devices import prepare_devices
+    from model.processors import take_threads
     from transfer.member import Member
     from transfer.rpc import to_the_end
 
+    take_threads(config.cpu_threads, ModelConfig.from_dir(config.model_path).hidden_size)
     prepare_devices(config.own_devices, config.meeting_host)
     if config.node_rank:
         role = DecodeWorker.role

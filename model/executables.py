@@ -30,6 +30,7 @@ import psutil
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
+from model import processors
 from model.fingerprint import NoFingerprint, fingerprint
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may come from, or use
 _SOURCES = ".py", ".json"
 # Variables that XLA and the libraries below it look at.
-_FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32"
+_FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32", *processors.VARIABLES
 # Settings that change no program.
 _ASIDE = "jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_dump", "jax_traceback"
 _VERSIONS = "jax", "jaxlib", "numpy", "ml_dtypes"

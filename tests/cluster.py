@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
+from model import processors
 from tests import compiling
 
 READY = re.compile(r"kvferry is ready: (http://\S+)  \(model (.+)\)")
@@ -122,7 +123,8 @@ def environment(as_users: bool = False, few_steps: bool = False) -> dict[str, st
 
     as_users: without the latter. few_steps: see tests/compiling.py.
     """
-    kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    own = "XLA_FLAGS", *processors.VARIABLES
+    kept = {k: v for k, v in os.environ.items() if k not in own}
     quick = {} if as_users else compiling.of_systems(few_steps)
     return {**kept, **quick, "PYTHONUNBUFFERED": "1"}
 

@@ -10,6 +10,7 @@ from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
+MAX_THREADS = 1024
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
 
@@ -27,6 +28,7 @@ class WorkerConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, none are read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     context_length: int = 0  # 0 = the model's, at most 4096 on CPU
+    cpu_threads: int = 0  # of XLA on a processor; 0 = one for a small network, else all
     tp_size: int = 1
     ep_size: int = 1
     dp_size: int = 1
@@ -60,6 +62,8 @@ class WorkerConfig:
         at_most(self, "max_frame_bytes", MAX_PAYLOAD_BYTES)
         for name in ("context_length", "page_size", "max_total_tokens", "chunked_prefill_size"):
             at_least(self, name, 0)
+        at_least(self, "cpu_threads", 0)
+        at_most(self, "cpu_threads", MAX_THREADS)
         if self.dp_size * self.tp_size > MAX_DEVICES:
             raise ConfigError(
                 f"--dp-size {self.dp_size} x --tp-size {self.tp_size}: at most {MAX_DEVICES} "
