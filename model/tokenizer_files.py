@@ -33,8 +33,9 @@ _BYTE_LEVEL = {"type": "ByteLevel"}
 class TokenizerFiles(NamedTuple):
     """A tokenizer as it was read.
 
-    config: tokenizer_config.json. decoder: as tokenizer.json has it. sorts_tools: its class puts
-    the keys of tools in order before the chat template sees them.
+    config: tokenizer_config.json, with the tokens of special_tokens_map.json where it is obeyed.
+    decoder: as tokenizer.json has it. sorts_tools: its class puts the keys of tools in order before
+    the chat template sees them.
     """
 
     backend: tokenizers.Tokenizer
@@ -51,7 +52,7 @@ class TokenizerFiles(NamedTuple):
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises TokenizerError."""
-    config = _read_json_object(folder / "tokenizer_config.json")
+    config = _with_special_tokens(folder, _read_json_object(folder / "tokenizer_config.json"))
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
         return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
@@ -83,6 +84,20 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: expected an object, got {type(value).__name__}")
     return value
+
+
+def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with what special_tokens_map.json says. Raises TokenizerError.
+
+    Older checkpoints name their special tokens there, maybe there alone, and it comes first. Since
+    tokenizer_config.json lists added tokens, which later ones do, the other is but a copy that
+    nobody reads. Source: huggingface/transformers: src/transformers/tokenization_utils_base.py.
+    """
+    file = folder / "special_tokens_map.json"
+    if config.get("added_tokens_decoder") is not None or not file.exists():
+        return config
+    named = _read_json_object(file)
+    return config | {name: token for name, token in named.items() if token is not None}
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.AddedToken]) -> None:
