@@ -10,8 +10,10 @@ import tokenizers
 from model.config import ModelConfig
 from model.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
 from model.tokenizer_reading import (
+    NAMED_TOKENS,
     TokenizerError,
     added_tokens,
+    more_special_tokens,
     one_line,
     read_text,
     token_text,
@@ -62,6 +64,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
     _add_tokens(backend, added_tokens(config))
+    _find_special_tokens(backend, config)
     if config.get("tokenizer_class") in _OBEYS_FLAGS:
         _put_around(backend, config)
     # Files may carry settings from training, which would cut or fill prompts silently.
@@ -117,6 +120,18 @@ def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.Add
                 f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
                 f"tokenizer.json as {got}"
             )
+
+
+def _find_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Special tokens that are but entries of the vocabulary are found whole in texts, too.
+
+    As transformers does it. Those that are no entries are left out: the model knows none of them.
+    """
+    named = [token_text(config[name]) for name in NAMED_TOKENS if config.get(name)]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    wanted = dict.fromkeys([*named, *more_special_tokens(config)])
+    inside = [x for x in wanted if x not in known and backend.token_to_id(x) is not None]
+    backend.add_special_tokens(inside)
 
 
 def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,14 @@ import tokenizers
 
 from model.byte_level import token_bytes
 from model.tokenizer_files import read_tokenizer
-from model.tokenizer_reading import TokenizerError, one_line, read_text, token_text
+from model.tokenizer_reading import (
+    NAMED_TOKENS,
+    TokenizerError,
+    more_special_tokens,
+    one_line,
+    read_text,
+    token_text,
+)
 from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
@@ -34,7 +41,6 @@ _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
 NO_CONFIG: Mapping[str, Any] = {}
 _FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.json
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
 class CallForm(NamedTuple):
@@ -103,13 +109,8 @@ class Tokenizer:
         special_tokens = _tokens_of_model(config) | {
             name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
         }
-        if extra := config.get("additional_special_tokens"):
-            if not isinstance(extra, list):
-                raise TokenizerError(
-                    f"{folder / 'tokenizer_config.json'}: additional_special_tokens is {extra!r}; "
-                    "accepted: a list of tokens"
-                )
-            special_tokens["additional_special_tokens"] = [token_text(token) for token in extra]
+        if more := more_special_tokens(config):
+            special_tokens["additional_special_tokens"] = more
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
         is_byte_level = _is_byte_level(files.decoder)

@@ -349,6 +349,27 @@ TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% e
 PARTS = "{% for m in messages %}{{ m.content[-1].text }}[end]{% endfor %}"
 
 
+@pytest.mark.parametrize("field", ["additional_special_tokens", "extra_special_tokens"])
+def test_special_tokens_that_are_but_entries_of_the_vocabulary_are_found_whole(folder, field):
+    file = folder / "tokenizer.json"
+    read = json.loads(file.read_text())
+    first, second, third = (BOS, BOS + 1, BOS + 2)
+    read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] == first]
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    read["model"]["vocab"] |= dict(zip(names, (first, second, third), strict=True))
+    file.write_text(json.dumps(read))
+    unnamed = {field: ["<|im_start|>"]}
+    set_config(
+        folder, **{"added_tokens_decoder": None, "additional_special_tokens": None} | unnamed
+    )
+    tokenizer = Tokenizer.from_dir(set_config(folder, pad_token="<|unknown|>"))
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False)
+    assert (ids[0], ids[-1], len(ids)) == (second, third, 3)
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.special_ids == {first, second, third}
+    assert tokenizer.token_id("<|unknown|>") is None
+
+
 def test_added_tokens_are_as_tokenizer_config_has_them(folder):
     listed = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     new = {"content": "<new>", "lstrip": True, "normalized": False, "special": True}
