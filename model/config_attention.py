@@ -135,7 +135,8 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
     """Layers that see but the last positions.
 
     GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
-    dense models beside a switch, from max_window_layers on.
+    dense models beside a switch, from max_window_layers on. layer_types may say otherwise, but of
+    Mixtral, where transformers never looks at it.
     """
     num_layers = fields.integer("num_hidden_layers")
     unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
@@ -160,6 +161,8 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
     if not listed or any(x not in accepted for x in types):
         known = f"{' or '.join(accepted)} for each of {num_layers} layers"
         raise fields.fail("layer_types", types, known)
+    if architecture == "MixtralForCausalLM" and types != usual:
+        raise fields.fail("layer_types", types, f"{usual[0]} for each layer, or null")
     layers = tuple(x == _SLIDING for x in types)
     if not any(layers) or window >= fields.integer("max_position_embeddings"):
         return {}

@@ -10,8 +10,10 @@ import tokenizers
 from model.config import ModelConfig
 from model.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
 from model.tokenizer_reading import (
+    NAMED_TOKENS,
     TokenizerError,
     added_tokens,
+    more_special_tokens,
     one_line,
     read_text,
     token_text,
@@ -33,8 +35,9 @@ _BYTE_LEVEL = {"type": "ByteLevel"}
 class TokenizerFiles(NamedTuple):
     """A tokenizer as it was read.
 
-    config: tokenizer_config.json. decoder: as tokenizer.json has it. sorts_tools: its class puts
-    the keys of tools in order before the chat template sees them.
+    config: tokenizer_config.json, with the tokens of special_tokens_map.json where it is obeyed.
+    decoder: as tokenizer.json has it. sorts_tools: its class puts the keys of tools in order before
+    the chat template sees them.
     """
 
     backend: tokenizers.Tokenizer
@@ -51,7 +54,7 @@ class TokenizerFiles(NamedTuple):
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises TokenizerError."""
-    config = _read_json_object(folder / "tokenizer_config.json")
+    config = _with_special_tokens(folder, _read_json_object(folder / "tokenizer_config.json"))
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
         return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
@@ -61,6 +64,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     except Exception as error:  # the library raises nothing more special
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
     _add_tokens(backend, added_tokens(config))
+    _find_special_tokens(backend, config)
     if config.get("tokenizer_class") in _OBEYS_FLAGS:
         _put_around(backend, config)
     # Files may carry settings from training, which would cut or fill prompts silently.
@@ -85,6 +89,20 @@ def _read_json_object(file: Path) -> dict[str, Any]:
     return value
 
 
+def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with what special_tokens_map.json says. Raises TokenizerError.
+
+    Older checkpoints name their special tokens there, maybe there alone, and it comes first. Since
+    tokenizer_config.json lists added tokens, which later ones do, the other is but a copy that
+    nobody reads. Source: huggingface/transformers: src/transformers/tokenization_utils_base.py.
+    """
+    file = folder / "special_tokens_map.json"
+    if config.get("added_tokens_decoder") is not None or not file.exists():
+        return config
+    named = _read_json_object(file)
+    return config | {name: token for name, token in named.items() if token is not None}
+
+
 def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.AddedToken]) -> None:
     """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
 
@@ -102,6 +120,18 @@ def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.Add
                 f"tokenizer_config.json: added_tokens_decoder has {token.content!r} as {token_id}, "
                 f"tokenizer.json as {got}"
             )
+
+
+def _find_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Special tokens that are but entries of the vocabulary are found whole in texts, too.
+
+    As transformers does it. Those that are no entries are left out: the model knows none of them.
+    """
+    named = [token_text(config[name]) for name in NAMED_TOKENS if config.get(name)]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    wanted = dict.fromkeys([*named, *more_special_tokens(config)])
+    inside = [x for x in wanted if x not in known and backend.token_to_id(x) is not None]
+    backend.add_special_tokens(inside)
 
 
 def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tokenizers
 
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -36,6 +37,22 @@ def token_text(token: Any) -> str:
     if not isinstance(text, str):
         raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
     return text
+
+
+def more_special_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Those without a name of their own; transformers 5 has another field for them.
+
+    Raises TokenizerError.
+    """
+    name = "extra_special_tokens"
+    if isinstance(config.get(name) or {}, dict):  # it names them, or has none
+        name = "additional_special_tokens"
+    listed = config.get(name) or []
+    if not isinstance(listed, list):
+        raise TokenizerError(
+            f"tokenizer_config.json: {name} is {listed!r}; accepted: a list of tokens"
+        )
+    return [token_text(token) for token in listed]
 
 
 def one_line(error: Exception) -> str:

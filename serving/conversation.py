@@ -244,6 +244,8 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
         kind = type(content).__name__ if content is not None else "null"
         raise wrong_type(f"{where}.content", f"text, got {kind}")
     message["content"] = content
+    if role == "assistant":
+        _name_thought(message)
     if role == "developer":
         message["role"] = model.tokenizer.developer_role
     if calls:
@@ -255,6 +257,17 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
             # Its template prints what was thought before a call, by this name.
             message.setdefault("thinking", message.get("reasoning_content") or "")
     return message
+
+
+def _name_thought(message: dict[str, Any]) -> None:
+    """What was thought has the name that templates know, whichever its client has for it.
+
+    vLLM and others call it reasoning in their answers, and clients send it back so.
+    """
+    names = ("reasoning_content", "thinking", "reasoning")
+    told = [text for name in names if isinstance(text := message.get(name), str)]
+    if told:
+        message["reasoning_content"] = told[0]
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:

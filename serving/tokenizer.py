@@ -10,7 +10,14 @@ import tokenizers
 
 from model.byte_level import token_bytes
 from model.tokenizer_files import read_tokenizer
-from model.tokenizer_reading import TokenizerError, one_line, read_text, token_text
+from model.tokenizer_reading import (
+    NAMED_TOKENS,
+    TokenizerError,
+    more_special_tokens,
+    one_line,
+    read_text,
+    token_text,
+)
 from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
@@ -34,7 +41,6 @@ _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
 NO_CONFIG: Mapping[str, Any] = {}
 _FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.json
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
 class CallForm(NamedTuple):
@@ -92,7 +98,7 @@ class Tokenizer:
     def from_dir(
         cls, path: str | Path, chat_template: str | Path = "", clock: Clock = SYSTEM_CLOCK
     ) -> "Tokenizer":
-        """Read tokenizer_config.json, tokenizer.json or tiktoken.model, chat_template.jinja.
+        """Read tokenizer_config.json, tokenizer.json or tiktoken.model, files of chat templates.
 
         The last may be missing. chat_template: a file to read in its place; "" = none. clock: what
         templates print as today's date. Raises TokenizerError.
@@ -100,16 +106,11 @@ class Tokenizer:
         folder = Path(path)
         files = read_tokenizer(folder)
         config = files.config
-        special_tokens: dict[str, Any] = {
+        special_tokens = _tokens_of_model(config) | {
             name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
         }
-        if extra := config.get("additional_special_tokens"):
-            if not isinstance(extra, list):
-                raise TokenizerError(
-                    f"{folder / 'tokenizer_config.json'}: additional_special_tokens is {extra!r}; "
-                    "accepted: a list of tokens"
-                )
-            special_tokens["additional_special_tokens"] = [token_text(token) for token in extra]
+        if more := more_special_tokens(config):
+            special_tokens["additional_special_tokens"] = more
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
         is_byte_level = _is_byte_level(files.decoder)
@@ -268,27 +269,51 @@ class Tokenizer:
 # --- files ------------------------------------------------------------------------------------
 
 
+def _tokens_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that only this model has a name for, such as image_token, which templates print."""
+    extra = config.get("extra_special_tokens")
+    named = dict(config) | (extra if isinstance(extra, dict) else {})
+    return {
+        name: token_text(token)
+        for name, token in named.items()
+        if name.endswith("_token") and name not in NAMED_TOKENS and _is_token(token)
+    }
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
 def _read_templates(
     folder: Path, config: Mapping[str, Any], given: Path | None, clock: Clock
 ) -> dict[str, ChatTemplate]:
     """Templates by name, or the given one for all chats.
 
-    chat_template.jinja comes before tokenizer_config.json, as newer.
+    Files of their own come before tokenizer_config.json, as newer: chat_template.jinja, and beside
+    it additional_chat_templates, which are called after their names.
     """
     file = given or folder / "chat_template.jinja"
-    sources: dict[str, Any] = {}
+    sources: dict[str, tuple[Path, Any]] = {}
+    if not given:
+        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        sources = {each.stem: (each, read_text(each)) for each in more}
     if given or file.exists():
-        sources["default"] = read_text(file)
+        sources["default"] = file, read_text(file)
     else:
         file = folder / "tokenizer_config.json"
-        given = config.get("chat_template")
-        if isinstance(given, list):  # several, each with a name
-            named = [entry for entry in given if isinstance(entry, dict)]
-            sources = {str(entry.get("name")): entry.get("template") for entry in named}
-        elif given is not None:
-            sources["default"] = given
+        said = config.get("chat_template")
+        if isinstance(said, list):  # several, each with a name
+            named = [entry for entry in said if isinstance(entry, dict)]
+            listed = {str(entry.get("name")): (file, entry.get("template")) for entry in named}
+            sources = listed | sources
+        elif said is not None:
+            sources["default"] = file, said
+    return _compiled(sources, clock)
+
+
+def _compiled(sources: Mapping[str, tuple[Path, Any]], clock: Clock) -> dict[str, ChatTemplate]:
     templates = {}
-    for name, source in sources.items():
+    for name, (file, source) in sources.items():
         if not isinstance(source, str):
             raise TokenizerError(
                 f"{file}: expected the chat template as text, got {type(source).__name__}"

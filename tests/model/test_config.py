@@ -186,6 +186,14 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (MIXTRAL, {"num_local_experts": None}, "num_local_experts is missing"),
         (QWEN2, {"intermediate_size": 10**400}, "intermediate_size is larger than 2147483647"),
         (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; accepted: at most 8"),
+        (
+            MIXTRAL,
+            {
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            "accepted: sliding_attention for each layer, or null",
+        ),
         (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1; accepted: a list of layer"),
     ],
 )

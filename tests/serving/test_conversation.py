@@ -249,6 +249,20 @@ def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path
     assert rendered(model, {**turn, "content": "b"}) == "[assistant]b"
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_comes_back_by_whichever_name_its_client_has_for_it(
+    name: str, tmp_path: Path
+) -> None:
+    shown = "{{ '[' + m.role + ']' + (m.reasoning_content or '') + '|' + m.content }}"
+    model = served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
+    turn = {"role": "assistant", "content": "b", "reasoning_content": None}
+    assert rendered(model, {**turn, name: "Hm."}) == "[assistant]Hm.|b"
+    assert rendered(model, {"role": "user", "content": "b", name: "Hm."}).endswith("|b")
+    assert rendered(model, {**turn, "reasoning": {"effort": "low"}}) == "[assistant]|b"
+    both = {**turn, "reasoning": "older", "reasoning_content": "Hm."}
+    assert rendered(model, both) == "[assistant]Hm.|b"
+
+
 async def test_a_long_conversation_is_rendered_beside_the_event_loop(tmp_path: Path) -> None:
     """The template looks at all that follow for every message, as GPT-OSS's does behind calls."""
     template = (

@@ -260,6 +260,25 @@ def test_several_templates_are_chosen_by_name(folder):
     assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "tools"
 
 
+def test_templates_in_files_of_their_own_are_called_after_them(folder, tmp_path):
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("tools from a file")
+    set_config(folder, chat_template=[{"name": "tool_use", "template": "tools"}])
+    tools = [{"type": "function"}]
+    assert Tokenizer.from_dir(folder).apply_chat_template([], tools=tools) == "tools from a file"
+    (folder / "chat_template.jinja").write_text("plain from a file")
+    tokenizer = Tokenizer.from_dir(folder)
+    assert tokenizer.apply_chat_template([]) == "plain from a file"
+    assert tokenizer.apply_chat_template([], tools=tools) == "tools from a file"
+    given = tmp_path / "given.jinja"
+    given.write_text("given")
+    assert Tokenizer.from_dir(folder, given).apply_chat_template([], tools=tools) == "given"
+    (more / "rag.jinja").write_text("{{ unclosed")
+    with pytest.raises(TokenizerError, match=r"rag\.jinja: chat template does not parse"):
+        Tokenizer.from_dir(folder)
+
+
 def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
     tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=None))
     with pytest.raises(ChatTemplateError, match="no chat template"):
@@ -286,6 +305,29 @@ def test_templates_have_the_surroundings_they_are_written_for(folder):
     assert render(folder, "{{ enable_thinking }}", enable_thinking=False) == "False"
 
 
+def test_templates_know_the_tokens_that_only_this_model_names(folder):
+    image = {"content": "<|im_start|>", "special": True}
+    set_config(folder, image_token=image, add_bos_token=False, cut_token=1, add_eos_token=None)
+    set_config(folder, extra_special_tokens={"audio_token": "<think>", "odd": "x"})
+    template = "{{ image_token }}{{ audio_token }}{{ add_bos_token }}{{ cut_token }}{{ odd }}"
+    assert render(folder, template) == "<|im_start|><think>"
+
+
+def test_an_older_checkpoint_names_its_special_tokens_in_a_file_of_its_own(folder):
+    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(named | {"pad_token": None}))
+    set_config(folder, eos_token="<|endoftext|>", bos_token=None, pad_token="<think>")
+    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"
+    # Where tokenizer_config.json lists added tokens it has been said there, too.
+    assert render(folder, template) == "|<|endoftext|>|<think>"
+    set_config(folder, added_tokens_decoder=None)
+    assert render(folder, template) == "<|im_start|>|<|im_end|>|<think>"
+    assert Tokenizer.from_dir(folder).eos_id == EOS
+    (folder / "special_tokens_map.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"special_tokens_map\.json: expected an object"):
+        Tokenizer.from_dir(folder)
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -305,6 +347,27 @@ def test_whatever_fails_in_a_template_is_a_chat_error(folder, template):
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
 PARTS = "{% for m in messages %}{{ m.content[-1].text }}[end]{% endfor %}"
+
+
+@pytest.mark.parametrize("field", ["additional_special_tokens", "extra_special_tokens"])
+def test_special_tokens_that_are_but_entries_of_the_vocabulary_are_found_whole(folder, field):
+    file = folder / "tokenizer.json"
+    read = json.loads(file.read_text())
+    first, second, third = (BOS, BOS + 1, BOS + 2)
+    read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] == first]
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    read["model"]["vocab"] |= dict(zip(names, (first, second, third), strict=True))
+    file.write_text(json.dumps(read))
+    unnamed = {field: ["<|im_start|>"]}
+    set_config(
+        folder, **{"added_tokens_decoder": None, "additional_special_tokens": None} | unnamed
+    )
+    tokenizer = Tokenizer.from_dir(set_config(folder, pad_token="<|unknown|>"))
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False)
+    assert (ids[0], ids[-1], len(ids)) == (second, third, 3)
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.special_ids == {first, second, third}
+    assert tokenizer.token_id("<|unknown|>") is None
 
 
 def test_added_tokens_are_as_tokenizer_config_has_them(folder):
