@@ -118,3 +118,15 @@ async def test_one_cancelled_and_reached_in_the_same_turn_is_passed_over(timers)
     await asyncio.gather(leaver, return_exceptions=True)
     (await stayer).release()
     assert (limiter.inflight, limiter.queued) == (0, 0)
+
+
+async def test_one_cancelled_as_its_time_is_over_leaves_without_a_trace(timers):
+    limiter = Limiter(1, 2, 5.0, timers)
+    held = await limiter.admit()
+    leaver = await waiting(limiter)
+    leaver.cancel()
+    timers.advance(6.0)
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    held.release()
+    assert (limiter.inflight, limiter.queued, timers.num_set) == (0, 0, 0)
