@@ -280,6 +280,7 @@ def test_a_worker_that_drains_hands_on_prompts_that_wait_for_their_first_chunk()
     alone.turn()
     assert worker._held[2].room.state is State.RESERVED
     worker.handle(Drain())
+    assert worker.handing_on
     while alone.turn():
         pass
     handed_on = [("failed", room, Code.DRAINING.value) for room in (2, 3)]
