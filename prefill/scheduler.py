@@ -165,14 +165,12 @@ class PrefillScheduler:
 
     @property
     def room_beside(self) -> int:
-        """Tokens that the next chunk still takes of prompts that need no other, beside one that
-        does: 0 where none does, or they have their part already."""
+        """Where there is no room: tokens that the next chunk still takes of prompts that need no
+        other, beside one that does. 0 where none does, or they have their part already."""
         if self._is_dry or len(self._ready) >= self._chunk_seqs:
             return 0
-        short = [self._if_short(prompt) for prompt in self._ready]
-        if all(short):
-            return 0
-        return max(part_of_shorter(self._chunk_tokens) - sum(short), 0)
+        short = sum(self._if_short(prompt) for prompt in self._ready)
+        return max(part_of_shorter(self._chunk_tokens) - short, 0)
 
     def pending(self) -> tuple[int, int]:
         """Requests that may be computed and are not, and what is left to compute of them.

@@ -180,6 +180,17 @@ def test_a_rank_takes_its_victim_from_its_own_seats() -> None:
     assert (desk.victim(0).room, desk.victim(1).room) == (3, 4)
 
 
+def test_a_rank_that_could_evict_all_it_has_is_roomier_than_one_in_use() -> None:
+    desk = admission(num_pages=8, ranks=2, caching=True)
+    desk.add(1, 20, 1.0, rank=0, sharing=sharing(range(20)))
+    (seat,) = desk.admit()
+    desk.computed(seat, 20)
+    desk.release(1)  # three pages of that rank are free, five cached
+    desk.add(2, 15, 2.0, rank=1)  # half of the other's
+    desk.add(3, 1, 3.0)
+    assert ranks(desk.admit()) == {2: 1, 3: 0}
+
+
 def test_a_prompt_computed_here_shares_the_pages_of_one_before_it() -> None:
     desk = admission(caching=True)
     desk.add(1, 10, 1.0, sharing=sharing(range(10)))

@@ -83,12 +83,14 @@ def test_a_prompt_that_waits_for_its_turn_shares_all_that_was_computed_meanwhile
 
 
 def test_a_room_that_ends_between_two_chunks_leaves_the_second_to_others() -> None:
-    desk = Desk(chunk_tokens=4)
-    desk.seat(1, 8)
-    desk.seat(2, 6)
-    assert spans(desk.queue) == [[(1, 0, 4)]]
+    desk = Desk(chunk_tokens=10)
+    for room in (1, 2):
+        desk.seat(room, 30, first=7)
+    assert spans(desk.queue) == [[(1, 0, 10)]]
     desk.queue.remove(1)
-    assert spans(desk.queue) == [[(2, 0, 4)]]
+    desk.admission.release(1)
+    assert spans(desk.queue) == [[(2, 8, 18)]]  # behind the two pages that were filled
+    desk.admission.check()
 
 
 def test_a_prompt_of_several_chunks_leaves_a_quarter_of_each_to_shorter_ones() -> None:
@@ -98,6 +100,10 @@ def test_a_prompt_of_several_chunks_leaves_a_quarter_of_each_to_shorter_ones() -
     assert spans(desk.queue) == [[(1, 0, 6), (3, 0, 2)]]
     assert spans(desk.queue) == [[(1, 6, 13), (3, 2, 3)]]
     assert spans(desk.queue) == [[(1, 13, 20), (2, 0, 1)]]
+    desk = Desk(chunk_tokens=8)
+    desk.seat(1, 20)
+    desk.seat(2, 8)  # one chunk would do
+    assert spans(desk.queue) == [[(1, 0, 6), (2, 0, 2)]]
 
 
 def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() -> None:
@@ -119,12 +125,12 @@ def test_a_chunk_has_at_most_so_many_prompts() -> None:
 
 
 def test_a_chunk_has_at_most_so_many_pages_of_context() -> None:
-    desk = Desk(chunk_tokens=100, chunk_pages=5)
-    for room, num_tokens in ((1, 12), (2, 12), (3, 1)):
+    desk = Desk(chunk_tokens=100, chunk_pages=4)
+    for room, num_tokens in ((1, 12), (2, 12), (3, 4)):
         desk.seat(room, num_tokens)
     assert rooms(desk.queue) == [[1]]  # nobody overtakes
-    assert desk.queue.left(0) == (2, 13)
-    assert rooms(desk.queue) == [[2, 3]]
+    assert desk.queue.left(0) == (2, 16)
+    assert rooms(desk.queue) == [[2, 3]]  # all four
     assert desk.queue.left(0) == (0, 0)
 
 
@@ -274,6 +280,7 @@ def test_a_worker_that_drains_hands_on_prompts_that_wait_for_their_first_chunk()
     alone.turn()
     assert worker._held[2].room.state is State.RESERVED
     worker.handle(Drain())
+    assert worker.handing_on
     while alone.turn():
         pass
     handed_on = [("failed", room, Code.DRAINING.value) for room in (2, 3)]

@@ -207,6 +207,27 @@ def test_cached_pages_make_room_unless_they_are_held_or_its_own_prefix() -> None
     assert bench.plan() == [[], [4]]
 
 
+def test_a_prompt_s_own_prefix_is_no_room_for_the_rest_of_it() -> None:
+    bench = Bench(num_pages=6)
+    bench.add(1, num_tokens=12, rank=0, first=0)
+    bench.add(2, num_tokens=8, rank=0)
+    bench.plan()
+    bench.plan()
+    bench.release(1)  # three of rank 0's pages are cached, two are held, one is free
+    bench.add(3, num_tokens=20, first=0)  # three pages of the cache, and two more
+    assert bench.plan() == [[], [3]]
+
+
+def test_who_waits_for_pages_takes_none_for_what_is_cached() -> None:
+    bench = Bench(num_pages=9)
+    bench.add(1, num_tokens=12, rank=0, first=0)
+    bench.add(2, num_tokens=33, rank=1)  # all pages there
+    bench.plan()
+    bench.add(3, num_tokens=20, first=0)  # two pages beside those of the first
+    bench.add(4, num_tokens=16)
+    assert bench.plan() == [[3, 4], [2]]
+
+
 def test_small_prompts_do_not_pass_a_large_one_for_ever() -> None:
     bench = Bench(num_pages=4)
     for room in (1, 2, 3, 4):

@@ -77,10 +77,10 @@ def test_nothing_runs_before_its_grant() -> None:
 
 def test_prompts_are_packed_until_the_token_budget_is_used_up() -> None:
     bench = Bench(chunk_tokens=16)
-    bench.add(1, 6)
-    bench.add(2, 20)
-    assert bench.plan() == [(1, 0, 6), (2, 0, 10)]
-    assert bench.plan() == [(2, 10, 20)]
+    bench.add(1, 13)
+    bench.add(2, 19)
+    assert bench.plan() == [(1, 0, 13), (2, 0, 3)]
+    assert bench.plan() == [(2, 3, 19)]
 
 
 def test_no_more_prompts_than_the_chunk_has_rows() -> None:
@@ -253,14 +253,14 @@ def test_positions_whose_logprobs_are_asked_are_computed(logprobs_start: int, ca
 
 
 def test_cached_pages_give_way_to_a_prompt_that_needs_them() -> None:
-    bench = Bench(num_pages=4)
+    bench = Bench(num_pages=6)
     bench.add(1, 16)
     bench.plan()
     bench.scheduler.release(1)
     assert len(bench.cache) == 4
     bench.add(2, 12)
     assert bench.plan() == [(2, 0, 12)]
-    assert len(bench.cache) == 4  # three of the new one, one of the old
+    assert len(bench.cache) == 6  # three of the new one, and of the old all but one
 
 
 @pytest.mark.parametrize("chunks", [None, 0, 1, 2, 3])
@@ -394,3 +394,32 @@ def test_pages_may_be_had_again_once_the_one_that_found_none_has_left() -> None:
         leave(bench.scheduler, 2)
         assert (had_room, bench.scheduler.has_room) == (False, True)
         assert bench.plan() == [(3, 0, 3)]
+
+
+def test_there_is_room_up_to_a_chunk_and_for_a_quarter_of_it_beside_a_long_prompt() -> None:
+    bench = Bench(chunk_tokens=16, chunk_seqs=3)
+    has_room = []
+    for room, num_tokens in ((1, 15), (2, 1)):
+        bench.add(room, num_tokens)
+        has_room.append(bench.scheduler.has_room)
+    assert has_room == [True, False]
+    bench.plan()
+    beside = []
+    for room, num_tokens in ((3, 40), (4, 2), (5, 1)):
+        bench.add(room, num_tokens)
+        beside.append(bench.scheduler.room_beside)
+    assert beside == [4, 2, 0]  # a third one is the last of a chunk
+
+
+def test_while_one_finds_no_pages_there_is_no_room_and_as_much_as_ever_once_it_has_them() -> None:
+    bench = Bench(num_pages=16, chunk_tokens=16)
+    bench.add(1, 60)
+    bench.add(2, 8)
+    bench.plan()
+    rooms = [(bench.scheduler.has_room, bench.scheduler.room_beside)]
+    bench.scheduler.keep_back(1)  # it keeps its pages
+    rooms.append((bench.scheduler.has_room, bench.scheduler.room_beside))
+    assert rooms == [(False, 0)] * 2
+    bench.scheduler.release(1)
+    assert bench.plan() == [(2, 0, 8)]
+    assert bench.scheduler.has_room

@@ -14,7 +14,7 @@ from tests.sim.workers import SimPrefill
 from transfer import wire
 from transfer.backend import SenderEvent, Shipped
 from transfer.chunk_times import MAX_CHUNKS, ChunkTimes, next_chunk
-from transfer.worker import Aborted, ApiGone
+from transfer.worker import Aborted, ApiGone, Submitted
 
 
 def prefill(**sizes: int) -> tuple[Alone, SimPrefill]:
@@ -366,6 +366,12 @@ def test_too_long_and_too_many_are_refused_at_the_door() -> None:
     many = worker.refusal(alone.leg(5))
     assert many is not None
     assert (many.code, many.message) == ("queue_full", "4 requests held, at most 4")
+    # One that comes twice, and some that were at the door together.
+    together = tuple(alone.leg(room) for room in (4, 5, 6))
+    worker.handle(Submitted(together, alone.clock.monotonic_s()))
+    alone.turn()
+    assert alone.events() == [("failed", 6, "queue_full")]
+    assert worker.num_held() == 5
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 8, 13])

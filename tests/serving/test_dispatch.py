@@ -31,6 +31,8 @@ async def test_tokens_are_those_of_the_network_in_order_and_then_the_end():
         assert counted(dispatcher, "generation_tokens_total") == 9
         assert counted(dispatcher, "prompt_tokens_total") == 3
         assert counted(dispatcher, "num_running_reqs") == 0
+        await dispatcher.server_info()
+        assert not any(worker.aborted for worker in cluster.workers)  # they know
 
 
 async def test_a_stop_id_is_told_and_ends_it():

@@ -52,14 +52,18 @@ async def test_waiters_are_served_in_order_and_a_small_one_does_not_overtake(tim
 
 
 async def test_a_full_queue_refuses_at_once(timers):
-    limiter = Limiter(1, 1, 5.0, timers)
-    held = await limiter.admit()
-    waiter = await waiting(limiter)
-    with pytest.raises(RequestError, match="at most 1 may wait") as refused:
-        await limiter.admit()
+    limiter = Limiter(2, 2, 5.0, timers)
+    held = await limiter.admit(2)
+    waiters = [await waiting(limiter)]
+    with pytest.raises(RequestError, match="at most 2 may wait") as refused:
+        await limiter.admit(2)  # there is a place for one
     assert refused.value.code is Code.QUEUE_FULL
+    waiters.append(await waiting(limiter))
+    with pytest.raises(RequestError, match="2 are waiting"):
+        await limiter.admit()
     held.release()
-    (await waiter).release()
+    for waiter in waiters:
+        (await waiter).release()
 
 
 async def test_more_than_ever_fits_is_a_bad_request(timers):
@@ -114,3 +118,15 @@ async def test_one_cancelled_and_reached_in_the_same_turn_is_passed_over(timers)
     await asyncio.gather(leaver, return_exceptions=True)
     (await stayer).release()
     assert (limiter.inflight, limiter.queued) == (0, 0)
+
+
+async def test_one_cancelled_as_its_time_is_over_leaves_without_a_trace(timers):
+    limiter = Limiter(1, 2, 5.0, timers)
+    held = await limiter.admit()
+    leaver = await waiting(limiter)
+    leaver.cancel()
+    timers.advance(6.0)
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    held.release()
+    assert (limiter.inflight, limiter.queued, timers.num_set) == (0, 0, 0)

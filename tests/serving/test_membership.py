@@ -40,6 +40,10 @@ async def test_a_worker_that_is_listed_and_gone_is_not_waited_for():
         await cluster.decode[0].kill()
         dispatcher = await cluster.dispatcher(wait=False)
         assert not await dispatcher.meet(0.2)
+        meeting = asyncio.create_task(dispatcher.meet(60.0))
+        await asyncio.sleep(0)
+        await dispatcher.stop()
+        await asyncio.wait_for(meeting, 20.0)
 
 
 async def test_nor_is_a_registry_that_does_not_answer_and_one_without_workers_is_enough():

@@ -45,6 +45,8 @@ def test_a_limit_that_is_high_enough_stays(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         open_files.raise_limit()
         assert asked == []
+        soft = limits[0] if limits[0] >= 0 else open_files.WANTED
+        assert (open_files.limit(), open_files.for_control()) == (soft, soft // 2)
     for limits, wanted in (
         ((1024, 4096), (4096, 4096)),
         ((1024, 524_288), (65_536, 524_288)),

@@ -56,14 +56,19 @@ async def test_a_leg_that_fails_for_a_reason_that_passes_is_tried_again(role):
         assert counted(dispatcher, 'retries_total{reason="shutting_down"}') == 1
 
 
-async def test_a_peer_that_is_lost_to_its_partner_is_the_one_to_avoid():
+@pytest.mark.parametrize("tells", ["prefill", "decode"])
+async def test_a_peer_that_is_lost_to_its_partner_is_the_one_to_avoid(tells):
     async with FakeCluster(auto_step=False, prefills=2, decodes=2) as cluster:
         dispatcher = await cluster.dispatcher()
         spec, sink = cluster.spec(), RecordingSink()
-        dispatcher.submit(spec, sink)
+        generation = dispatcher.submit(spec, sink)
         (room,) = await cluster.submitted(1)
         telling, lost = holder(cluster.decode), holder(cluster.prefill)
+        if tells == "prefill":
+            telling, lost = lost, telling
         telling.fail(room, Code.PEER_LOST)
+        await until(lambda: generation.room not in (0, room))
+        assert generation.avoid == {lost.worker_id}
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
         assert lost.submit_calls == [1]
@@ -178,7 +183,7 @@ async def test_rooms_go_with_a_broken_stream_even_when_the_worker_lives_on():
         assert sink.token_ids == cluster.expected(spec)
 
 
-async def test_one_leg_refused_takes_the_other_back():
+async def test_one_leg_refused_takes_the_other_back_and_itself_should_it_be_there_all_the_same():
     async with FakeCluster(auto_step=False) as cluster:
         dispatcher = await cluster.dispatcher()
         cluster.decode[0].refusals.append(Code.TOO_LONG)
@@ -187,7 +192,7 @@ async def test_one_leg_refused_takes_the_other_back():
         await sink.finished()
         assert sink.error is not None
         assert sink.error.code is Code.TOO_LONG
-        await until(lambda: len(cluster.prefill[0].aborted) == 1)
+        await until(lambda: all(len(worker.aborted) == 1 for worker in cluster.workers))
         assert not cluster.prefill[0].rooms
 
 
@@ -460,3 +465,12 @@ async def test_a_worker_that_lives_but_stands_still_is_passed_over_until_it_gets
         dispatcher.submit(cluster.spec(), sink)
         await played(cluster, sink)
         assert len(stuck.submit_calls) == 1
+
+
+async def test_a_request_that_ended_leaves_no_timer_behind():
+    async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
+        dispatcher = await cluster.dispatcher()
+        before, sink = cluster.timers.num_set, RecordingSink()
+        dispatcher.submit(cluster.spec(), sink)
+        await played(cluster, sink)
+        assert cluster.timers.num_set == before

@@ -49,9 +49,11 @@ class Placed:
         self.clock = ManualClock()
         self.timers = ManualTimers(self.clock)
         self.breakers = Breakers()
+        self.lengths: list[int] = []
         self.avoided: list[frozenset[str]] = []
         self.picked_at: list[float] = []
         self.prefilled: list[Pair] = []
+        self.ended: list[Pair] = []
         self.cached: list[int | None] = []
         self.forgotten: list[Key] = []
         self.aborted: list[str] = []
@@ -63,7 +65,7 @@ class Placed:
             pick=self._pick,
             prefilled=self.prefilled.append,
             found_cached=lambda pair, cached: self.cached.append(cached),
-            ended=lambda pair: None,
+            ended=self.ended.append,
             forget=self.forgotten.append,
         )
         membership = SimpleNamespace(
@@ -114,6 +116,7 @@ class Placed:
         return Pair(prefill, decode, 3, self.clock.monotonic_s())
 
     def _pick(self, *args: Any, **_: Any) -> Pair | None:
+        self.lengths.append(args[2])
         self.avoided.append(args[4])
         self.picked_at.append(self.clock.monotonic_s())
         return self._pair() if self.has_pair else None
@@ -273,3 +276,8 @@ def test_an_incarnation_that_is_lost_is_forgotten_and_its_rooms_move() -> None:
     assert generation.room == room
     placed.placement.worker_lost(decode, "gone")
     assert generation.room != room
+    placed.waits()
+    assert placed.lengths == [3, 3, 5]  # what came so far is computed, too
+    assert len(placed.ended) == 2
+    placed.placement.remove(generation, tell_workers=False)
+    assert len(placed.ended) == 3  # no attempt is a worker's load for good

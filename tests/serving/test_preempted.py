@@ -59,6 +59,7 @@ async def test_a_room_that_nobody_says_to_have_given_up_is_tried_again():
             await cluster.pass_time(0.1)
         assert generation.room == room
         await cluster.pass_time(1.0)
+        assert generation.avoid == {"prefill-0"}
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
         assert counted(dispatcher, 'retries_total{reason="stale"}') == 1

@@ -34,12 +34,13 @@ def leases_of(epoch: int) -> Leases:
 
 def test_an_older_life_is_refused_once_the_newer_one_shows_that_it_lives() -> None:
     leases = leases_of(NEW)
-    for _ in range(2):
-        with pytest.raises(Unavailable, match=f"epoch {OLD}.*{NEW}"):
-            leases.register(a_worker(), OLD, now_s=10.1)
-    assert leases.heartbeat(a_beat(NEW), now_s=10.5)
-    with pytest.raises(Superseded, match=f"epoch {OLD}.*{NEW}"):
-        leases.register(a_worker(), OLD, now_s=10.6)
+    for epoch in (OLD, OLD + 1):
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=f"epoch {epoch}.*{NEW}"):
+                leases.register(a_worker(), epoch, now_s=10.1)
+        assert leases.heartbeat(a_beat(NEW), now_s=10.5)
+        with pytest.raises(Superseded, match=f"epoch {epoch}.*{NEW}"):
+            leases.register(a_worker(), epoch, now_s=10.6)
     assert names(leases) == [("decode-0", NEW)]
 
 

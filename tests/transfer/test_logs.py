@@ -21,13 +21,13 @@ def test_what_a_message_quotes_cannot_write_lines_of_its_own(
     (warned,) = capsys.readouterr().err.removesuffix("\n").split("\n")
     assert warned.endswith(r"[serve] W UserWarning: no space\nleft")
     log = logging.getLogger("serving.quotes")
-    log.warning("%s moves: été", "a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028")
+    log.warning("%s moves: été", "a\r\n12:00:00 [serve] E forged\x08\x1b[2K\x9b\u2028\u2029")
     try:
         raise ValueError("a\x1b[2K")
     except ValueError:
         log.exception("it failed")
     first, second, *traceback = capsys.readouterr().err.removesuffix("\n").split("\n")
-    quoted = r"a\r\n12:00:00 [serve] E forged\x1b[2K\x9b\u2028 moves: été"
+    quoted = r"a\r\n12:00:00 [serve] E forged\x08\x1b[2K\x9b\u2028\u2029 moves: été"
     assert first.endswith(f"[serve] W {quoted}")
     assert second.endswith("[serve] E it failed")
     assert traceback[0].startswith("Traceback")

@@ -113,6 +113,7 @@ def test_a_page_is_digested_once_and_not_before_somebody_looks_for_it() -> None:
     known, other = (Sharing(ids(tokens), "", 8) for tokens in ([1] * 8, [2] * 8))
     pages = cache._pool.reserve(4)
     assert pages is not None
+    cache.insert(known.first(cache, 2), pages[:2])
     cache.insert(known.first(cache, 3), pages[:3])
     assert cache.num_digested == 3
     assert known.cached(cache) == known.first(cache, 3)

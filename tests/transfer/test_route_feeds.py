@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from tests.ports import free_port
 from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
 from transfer import wire
 from transfer.bootstrap import RegistryClient, RegistryServer
 from transfer.clock import SYSTEM_CLOCK, Clock, ManualClock
-from transfer.errors import Unauthenticated, Unavailable
+from transfer.errors import ConfigError, Unauthenticated, Unavailable
 from transfer.route_feeds import RoutePublisher
 from transfer.route_link import RouteLink, open_link
 from transfer.routes import RouteTable
@@ -354,3 +356,12 @@ async def test_a_peer_that_does_not_read_is_cut_off() -> None:
     await ended
     over.set()
     server.close()
+
+
+async def test_a_registry_that_cannot_have_its_port_lets_go_of_that_of_its_routes() -> None:
+    routes_port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = RegistryServer(SECURITY, SYSTEM_CLOCK)
+        with pytest.raises(ConfigError):
+            await server.start("127.0.0.1", taken.getsockname()[1], routes_port)
+    socket.create_server(("127.0.0.1", routes_port)).close()

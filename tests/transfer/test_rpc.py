@@ -354,8 +354,9 @@ async def test_a_call_in_order_under_way_when_its_stream_is_reset_is_unavailable
 async def test_a_port_in_use_is_a_config_error_that_names_it() -> None:
     first, second = an_echo_server(), an_echo_server()
     port = await first.start("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match=str(port)):
-        await second.start("127.0.0.1", port)
+    for start in (second.start("127.0.0.1", port), second.start_at(f"127.0.0.1:{port}")):
+        with pytest.raises(ConfigError, match=str(port)):
+            await start
     await first.stop(0.0)
 
 
