@@ -28,5 +28,12 @@ def take_threads(asked: int, hidden_size: int) -> None:
     os.environ[VARIABLES[0]] = str(asked or 1)
 
 
+def threads(num_devices: int) -> int:
+    """How many XLA has on CPU: what it was told, or one a processor; at least one a device."""
+    told = next(filter(None, map(os.environ.get, VARIABLES)), "")
+    own = int(told) if told.isdecimal() else len(os.sched_getaffinity(0))
+    return max(own, num_devices)
+
+
 def _has_plugins() -> bool:
     return bool(importlib.metadata.entry_points(group="jax_plugins"))

@@ -377,7 +377,8 @@ WORKER_HELP = {
     "to measure speed with",
     "dtype": "type of weights and products; auto: float32 on CPU, else the checkpoint's",
     "context_length": "most tokens of one request; 0: the model's (at most 4096 on CPU)",
-    "cpu_threads": "of XLA on CPU; 0: one for a hidden size of 256 at most, else all processors",
+    "cpu_threads": "of XLA, at least one a device; 0: on CPU one for a hidden size of 256 at most, "
+    "else all processors",
     "tp_size": "devices that share each layer, in each data-parallel rank (virtual ones on CPU)",
     "ep_size": "parts into which the experts are divided: a divisor of the tp size, for each "
     "data-parallel rank; or dp size times a divisor, above the tp size, shared by the ranks",

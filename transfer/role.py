@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from model import members
+from model import members, processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.executables import ExecutableCache
-from model.opening import OpenedModel, open_model
+from model.opening import OpenedModel, on_cpu, open_model
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
@@ -361,6 +361,8 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             "page_size": kv.page_size,
             "max_total_tokens": num_pages * kv.page_size,
         }
+        if on_cpu():
+            known["cpu_threads"] = processors.threads(self.config.own_devices)
         self.config = dataclasses.replace(self.config, **known, **more)
         flags.log_config(self.config)
 

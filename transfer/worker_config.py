@@ -10,7 +10,7 @@ from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError
 
 MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
-MAX_THREADS = 1024
+MAX_THREADS = 4096
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
 

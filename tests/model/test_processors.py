@@ -3,19 +3,21 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
 from model import processors
 
 LARGE, SMALL = 4096, 256
+looks_for_plugins = processors._has_plugins
 
 
 @pytest.fixture(autouse=True)
 def _nobody_has_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in processors.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processors, "_has_plugins", lambda: False)
 
 
 def told(asked: int, hidden_size: int) -> str | None:
@@ -46,13 +48,29 @@ def test_whoever_has_set_a_variable_of_xla_is_left_it(
     }
 
 
-def test_beside_a_plugin_only_what_is_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"jax_plugins": [SimpleNamespace(name="cuda")]}
-    monkeypatch.setattr(
-        processors.importlib.metadata, "entry_points", lambda *, group: found.get(group, [])
-    )
+def test_beside_a_plugin_only_what_is_asked_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "accelerator-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerator\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[jax_plugins]\naccelerator = accelerator\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(processors, "_has_plugins", looks_for_plugins)
     assert told(0, SMALL) is None
     assert told(4, SMALL) == "4"
+
+
+def test_what_xla_has_is_what_it_was_told_or_a_processor_each_and_one_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    assert processors.threads(1) == 3
+    monkeypatch.setenv(processors.VARIABLES[1], "6")
+    assert processors.threads(1) == 6
+    monkeypatch.setenv(processors.VARIABLES[0], "2")
+    assert processors.threads(1) == 2
+    assert processors.threads(4) == 4
 
 
 def test_xla_has_as_many_threads_as_it_was_told() -> None:

@@ -1,6 +1,7 @@
 """A real system without weights: processes of unlike meshes have one random network."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def test_a_folder_without_weights_answers_a_streamed_completion(tmp_path: Path) 
         "--prefill-tp-size=2",
         "--decode-max-running-requests=1",
         "--decode-local-prefill-tokens=20",
+        "--decode-cpu-threads=3",
         few_steps=True,
     ) as cluster:
         body = {"model": cluster.model, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -38,4 +40,7 @@ def test_a_folder_without_weights_answers_a_streamed_completion(tmp_path: Path) 
         longer = cluster.generate(short + ids[:8], max_new_tokens=4, temperature=0, ignore_eos=True)
         assert longer["output_ids"] == ids[8:]
         assert len({worker["role"] for worker in cluster.settled()}) == 2
-        assert "weights are random" in cluster.log.read_text()
+        log = cluster.log.read_text()
+        assert "weights are random" in log
+        told = re.findall(r" worker_id=(decode|prefill)\S* .* cpu_threads=(\d+) ", log)
+        assert sorted(told) == [("decode", "3"), ("prefill", "1")]  # of a small network
