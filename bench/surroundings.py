@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.processors import threads
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nixl-cu12")
 
@@ -33,10 +35,13 @@ def describe(with_jax: bool) -> Surroundings:
     device = processor()
     if with_jax:
         import jax
+        import psutil
 
         found = jax.devices()
         if found[0].platform != "cpu":
             device = f"{len(found)} x {found[0].device_kind}"
+        elif (own := threads(len(found))) != psutil.cpu_count():
+            device = f"{own} of {device}"
     return Surroundings(commit(), device, versions)
 
 

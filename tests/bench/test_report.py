@@ -5,11 +5,13 @@ import json
 import math
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from bench.cli import main
 from bench.report import BadRows, Report, Row, compare, differences, format_changes, read_rows
-from bench.surroundings import Surroundings, describe
+from bench.surroundings import Surroundings, describe, processor
+from model.processors import VARIABLES
 
 HERE = Surroundings("abc123", "2 x processor", {"jax": "0.11.2"})
 
@@ -149,3 +151,11 @@ def test_surroundings_without_jax_name_processor_and_versions():
     assert found.device
     assert found.commit
     assert {"python", "jax", "numpy"} <= found.versions.keys()
+
+
+def test_a_device_that_has_not_a_thread_for_each_processor_says_how_many(monkeypatch):
+    monkeypatch.setenv(VARIABLES[0], "11")
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 16)
+    assert describe(with_jax=True).device == f"11 of {processor()}"
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 11)
+    assert describe(with_jax=True).device == processor()
