@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from serving.chat_template import until
+from serving.chat_template import RESERVED_KWARGS, until
 from serving.errors import (
     bad_field,
     from_request_error,
@@ -19,10 +19,6 @@ from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError
 from transfer.errors import RequestError
 
-# Variables of the chat template that are fields of their own, or ours to give.
-RESERVED_KWARGS = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
-)
 _INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.

@@ -11,14 +11,14 @@ import tokenizers
 from model.byte_level import token_bytes
 from model.tokenizer_files import read_tokenizer
 from model.tokenizer_reading import (
-    NAMED_TOKENS,
     TokenizerError,
     more_special_tokens,
+    named_tokens,
     one_line,
     read_text,
     token_text,
 )
-from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving.chat_template import RESERVED_KWARGS, ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
     StopStrings,
@@ -106,11 +106,13 @@ class Tokenizer:
         folder = Path(path)
         files = read_tokenizer(folder)
         config = files.config
-        special_tokens = _tokens_of_model(config) | {
-            name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
+        special_tokens: dict[str, Any] = {
+            name: token_text(token)
+            for name, token in named_tokens(config).items()
+            if name not in RESERVED_KWARGS  # a checkpoint may call them anything
         }
         if more := more_special_tokens(config):
-            special_tokens["additional_special_tokens"] = more
+            special_tokens["additional_special_tokens"] = [token_text(token) for token in more]
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
         is_byte_level = _is_byte_level(files.decoder)
@@ -267,21 +269,6 @@ class Tokenizer:
 
 
 # --- files ------------------------------------------------------------------------------------
-
-
-def _tokens_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that only this model has a name for, such as image_token, which templates print."""
-    extra = config.get("extra_special_tokens")
-    named = dict(config) | (extra if isinstance(extra, dict) else {})
-    return {
-        name: token_text(token)
-        for name, token in named.items()
-        if name.endswith("_token") and name not in NAMED_TOKENS and _is_token(token)
-    }
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
 
 
 def _read_templates(
