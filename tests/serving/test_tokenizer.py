@@ -240,7 +240,7 @@ def test_several_templates_are_chosen_by_name(folder):
     assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "tools"
 
 
-def test_templates_in_files_of_their_own_are_called_after_them(folder, tmp_path):
+def test_templates_in_files_of_their_own_come_before_the_configuration(folder, tmp_path):
     more = folder / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").write_text("tools from a file")
@@ -254,9 +254,23 @@ def test_templates_in_files_of_their_own_are_called_after_them(folder, tmp_path)
     given = tmp_path / "given.jinja"
     given.write_text("given")
     assert Tokenizer.from_dir(folder, given).apply_chat_template([], tools=tools) == "given"
-    (more / "rag.jinja").write_text("{{ unclosed")
-    with pytest.raises(TokenizerError, match=r"rag\.jinja: chat template does not parse"):
+    (more / "tool_use.jinja").write_text("{{ unclosed")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: chat template does not parse"):
         Tokenizer.from_dir(folder)
+
+
+def test_of_further_templates_that_of_tools_is_read_unless_its_file_is_empty(folder):
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("{{ unclosed")
+    (more / "default.jinja").write_text("nobody's")
+    (more / "tool_use.jinja").write_text("\n")
+    tools = [{"type": "function"}]
+    unread = {"name": "rag", "template": "{{ unclosed"}
+    for said in ("plain", [{"name": "default", "template": "plain"}, unread]):
+        set_config(folder, chat_template=said)
+        assert Tokenizer.from_dir(folder).apply_chat_template([]) == "plain"
+        assert Tokenizer.from_dir(folder).apply_chat_template([], tools=tools) == "plain"
 
 
 def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
