@@ -57,7 +57,7 @@ class TokenizerFiles(NamedTuple):
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises TokenizerError."""
-    config = _with_special_tokens(folder, _read_json_object(folder / CONFIG_FILE))
+    config = _with_special_tokens(folder, _read_with_special_tokens(folder / CONFIG_FILE))
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
         return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
@@ -103,14 +103,20 @@ def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]
     file = folder / "special_tokens_map.json"
     if config.get("added_tokens_decoder") is not None or not file.exists():
         return config
-    said = {name: x for name, x in _read_json_object(file).items() if x is not None}
-    _special_tokens(said, file.name)
+    said = {name: x for name, x in _read_with_special_tokens(file).items() if x is not None}
     for name in LISTS_OF_TOKENS:
         before, listed = config.get(name), said.get(name)
         if isinstance(before, list) and isinstance(listed, list):
             texts = [token_text(token) for token in before]
             said[name] = [*before, *(x for x in listed if token_text(x) not in texts)]
     return config | said
+
+
+def _read_with_special_tokens(file: Path) -> dict[str, Any]:
+    """Its special tokens are some: once the files are one, nobody knows which said what."""
+    said = _read_json_object(file)
+    _special_tokens(said, str(file))
+    return said
 
 
 def _special_tokens(
