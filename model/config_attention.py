@@ -136,7 +136,8 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
 
     GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
     dense models beside a switch, from max_window_layers on. layer_types may say otherwise, but of
-    Mixtral, where transformers never looks at it.
+    Mixtral, where transformers never looks at it: there it has to agree, unless no window is
+    shorter than the context.
     """
     num_layers = fields.integer("num_hidden_layers")
     unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID
@@ -161,9 +162,9 @@ def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
     if not listed or any(x not in accepted for x in types):
         known = f"{' or '.join(accepted)} for each of {num_layers} layers"
         raise fields.fail("layer_types", types, known)
+    if window is None or window >= fields.integer("max_position_embeddings"):
+        return {}
     if architecture == "MixtralForCausalLM" and types != usual:
         raise fields.fail("layer_types", types, f"{usual[0]} for each layer, or null")
     layers = tuple(x == _SLIDING for x in types)
-    if not any(layers) or window >= fields.integer("max_position_embeddings"):
-        return {}
-    return {"sliding_window": window, "window_layers": layers}
+    return {"sliding_window": window, "window_layers": layers} if any(layers) else {}

@@ -10,12 +10,15 @@ import tokenizers
 from model.config import ModelConfig
 from model.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
 from model.tokenizer_reading import (
-    NAMED_TOKENS,
+    CONFIG_FILE,
+    LISTS_OF_TOKENS,
     TokenizerError,
     added_tokens,
     more_special_tokens,
+    named_tokens,
     one_line,
     read_text,
+    special_token,
     token_text,
 )
 
@@ -54,7 +57,7 @@ class TokenizerFiles(NamedTuple):
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Raises TokenizerError."""
-    config = _with_special_tokens(folder, _read_json_object(folder / "tokenizer_config.json"))
+    config = _with_special_tokens(folder, _read_with_special_tokens(folder / CONFIG_FILE))
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
         return TokenizerFiles(read_tiktoken(folder, config), config, _BYTE_LEVEL, sorts_tools=True)
@@ -92,15 +95,36 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with what special_tokens_map.json says. Raises TokenizerError.
 
-    Older checkpoints name their special tokens there, maybe there alone, and it comes first. Since
-    tokenizer_config.json lists added tokens, which later ones do, the other is but a copy that
-    nobody reads. Source: huggingface/transformers: src/transformers/tokenization_utils_base.py.
+    Older checkpoints name their special tokens there, maybe there alone, and it comes first; lists
+    are joined. Where tokenizer_config.json lists added tokens, as later ones do, the other is but a
+    copy that nobody reads.
+    Source: huggingface/transformers: src/transformers/tokenization_utils_base.py.
     """
     file = folder / "special_tokens_map.json"
     if config.get("added_tokens_decoder") is not None or not file.exists():
         return config
-    named = _read_json_object(file)
-    return config | {name: token for name, token in named.items() if token is not None}
+    said = {name: x for name, x in _read_with_special_tokens(file).items() if x is not None}
+    for name in LISTS_OF_TOKENS:
+        before, listed = config.get(name), said.get(name)
+        if isinstance(before, list) and isinstance(listed, list):
+            texts = [token_text(token) for token in before]
+            said[name] = [*before, *(x for x in listed if token_text(x) not in texts)]
+    return config | said
+
+
+def _read_with_special_tokens(file: Path) -> dict[str, Any]:
+    """Its special tokens are some: once the files are one, nobody knows which said what."""
+    said = _read_json_object(file)
+    _special_tokens(said, str(file))
+    return said
+
+
+def _special_tokens(
+    config: Mapping[str, Any], file: str = CONFIG_FILE
+) -> list[tokenizers.AddedToken]:
+    """Whatever the file calls special, with a name or without. Raises TokenizerError."""
+    said = [*named_tokens(config, file).values(), *more_special_tokens(config, file)]
+    return [special_token(token, file) for token in said]
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.AddedToken]) -> None:
@@ -127,11 +151,10 @@ def _find_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
 
     As transformers does it. Those that are no entries are left out: the model knows none of them.
     """
-    named = [token_text(config[name]) for name in NAMED_TOKENS if config.get(name)]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    wanted = dict.fromkeys([*named, *more_special_tokens(config)])
+    wanted = {token.content: token for token in reversed(_special_tokens(config))}
     inside = [x for x in wanted if x not in known and backend.token_to_id(x) is not None]
-    backend.add_special_tokens(inside)
+    backend.add_special_tokens([wanted[x] for x in inside])
 
 
 def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 import tokenizers
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+CONFIG_FILE = "tokenizer_config.json"
+# Lists of tokens without a name of their own. Transformers 5 has the other, which may be an object.
+LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_OBJECTS_OF_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -31,32 +35,67 @@ def added_tokens(config: Mapping[str, Any]) -> dict[int, tokenizers.AddedToken]:
         raise TokenizerError(f"{what}, got {one_line(error)}") from error
 
 
-def token_text(token: Any) -> str:
-    """A token of tokenizer_config.json: text, or an object with its content."""
+def token_text(token: Any, file: str = CONFIG_FILE) -> str:
+    """A token of that file: text, or an object with its content. Raises TokenizerError."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise TokenizerError(f"tokenizer_config.json: expected a token's text, got {token!r}")
+        raise TokenizerError(f"{file}: expected a token's text, got {token!r}")
     return text
 
 
-def more_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Those without a name of their own; transformers 5 has another field for them.
+def special_token(token: Any, file: str = CONFIG_FILE) -> tokenizers.AddedToken:
+    """The same with the flags of its object. Raises TokenizerError."""
+    said = token if isinstance(token, dict) else {}
+    try:
+        return _added_token({**said, "content": token_text(token, file), "special": True})
+    except TypeError as error:
+        what = f"expected a token's flags, got {one_line(error)} in {token!r}"
+        raise TokenizerError(f"{file}: {what}") from error
 
-    Raises TokenizerError.
+
+def named_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> dict[str, Any]:
+    """Special tokens by their names, each as the file has it. Raises TokenizerError.
+
+    Beside the usual ones these are those that only this model has: whatever else is called a token,
+    such as image_token, and what an object names, under any name.
     """
-    name = "extra_special_tokens"
+    found = {
+        name: token
+        for name, token in config.items()
+        if name.endswith("_token") and _is_token(token)
+    }
+    for field in _OBJECTS_OF_TOKENS:
+        named = config.get(field) or {}
+        if isinstance(named, dict):
+            found |= named
+        elif field not in LISTS_OF_TOKENS:
+            raise TokenizerError(f"{file}: {field} is {named!r}; accepted: an object of tokens")
+    usual = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
+    found = {name: token for name, token in found.items() if name not in NAMED_TOKENS} | usual
+    for token in found.values():
+        token_text(token, file)
+    return found
+
+
+def more_special_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> list[Any]:
+    """Those without a name of their own, each as the file has it. Raises TokenizerError."""
+    name, accepted = "extra_special_tokens", "a list of tokens, or an object of them"
     if isinstance(config.get(name) or {}, dict):  # it names them, or has none
-        name = "additional_special_tokens"
+        name, accepted = "additional_special_tokens", "a list of tokens"
     listed = config.get(name) or []
     if not isinstance(listed, list):
-        raise TokenizerError(
-            f"tokenizer_config.json: {name} is {listed!r}; accepted: a list of tokens"
-        )
-    return [token_text(token) for token in listed]
+        raise TokenizerError(f"{file}: {name} is {listed!r}; accepted: {accepted}")
+    for token in listed:
+        token_text(token, file)
+    return listed
 
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
 
 
 def _added_token(token: Any) -> tokenizers.AddedToken:

@@ -23,6 +23,10 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 
 # Marks where the last message ends. Its last character shows whether the template trims.
 CONTINUE_MARK = "\N{LEFT-POINTING ANGLE BRACKET}continue here\N{RIGHT-POINTING ANGLE BRACKET} "
+# Variables of the chat template that are fields of their own, or ours to give.
+RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
+)
 
 
 class ChatTemplateError(ValueError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from serving.chat_template import until
+from serving.chat_template import RESERVED_KWARGS, until
 from serving.errors import (
     bad_field,
     from_request_error,
@@ -16,13 +16,9 @@ from serving.errors import (
     wrong_type,
 )
 from serving.protocol import ServedModel
-from serving.tokenizer import ChatTemplateError
+from serving.tokenizer import ChatTemplateError, TemplateHabits
 from transfer.errors import RequestError
 
-# Variables of the chat template that are fields of their own, or ours to give.
-RESERVED_KWARGS = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
-)
 _INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
@@ -54,7 +50,8 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
     named_functions(fields.tools or ())  # whether they are some, though a template takes anything
-    return [_message(message, i, model) for i, message in enumerate(fields.messages)]
+    habits = model.tokenizer.habits[_offered(fields) is not None]
+    return [_message(message, i, model, habits) for i, message in enumerate(fields.messages)]
 
 
 def allowed_tools(
@@ -146,13 +143,18 @@ def render(
     try:
         return model.tokenizer.apply_chat_template(
             messages,
-            None if fields.tool_choice == "none" else fields.tools or None,
+            _offered(fields),
             fields.add_generation_prompt is not False,
             fields.continue_final_message is True,
             **kwargs,
         )
     except ChatTemplateError as error:
         raise bad_field("messages", str(error)) from error
+
+
+def _offered(fields: ConversationFields) -> list[dict[str, Any]] | None:
+    """The tools that the chat template sees."""
+    return None if fields.tool_choice == "none" else fields.tools or None
 
 
 async def render_prompt(
@@ -216,7 +218,9 @@ def _check_number(
         raise bad_field("messages", what)
 
 
-def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[str, Any]:
+def _message(
+    message: dict[str, Any], place: int, model: ServedModel, habits: TemplateHabits
+) -> dict[str, Any]:
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -237,7 +241,7 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
         what = "unsupported; expected tool_calls, and messages of role tool"
         raise bad_field(f"{where}.function_call", what, "unsupported_parameter")
     if content in (None, "") and calls:
-        content = model.tokenizer.call_form.content
+        content = habits.call_form.content
     elif content is None and role != "user":
         content = ""  # so an answer without text comes back, and a tool that had nothing to say
     elif not isinstance(content, str | list):
@@ -247,15 +251,15 @@ def _message(message: dict[str, Any], place: int, model: ServedModel) -> dict[st
     if role == "assistant":
         _name_thought(message)
     if role == "developer":
-        message["role"] = model.tokenizer.developer_role
+        message["role"] = habits.developer_role
     if calls:
         if not isinstance(calls, list):
             raise wrong_type(f"{where}.tool_calls", f"a list, got {type(calls).__name__}")
-        as_text = model.tokenizer.call_form.arguments_as_text
+        as_text = habits.call_form.arguments_as_text
         message["tool_calls"] = [_tool_call(x, f"{where}.tool_calls", as_text) for x in calls]
         if model.config.reasoning_parser == "gpt-oss" and not content:
             # Its template prints what was thought before a call, by this name.
-            message.setdefault("thinking", message.get("reasoning_content") or "")
+            message["thinking"] = message.get("thinking") or message.get("reasoning_content") or ""
     return message
 
 
@@ -265,7 +269,7 @@ def _name_thought(message: dict[str, Any]) -> None:
     vLLM and others call it reasoning in their answers, and clients send it back so.
     """
     names = ("reasoning_content", "thinking", "reasoning")
-    told = [text for name in names if isinstance(text := message.get(name), str)]
+    told = [text for name in names if isinstance(text := message.get(name), str) and text]
     if told:
         message["reasoning_content"] = told[0]
 

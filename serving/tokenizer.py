@@ -11,14 +11,14 @@ import tokenizers
 from model.byte_level import token_bytes
 from model.tokenizer_files import read_tokenizer
 from model.tokenizer_reading import (
-    NAMED_TOKENS,
     TokenizerError,
     more_special_tokens,
+    named_tokens,
     one_line,
     read_text,
     token_text,
 )
-from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving.chat_template import RESERVED_KWARGS, ChatTemplate, ChatTemplateError
 from serving.detokenizer import (
     IncrementalDetokenizer,
     StopStrings,
@@ -40,6 +40,19 @@ BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
 _SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
 NO_CONFIG: Mapping[str, Any] = {}
+# Offered while a template is tried: nothing in it looks like what is looked for.
+_PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "Where."}},
+            "required": ["city"],
+        },
+    },
+}
 _FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.json
 
 
@@ -48,6 +61,18 @@ class CallForm(NamedTuple):
 
     content: str | None = ""
     arguments_as_text: bool = False
+
+
+class TemplateHabits(NamedTuple):
+    """What a chat template makes of messages that have more than one form.
+
+    call_form: the first in which it prints a call, the usual one if in none. DeepSeek's join
+    arguments as text, and older ones print calls where content is null. developer_role: whose word
+    a developer's is, the system's where the template leaves it out.
+    """
+
+    call_form: CallForm
+    developer_role: str
 
 
 class Tokenizer:
@@ -106,11 +131,13 @@ class Tokenizer:
         folder = Path(path)
         files = read_tokenizer(folder)
         config = files.config
-        special_tokens = _tokens_of_model(config) | {
-            name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name)
+        special_tokens: dict[str, Any] = {
+            name: token_text(token)
+            for name, token in named_tokens(config).items()
+            if name not in RESERVED_KWARGS  # a checkpoint may call them anything
         }
         if more := more_special_tokens(config):
-            special_tokens["additional_special_tokens"] = more
+            special_tokens["additional_special_tokens"] = [token_text(token) for token in more]
         given = Path(chat_template) if chat_template else None
         templates = _read_templates(folder, config, given, clock)
         is_byte_level = _is_byte_level(files.decoder)
@@ -225,24 +252,24 @@ class Tokenizer:
         }
 
     @cached_property
-    def call_form(self) -> CallForm:
-        """The first form in which the chat template prints a call; the usual one if it has none.
+    def habits(self) -> tuple[TemplateHabits, TemplateHabits]:
+        """Of the template of chats without tools, and of chats with them."""
+        return self._habits(None), self._habits([_PROBE_TOOL])
 
-        DeepSeek's join arguments as text, and older ones print calls where content is null.
-        """
+    def _habits(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateHabits:
         forms = [CallForm(content, as_text) for as_text in (False, True) for content in ("", None)]
-        return next(filter(self._prints_call, forms), forms[0])
+        call_form = next((form for form in forms if self._prints_call(form, tools)), forms[0])
+        role = "developer" if self._prints_developer(tools) else "system"
+        return TemplateHabits(call_form, role)
 
-    @cached_property
-    def developer_role(self) -> str:
-        """Whose word a developer's is: the system's where the chat template leaves it out."""
+    def _prints_developer(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         probe = [{"role": "developer", "content": "probe"}, {"role": "user", "content": "x"}]
         try:
-            return "developer" if "probe" in self.apply_chat_template(probe) else "system"
+            return "probe" in self.apply_chat_template(probe, tools)
         except ChatTemplateError:
-            return "system"
+            return False
 
-    def _prints_call(self, form: CallForm) -> bool:
+    def _prints_call(self, form: CallForm, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Tried with one call. A template that prints an object as Python does wants text."""
         arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}
         function = {"name": "probe_name", "arguments": arguments}
@@ -253,7 +280,7 @@ class Tokenizer:
             {"role": "tool", "content": "probe", "tool_call_id": "probe0123", "name": "probe_name"},
         ]
         try:
-            text = self.apply_chat_template(probe)
+            text = self.apply_chat_template(probe, tools)
         except ChatTemplateError:
             return False
         return "probe_key" in text and "'probe_key'" not in text
@@ -269,43 +296,29 @@ class Tokenizer:
 # --- files ------------------------------------------------------------------------------------
 
 
-def _tokens_of_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that only this model has a name for, such as image_token, which templates print."""
-    extra = config.get("extra_special_tokens")
-    named = dict(config) | (extra if isinstance(extra, dict) else {})
-    return {
-        name: token_text(token)
-        for name, token in named.items()
-        if name.endswith("_token") and name not in NAMED_TOKENS and _is_token(token)
-    }
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value.get("content") if isinstance(value, dict) else value, str)
-
-
 def _read_templates(
     folder: Path, config: Mapping[str, Any], given: Path | None, clock: Clock
 ) -> dict[str, ChatTemplate]:
     """Templates by name, or the given one for all chats.
 
-    Files of their own come before tokenizer_config.json, as newer: chat_template.jinja, and beside
-    it additional_chat_templates, which are called after their names.
+    Files of their own come before tokenizer_config.json, as newer: chat_template.jinja, and of
+    additional_chat_templates the one for chats with tools, if it is not empty. No chat has any
+    other, so they are left unread.
     """
     file = given or folder / "chat_template.jinja"
     sources: dict[str, tuple[Path, Any]] = {}
-    if not given:
-        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        sources = {each.stem: (each, read_text(each)) for each in more}
+    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+    if not given and for_tools.exists() and (text := read_text(for_tools)).strip():
+        sources["tool_use"] = for_tools, text
     if given or file.exists():
         sources["default"] = file, read_text(file)
     else:
         file = folder / "tokenizer_config.json"
         said = config.get("chat_template")
         if isinstance(said, list):  # several, each with a name
-            named = [entry for entry in said if isinstance(entry, dict)]
-            listed = {str(entry.get("name")): (file, entry.get("template")) for entry in named}
-            sources = listed | sources
+            named = {str(e.get("name")): e.get("template") for e in said if isinstance(e, dict)}
+            used = {name: (file, named[name]) for name in ("default", "tool_use") if name in named}
+            sources = used | sources
         elif said is not None:
             sources["default"] = file, said
     return _compiled(sources, clock)

@@ -58,6 +58,8 @@ def test_windows_are_where_each_family_has_them(tmp_path: Path) -> None:
     assert windows(mistral, {"sliding_window": None}) == (0, ())
     assert windows(mistral, {"sliding_window": 256}) == (0, ())  # as long as the context
     assert windows(MIXTRAL, {"sliding_window": 64, "use_sliding_window": False})[0] == 64
+    unread = {"layer_types": ["full_attention"] * MIXTRAL["num_hidden_layers"]}
+    assert windows(MIXTRAL, {"sliding_window": 4096} | unread) == (0, ())
     assert windows(QWEN2, switched) == (0, ())  # from the layer 28 on
     assert windows(QWEN2, switched | {"max_window_layers": 1}) == (128, (False, True))
     listed = ["sliding_attention", "full_attention"]

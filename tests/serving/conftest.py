@@ -1,9 +1,13 @@
-"""A setting for tests of streams over real sockets: each writes for itself, or columns do."""
+"""Settings of tests: streams that write for themselves or by columns, a tokenizer's files."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 
 from serving import plain_streams
 from serving.connection import BodyWriter, Borrower
+from tests.serving.tokenizer_folders import GOLDENS
 
 
 @pytest.fixture(params=[False, True], ids=["own", "lent"])
@@ -19,3 +23,12 @@ def lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(BodyWriter, "lend", noted)
     monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 1 if request.param else 1 << 30)
     return slots
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the tokenizer that a test may break."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDENS / name, tmp_path / name)
+    (tmp_path / "tokenizer_config.json").chmod(0o644)
+    return tmp_path

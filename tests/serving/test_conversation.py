@@ -41,7 +41,7 @@ def _template(asks: str, arguments: str) -> str:
     return f"{{% for m in messages %}}{body}{{% endfor %}}"
 
 
-def served(folder: Path, template: str) -> ServedModel:
+def served(folder: Path, template: Any) -> ServedModel:
     shutil.copy(GOLDENS / "tokenizer.json", folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = ServeConfig(registry_address="127.0.0.1:1", model_path=MODEL_PATH)
@@ -75,7 +75,7 @@ def test_a_call_is_printed_by_every_template_that_prints_calls(
     asks: str, arguments: str, form: CallForm, tmp_path: Path
 ) -> None:
     model = served(tmp_path, _template(asks, arguments))
-    assert model.tokenizer.call_form == form
+    assert [habits.call_form for habits in model.tokenizer.habits] == [form, form]
     for given in ('{"x": "é"}', {"x": "é"}):
         assert _prompt(model, given) == '[user]a[assistant>f{"x": "é"}][tool]b'
     for content in (None, "", [], [{"type": "text", "text": ""}]):
@@ -98,7 +98,7 @@ async def test_an_answer_may_follow_calls_beside_null(option: str, tmp_path: Pat
 
 def test_a_template_without_calls_gets_the_usual_form(tmp_path: Path) -> None:
     model = served(tmp_path, _template("false", JOINS))
-    assert model.tokenizer.call_form == CallForm("", False)
+    assert model.tokenizer.habits[0].call_form == CallForm("", False)
     assert _prompt(model, '{"x": 1}') == "[user]a[assistant][tool]b"
 
 
@@ -167,8 +167,8 @@ def test_text_that_an_answer_had_as_a_part_comes_back_as_one(tmp_path: Path) -> 
     assert rendered(model, {"role": "assistant", "content": parts}) == "[assistant]b"
 
 
-def rendered(model: ServedModel, *messages: dict[str, Any]) -> str:
-    fields = read_chat(json.dumps({"messages": messages}).encode())
+def rendered(model: ServedModel, *messages: dict[str, Any], **asked: Any) -> str:
+    fields = read_chat(json.dumps({"messages": messages, **asked}).encode())
     return render(model, messages_of(fields, model), fields)
 
 
@@ -238,6 +238,24 @@ def test_what_a_developer_says_is_in_the_prompt(test: str, role: str, tmp_path: 
     assert rendered(model, said, {"role": "user", "content": "a"}) == f"[{role}]RULES[user]a"
 
 
+def test_a_chat_with_tools_is_written_for_the_template_that_it_has(tmp_path: Path) -> None:
+    """They may differ in how they print a call, and in whether they know developers."""
+    no_developer = "m.role == 'developer' %}{% elif "
+    templates = {
+        "default": _template(ASKS_FOR_CALLS, PRINTS_JSON),
+        "tool_use": _template(no_developer + ASKS_FOR_CALLS, JOINS),
+    }
+    listed = [{"name": name, "template": text} for name, text in templates.items()]
+    model = served(tmp_path, listed)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    said = {"role": "developer", "content": "RULES"}
+    turns = (said, {"role": "assistant", "content": None, "tool_calls": [call]})
+    without = '[developer]RULES[assistant>f{"x": 1}]'
+    assert rendered(model, *turns) == without
+    assert rendered(model, *turns, tools=[_tool("f")], tool_choice="none") == without
+    assert rendered(model, *turns, tools=[_tool("f")]) == '[system]RULES[assistant>f{"x": 1}]'
+
+
 def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path: Path) -> None:
     shown = "{{ '[' + m.role + ']' + (m.thinking or '') + m.content }}"
     model = served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
@@ -246,6 +264,7 @@ def test_what_was_thought_before_a_call_has_the_name_that_gpt_oss_knows(tmp_path
     assert rendered(model, turn) == "[assistant]"
     model.config = replace(model.config, reasoning_parser="gpt-oss", tool_call_parser="gpt-oss")
     assert rendered(model, turn) == "[assistant]Hm."
+    assert rendered(model, {**turn, "thinking": ""}) == "[assistant]Hm."
     assert rendered(model, {**turn, "content": "b"}) == "[assistant]b"
 
 
@@ -261,6 +280,13 @@ def test_a_thought_comes_back_by_whichever_name_its_client_has_for_it(
     assert rendered(model, {**turn, "reasoning": {"effort": "low"}}) == "[assistant]|b"
     both = {**turn, "reasoning": "older", "reasoning_content": "Hm."}
     assert rendered(model, both) == "[assistant]Hm.|b"
+    for empty in ("reasoning_content", "thinking", "reasoning"):
+        told = {"role": "assistant", "content": "b", empty: ""}
+        assert rendered(model, {**told, name: "Hm."}) == "[assistant]Hm.|b"
+    names = "{{ messages[0].keys() | list }}"
+    plain = served(tmp_path, names)
+    nothing = {"role": "assistant", "content": "b", name: ""}
+    assert rendered(plain, nothing) == str(["role", "content", name])
 
 
 async def test_a_long_conversation_is_rendered_beside_the_event_loop(tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from serving.tokenizer import ChatTemplateError, Tokenizer, TokenizerError
-from transfer.clock import ManualClock
-
-GOLDENS = Path(__file__).parents[1] / "goldens" / "tokenizer"
+from tests.serving.tokenizer_folders import BOS, EOS, GOLDENS, render, set_config
 
 
 def read(name):
@@ -28,21 +24,6 @@ def tokenizer():
     return Tokenizer.from_dir(GOLDENS)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A copy of the tokenizer that a test may break."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(GOLDENS / name, tmp_path / name)
-    (tmp_path / "tokenizer_config.json").chmod(0o644)
-    return tmp_path
-
-
-def set_config(folder, **changes):
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return folder
-
-
 def test_texts_encode_to_the_recorded_ids(tokenizer):
     for case in ENCODINGS:
         assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
@@ -50,7 +31,6 @@ def test_texts_encode_to_the_recorded_ids(tokenizer):
         assert without == case["ids_no_special"], case["text"]
 
 
-BOS, EOS = 1017, 1019
 TEMPLATE = {
     "type": "TemplateProcessing",
     "single": [
@@ -260,7 +240,7 @@ def test_several_templates_are_chosen_by_name(folder):
     assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "tools"
 
 
-def test_templates_in_files_of_their_own_are_called_after_them(folder, tmp_path):
+def test_templates_in_files_of_their_own_come_before_the_configuration(folder, tmp_path):
     more = folder / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").write_text("tools from a file")
@@ -274,21 +254,29 @@ def test_templates_in_files_of_their_own_are_called_after_them(folder, tmp_path)
     given = tmp_path / "given.jinja"
     given.write_text("given")
     assert Tokenizer.from_dir(folder, given).apply_chat_template([], tools=tools) == "given"
-    (more / "rag.jinja").write_text("{{ unclosed")
-    with pytest.raises(TokenizerError, match=r"rag\.jinja: chat template does not parse"):
+    (more / "tool_use.jinja").write_text("{{ unclosed")
+    with pytest.raises(TokenizerError, match=r"tool_use\.jinja: chat template does not parse"):
         Tokenizer.from_dir(folder)
+
+
+def test_of_further_templates_that_of_tools_is_read_unless_its_file_is_empty(folder):
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("{{ unclosed")
+    (more / "default.jinja").write_text("nobody's")
+    (more / "tool_use.jinja").write_text("\n")
+    tools = [{"type": "function"}]
+    unread = {"name": "rag", "template": "{{ unclosed"}
+    for said in ("plain", [{"name": "default", "template": "plain"}, unread]):
+        set_config(folder, chat_template=said)
+        assert Tokenizer.from_dir(folder).apply_chat_template([]) == "plain"
+        assert Tokenizer.from_dir(folder).apply_chat_template([], tools=tools) == "plain"
 
 
 def test_no_template_is_a_chat_error_not_a_refusal_to_load(folder):
     tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=None))
     with pytest.raises(ChatTemplateError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-
-
-def render(folder, template, messages=(), **kwargs):
-    clock = ManualClock(unix_s=1_500_000_000.0)
-    tokenizer = Tokenizer.from_dir(set_config(folder, chat_template=template), clock=clock)
-    return tokenizer.apply_chat_template(list(messages), **kwargs)
 
 
 def test_templates_have_the_surroundings_they_are_written_for(folder):
@@ -303,29 +291,6 @@ def test_templates_have_the_surroundings_they_are_written_for(folder):
     assert render(folder, within) == "21"
     assert render(folder, "{{ {'b': '<é>'} | tojson(indent=1) }}") == '{\n "b": "<é>"\n}'
     assert render(folder, "{{ enable_thinking }}", enable_thinking=False) == "False"
-
-
-def test_templates_know_the_tokens_that_only_this_model_names(folder):
-    image = {"content": "<|im_start|>", "special": True}
-    set_config(folder, image_token=image, add_bos_token=False, cut_token=1, add_eos_token=None)
-    set_config(folder, extra_special_tokens={"audio_token": "<think>", "odd": "x"})
-    template = "{{ image_token }}{{ audio_token }}{{ add_bos_token }}{{ cut_token }}{{ odd }}"
-    assert render(folder, template) == "<|im_start|><think>"
-
-
-def test_an_older_checkpoint_names_its_special_tokens_in_a_file_of_its_own(folder):
-    named = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}}
-    (folder / "special_tokens_map.json").write_text(json.dumps(named | {"pad_token": None}))
-    set_config(folder, eos_token="<|endoftext|>", bos_token=None, pad_token="<think>")
-    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"
-    # Where tokenizer_config.json lists added tokens it has been said there, too.
-    assert render(folder, template) == "|<|endoftext|>|<think>"
-    set_config(folder, added_tokens_decoder=None)
-    assert render(folder, template) == "<|im_start|>|<|im_end|>|<think>"
-    assert Tokenizer.from_dir(folder).eos_id == EOS
-    (folder / "special_tokens_map.json").write_text("[]")
-    with pytest.raises(TokenizerError, match=r"special_tokens_map\.json: expected an object"):
-        Tokenizer.from_dir(folder)
 
 
 @pytest.mark.parametrize(
@@ -347,60 +312,6 @@ def test_whatever_fails_in_a_template_is_a_chat_error(folder, template):
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
 TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
 PARTS = "{% for m in messages %}{{ m.content[-1].text }}[end]{% endfor %}"
-
-
-@pytest.mark.parametrize("field", ["additional_special_tokens", "extra_special_tokens"])
-def test_special_tokens_that_are_but_entries_of_the_vocabulary_are_found_whole(folder, field):
-    file = folder / "tokenizer.json"
-    read = json.loads(file.read_text())
-    first, second, third = (BOS, BOS + 1, BOS + 2)
-    read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] == first]
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    read["model"]["vocab"] |= dict(zip(names, (first, second, third), strict=True))
-    file.write_text(json.dumps(read))
-    unnamed = {field: ["<|im_start|>"]}
-    set_config(
-        folder, **{"added_tokens_decoder": None, "additional_special_tokens": None} | unnamed
-    )
-    tokenizer = Tokenizer.from_dir(set_config(folder, pad_token="<|unknown|>"))
-    ids = tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False)
-    assert (ids[0], ids[-1], len(ids)) == (second, third, 3)
-    assert tokenizer.decode(ids) == "a"
-    assert tokenizer.special_ids == {first, second, third}
-    assert tokenizer.token_id("<|unknown|>") is None
-
-
-def test_added_tokens_are_as_tokenizer_config_has_them(folder):
-    listed = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-    new = {"content": "<new>", "lstrip": True, "normalized": False, "special": True}
-    call = listed["1022"] | {"special": True}
-    end = listed["1019"] | {"special": False}  # stays as tokenizer.json has it
-    set_config(folder, added_tokens_decoder={"1024": new, "1022": call, "1019": end})
-    tokenizer = Tokenizer.from_dir(folder)
-    ids = tokenizer.encode("a  <new><tool_call><think><|im_end|>", add_special_tokens=False)
-    assert ids[1:] == [1024, 1022, 1020, 1019]
-    assert tokenizer.decode(ids) == "a<think>"
-    assert tokenizer.vocab_size == 1025
-    assert tokenizer.special_ids == {1017, 1018, 1019, 1022, 1024}
-
-
-@pytest.mark.parametrize(
-    ("listed", "match"),
-    [
-        ({"1030": {"content": "<new>"}}, "'<new>' as 1030, tokenizer.json as 1024"),
-        ({"1019": {"content": "<think>"}}, "'<think>' as 1019, tokenizer.json as 1020"),
-        ({"x": {"content": "<new>"}}, "expected tokens by their ids"),
-        ({"1024": {"content": 7}}, "expected tokens by their ids"),
-        ({"1024": {"content": "<new>", "special": "yes"}}, "expected tokens by their ids"),
-        ({"1024": {}}, "expected tokens by their ids"),
-        ({"1024": "<new>"}, "expected tokens by their ids"),
-        (["<new>"], "expected tokens by their ids"),
-    ],
-)
-def test_added_tokens_that_cannot_be_taken_are_refused(folder, listed, match):
-    with pytest.raises(TokenizerError, match=match) as refused:
-        Tokenizer.from_dir(set_config(folder, added_tokens_decoder=listed))
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
