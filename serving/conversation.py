@@ -236,7 +236,7 @@ def _message(
     calls = message.pop("tool_calls", None) or []
     if isinstance(content, list):
         parts = [text_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-        content = parts if model.takes_parts and role == "user" else text_of(parts)
+        content = parts if habits.takes_parts and role == "user" else text_of(parts)
     if message.get("function_call") and not calls:
         what = "unsupported; expected tool_calls, and messages of role tool"
         raise bad_field(f"{where}.function_call", what, "unsupported_parameter")

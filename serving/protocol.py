@@ -23,7 +23,7 @@ from serving.json_fields import refuse, refuse_unless
 from serving.prompt import Prompt
 from serving.ranges import in_range, told
 from serving.router import ANY_RANKS, Ranks
-from serving.tokenizer import ChatTemplateError, Tokenizer
+from serving.tokenizer import Tokenizer
 from serving.turns import Turns
 from transfer import wire
 from transfer.errors import ConfigError
@@ -130,7 +130,6 @@ class ServedModel:
             if config.sampling_defaults == "model"
             else SamplingDefaults()
         )
-        self.takes_parts = _takes_parts(tokenizer)
         _check_defaults(self)
         self._own_context_length = model_config.max_position_embeddings
         self._workers_context_length = workers_context_length
@@ -171,16 +170,6 @@ class ServedModel:
         if len(text) <= INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
         return await loop.run_in_executor(threads, self.tokenizer.encode, text, add_special_tokens)
-
-
-def _takes_parts(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template joins the parts of a content itself, tried with one part."""
-    probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
-    try:
-        text = tokenizer.apply_chat_template(probe)
-    except ChatTemplateError:
-        return False
-    return "probe" in text and "'text'" not in text and '"text"' not in text
 
 
 def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> SamplingDefaults:

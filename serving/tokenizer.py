@@ -68,11 +68,13 @@ class TemplateHabits(NamedTuple):
 
     call_form: the first in which it prints a call, the usual one if in none. DeepSeek's join
     arguments as text, and older ones print calls where content is null. developer_role: whose word
-    a developer's is, the system's where the template leaves it out.
+    a developer's is, the system's where the template leaves it out. takes_parts: it joins the parts
+    of a content itself.
     """
 
     call_form: CallForm
     developer_role: str
+    takes_parts: bool
 
 
 class Tokenizer:
@@ -260,7 +262,7 @@ class Tokenizer:
         forms = [CallForm(content, as_text) for as_text in (False, True) for content in ("", None)]
         call_form = next((form for form in forms if self._prints_call(form, tools)), forms[0])
         role = "developer" if self._prints_developer(tools) else "system"
-        return TemplateHabits(call_form, role)
+        return TemplateHabits(call_form, role, self._takes_parts(tools))
 
     def _prints_developer(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         probe = [{"role": "developer", "content": "probe"}, {"role": "user", "content": "x"}]
@@ -268,6 +270,15 @@ class Tokenizer:
             return "probe" in self.apply_chat_template(probe, tools)
         except ChatTemplateError:
             return False
+
+    def _takes_parts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Tried with one part."""
+        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            text = self.apply_chat_template(probe, tools)
+        except ChatTemplateError:
+            return False
+        return "probe" in text and "'text'" not in text and '"text"' not in text
 
     def _prints_call(self, form: CallForm, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Tried with one call. A template that prints an object as Python does wants text."""

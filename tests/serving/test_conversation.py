@@ -216,11 +216,16 @@ def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
 def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path: Path) -> None:
     first = "(m.content if m.content is string else m.content[0].text)"
     shown = f"{{{{ '[' + m.role + ']' + {first} }}}}"
-    model = served(tmp_path, f"{{% for m in messages %}}{shown}{{% endfor %}}")
-    assert model.takes_parts
+    by_parts = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    listed = [{"name": "default", "template": by_parts}]
+    listed += [{"name": "tool_use", "template": by_parts.replace(first, "m.content")}]
+    model = served(tmp_path, listed)
     parts = [{"type": "text", "text": text} for text in ("a", "b")]
     for role in ("system", "assistant", "tool"):
         assert rendered(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
+    asked = {"role": "user", "content": parts}
+    assert rendered(model, asked) == "[user]a"  # it was given parts
+    assert rendered(model, asked, tools=[_tool("f")]) == "[user]a\nb"
 
 
 @pytest.mark.parametrize(
