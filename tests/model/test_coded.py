@@ -41,7 +41,8 @@ DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "int8": partial(int8_pair, golden="qwen3", group=16, packed=False),
 }
 # tp, ep, dp: whole experts, experts that devices share, that ranks share.
-RECORDED_ATOL = 2e-4  # of correct float32 runs: tests/goldens/README.md
+# Of correct float32 runs, whose logits reach so far: tests/goldens/README.md.
+RECORDED_ATOL, RECORDED_REACH = 2e-4, 13
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
 
 
@@ -165,7 +166,11 @@ def test_a_network_of_codes_generates_what_its_weights_do(
         for coded in (True, False)
     )
     interpreted = (platform, dtype) == ("cuda", "float32")
-    atol = 1e-5 if not interpreted or _adds_up_alike() else RECORDED_ATOL
+    if not interpreted or _adds_up_alike():
+        atol = 1e-5
+    else:  # roundings are shares of what is rounded
+        reach = max(np.abs(other.step_logits).max() for other in expanded)
+        atol = RECORDED_ATOL * reach / RECORDED_REACH
     for one, other in zip(kept, expanded, strict=True):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logits, other.logits, rtol=0, atol=atol)
