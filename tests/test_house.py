@@ -86,6 +86,15 @@ def test_every_decision_is_listed_once():
     assert sorted(listed) == sorted(path.name for path in folder.glob("[0-9]*.md"))
 
 
+def test_every_decision_that_is_named_is_there():
+    there = {path.name[:4] for path in (ROOT / "docs" / "adr").glob("[0-9]*.md")}
+    files = [ROOT / path for path in tracked_files() if Path(path).suffix in (".py", ".md")]
+    named = re.compile(r"docs/adr/(\d{4})|\bADR (\d+)")
+    found = [(path, "".join(found)) for path in files for found in named.findall(path.read_text())]
+    assert len(found) > 50
+    assert [(path, number) for path, number in found if number.zfill(4) not in there] == []
+
+
 DOC = '"""A file."""\n'
 BAD = [
     (house.imports_point_one_way, "model/a.py", "from transfer import wire"),
