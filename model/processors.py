@@ -1,8 +1,8 @@
 """With how many threads programs run on a processor.
 
 XLA splits each operation among its threads. Those of a small network take less time than waking
-somebody for a part of them: all threads together are slower than one there, and take the processor
-from whoever shares it (docs/adr/0064).
+somebody for a part of them: all threads together are no faster than one there, and take the
+processor from whoever shares it (docs/adr/0064).
 """
 
 import importlib.metadata
