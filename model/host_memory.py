@@ -1,10 +1,11 @@
 """How much memory this process may still take: of the host, and of the container it is in."""
 
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import psutil
+
+from model.control_groups import groups, number
 
 
 class _Files(NamedTuple):
@@ -28,41 +29,14 @@ def available_bytes(root: Path = Path("/")) -> int:
     Beyond either the kernel kills somebody, and with it goes what was being served. root: where
     /proc and /sys are.
     """
-    lefts = [_left(folder, _FILES[kind]) for kind, folder in _groups(root)]
+    lefts = [_left(folder, _FILES[kind]) for kind, folder in groups("memory", root)]
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
-
-
-def _groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Of each group this process is in: the type of its file system, and its folder."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # no Linux
-        return
-    paths: dict[str, str] = {}
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        if not controllers:
-            paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    for mount in mounts:
-        fields, _, of = mount.partition(" - ")
-        kind, _, options = of.split(" ", 2)
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
-            continue
-        part, at = fields.split(" ")[3:5]
-        # Of a path outside of what is mounted only the mount's own group is to be seen.
-        own, seen = PurePosixPath(paths[kind]), PurePosixPath(part)
-        inside = own.relative_to(seen) if own.is_relative_to(seen) else PurePosixPath()
-        for folder in (inside, *inside.parents):
-            yield kind, root / at.lstrip("/") / folder
 
 
 def _left(folder: Path, files: _Files) -> int | None:
     """None where there is no limit, as in the root of all groups."""
-    limits = [_number(folder / name) for name in files.limits]
-    found, used = [limit for limit in limits if limit is not None], _number(folder / files.used)
+    limits = [number(folder / name) for name in files.limits]
+    found, used = [limit for limit in limits if limit is not None], number(folder / files.used)
     if not found or used is None:
         return None
     try:
@@ -71,10 +45,3 @@ def _left(folder: Path, files: _Files) -> int | None:
     except (OSError, ValueError):
         idle = 0
     return max(min(found) - used + idle, 0)
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # not there; "max"
-        return None

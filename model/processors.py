@@ -1,4 +1,4 @@
-"""With how many threads programs run on a processor.
+"""How many processors this process may use, and how many threads its programs take of them.
 
 XLA splits each operation among its threads. Those of a small network take less time than waking
 somebody for a part of them: all threads together are no faster than one there, and take the
@@ -7,7 +7,10 @@ processor from whoever shares it (docs/adr/0064).
 
 import importlib.metadata
 import os
+from pathlib import Path
 from typing import Final
+
+from model.control_groups import groups, number
 
 # XLA reads them as it makes its client. Source: openxla/xla: xla/pjrt/utils.cc.
 VARIABLES: Final = "PJRT_NPROC", "NPROC"
@@ -17,15 +20,17 @@ _SMALL: Final = 256  # hidden size; from 384 on chunks gain by a second thread
 def take_threads(asked: int, hidden_size: int) -> None:
     """Tell XLA how many threads its client has. Call before it makes one.
 
-    asked: 0 leaves it to whoever set XLA's variables; else one for a small network, and XLA's own
-    choice, all processors, for any other. Where a plugin of JAX may have an accelerator, whose
-    client reads them too, only what is asked is told.
+    asked: 0 leaves it to whoever set XLA's variables; else one for a small network, and all
+    available processors for any other. Where a plugin of JAX may have an accelerator, whose client
+    reads them too, only what is asked is told.
     """
     if not asked:
-        told = any(os.environ.get(name) for name in VARIABLES)
-        if told or hidden_size > _SMALL or _has_plugins():
+        if any(os.environ.get(name) for name in VARIABLES) or _has_plugins():
             return
-    os.environ[VARIABLES[0]] = str(asked or 1)
+        if hidden_size > _SMALL and available() == len(os.sched_getaffinity(0)):
+            return  # XLA takes as many by itself
+        asked = 1 if hidden_size <= _SMALL else available()
+    os.environ[VARIABLES[0]] = str(asked)
 
 
 def threads(num_devices: int) -> int:
@@ -33,6 +38,29 @@ def threads(num_devices: int) -> int:
     told = next(filter(None, map(os.environ.get, VARIABLES)), "")
     own = int(told) if told.isdecimal() else len(os.sched_getaffinity(0))
     return max(own, num_devices)
+
+
+def available(root: Path = Path("/")) -> int:
+    """Processors that this process may keep busy: those it may run on, or its container's quota.
+
+    A quota is rounded up. More threads than that use it up early in each period, and then all of
+    them stand still until the next one begins. root: where /proc and /sys are.
+    """
+    quotas = [_quota(kind, folder) for kind, folder in groups("cpu", root)]
+    return min([len(os.sched_getaffinity(0)), *(quota for quota in quotas if quota is not None)])
+
+
+def _quota(kind: str, folder: Path) -> int | None:
+    """Of a control group, in processors; None where there is none."""
+    if kind == "cgroup":
+        most, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
+    else:
+        try:
+            most, period = map(int, (folder / "cpu.max").read_text().split())
+        except (OSError, ValueError):  # "max 100000": no quota
+            return None
+    # The first version writes -1 for none.
+    return -(-most // period) if most and period and most > 0 else None
 
 
 def _has_plugins() -> bool:

@@ -1,7 +1,6 @@
 """Ahead-of-time compilation: programs with names, their memory, and a count of late compiles."""
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import jax
 import jax.monitoring
 import jax.stages
 
+from model import processors
 from model.errors import ModelError
 from model.executables import ExecutableCache, Recipe
 from model.host_memory import available_bytes
@@ -115,7 +115,7 @@ def compile_all(
     begun are left.
     """
     # Processes that share a mesh may have to talk of a program while they compile it.
-    together = 1 if jax.process_count() > 1 else len(os.sched_getaffinity(0))
+    together = 1 if jax.process_count() > 1 else processors.available()
     left, numbers = deque(programs), count(1)
 
     def work() -> None:

@@ -1,8 +1,8 @@
 """The two ends of the backend that a worker's flags ask for."""
 
-import os
 from typing import Any
 
+from model import processors
 from transfer.backend import OnEvent, PageReceiver, PageSender
 from transfer.buffers import PinMemory
 from transfer.nixl import NixlReceiver, NixlSender
@@ -15,12 +15,12 @@ _MOST_CONNECTIONS = 2  # by default: a third adds no GB/s that stands out
 
 
 def default_connections() -> int:
-    """Data connections of a pair of workers: one for each two processors of this host.
+    """Data connections of a pair of workers: one for each two processors available.
 
     Both ends of one keep two processors busy where a pair is on one host; a second would only
     take its turns with the first, out of cold caches.
     """
-    return max(1, min(_MOST_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
+    return max(1, min(_MOST_CONNECTIONS, processors.available() // 2))
 
 
 def open_sender(

@@ -1,6 +1,5 @@
 """Programs are compiled side by side; the page pool takes what memory they leave, or says why."""
 
-import os
 import re
 import threading
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from model import processors
 from model.errors import ModelError
 from model.programs import MemoryPlan, Program, compile_all, memory_budget_bytes, plan_memory
 
@@ -96,7 +96,7 @@ ROW = jax.device_put(np.arange(4, dtype=np.float32))
 
 
 def test_programs_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(processors, "available", lambda: 3)
     all_traced = threading.Barrier(3)
 
     def program(add: int) -> Program:
@@ -113,7 +113,7 @@ def test_programs_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_processes_that_share_a_mesh_compile_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(processors, "available", lambda: 3)
     traced: list[int] = []
 
     def program(add: int) -> Program:
@@ -132,7 +132,7 @@ def test_processes_that_share_a_mesh_compile_in_one_order(monkeypatch: pytest.Mo
 def test_a_program_that_cannot_be_compiled_ends_it_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(processors, "available", lambda: 1)
 
     def wrong(row: jax.Array) -> jax.Array:
         return row @ row[:2]

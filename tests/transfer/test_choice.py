@@ -1,12 +1,12 @@
 """Flags choose the backend; what cannot work is refused before anything starts."""
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model import processors
 from tests.transfer.samples import KV, NEEDS_NIXL, SECURITY
 from transfer import nixl_agent
 from transfer.choice import default_connections, open_receiver, open_sender
@@ -106,9 +106,9 @@ def test_a_nixl_that_cannot_be_loaded_is_refused_with_the_reason(
         open_sender(config("nixl"), SECURITY, 1, "prefill-0", print)
 
 
-@pytest.mark.parametrize(("processors", "connections"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+@pytest.mark.parametrize(("available", "connections"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
 def test_a_pair_has_a_connection_for_each_two_processors(
-    processors: int, connections: int, monkeypatch: pytest.MonkeyPatch
+    available: int, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(processors, "available", lambda: available)
     assert default_connections() == connections
