@@ -14,6 +14,7 @@ KILL_NOTICED_S = 1.0
 # A stream is silent for 3 s, looked at every 0.5 s, the last word up to 0.5 s before the fault;
 # a data connection is lost within its stall timeout of 3 s, counted from its next sign of life.
 SILENCE_NOTICED_S = 4.5
+_LISTENED_S = 12.0  # for a strike: longer than any lasts, and than it takes to be noticed
 _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 _MOVES = re.compile(r"(\S+) moves: ")
 _PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
@@ -75,7 +76,9 @@ class Notices:
         return strike
 
     def hear(self, line: Line) -> None:
-        for strike in self.strikes[-12:]:
+        for strike in reversed(self.strikes):
+            if line.at_s - strike.at_s > _LISTENED_S:
+                break
             if strike.seen_by.get(line.member) != line.life or line.at_s < strike.at_s:
                 continue
             found = _BROKE.search(line.text)
