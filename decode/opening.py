@@ -7,7 +7,7 @@ from decode.engine import DecodeEngine
 from decode.local import local_buckets
 from decode.rings import ringed_window
 from model.buckets import PrefillBuckets, decode_buckets
-from model.opening import OpenedModel, on_cpu
+from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from transfer.role import PoolFacts, open_configured
 
 
@@ -21,10 +21,10 @@ class Built(NamedTuple):
     ring_pages: int
 
 
-def build_engine(config: DecodeConfig) -> Built:
+def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) -> Built:
     """Load, compile, and take memory. Raises ModelError for what does not fit."""
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
-    opened = open_configured(config, chunk if config.local_prefill_tokens else 0)
+    opened = open_configured(config, chunk if config.local_prefill_tokens else 0, before_weights)
     rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)
     page_size = opened.kv.page_size
     local, local_tokens = None, most_local(config, opened.context_length)

@@ -90,7 +90,9 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         self.meet()
-        engine, opened, rank_slots, local, ring_pages = build_engine(config)
+        engine, opened, rank_slots, local, ring_pages = build_engine(
+            config, lambda opened: self.check_fit(describe(self, config, opened, "", 0))
+        )
         local_tokens = most_local(config, opened.context_length)
         log.info("memory: %s", engine.plan)
         receiver = open_receiver(

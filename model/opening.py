@@ -76,6 +76,13 @@ class OpenedModel:
         return list(self.model.mesh.devices.flat)
 
 
+BeforeWeights = Callable[[OpenedModel], None]
+
+
+def at_once(_: OpenedModel) -> None:
+    """Nothing comes before the weights."""
+
+
 def on_cpu() -> bool:
     """Whether the first device is a CPU. Raises ModelError when JAX finds none at all."""
     try:
@@ -101,6 +108,7 @@ def open_model(
     placing: ExpertPolicy = AS_TRAINED,
     quantization: str = "auto",
     load_format: str = "auto",
+    before_weights: BeforeWeights = at_once,
 ) -> OpenedModel:
     """Read config and weights onto a mesh of dp_size * tp_size devices.
 
@@ -115,6 +123,7 @@ def open_model(
     quantised checkpoint that are quantised there, of another all, rounded; "none" brings all to
     dtype; "auto" keeps those of a quantised checkpoint on CPU.
     load_format: "dummy" reads no weights: parameters are random, the same on every mesh.
+    before_weights: called with all but the parameters, and may raise; loading takes minutes.
     Raises ModelError, one line, for anything that does not fit.
     """
     cfg = ModelConfig.from_dir(path)
@@ -139,16 +148,18 @@ def open_model(
     if (model.dims.coded and codes == "fp8") or sizes.kv_dtype == FP8:
         check_reads_codes(own_devices(mesh))
     _check_memory(model, kv, sizes.context_length, fraction, max_total_tokens)
-    params, digest = (_draw if load_format == "dummy" else _load)(path, model)
-    return OpenedModel(
+    is_dummy = load_format == "dummy"
+    opened = OpenedModel(
         model=model,
-        params=params,
+        params=None,
         kv=kv,
         logical_kv_heads=cfg.num_kv_heads,
         context_length=sizes.context_length,
-        digest=digest,
+        digest=_digest(path, model, is_dummy),
         experts=experts,
     )
+    before_weights(opened)
+    return replace(opened, params=(_draw if is_dummy else _load)(path, model))
 
 
 def _check_devices(tp_size: int, dp_size: int) -> None:
@@ -198,20 +209,26 @@ def _sizes(
     return _Sizes(dtype, kv_dtype, page_size, context_length)
 
 
-def _load(path: Path, model: Model) -> tuple[Params, str]:
-    """The parameters of a checkpoint, and its digest."""
+def _digest(path: Path, model: Model, is_dummy: bool) -> str:
+    """Of the network as it will be loaded."""
+    if is_dummy:
+        return dummy_digest(path, model.dims.coded, model.dims.codes)
     rounded = model.dims.coded and not model.cfg.quantization
-    digest = model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
+    return model_digest(path) + (ROUNDED[model.dims.codes] if rounded else "")
+
+
+def _load(path: Path, model: Model) -> Params:
+    """The parameters of a checkpoint."""
     dtype, num_devices = model.dtype.name, model.mesh.size
     log.info("loading weights from %s as %s on %d device(s)", path, dtype, num_devices)
-    return load_params(path, model, progress=_Progress()), digest
+    return load_params(path, model, progress=_Progress())
 
 
-def _draw(path: Path, model: Model) -> tuple[Params, str]:
-    """Random parameters of the network in the folder, and their digest."""
+def _draw(_: Path, model: Model) -> Params:
+    """Random parameters."""
     log.warning("--load-format dummy: weights are random, and so are answers")
-    params = jax.block_until_ready(random_params(model, DUMMY_SEED))
-    return params, dummy_digest(path, model.dims.coded, model.dims.codes)
+    params: Params = jax.block_until_ready(random_params(model, DUMMY_SEED))
+    return params
 
 
 def make_pool(

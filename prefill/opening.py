@@ -1,16 +1,18 @@
 """From flags to an engine: what every process of a prefill group does at its start."""
 
 from model.buckets import PrefillBuckets, pages_for, prefill_buckets
-from model.opening import OpenedModel, on_cpu
+from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu
 from prefill.config import PrefillConfig
 from prefill.engine import PrefillEngine
 from transfer.role import open_configured
 
 
-def build_engine(config: PrefillConfig) -> tuple[PrefillEngine, OpenedModel, PrefillBuckets]:
+def build_engine(
+    config: PrefillConfig, before_weights: BeforeWeights = at_once
+) -> tuple[PrefillEngine, OpenedModel, PrefillBuckets]:
     """Load, compile, and take memory. Raises ModelError for what does not fit."""
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 8192)
-    opened = open_configured(config, chunk)
+    opened = open_configured(config, chunk, before_weights)
     page_size, context = opened.kv.page_size, opened.context_length
     chunk = min(chunk, pages_for(context, page_size) * page_size)
     buckets = prefill_buckets(

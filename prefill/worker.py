@@ -89,7 +89,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     def build(self) -> wire.WorkerInfo:
         config = self.config
         self.meet()
-        engine, opened, buckets = build_engine(config)
+        engine, opened, buckets = build_engine(
+            config, lambda opened: self.check_fit(describe(self, config, opened, "", 0))
+        )
         log.info("memory: %s", engine.plan)
         connections = config.transfer_connections or default_connections()
         sender = open_sender(

@@ -153,6 +153,17 @@ def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
             )
 
 
+def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
+    """Why a worker would be refused beside the others of a view; None if it would not be."""
+    try:
+        for member in view.members:
+            if member.info.worker_id != info.worker_id:
+                _check_fit(info, member.info)
+    except Incompatible as error:
+        return error
+    return None
+
+
 class RegistryServer:
     """`Leases` and routes behind RPC, with views and news pushed to watchers."""
 
@@ -287,6 +298,23 @@ class RegistryClient:
         self._hurry = asyncio.Event()
         self.registered = asyncio.Event()
         self.on_registered: Callable[[], None] = lambda: None  # each time
+
+    async def check_fit(self, info: wire.WorkerInfo) -> None:
+        """Raise what `run_worker` would for a worker that does not fit those that are registered.
+
+        One that has died may be listed until its lease ends, so a misfit has to stay for a while.
+        Where the registry cannot be asked all is well: `run_worker` waits for it.
+        """
+        misfit: Incompatible | None = None
+        stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
+        with contextlib.suppress(TimeoutError, Unavailable):
+            async with asyncio.timeout(SILENCE_S), contextlib.aclosing(stream):
+                async for view in stream:
+                    misfit = _misfit(info, view)
+                    if misfit is None:
+                        return
+        if misfit is not None:
+            raise misfit
 
     async def run_worker(
         self,

@@ -14,7 +14,7 @@ from model import members, processors
 from model.calls import Calls
 from model.chunks import ChunkInFlight
 from model.executables import ExecutableCache
-from model.opening import OpenedModel, on_cpu, open_model
+from model.opening import BeforeWeights, OpenedModel, at_once, on_cpu, open_model
 from model.programs import CompileCounter
 from model.sampling import NOT_A_TOKEN, SampleOut
 from transfer import flags, wire
@@ -438,7 +438,9 @@ def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
     return wire.FlushReply(flushed=left == 0, message=message)
 
 
-def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
+def open_configured(
+    config: WorkerConfig, chunk_size: int = 0, before_weights: BeforeWeights = at_once
+) -> OpenedModel:
     """Load the model that the flags name. Raises ModelError, the soonest it can."""
     opened = open_model(
         config.model_path,
@@ -455,6 +457,7 @@ def open_configured(config: WorkerConfig, chunk_size: int = 0) -> OpenedModel:
         placing=config.placing,
         quantization=config.quantization,
         load_format=config.load_format,
+        before_weights=before_weights,
     )
     return dataclasses.replace(opened, kept=ExecutableCache.beside_compiled())
 

@@ -1,0 +1,112 @@
+"""A worker that does not fit is told before it reads weights; one that has died is no reason."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from model import opening
+from model.opening import OpenedModel
+from tests.cluster import environment
+from tests.model.harness import GOLDENS, open_plainly
+from tests.transfer.children import ROOT
+from tests.transfer.samples import PATIENCE_S, SECURITY, a_worker
+from transfer import bootstrap, wire
+from transfer.bootstrap import RegistryClient, RegistryServer
+from transfer.clock import SYSTEM_CLOCK
+from transfer.errors import Incompatible, Unauthenticated
+from transfer.flags import TOKEN_ENV
+from transfer.rpc import Security
+
+MODEL = GOLDENS / "llama" / "model"
+
+
+@contextlib.asynccontextmanager
+async def registry_with(*workers: wire.WorkerInfo) -> AsyncIterator[tuple[RegistryServer, str]]:
+    """A registry that has these workers and hears no more of them, and its address."""
+    server = RegistryServer(SECURITY, SYSTEM_CLOCK, ttl_s=600.0)
+    port = await server.start("127.0.0.1", 0)
+    for worker in workers:
+        server.leases.register(worker, 1, SYSTEM_CLOCK.monotonic_s())
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop()
+
+
+async def ask(address: str, worker: wire.WorkerInfo, security: Security = SECURITY) -> None:
+    client = RegistryClient(address, security, SYSTEM_CLOCK)
+    try:
+        await asyncio.wait_for(client.check_fit(worker), PATIENCE_S)
+    finally:
+        await client.close()
+
+
+async def test_who_fits_all_or_replaces_the_only_other_is_told_nothing() -> None:
+    async with registry_with(a_worker("prefill"), a_worker("decode")) as (_, address):
+        await ask(address, a_worker("decode", "decode-1"))
+    async with registry_with(a_worker("decode")) as (server, address):
+        await ask(address, a_worker("decode", model_digest="d2"))
+        assert server.leases.view().members[0].info.model_digest == "d1"
+
+
+async def test_who_does_not_fit_hears_both_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "SILENCE_S", 0.2)
+    async with registry_with(a_worker("prefill")) as (_, address):
+        with pytest.raises(Incompatible, match="prefill-0 has d1, decode-0 has d2"):
+            await ask(address, a_worker("decode", model_digest="d2"))
+
+
+async def test_who_it_does_not_fit_may_be_dead_and_leave_meanwhile() -> None:
+    async with registry_with(a_worker("prefill")) as (server, address):
+        asking = asyncio.create_task(ask(address, a_worker("decode", model_digest="d2")))
+        await asyncio.sleep(0)
+        assert server.leases.deregister("prefill-0", 1)
+        await asking
+
+
+async def test_a_registry_that_is_not_there_yet_is_no_obstacle_and_a_wrong_token_is() -> None:
+    await ask("127.0.0.1:1", a_worker())
+    async with registry_with() as (_, address):
+        with pytest.raises(Unauthenticated):
+            await ask(address, a_worker(), Security("another-token-of-the-tests"))
+
+
+def test_what_comes_before_the_weights_knows_all_but_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    known: list[OpenedModel] = []
+
+    def refuse(opened: OpenedModel) -> None:
+        known.append(opened)
+        raise Incompatible("as the registry says")
+
+    whole = open_plainly(MODEL, 16, 128)
+    monkeypatch.setattr(opening, "load_params", never)
+    with pytest.raises(Incompatible, match="as the registry says"):
+        open_plainly(MODEL, 16, 128, before_weights=refuse)
+    (before,) = known
+    assert before.params is None
+    assert (before.digest, before.kv) == (whole.digest, whole.kv)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_real_worker_that_does_not_fit_ends_before_it_loads(role: str) -> None:
+    async with registry_with(a_worker("decode", "decode-9")) as (_, address):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", role, f"--model-path={MODEL}", f"--registry-address={address}"),
+            *("--port=0", "--worker-id=newcomer", "--context-length=64", "--page-size=16"),
+            env={**environment(), TOKEN_ENV: SECURITY.token},
+            cwd=ROOT,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 60.0)
+    lines = said.decode().splitlines()
+    assert process.returncode == 2, lines
+    assert lines[-1].startswith(f"kvferry {role}: model")
+    assert "decode-9 has d1" in lines[-1]
+    assert not any("loading weights" in line for line in lines)
