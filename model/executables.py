@@ -314,7 +314,9 @@ def _machine() -> str:
         installed = importlib.metadata.distributions()
         names = sorted((of.name, of.version) for of in installed)
         versions += ["==".join(pair) for pair in names if pair[0].startswith(("jax", "nvidia"))]
-    machine = client.platform_version, jax.device_count(), _processor()
+    machine: list[Any] = [client.platform_version, jax.device_count(), _processor()]
+    if client.platform == "cpu":  # programs are cut for so many threads
+        machine.append(processors.threads(jax.local_device_count()))
     return fingerprint((platform.python_version(), versions, machine, settings, flags))
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model import executables, fingerprint
+from model import executables, fingerprint, processors
 from model.executables import ExecutableCache, Recipe
 from model.programs import Program, compile_all
 from model.sampling import Asks, empty_rows
@@ -130,6 +130,9 @@ def test_a_setting_of_xla_or_jax_makes_other_executables(
         assert not made(tmp_path, held).was_kept
     with monkeypatch.context() as patch:
         patch.setattr(executables, "_processor", lambda: "another")
+        assert not made(tmp_path, held).was_kept
+    with monkeypatch.context() as patch:  # as where fewer processors may be used
+        patch.setattr(processors, "threads", lambda _: 77)
         assert not made(tmp_path, held).was_kept
     assert made(tmp_path, held).was_kept
 
