@@ -1,1 +1,1 @@
-"""HTTP in, requests through, bytes out."""
+"""The API side: takes HTTP requests, drives them through the workers, and streams the answers."""

@@ -10,6 +10,6 @@ from transfer import flags
 
 if __name__ == "__main__":
     if (seat := Seat.from_environment()) is not None:
-        # The parent removes it; killed, it cannot, and whoever notices first does.
+        # The parent removes the folder. If it was killed, the first child to notice removes it.
         flags.when_orphaned(partial(shutil.rmtree, seat.folder, ignore_errors=True))
     flags.run_main("serve", lambda: api.main(sys.argv[1:], "python -m serving"))

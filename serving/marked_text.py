@@ -1,7 +1,7 @@
-"""Text with a model's own markers in it, read from marker to marker, in pieces as it comes.
+"""Base of the incremental parsers that split a model's text at its own markers.
 
-What may be the beginning of a marker waits for more, so what is told does not depend on how the
-text was cut.
+Text that may be the beginning of a marker is held back until more arrives, so the result does not
+depend on how the text was cut into pieces.
 """
 
 import re
@@ -15,7 +15,7 @@ from serving.tool_calls import ToolCall, Tools
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text of a thought."""
+    """Text of the model's reasoning."""
 
     text: str
 
@@ -29,18 +29,18 @@ class Said:
 
 @dataclass(slots=True)
 class Told:
-    """What a piece of text came to, in its order."""
+    """What parsing a piece of text yielded, in the order of the text."""
 
     parts: list[Thought | Said | ToolCall] = field(default_factory=list)
 
     @property
     def reasoning(self) -> str:
-        """All that was thought."""
+        """The text of all thoughts."""
         return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     @property
     def content(self) -> str:
-        """All that was said."""
+        """The text of the answer itself."""
         return "".join(part.text for part in self.parts if isinstance(part, Said))
 
     @property
@@ -52,35 +52,35 @@ class Told:
 
 
 class MarkedText(ABC):
-    """The text of one choice. What is looked for depends on where it is.
+    """Parses the text of one choice. Which markers it looks for depends on where it is.
 
-    Any text takes time that grows as its length does: all streams wait for it. So what grows is
-    a list until it is told, and nothing is looked at twice.
+    All streams wait while it parses, so parsing is linear in the length of any text: whatever
+    grows is a list until it is returned, and no text is scanned twice.
 
-    A call is told when all of it is there. One that cannot be read, or is of no tool that the
-    request names, stays text.
+    A call is returned once it is complete. A call that cannot be parsed, or that names a tool
+    which the request does not offer, stays text.
     """
 
     def __init__(self, tools: Tools) -> None:
-        """tools: those that may be called."""
+        """tools: the tools that the model may call."""
         self._tools = tools
-        self._parts: list[Thought | Said | ToolCall] = []  # not told yet
-        self._text = ""  # fed, and not passed yet
+        self._parts: list[Thought | Said | ToolCall] = []  # not returned yet
+        self._text = ""  # fed, but held back
 
     def feed(self, text: str) -> Told:
-        """The next text."""
+        """Parse the next piece of text."""
         self._text += text
         self._walk(is_last=False)
         return self._tell()
 
     def finish(self) -> Told:
-        """What waited, as no more comes."""
+        """Parse what was held back, as the text has ended."""
         self._walk(is_last=True)
         self._over()
         return self._tell()
 
     def _walk(self, is_last: bool) -> None:
-        text, at = self._text, 0  # what is before `at` is passed
+        text, at = self._text, 0  # text before `at` is done
         while at < len(text):
             markers = self._markers()
             first = _any_of(markers).search(text, at)
@@ -92,7 +92,7 @@ class MarkedText(ABC):
                 self._passed(text[at:end])
                 at = end
                 if self._markers() != markers:
-                    continue  # what comes next may mean something else now
+                    continue  # the markers changed: search again
             if not first:
                 break
             at = first.end()
@@ -104,7 +104,10 @@ class MarkedText(ABC):
         return told
 
     def _called(self, written: str, read: Callable[[], list[ToolCall]]) -> bool:
-        """A call ended; whether it is one. written: by the model, markers included."""
+        """Add the calls that `read` finds, or `written` as text; whether there were calls.
+
+        written: the whole call as the model wrote it, markers included.
+        """
         try:
             calls = read()
         except (ValueError, RecursionError):
@@ -117,28 +120,31 @@ class MarkedText(ABC):
 
     @abstractmethod
     def _markers(self) -> tuple[str, ...]:
-        """What to look for from here on."""
+        """The markers to look for from here on."""
 
     @abstractmethod
     def _passed(self, text: str) -> None:
-        """Text up to the next marker, or a part of it."""
+        """Handle text before the next marker, which may come in several parts."""
 
     @abstractmethod
     def _found(self, marker: str) -> None: ...
 
     @abstractmethod
     def _over(self) -> None:
-        """The text ends here."""
+        """Handle the end of the text."""
 
 
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first of them, of which none begins another. None are found nowhere."""
+    """A pattern that finds the first of these markers; without markers it matches nowhere.
+
+    No marker may be a prefix of another.
+    """
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")
 
 
 def _begun(text: str, at: int, markers: tuple[str, ...]) -> int:
-    """How many characters at its end, from `at` on, may be the beginning of a marker."""
+    """How many characters at the end of `text`, from `at` on, may be the beginning of a marker."""
     lengths = (
         count
         for marker in markers

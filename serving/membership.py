@@ -1,4 +1,4 @@
-"""Which workers there are: the registry's view, and one link to each incarnation in it."""
+"""Tracks the workers: follows the registry's view and keeps one link to each incarnation in it."""
 
 import asyncio
 import logging
@@ -13,22 +13,23 @@ from transfer.bootstrap import RegistryClient
 
 logger = logging.getLogger(__name__)
 
-# Of on_view, and of what to do before each stream of views.
+# Takes on_view, and a callback that is called before each stream of views.
 WatchViews = Callable[[Callable[[wire.ClusterView], None], Callable[[], None]], Awaitable[None]]
 
 _TICK_S = 0.5
-# A registry that restarted knows nobody until the workers' next heartbeats, so those whose streams
-# are alive keep their place for as long as a lease would have lasted. Any stream of views after the
-# first may be such a registry's: revisions do not tell, which may be 0 again.
+# A restarted registry knows no workers until their next heartbeats, so workers whose streams are
+# alive keep their place for as long as a lease would have lasted. Any stream of views after the
+# first may come from a restarted registry: revisions cannot tell, as they may start at 0 again.
 _RESTART_GRACE_S = 3.0
 
 
 class Membership:
     """Follows the registry; owns the links.
 
-    A worker takes new work while it is in the view (or in a restarted registry's grace) and its
-    stream is open. Leaving the view does not end what runs: only a broken stream does, or another
-    incarnation under the same id. So a registry that dies takes nothing with it.
+    A worker takes new work while its stream is open and it is in the view (or in the grace period
+    after a registry's restart). Leaving the view does not end what runs there: only a broken
+    stream does, or a newer incarnation under the same id. So the death of a registry ends no
+    request.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Membership:
         self._links.clear()
         await asyncio.gather(*(link.close() for link in links), *self._closing)
 
-    # --- who takes work ---
+    # --- which workers take work ---
 
     def takers(self, role: wire.Role) -> list[wire.Member]:
-        """Workers of that role that take new work, or would if they were not draining."""
+        """Workers of the role that take new work, or would if they were not draining."""
         in_grace = self._context.clock.monotonic_s() < self._grace_until_s
         return [
             link.member
@@ -86,25 +87,25 @@ class Membership:
         return [member for member in self.takers(role) if not member.draining]
 
     def ready(self) -> bool:
-        """Whether a decode worker takes work, and somebody who computes prompts."""
+        """Whether a decode worker takes work, and a worker that computes prompts does too."""
         decodes = self._able("decode")
         is_alone = any(computes_all(member.info) for member in decodes)
         return is_alone or bool(decodes and self._able("prefill"))
 
     def met_all(self) -> bool:
-        """Whether the registry has answered, and every worker that it lists is open."""
+        """Whether the registry has answered and the link to every worker it lists is open."""
         open_keys = {key for key, link in self._links.items() if link.open}
         return self._has_view and self._listed <= open_keys
 
     def stalled(self) -> list[Key]:
-        """Workers that say they live, while their loops stand still."""
+        """Workers that still report to be alive while their loops make no progress."""
         timeout_s = self._config.progress_timeout_s
         return [link.key for link in self._links.values() if link.stalled_s > timeout_s]
 
     def roles_without_progress(self) -> list[wire.Role]:
-        """Roles whose workers that take work are all stalled.
+        """Roles with workers that take work, all of which are stalled.
 
-        Not those that have none; nor prefill while every decode worker computes all prompts.
+        Prefill does not count while every decode worker computes all prompts.
         """
         stalled = self.stalled()
         prefills, decodes = self._able("prefill"), self._able("decode")
@@ -118,28 +119,28 @@ class Membership:
         ]
 
     def keys(self) -> frozenset[Key]:
-        """Of every incarnation that there still is."""
+        """The keys of all incarnations that have a link."""
         return frozenset(self._links)
 
     def link(self, key: Key) -> WorkerLink | None:
         return self._links.get(key)
 
     def open_links(self) -> list[WorkerLink]:
-        """In order of role and id."""
+        """The links with an open stream, in order of role and id."""
         links = [link for link in self._links.values() if link.open]
         return sorted(links, key=lambda link: (link.member.info.role, link.worker_id))
 
     def context_length(self) -> int:
-        """The least of what the workers and the config allow; the last known when none is there."""
+        """The least that the workers and the config allow; the last known if there is no worker."""
         asked = self._config.context_length
         if self._context_length and asked:
             return min(asked, self._context_length)
         return self._context_length or asked
 
     def dp_size(self, role: wire.Role) -> int | None:
-        """The most data-parallel ranks of a worker of that role; None while none is there.
+        """The most data-parallel ranks of any worker of the role; None if there is no worker.
 
-        0 of prefill where it is not waited for: every decode worker computes all prompts.
+        0 if none of that role is needed: every worker is a decode worker that computes all prompts.
         """
         sizes = [member.info.dp_size for member in self.members if member.info.role == role]
         if sizes:
@@ -150,7 +151,7 @@ class Membership:
     # --- changes ---
 
     def on_view(self, view: wire.ClusterView) -> None:
-        """The registry's word: every live worker."""
+        """Take the registry's list of all live workers."""
         if self._is_anew and self._has_view:
             self._grace_until_s = self._context.clock.monotonic_s() + _RESTART_GRACE_S
         self._has_view, self._is_anew = True, False
@@ -178,7 +179,7 @@ class Membership:
         self._on_change()
 
     def broken(self, link: WorkerLink) -> None:
-        """Its stream ended; it is opened again while the registry lists the worker."""
+        """The link's stream ended; it is reopened for as long as the registry lists the worker."""
         if link.key not in self._listed:
             self._close(link)
 
@@ -191,7 +192,7 @@ class Membership:
         link.start()
 
     def _supersede(self, link: WorkerLink) -> None:
-        """Another incarnation lives: whatever this one still says is stale."""
+        """Close the link of an older incarnation: whatever it still says is stale."""
         was_open = link.open
         self._close(link)
         if was_open:
@@ -206,7 +207,7 @@ class Membership:
         task.add_done_callback(self._closing.discard)
 
     def _tick(self) -> None:
-        """Look for silent workers, unless it was this process that slept."""
+        """Check for silent workers, unless it was this process that slept."""
         now_s = self._context.clock.monotonic_s()
         if now_s - self._ticked_s < 2 * _TICK_S:
             for link in self._links.values():

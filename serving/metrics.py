@@ -1,4 +1,4 @@
-"""What the API process counts and how Prometheus reads it: the only user of prometheus_client."""
+"""The API process's metrics and their Prometheus text: the only user of prometheus_client."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ _ITL_BOUNDS_S = (
 _E2E_BOUNDS_S = (
     0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960
 )  # fmt: skip
-_MOST_SINGLE = 4096  # values that wait to be counted
+_MOST_SINGLE = 4096  # values from observe_one that may wait to be counted
 
 
 class BulkHistogram(Collector):
@@ -42,7 +42,7 @@ class BulkHistogram(Collector):
         self._single_s: list[float] = []  # not counted yet
 
     def observe_one(self, value_s: float) -> None:
-        """As `observe`, later: where values come one by one."""
+        """Count one value later, with others: for values that come one by one."""
         self._single_s.append(value_s)
         if len(self._single_s) == _MOST_SINGLE:
             self._count_single()
@@ -52,7 +52,7 @@ class BulkHistogram(Collector):
         self.observe(values_s)
 
     def observe(self, values_s: Sequence[float] | np.ndarray, num_zeros: int = 0) -> None:
-        """Count each value in the first bucket whose bound is >= the value; and so many zeros."""
+        """Count each value in the first bucket whose bound is >= the value; add num_zeros zeros."""
         self._counts[0] += num_zeros
         if not len(values_s):
             return
@@ -71,7 +71,7 @@ class BulkHistogram(Collector):
 
 
 class _ClusterCollector(Collector):
-    """What the workers report: absolute values, so they are shown as they came."""
+    """What the workers report. The values are absolute, so they are shown as they came."""
 
     def __init__(self) -> None:
         self.members: tuple[wire.Member, ...] = ()
@@ -119,7 +119,11 @@ class _ClusterCollector(Collector):
 
 
 def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metric]:
-    """How pages travel. A worker tells of a bounded number of peers, and reasons are the code's."""
+    """Metrics of page transfers.
+
+    Their labels are bounded: a worker reports a bounded number of peers, and our code alone names
+    the reasons.
+    """
     pair = ["worker", "backend", "peer"]
     moved = CounterMetricFamily(
         "kvferry_transfer_bytes", "Bytes of pages that prefill wrote to decode", labels=pair
@@ -162,10 +166,10 @@ def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metri
 
 
 def _failures(state: wire.WorkerState) -> Iterable[tuple[str, float]]:
-    """(reason, count): decode's by what was wrong with a frame, prefill's by how the room ended."""
+    """(reason, count): decode's by what was wrong with a frame, prefill's by how a room ended."""
     counted = dict(state.counters)
     if state.role == "decode":
-        counted.setdefault("refused_digest", 0.0)  # there before it happens, for alerts on it
+        counted.setdefault("refused_digest", 0.0)  # shown before it first happens, for alerts
     for name, count in sorted(counted.items()):
         kind, _, reason = name.partition("_")
         if (state.role, kind) in (("decode", "refused"), ("prefill", "transfers")):
@@ -173,7 +177,7 @@ def _failures(state: wire.WorkerState) -> Iterable[tuple[str, float]]:
 
 
 class _Gauges(Collector):
-    """This process's own gauges, read when somebody looks."""
+    """This process's own gauges, read at each scrape."""
 
     def __init__(self) -> None:
         self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
@@ -184,7 +188,7 @@ class _Gauges(Collector):
 
 
 class _Health(Collector):
-    """Why this process passes workers over, read when somebody looks."""
+    """Why this process passes workers over, read at each scrape."""
 
     def __init__(self) -> None:
         self.read: Callable[[], Mapping[str, WorkerHealth]] = dict
@@ -206,8 +210,8 @@ class _Health(Collector):
 class _Processes(Collector):
     """The own metrics of several API processes, told apart by a label.
 
-    Not added up: a process that starts again, or is silent for one scrape, would make the sum go
-    down, and whoever computes a rate of it take all the others counted for new.
+    They are not added up: a process that restarts, or misses one scrape, would make the sum drop,
+    and a rate computed from it would then count everything in the other processes as new.
     """
 
     def __init__(self, texts: Mapping[int, bytes]) -> None:
@@ -274,11 +278,11 @@ class Metrics:
         self._cluster = _ClusterCollector()
 
     def gauge(self, name: str, documentation: str, read: Callable[[], float]) -> None:
-        """Show kvferry_<name> as what `read` returns when somebody looks."""
+        """Export what `read` returns at each scrape as kvferry_<name>."""
         self._gauges.gauges[f"kvferry_{name}"] = (documentation, read)
 
     def watch_health(self, read: Callable[[], Mapping[str, WorkerHealth]]) -> None:
-        """Show what `read` returns, by worker, when somebody looks."""
+        """Export what `read` returns, by worker, at each scrape."""
         self._health.read = read
 
     def prefilled(self, prompt_tokens: int, cached_tokens: int) -> None:
@@ -291,23 +295,23 @@ class Metrics:
     def step(
         self, num_tokens: int, gaps_s: Sequence[float] | np.ndarray, num_together: int
     ) -> None:
-        """Tokens told to streams in one step, and the gaps since each stream's last.
+        """Count the tokens of one step, and each stream's gap since its previous token.
 
-        num_together: of the tokens, those that came with one before them, so that the gap is none.
+        num_together: how many of the tokens came together with the one before them, without a gap.
         """
         self._generation_tokens.inc(num_tokens)
         self._itl.observe(gaps_s, num_together)
 
     def ended(self, finish_reason: str, e2e_s: float) -> None:
-        """finish_reason: stop, length, abort, or error."""
+        """A generation ended. finish_reason: stop, length, abort, or error."""
         counter = self._ended.get(finish_reason)
-        if counter is None:  # looking one up takes longer than all else here
+        if counter is None:  # the look-up by label takes longer than everything else here
             counter = self._ended[finish_reason] = self._requests.labels(finish_reason)
         counter.inc()
         self._e2e.observe_one(e2e_s)
 
     def traces_dropped(self, num_requests: int) -> None:
-        """From any thread."""
+        """Count requests whose spans were lost. Called from any thread."""
         self._untraced.inc(num_requests)
 
     def rejected(self) -> None:
@@ -323,7 +327,7 @@ class Metrics:
         self._preemptions.inc()
 
     def dropped(self, count: int) -> None:
-        """Rows or batches of an incarnation or a room that nobody expects any more."""
+        """Count rows or batches of an incarnation or a room that is no longer expected."""
         self._stale.inc(count)
 
     def sibling_silent(self) -> None:
@@ -337,14 +341,14 @@ class Metrics:
         self._cluster.states = {state.worker_id: state for state in states}
 
     def own_text(self) -> bytes:
-        """What this process counts, without what the workers report (CONTENT_TYPE)."""
+        """This process's own metrics, without what the workers report (CONTENT_TYPE)."""
         return generate_latest(self._registry)
 
     def render(self, processes: Mapping[int, bytes] | None = None) -> bytes:
         """Everything in Prometheus' text format (CONTENT_TYPE).
 
-        processes: own texts of all API processes of this server, this one's too, by number; each
-        sample gets its process as a label. None: there is this one alone, and no label.
+        processes: the own_text of every API process of this server, this one included, by number;
+        each sample gets its process as a label. None: there is only this process, and no label.
         """
         own = self.own_text() if processes is None else generate_latest(_Processes(processes))
         return own + generate_latest(self._cluster)

@@ -1,7 +1,7 @@
 """Spells answers as OpenAI does: whole, or as the events of a stream.
 
-Shapes: OpenAI's API reference (chat.completion, chat.completion.chunk, text_completion). Beyond
-them, as vLLM has it: stop_reason, prompt_logprobs, and token ids where asked.
+Shapes: OpenAI's API reference (chat.completion, chat.completion.chunk, text_completion). Added to
+them, as in vLLM: stop_reason, prompt_logprobs, and token ids where asked.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from serving.tokenizer import Tokenizer
 from serving.usage import Thoughts, usage_of
 
 DONE = b"data: [DONE]\n\n"
-# Stands for the text while a frame is made; nobody can send it, so it cannot be found twice.
+# Stands for the text while a frame is made. It is random, so it occurs nowhere else in the event.
 _MARK = secrets.token_hex(16)
 
 
@@ -31,7 +31,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class LogprobShapes:
-    """Logprobs in the two shapes of OpenAI, and vLLM's for prompts."""
+    """Logprobs in OpenAI's two shapes, and in vLLM's shape for prompts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +73,7 @@ class LogprobShapes:
                 *entry.top[: shown.num_logprobs],
                 (entry.token_id, entry.logprob),
             ]:
-                # Two tokens may have one text, such as halves of characters: the better one shows.
+                # Tokens may share a text, as halves of characters do: the more probable one shows.
                 top.setdefault(self.text(token_id, shown.tokens_as_ids), value)
             tops.append(top)
         shape = {
@@ -85,7 +85,7 @@ class LogprobShapes:
         return shape, offset
 
     def prompt(self, choice: Choice) -> list[dict[str, Any] | None] | None:
-        """A map a position, from token id to its logprob and text; None when not asked."""
+        """For each position a map from token id to logprob, rank and text; None when not asked."""
         if not choice.ask.shown.prompt_logprobs:
             return None
         return [self._position(entry) for entry in choice.prompt_entries]
@@ -113,7 +113,7 @@ class LogprobShapes:
 
 
 class _Answer:
-    """What answers of chats and completions share. `Shape` is what differs between them."""
+    """What answers to chats and to completions share; their differences are in a `Shape`."""
 
     is_cumulative = False
 
@@ -127,7 +127,7 @@ class _Answer:
             "created": created,
             "model": model_name,
         }
-        # What all chunks of one choice each have around it.
+        # What stands before and after the choice in every chunk.
         head = self._head | {"object": shape.chunk_object}
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
@@ -190,14 +190,14 @@ class Shape(Protocol):
 
     whole_object: str
     chunk_object: str
-    splices: bool  # pieces of text differ in nothing but the text
+    splices: bool  # events of pieces differ in nothing but the text
 
     def whole(self, choice: Choice, piece: Piece) -> dict[str, Any]: ...
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]: ...
 
     def piece(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
-        """None: there is nothing to tell yet."""
+        """None: there is nothing to send yet."""
         ...
 
     def rest(self, choice: Choice, piece: Piece) -> dict[str, Any] | None:
@@ -205,15 +205,15 @@ class Shape(Protocol):
         ...
 
     def end(self, choice: Choice) -> dict[str, Any]:
-        """That it ended, and why."""
+        """The finish reason, without text."""
         ...
 
     def extras(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Fields beside `choices`."""
+        """Further fields, beside `choices`."""
         ...
 
     def num_thought(self, choices: Sequence[Choice]) -> int | None:
-        """Tokens of thoughts; None where these are not told apart."""
+        """Tokens of reasoning; None where reasoning is not told apart from the answer."""
         ...
 
 
@@ -298,7 +298,7 @@ class ChatShape:
 class ParsedChatShape(ChatShape):
     """A chat whose reasoning and tool calls have fields of their own, as SGLang names them.
 
-    A call comes in one delta, once all of it is there.
+    A call comes in one delta, once it is complete.
     """
 
     splices = False

@@ -1,4 +1,4 @@
-"""Turns the fields of OpenAI's requests, chat and completions, into what is to be generated."""
+"""Turns the fields of OpenAI's requests, chat and completions, into a `Request`."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class CompletionReader:
     """One completions request on its way to a `Request`: `check`, then `finish`."""
 
     def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
-        """Raises ApiError for what is wrong in any field."""
+        """Raises ApiError if any field is wrong."""
         check_model(fields.model, model)
         self._fields = fields
         self._model = model
@@ -78,12 +78,12 @@ class CompletionReader:
         self._ranks = ranks_of(fields, model)
 
     async def finish(self, request_id: str | None) -> Request:
-        """Tokenizes. request_id: of a header. Raises ApiError when a prompt does not fit."""
+        """Tokenize. request_id: from a header. Raises ApiError when a prompt does not fit."""
         fields, model = self._fields, self._model
         prompts: list[Prompt] = []
         for given in self._prompts:
             if prompts:
-                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
+                await asyncio.sleep(0)  # short texts are tokenized here, and there may be many
             if isinstance(given, str):
                 add_special = fields.add_special_tokens is not False
                 ids = await model.encode_prompt("prompt", given, add_special)
@@ -108,7 +108,7 @@ class CompletionReader:
 
     def _fit(self, num_prompt: int) -> int:
         length = self._model.context_length()
-        # A prompt that is only scored makes a token as well, which nobody sees.
+        # A prompt that is only scored generates a token as well, which is not shown.
         asked = 1 if self._drop_output else self._fields.max_tokens
         return fit_tokens(
             num_prompt,
@@ -124,7 +124,7 @@ class CompletionReader:
 def _prompts_of(
     prompt: str | list[str | int | list[int]], vocab_size: int
 ) -> Sequence[str | list[int]]:
-    """A text, texts, ids or lists of ids, as a list of prompts."""
+    """The prompts, given as a text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         texts: list[str] = [prompt]
     else:
@@ -159,7 +159,7 @@ class ChatReader:
     id_prefix = "chatcmpl-"
 
     def __init__(self, fields: ChatFields, model: ServedModel) -> None:
-        """Raises ApiError for what is wrong in any field."""
+        """Raises ApiError if any field is wrong."""
         check_model(fields.model, model)
         self._given_tools = fields.tools or ()
         tools, choice = allowed_tools(fields)
@@ -192,7 +192,8 @@ class ChatReader:
         form = form_of(fields, fields.min_tokens, model.eos_ids)
         if not self.parsing.must_call:
             return form
-        # A response format is of the text, of which such an answer has none; agents send it always.
+        # A response format is about the text, and an answer that must be calls has none. It is not
+        # refused, because agents always send one.
         if form is not None and form.field != "response_format":
             raise bad_field("tool_choice", f"that asks for calls cannot go with {form.name}")
         only = named_tool(fields.tool_choice)
@@ -202,12 +203,15 @@ class ChatReader:
         return form
 
     def _places_of_parameters(self) -> Mapping[str, str]:
-        """By name of a function: their path in the request."""
+        """For each function, by name: the path of its parameters in the request."""
         named = enumerate(map(function_name, self._given_tools))
         return {name: f"tools[{i}].function.parameters" for i, name in named if name is not None}
 
     async def finish(self, request_id: str | None) -> Request:
-        """Renders and tokenizes. Raises ApiError when the template refuses or it does not fit."""
+        """Render and tokenize. Raises ApiError if the template refuses, or the prompt is too long.
+
+        request_id: from a header.
+        """
         fields, model = self._fields, self._model
         text = await render_prompt(model, self._messages, fields)
         ids = await model.encode_prompt("messages", text, fields.add_special_tokens is True)
@@ -245,7 +249,11 @@ class ChatReader:
 
 
 def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
-    """What is taken out of the answer. Raises ApiError for what cannot be left in it."""
+    """What is parsed out of the answer.
+
+    Raises ApiError for a request to leave reasoning in the answer where a parser takes it out, and
+    for one that asks for calls where no parser reads them.
+    """
     config = model.config
     if config.reasoning_parser != "none":
         for name in ("separate_reasoning", "stream_reasoning"):
@@ -265,7 +273,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
 
 
 def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
-    """The same, and of special tokens those that are parsed."""
+    """`shown`, with the text of those special tokens that the parser looks for."""
     special = model.tokenizer.special_ids
     markers = special & {model.tokenizer.token_id(marker) for marker in parsing.markers}
     if not (markers and shown.skip_special_tokens):
@@ -279,7 +287,7 @@ def _with_markers(shown: Shown, parsing: Parsing, model: ServedModel) -> Shown:
 def _shown(fields: OpenAIFields, num_logprobs: int, drop_output: bool) -> Shown:
     num_prompt_logprobs = check_logprobs("prompt_logprobs", fields.prompt_logprobs)
     if fields.echo and isinstance(fields, CompletionFields):
-        # What is echoed has logprobs like the rest.
+        # An echoed prompt has logprobs like the rest.
         num_prompt_logprobs = max(num_prompt_logprobs, num_logprobs)
     return Shown(
         stops=stops_of(fields.stop),
@@ -305,7 +313,7 @@ def _sampling(
         model.defaults,
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens,
-        # The workers make one table for prompt and output.
+        # The workers make one table of top logprobs for prompt and output.
         num_top_logprobs=max(shown.num_logprobs, shown.num_prompt_logprobs),
         prompt_logprobs_start=0 if shown.num_prompt_logprobs >= 0 else -1,
     )

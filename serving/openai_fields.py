@@ -21,7 +21,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class OpenAIFields(SamplingFields, kw_only=True):
-    """What chat and completions share."""
+    """The fields that chats and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -96,7 +96,7 @@ REFUSED = (
     "ec_transfer_params",
     "vllm_xargs",
 )
-# By the value that changes nothing. -1 is no bound, where 0 would be no thought.
+# Refused unless they have this value, which changes nothing. -1 is no bound; 0 would be no thought.
 REFUSED_UNLESS = {"thinking_token_budget": -1}
 
 
@@ -109,7 +109,7 @@ class CompletionFields(OpenAIFields, kw_only=True):
 
 
 class ConversationFields(OpenAIFields, kw_only=True):
-    """Of chats and of responses."""
+    """The fields that chats and responses share."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -165,7 +165,7 @@ _chats = msgspec.json.Decoder(ChatFields)
 
 
 def check_conversation(fields: ConversationFields) -> None:
-    """Raises ApiError for what is wrong in any conversation, or is not served."""
+    """Raises ApiError for a value that no conversation may have, or that is not served."""
     check_shared(fields)
     refuse(fields, _CONVERSATION_REFUSED)
     if fields.web_search_options is not None:  # {} asks for a search as well
@@ -178,17 +178,17 @@ def check_conversation(fields: ConversationFields) -> None:
 
 
 def read_completion(body: bytes) -> CompletionFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
+    """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_completions, body)
     check_shared(fields)
     refuse(fields, ("suffix",))
-    if isinstance(fields.logprobs, bool):  # as chats have it
+    if isinstance(fields.logprobs, bool):  # as in chats
         fields.logprobs = 1 if fields.logprobs else None
     return fields
 
 
 def read_chat(body: bytes) -> ChatFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
+    """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_chats, body)
     check_conversation(fields)
     refuse(fields, ("reasoning",))
@@ -200,7 +200,7 @@ def read_chat(body: bytes) -> ChatFields:
 
 
 def check_shared(fields: OpenAIFields) -> None:
-    """Raises ApiError for what no route serves."""
+    """Raises ApiError for a field or value that no route serves."""
     refuse(fields, REFUSED)
     refuse_unless(fields, REFUSED_UNLESS)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):

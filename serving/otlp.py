@@ -1,6 +1,6 @@
-"""Ended requests as OpenTelemetry spans: a thread of its own sends them, and nobody waits for it.
+"""Sends ended requests as OpenTelemetry spans, from a thread that no request waits for.
 
-The packages are the extra `otel`; they are imported only where an endpoint is given.
+The packages are those of the extra `otel`; they are imported only if an endpoint is given.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from transfer.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 1024  # requests; what comes while so many wait is dropped
+MAX_QUEUED = 1024  # requests; while so many wait, further ones are dropped
 _MAX_BATCH = 64  # requests in one call
 _TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 2.0
@@ -24,15 +24,15 @@ _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class SpanSender(Protocol):
-    """What this file needs of an OTLP exporter."""
+    """What this module needs of an OTLP exporter."""
 
     def send(self, timelines: Sequence[dict[str, Any]]) -> bool:
-        """Whether the spans of these requests got there. Blocks."""
+        """Send the spans of these requests; whether they arrived. Blocks."""
         ...
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError when spans cannot be sent there; "" is nowhere."""
+    """Raises ConfigError if spans cannot be sent to `endpoint`; "" turns them off."""
     if not endpoint:
         return
     parts = urlsplit(endpoint)
@@ -50,7 +50,7 @@ def check_endpoint(endpoint: str) -> None:
 def _is_there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even what it lies in
+    except ModuleNotFoundError:  # its parent package is missing too
         return False
 
 
@@ -58,7 +58,7 @@ class TraceExporter:
     """A bounded queue of ended requests, and the thread that empties it."""
 
     def __init__(self, sender: SpanSender, on_dropped: Callable[[int], None]) -> None:
-        """on_dropped: told how many requests nobody will hear of, from any thread."""
+        """on_dropped: called with the number of requests that are lost, from any thread."""
         self._sender = sender
         self._on_dropped = on_dropped
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
@@ -67,19 +67,19 @@ class TraceExporter:
         self._thread.start()
 
     def offer(self, timeline: dict[str, Any]) -> None:
-        """Send the spans of an ended request some time; never waits."""
+        """Queue an ended request, so that its spans are sent later; never waits."""
         try:
             self._queue.put_nowait(timeline)
         except queue.Full:
             self._on_dropped(1)
 
     def close(self) -> None:
-        """Send what waits, for as long as that takes at most."""
+        """Send what is queued, for at most _STOP_TIMEOUT_S."""
         self._closing = True
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # it is awake then
+            pass  # then the thread is awake anyway
         self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("%d requests were not traced: no time is left", self._queue.qsize())

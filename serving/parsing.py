@@ -1,4 +1,4 @@
-"""What `--reasoning-parser` and `--tool-call-parser` take out of a chat's answer.
+"""The parsers of `--reasoning-parser` and `--tool-call-parser`, and how a request uses them.
 
 Names and fields are those of sgl-project/sglang: python/sglang/srt/parser/reasoning_parser.py and
 python/sglang/srt/function_call.
@@ -41,12 +41,12 @@ ToolCallParser = Literal[
     "qwen25",
     "qwen3_coder",
 ]
-# Of which the answer begins inside of a thought, even where its prompt does not begin one.
+# Their answers begin inside a thought, even if the prompt does not open one.
 _THINK_UNASKED: Final = ("deepseek-r1", "kimi_k2", "qwen3-thinking")
 
 
 def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> Tools:
-    """What may be called. Types of parameters are looked for where the parser needs them."""
+    """The tools that may be called, with their parameters' types if the parser needs these."""
     found = CALL_FORMATS.get(parser)
     untyped = found is not None and found.untyped
     return {
@@ -57,7 +57,7 @@ def tools_of(functions: Sequence[Mapping[str, Any]], parser: ToolCallParser) -> 
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What is taken out of the answer of one request. tools: none unless calls are."""
+    """What is parsed out of the answer to one request. tools: empty if calls are not parsed."""
 
     reasoning: ReasoningParser = "none"
     tool_calls: ToolCallParser = "none"
@@ -65,17 +65,17 @@ class Parsing:
     one_call: bool = False  # calls after the first are left out
     must_call: bool = False
     prompt: str = ""
-    begun: str = ""  # of the answer, where the prompt has its beginning
+    begun: str = ""  # the beginning of the answer, if the prompt already has it
 
     def __bool__(self) -> bool:
         return self.reasoning != "none" or bool(self.tools)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What must be in the text, also where a model has it as special tokens.
+        """Markers that must be in the text even if they are special tokens of the model.
 
-        One family's models differ in that. Other special tokens, such as the one that ends an
-        answer, would make a call none.
+        Models of one family differ in whether they are. All other special tokens must stay out of
+        the text: one that ends an answer, for example, would make a call unreadable.
         """
         if self.reasoning == "gpt-oss":
             return MARKERS
@@ -88,11 +88,11 @@ class Parsing:
         if not self.tools:
             return None
         found = CALL_FORMATS[self.tool_calls]
-        # A model that must call is held to a grammar, which knows schemas of JSON.
+        # A model that must call is held to a grammar, and grammars are made from JSON schemas.
         return CALL_FORMATS["hermes"] if self.must_call and found.untyped else found
 
     def call_id(self, call: ToolCall) -> str:
-        """For a call that was told, each time a new one but where the model has named it."""
+        """The id of a call: the one that the model gave it, or else a new one each time."""
         if call.call_id:
             return call.call_id
         if self.tool_calls == "mistral":
@@ -100,7 +100,7 @@ class Parsing:
         return f"call_{secrets.token_hex(12)}"
 
     def parser(self) -> MarkedText:
-        """For one choice."""
+        """A new parser, for one choice."""
         if self.reasoning == "gpt-oss":
             return HarmonyText(self.tools, self.prompt)
         thought = self.thought()
@@ -108,16 +108,18 @@ class Parsing:
         return TaggedText(thought != "none", is_inside, self._calls, self.tools)
 
     def thought(self) -> Literal["none", "open", "unasked", "perhaps", "over"]:
-        """Whether an answer with tags begins inside of a thought, or may begin with one.
+        """Whether an answer with tags begins inside a thought, or may begin with one.
 
-        unasked: it begins inside of one that nothing opened, and the model may say so.
+        open: the prompt opened a thought. unasked: the answer begins inside a thought that the
+        prompt did not open; the model may still write the opening tag. perhaps: the answer may
+        begin with a thought. over: the prompt closed it. none: thoughts are not parsed.
         """
         if self.reasoning == "none":
             return "none"
         opened = self.begun.rfind(THINK_BEGIN) > self.begun.rfind(THINK_END)
         is_over = THINK_END in self.begun
         if not (opened or is_over):
-            # Templates write the thought of an answer that they begin themselves.
+            # The template itself may write the thought of an answer that the prompt begins.
             prompt = self.prompt.rstrip().removesuffix(self.begun.rstrip()).rstrip()
             opened, is_over = prompt.endswith(THINK_BEGIN), prompt.endswith(THINK_END)
         if opened or is_over:
