@@ -1,4 +1,4 @@
-"""Where each live generation is: gives it a pair of workers, and another when that one fails it."""
+"""Places each live generation at a pair of workers, and at another pair when that one fails."""
 
 import itertools
 import logging
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_LONGEST_S = 1.0
-_WORD_S = 1.0  # between what two workers tell of one room
-# A full queue, a late request and one that no worker could serve say nothing of the worker.
+_WORD_S = 1.0  # longest time between two workers' messages about the end of one room
+# A full queue, a late request and one that no worker could serve are no fault of the worker.
 _WORKERS_FAULT = frozenset({Code.PEER_LOST, Code.STALE, Code.INTERNAL})
 _GOLDEN = 0.6180339887498949
 
 
 class PlacementOwner(Protocol):
-    """Who ends a generation that cannot be placed any more, and counts the moves."""
+    """Ends generations that cannot be placed any more, and counts moves."""
 
     def fail(self, generation: Generation, error: RequestError) -> None: ...
 
@@ -37,10 +37,11 @@ class PlacementOwner(Protocol):
 
 
 class Placement:
-    """Every live generation is in one of three places: in a room, waiting for a pair, backing off.
+    """Every live generation is in a room, or waits for a pair of workers, or backs off.
 
-    A room is at two workers or at none: both legs leave in the same turn, and whatever ends one of
-    them (a refusal, a failure, a lost worker) takes the other back before the next room is made.
+    A room is at both workers or at neither: both legs are submitted in the same turn of the loop,
+    and whatever ends one of them (a refusal, a failure, a lost worker) aborts the other before the
+    next room is made.
     """
 
     def __init__(
@@ -74,24 +75,24 @@ class Placement:
         return list(self._live)
 
     def at(self, room: int, key: Key) -> Generation | None:
-        """Whose room that is, if that worker is one of its pair."""
+        """The generation in the room, if that worker is one of its pair."""
         generation = self._rooms.get(room)
         if generation is None or not generation.involves(key):
             return None
         return generation
 
     def health_of(self, link: WorkerLink) -> WorkerHealth:
-        """Whether it is picked, as far as this process knows."""
+        """Why this process passes the worker over, if it does."""
         breaker = self._router.breakers.state(link.key, self._clock.monotonic_s())
         stalled = link.key in self._membership.stalled()
         return WorkerHealth(link.member.draining, breaker.value, stalled)
 
     def health(self) -> dict[str, WorkerHealth]:
-        """The same of every worker whose stream is open, by id."""
+        """The health of every worker whose stream is open, by id."""
         return {link.worker_id: self.health_of(link) for link in self._membership.open_links()}
 
     def place(self, generation: Generation) -> None:
-        """Give it a room at the best pair now, or at the first there is."""
+        """Give it a room at the best pair now, or, without a pair, as soon as there is one."""
         self._live[generation] = None
         generation.retry_timer = None
         pair = self._router.pick(
@@ -114,7 +115,8 @@ class Placement:
             link = self._membership.link(key)
             assert link is not None, f"{key} takes work but has no link"
             links.append(link)
-        # Each row's key is compared with these: one object each is quicker than equal ones.
+        # Each row's key is compared with these. Comparing an object with itself is quicker than
+        # comparing equal objects.
         pair.decode_key, pair.prefill_key = links[0].key, links[-1].key
         generation.begin_attempt(next(self._next_room), pair)
         self._rooms[generation.room] = generation
@@ -125,7 +127,7 @@ class Placement:
             link.submit(message, spec.arrival_s, spec.deadline_s)
 
     def place_waiting(self) -> None:
-        """Somebody may take work now."""
+        """Place the waiting generations: a worker may take work now."""
         waiting, self._waiting = self._waiting, {}
         for generation in waiting:
             if generation.retry_timer is not None:
@@ -133,21 +135,21 @@ class Placement:
             self.place(generation)
 
     def found_cached(self, generation: Generation, cached_tokens: int) -> None:
-        """What the worker that computed the prompt had of it in its cache."""
+        """The worker that computed the prompt had so many of its tokens in its cache."""
         if generation.pair is None:
             return
-        # It computes what it has again where logprobs of the prompt are asked.
+        # If logprobs of the prompt are asked, it computes even what it has, so nobody can tell.
         asks = generation.spec.sampling.prompt_logprobs_start >= 0
         self._router.found_cached(generation.pair, None if asks else cached_tokens)
 
     def progressed(self, generation: Generation) -> None:
-        """The attempt's first token, or its second, was told: prefill, or decode, does its part."""
+        """The attempt's first or second token arrived: prefill, or decode, has done its part."""
         pair = generation.pair
         if pair is not None:
             self._router.prefilled(pair)
             self._router.breakers.succeeded(pair.prefill_key, pair.picked_s)
-            # Of a request that its first token ends decode tells nothing: it had granted pages,
-            # which may not have reached it.
+            # If the first token ends the request, decode reports nothing: it had granted pages,
+            # but their contents may not have reached it (of_pages is False then).
             if generation.decoding or generation.finish:
                 self._router.breakers.succeeded(
                     pair.decode_key, pair.picked_s, of_pages=generation.decoding
@@ -157,7 +159,7 @@ class Placement:
         generation.avoid = frozenset()
 
     def remove(self, generation: Generation, *, tell_workers: bool) -> None:
-        """It ended. tell_workers: its room is still alive there."""
+        """It ended. tell_workers: its room is still alive at the workers, so abort it there."""
         generation.ended = True
         self._waiting.pop(generation, None)
         del self._live[generation]
@@ -165,16 +167,16 @@ class Placement:
             self._leave(generation, None, tell_workers)
 
     def move_preempted(self, generation: Generation, over_at: Key) -> None:
-        """Its pages were needed by an older one: it goes on elsewhere, as often as it takes."""
+        """An older room needed its pages: it goes on elsewhere, as often as this happens."""
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, "preempted")
         self.place(generation)
 
     def await_word(self, generation: Generation, message: str, over_at: Key, avoid: str) -> None:
-        """Its other worker gave the room up, as this one found: why, and what then, that one says.
+        """One worker found that the other gave the room up: wait for the other to say why.
 
-        Its word is on its way, and may be of a preemption, which is no failure; a word that never
-        comes is one. over_at, avoid: as of `move`.
+        Its message is on the way and may report a preemption, which is no failure. If it does not
+        come within _WORD_S, that is a failure (STALE). over_at, avoid: as in `move`.
         """
         room = generation.room
 
@@ -189,14 +191,14 @@ class Placement:
     ) -> None:
         """Its room failed: find another place, or give the generation up when `code` says so.
 
-        over_at: the worker that is known to have dropped the room. avoid: id of the worker that
-        the failure speaks against.
+        over_at: the worker that is known to have dropped the room. avoid: id of the worker to
+        blame for the failure.
         """
         if code in _WORKERS_FAULT:
             told_by_peer = over_at is not None and over_at[0] != avoid
             self._count_failure(generation.pair, avoid, of_pages=told_by_peer)
         if over_at is not None and code is not Code.QUEUE_FULL:
-            # Workers had taken it: refusals that follow are others.
+            # Workers had accepted it, so later refusals are counted anew.
             generation.refusals, generation.refused_since_s = 0, None
         self._leave(generation, over_at)
         self._timelines.left(generation.timeline, code.value, message)
@@ -205,7 +207,7 @@ class Placement:
         elif not code.retryable:
             self._owner.fail(generation, RequestError(code, message))
         elif code is Code.DRAINING:
-            # That worker is known to drain now, so this cannot be its place again.
+            # That worker is now known to be draining, so it cannot be picked again.
             self._owner.retried(code.value)
             self.place(generation)
         elif code is Code.QUEUE_FULL:
@@ -222,11 +224,12 @@ class Placement:
                 self._router.breakers.failed(key, pair.picked_s, now_s, of_pages)
 
     def worker_lost(self, key: Key, message: str, drained: bool = False) -> None:
-        """Move what that incarnation still had to do.
+        """Move every generation that still needed that incarnation.
 
-        Prefill is not missed once decode has drawn a token: all pages are there then. The first
-        token alone does not tell, since it overtakes the pages; unless the worker drained, and so
-        saw its pages arrive. What such a one was sent and never took moves at no cost.
+        Prefill is not needed once decode has drawn a token: all pages have arrived by then. The
+        first token alone does not prove that, since it overtakes the pages; it does if the worker
+        drained, because then it saw its pages arrive. Requests that a drained worker was sent and
+        never accepted move without counting as retries.
         """
         code = Code.DRAINING if drained else Code.PEER_LOST
         for generation in list(self._rooms.values()):
@@ -265,7 +268,8 @@ class Placement:
         logger.info("%s moves: %s", generation.spec.request_id, message)
         self._owner.retried(code.value)
         generation.avoid |= {avoid}
-        # At once the first time; then slowly enough for a dead worker's stream to be noticed.
+        # At once the first time; later slowly enough for this process to notice that a dead
+        # worker's stream has ended.
         if generation.retries == 1:
             self.place(generation)
         else:
@@ -276,7 +280,7 @@ class Placement:
         if generation.refused_since_s is None:
             generation.refused_since_s = now_s
         waited_s = now_s - generation.refused_since_s
-        # A client that has seen tokens is past every queue: it waits until its deadline.
+        # A client that has seen tokens is past every queue, so it waits until its deadline.
         if not generation.started and waited_s >= self._config.queue_timeout_s:
             self._owner.fail(generation, RequestError(Code.QUEUE_FULL, message))
             return
@@ -286,7 +290,7 @@ class Placement:
         generation.refusals += 1
 
     def _wait_for_pair(self, generation: Generation) -> None:
-        """Until somebody takes work. A client that has seen tokens waits until its deadline."""
+        """Wait until workers take it: for queue_timeout_s, or to the deadline if it has tokens."""
         self._waiting[generation] = None
         now_s = self._clock.monotonic_s()
         if generation.unplaced_since_s is None:
@@ -303,7 +307,11 @@ class Placement:
         self._owner.fail(generation, RequestError(Code.PEER_LOST, message))
 
     def _place_later(self, generation: Generation, exponent: int) -> None:
-        """After a delay that doubles, spread by a quarter so that those refused together part."""
+        """Place it after a delay that doubles with `exponent`.
+
+        The delay is spread by a quarter either way, so that generations that were refused together
+        do not come back together.
+        """
         delay_s = min(_BACKOFF_FIRST_S * 2 ** min(exponent, 10), _BACKOFF_LONGEST_S)
         spread = 0.75 + 0.5 * (next(self._next_jitter) * _GOLDEN % 1.0)
         generation.retry_timer = self._timers.call_later(

@@ -1,11 +1,11 @@
-"""Streams that show nothing but text, as columns: a step reaches all of them in array operations.
+"""Hands a step's tokens to all settled text-only streams at once, in array operations.
 
 A stream's own objects (generation, choice, sink, event stream) lie on some two dozen cache lines,
-which the streams before it have pushed out when its next token comes. Once a stream has settled it
-lends what it takes to write its events, and its tokens touch little else: order, pace and gaps are
-arrays over all streams. The last token leaves so too, with the events that close the answer. It
-gets everything back at once when a row is anything but the next tokens, when its client is slow,
-and at whatever ends or moves it.
+which other streams have evicted by the time its next token comes. Once a stream has settled, it
+lends what is needed to write its events. From then on a token touches little else: order, pace and
+gaps are arrays over all streams. The last token is written here too, with the events that close the
+answer. A stream gets everything back at once when a row is anything but its next tokens, when its
+client is slow, and whenever something ends or moves it.
 """
 
 from collections.abc import Callable
@@ -24,33 +24,34 @@ from serving.step_rows import Runs
 from serving.stream import Loan, StreamedChoice
 from transfer import wire
 
-LEAST_STREAMS = 16  # below, the fixed cost of the arrays is more than they save
-RECENT = 64  # tokens of a slot that wait to be put with its stream's own
+LEAST_STREAMS = 16  # with fewer, the fixed cost of the arrays is more than they save
+RECENT = 64  # tokens of a slot that wait to be appended to its generation's token_ids
 _FIRST_CAPACITY = 256
-_FEW = 8  # tokens of a run; arrays with several entries for each of more would be large
-_TOGETHER = 256  # streams whose tokens are objects at a time: they are 8 times what came
+_FEW = 8  # tokens of a run; longer runs are not kept in arrays, which would be large
+_TOGETHER = 256  # streams whose tokens are Python objects at a time: these take 8 times the memory
 _UNKNOWN: list[bytes | None] = []
 _CRLF = b"\r\n"
 
 
 @dataclass(slots=True)
 class _Seating:
-    """Where the rooms of a step sit. Arrays have one entry a run."""
+    """The slots of a step's rooms. Arrays have one entry a run."""
 
     rooms: np.ndarray  # i64
-    slots: np.ndarray  # i64, anyone's where the room has none
-    seated: np.ndarray  # bool: it has one
-    once: np.ndarray  # bool: it has no other run
+    slots: np.ndarray  # i64; where the room has no slot, that of some other room
+    seated: np.ndarray  # bool: the room has a slot
+    once: np.ndarray  # bool: the room has no other run in the step
 
 
 @dataclass(slots=True)
 class Told:
     """What became of the runs of a step.
 
-    left: which of them were not told, i64[n], some of streams that are to be given back first.
-    num_tokens: of the others. gaps_s: of each of these, seconds since the token before it, f64[m].
-    ended: whose last token was among them; their last events are with the server, and only the
-    accounts know nothing of it.
+    left: the indices of the runs that were not handled here, i64[n]; their streams may have to be
+    given back first. num_tokens: tokens of the other runs. gaps_s: for each of the other runs the
+    seconds since the stream's previous token, f64[m]. ended: the generations that a run handled
+    here completed; their last events are already with the server, but they are not accounted for
+    yet.
     """
 
     left: np.ndarray
@@ -60,51 +61,52 @@ class Told:
 
 
 class PlainStreams:
-    """Borrows settled streams and tells them their tokens."""
+    """Borrows settled streams and hands them their tokens."""
 
     def __init__(self, interval: Interval) -> None:
-        """interval: of streams that did not ask for one."""
+        """interval: for streams that did not ask for one of their own."""
         self._interval = interval
         self._invited: list[Generation] = []
         self._just_begun: list[Generation] = []
         self._workers: dict[Key, int] = {}
         self._free: list[int] = []
-        self._seating: _Seating | None = None  # of the last step, while nobody came or left
+        self._seating: _Seating | None = None  # of the last step; None once a stream came or left
         # One entry a slot.
-        self._room = np.zeros(0, np.int64)  # 0: nobody has the slot
+        self._room = np.zeros(0, np.int64)  # 0: the slot is free
         self._worker = np.zeros(0, np.int32)
         self._next_idx = np.zeros(0, np.int32)
         self._last_s = np.zeros(0, np.float64)
-        self._begun = np.zeros(0, bool)  # decode's first token was told
+        self._begun = np.zeros(0, bool)  # decode's first token has come
         self._own_interval = np.zeros(0, np.int32)  # 0: the shared one
         self._waiting = np.zeros(0, np.int64)  # tokens since the last event
-        self._held = np.zeros(0, np.int64)  # of these, not detokenized
+        self._held = np.zeros(0, np.int64)  # how many of these are not detokenized yet
         self._num_writes = np.zeros(0, np.int64)
-        self._recent = np.zeros((0, RECENT), np.int32)  # tokens that _token_ids has not yet
+        self._recent = np.zeros((0, RECENT), np.int32)  # tokens that _token_ids does not have yet
         self._num_recent = np.zeros(0, np.int64)
         self._seats: list[tuple[Generation, Loan] | None] = []
-        # Of the seats, what every token needs, side by side.
+        # What every token needs of its seat, in lists of their own.
         self._token_ids: list[Any] = []
-        self._json: list[list[bytes | None]] = []  # empty while only its detokenizer can tell
+        self._json: list[list[bytes | None]] = []  # empty: only the detokenizer knows the text
         self._before: list[bytes] = []
         self._after: list[bytes] = []  # empty where events have numbers
-        self._said: list[list[bytes]] = []  # of those, the text of each event
+        self._said: list[list[bytes]] = []  # where events have numbers: the text of each event
         self._write_chunk: list[Callable[[bytes], None]] = []
 
     def invite(self, generation: Generation) -> None:
-        """Tokens of its attempt were told to it. It may lend once they are written."""
+        """It has got tokens of its attempt. It may lend its stream once they are written."""
         sink = generation.sink
         if isinstance(sink, StreamedChoice) and sink.lends:
             self._invited.append(generation)
 
     def seat_invited(self, num_streams: int) -> None:
-        """Seat those that have settled. num_streams: there are in all."""
+        """Seat the invited streams that have settled. num_streams: all live streams."""
         invited, self._invited = self._invited, []
         if num_streams < LEAST_STREAMS:
             return
         rows: list[tuple[int | float, ...]] = []
         for generation in invited:
-            # One that ended meanwhile has no room; one that moved hears from prefill first.
+            # A generation that ended meanwhile has no room; one that moved gets prefill's token
+            # first.
             settled = generation.room and generation.computed and generation.in_order
             if settled and generation.lent_to is None:
                 sink = generation.sink
@@ -115,7 +117,7 @@ class PlainStreams:
             self._fill(rows)
 
     def begun(self) -> list[Generation]:
-        """Who was told decode's first token since the last call, unless it moved or ended."""
+        """Generations that got decode's first token since the last call and still decode."""
         begun, self._just_begun = self._just_begun, []
         for generation in begun:
             if generation.lent_to is self:
@@ -123,11 +125,11 @@ class PlainStreams:
         return [generation for generation in begun if generation.decoding]
 
     def give_back(self, generation: Generation) -> None:
-        """It takes and tells its own tokens again."""
+        """Return what the stream lent; it handles its own tokens again."""
         self._give_back(np.array([generation.slot]))
 
     def _give_back(self, slots: np.ndarray) -> list[tuple[Generation, Loan]]:
-        """The same of several, each but once; who they were."""
+        """Give several streams back, each listed once; what was in their seats."""
         recent = self._recent[slots].tobytes()
         ends = (4 * (RECENT * np.arange(len(slots)) + self._num_recent[slots])).tolist()
         columns = self._last_s, self._num_writes, self._held, self._waiting
@@ -156,7 +158,7 @@ class PlainStreams:
         return given
 
     def tell(self, worker: Key, runs: Runs, now_s: float) -> Told:
-        """Tell the runs that are the next tokens of seated streams; now_s is monotonic."""
+        """Handle the runs that are the next tokens of seated streams; now_s is monotonic."""
         known = self._workers.get(worker)
         if known is None:  # prefill, mostly
             return _none_of(runs)
@@ -168,7 +170,8 @@ class PlainStreams:
         fit &= seating.once & (self._next_idx[slots] == runs.first_idx)
         last = runs.finish != wire.RUNNING
         if last.any():
-            fit &= ~last | self._begun[slots]  # the first of decode is noted before it is the last
+            # A stream's first token of decode must be noted, so it cannot be its last one here.
+            fit &= ~last | self._begun[slots]
         told = np.flatnonzero(fit)
         gaps_s, ended = self._tell(runs, told, slots[told], now_s)
         return Told(np.flatnonzero(~fit), int(runs.counts[told].sum()), gaps_s, ended)
@@ -176,7 +179,7 @@ class PlainStreams:
     def _tell(
         self, runs: Runs, told: np.ndarray, slots: np.ndarray, now_s: float
     ) -> tuple[np.ndarray, list[Generation]]:
-        """Returns the gaps and who ended."""
+        """Handle these runs, and return the gaps and the generations that ended."""
         counts = runs.counts[told]
         self._next_idx[slots] += counts
         gaps_s = now_s - self._last_s[slots]
@@ -207,11 +210,11 @@ class PlainStreams:
         held: np.ndarray,
         waiting: np.ndarray,
     ) -> None:
-        """Send each its event, with the text of the tokens held. which: of the runs."""
+        """Send each stream an event with the text of its held tokens. which: indices of runs."""
         self._num_writes[slots] += 1
         texts = self._texts(runs, which, slots, held)
         silent = self._write(slots.tolist(), texts)
-        if silent:  # still unsent: text that comes next is overdue
+        if silent:  # their tokens still wait, so an event is due as soon as there is text
             slots = slots[silent]
             self._waiting[slots] = waiting[silent]
             self._num_writes[slots] -= 1
@@ -219,10 +222,10 @@ class PlainStreams:
     def _end(
         self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
     ) -> list[Generation]:
-        """Give each back with the last of its tokens told and its answer closed.
+        """Handle the last tokens of these streams, close their answers, and give them back.
 
-        All last events are made, then all written in one burst, as those of a step's other streams;
-        only then the server hears of any end.
+        All last events are made first, then written in one burst, like those of the step's other
+        streams. Only then is the server told that any of them ended.
         """
         texts = self._texts(runs, which, slots, held)
         alive = [place for place, slot in enumerate(slots.tolist()) if self._seats[slot]]
@@ -247,13 +250,13 @@ class PlainStreams:
         return ended
 
     def _begin(self, slots: np.ndarray) -> None:
-        """Note whose first token of decode this is."""
+        """Note the streams for which this is decode's first token."""
         slots = slots[~self._begun[slots]]
         self._begun[slots] = True
         self._just_begun += [seat[0] for slot in slots.tolist() if (seat := self._seats[slot])]
 
     def _keep(self, runs: Runs, told: np.ndarray, slots: np.ndarray) -> None:
-        """Put the tokens where each generation finds its own: first side by side, later there."""
+        """Store the tokens in _recent, from where they are appended to token_ids later."""
         counts, starts = runs.counts[told], runs.starts[told]
         if counts.max(initial=0) > min(_FEW, RECENT):
             self._keep_many(runs.token_ids, slots, starts, starts + counts)
@@ -271,7 +274,7 @@ class PlainStreams:
     def _keep_many(
         self, token_ids: np.ndarray, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray
     ) -> None:
-        """The same where some have more tokens than are worth putting side by side."""
+        """Store the tokens of runs that are too long for _recent directly in token_ids."""
         ids = memoryview(np.ascontiguousarray(token_ids)).cast("B")
         bounds = (4 * starts).tolist(), (4 * ends).tolist()
         for slot, start, end in zip(slots.tolist(), *bounds, strict=True):
@@ -279,14 +282,14 @@ class PlainStreams:
             self._token_ids[slot].frombytes(ids[start:end])
 
     def _fold(self, slot: int) -> None:
-        """Put its recent tokens with its stream's own."""
+        """Append the slot's recent tokens to its generation's token_ids."""
         self._token_ids[slot].frombytes(self._recent[slot, : self._num_recent[slot]].tobytes())
         self._num_recent[slot] = 0
 
     def _unshown(
         self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
     ) -> list[list[int]]:
-        """The last tokens of each, as many as are held. which: of the runs, they end with it."""
+        """The tokens that each stream holds, the last of which are those of its run in `which`."""
         earlier = held - runs.counts[which]
         if not earlier.any():
             return runs.ids_of(which)
@@ -306,7 +309,7 @@ class PlainStreams:
     def _texts(
         self, runs: Runs, which: np.ndarray, slots: np.ndarray, held: np.ndarray
     ) -> list[bytes]:
-        """What each has to show of the tokens held, inside of a JSON string."""
+        """The text that each stream can show of its held tokens, as the inside of a JSON string."""
         texts: list[bytes] = []
         for start in range(0, len(slots), _TOGETHER):
             some = slice(start, start + _TOGETHER)
@@ -315,7 +318,7 @@ class PlainStreams:
         return texts
 
     def _texts_of(self, slots: list[int], ids: list[list[int]]) -> list[bytes]:
-        """The same of tokens at hand."""
+        """The texts of these tokens, as `_texts`."""
         json = self._json
         texts: list[bytes] = []
         for slot, some in zip(slots, ids, strict=True):
@@ -325,7 +328,7 @@ class PlainStreams:
                     text = known[some[0]]
                 else:
                     text = b"".join([known[token_id] for token_id in some])
-            except (IndexError, TypeError):  # past the vocabulary; half a character, or not known
+            except (IndexError, TypeError):  # past the vocabulary; part of a character, or unknown
                 text = None
             texts.append(self._pushed(slot, some) if text is None else text)
         return texts
@@ -343,9 +346,10 @@ class PlainStreams:
         return text
 
     def _write(self, slots: list[int], texts: list[bytes]) -> list[int]:
-        """Send each its event. Returns the places of those that have no text to show.
+        """Send each stream its event. Returns the places of those that have no text to show.
 
-        All events are made first: a reader is more often still awake where writes are dense.
+        All events are made before any is written: the process that reads them is more often still
+        awake when the writes follow each other closely.
         """
         before, after, write = self._before, self._after, self._write_chunk
         silent: list[int] = []
@@ -365,7 +369,7 @@ class PlainStreams:
         return silent
 
     def _numbered(self, slot: int, text: bytes) -> bytes:
-        """What stands after the text of an event that has a number: the next one, gone with it."""
+        """The bytes after the text of a numbered event. Takes the next number, notes the text."""
         seat, said = self._seats[slot], self._said[slot]
         assert seat is not None, "only seated streams are told"
         frame = seat[1].frame
@@ -375,11 +379,11 @@ class PlainStreams:
         return b'"' + frame.after % number + _CRLF
 
     def hindered(self, slot: int) -> None:
-        """Its client reads too slowly, or left."""
+        """Give the stream back: its client reads too slowly, or left."""
         self._give_back_slot(slot)
 
     def _seating_of(self, rooms: np.ndarray) -> "_Seating":
-        """Who sits where, of rooms i64[n]; mostly they are those of the step before."""
+        """The slots of `rooms`, i64[n]. Mostly they are the rooms of the step before."""
         if self._seating is None or not np.array_equal(self._seating.rooms, rooms):
             self._seating = self._seating_now(rooms)
         return self._seating
@@ -393,7 +397,7 @@ class PlainStreams:
             return _Seating(rooms, np.zeros(len(rooms), np.int64), ~once, once)
         at = np.searchsorted(known, rooms)
         at[at == len(known)] = 0
-        again = rooms[1:] == rooms[:-1]  # sorted wherever a room comes twice
+        again = rooms[1:] == rooms[:-1]  # rooms are sorted whenever one comes twice
         once[1:] &= ~again
         once[:-1] &= ~again
         return _Seating(rooms, taken[at], known[at] == rooms, once)
@@ -415,7 +419,7 @@ class PlainStreams:
         self._seating = None
 
     def _seat(self, generation: Generation, loan: Loan) -> tuple[int | float, ...]:
-        """Returns its slot and what the columns have of it."""
+        """Take a free slot for it; returns its entries in the columns, the slot first."""
         key = generation.decode_key
         assert key is not None, "a room has a pair"
         if not self._free:

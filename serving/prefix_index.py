@@ -1,13 +1,13 @@
-"""Which worker has seen which prefix: what the router guesses of caches it cannot see.
+"""Guesses which prefixes each worker's cache holds, as the router cannot see the caches.
 
 A prompt is a chain of keys, one for each full page, each over all tokens up to its end, as in
 the caches themselves. The guess errs both ways: other API processes fill the caches too, and a
 cache evicts without telling. A wrong guess costs a worse choice of worker, never a wrong token,
 so 64 bits a key are enough.
 
-Invariant: a worker's pages are in order of their last use, and within a chain a page is never
-older than those behind it. So what is dropped from the old end takes the tails first, and the
-pages known of a prompt are always its first ones.
+Invariant: a worker's pages are in order of their last use, and within a chain a page's last use is
+never older than that of the pages after it. So dropping the oldest pages drops the tails of chains
+first, and the pages known of a prompt are always its first ones.
 """
 
 from collections import OrderedDict
@@ -15,11 +15,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 MAX_PAGES = 1 << 16  # known of one worker; some 10 MiB
-_NEVER = -1  # before every use
+_NEVER = -1  # earlier than every use
 
 
 def prefix_chain(tokens: bytes, page_size: int, salt: str = "") -> list[int]:
-    """One key for each full page. Equal keys: equal tokens up to there, and an equal salt.
+    """One key for each full page. Equal keys mean equal tokens up to there and an equal salt.
 
     tokens: i32, as messages have them.
     """
@@ -34,11 +34,11 @@ def prefix_chain(tokens: bytes, page_size: int, salt: str = "") -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One prompt's use of a worker's cache, as foreseen."""
+    """One prompt's expected use of a worker's cache."""
 
-    number: int  # uses count up, over all workers
-    num_found: int  # pages thought to be there already, the prompt's first ones
-    last_found: int  # the number of the use by which the last of them was known
+    number: int  # counts up, over all workers
+    num_found: int  # of the prompt's first pages, how many are thought to be cached
+    last_found: int  # number of the latest use, before this one, of the last of them
 
 
 class PrefixIndex[K: Hashable]:
@@ -52,7 +52,7 @@ class PrefixIndex[K: Hashable]:
         self._uses = 0
 
     def num_pages(self, worker: K) -> int:
-        """Pages thought to be there."""
+        """Pages that the worker is thought to have."""
         return len(self._pages.get(worker, ()))
 
     def match(self, worker: K, chain: Sequence[int]) -> int:
@@ -66,10 +66,10 @@ class PrefixIndex[K: Hashable]:
         return len(chain)
 
     def use(self, worker: K, chain: Sequence[int], num_reusable: int, pages_total: int = 0) -> Use:
-        """The worker finds or computes this prompt's pages; to be settled.
+        """Note that the worker will find or compute this prompt's pages; to be settled later.
 
-        num_reusable: of its first pages, those that it would not compute again if it has them.
-        pages_total: of the worker's pool, which bounds what it can have; 0 = not known.
+        num_reusable: how many of the first pages it would not compute again if it has them.
+        pages_total: size of the worker's pool, which bounds what it can have; 0 = not known.
         """
         most = min(self._max_pages, pages_total or self._max_pages)
         pages = self._pages.setdefault(worker, OrderedDict())
@@ -86,10 +86,11 @@ class PrefixIndex[K: Hashable]:
         return Use(self._uses, num_found, last_found)
 
     def settle(self, worker: K, use: Use, num_cached: int | None) -> None:
-        """What came of it. num_cached: pages that were there indeed; None = nobody can tell.
+        """Correct the guess after a use. num_cached: pages that were cached; None = not known.
 
-        A page that was not there has been evicted, and with it all that was used no later. Unless
-        those who were to compute it had not begun: they are not settled.
+        A page that was expected but not cached has been evicted, and so have all pages last used no
+        later. The exception: the use that was to compute it is not settled yet, so it may not have
+        been computed at all.
         """
         self._open.discard(use.number)
         pages = self._pages.get(worker)

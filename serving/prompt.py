@@ -1,4 +1,4 @@
-"""One prompt's tokens, and what is worked out of them once for all choices and attempts."""
+"""One prompt's tokens, and what is derived from them once for all choices and attempts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from transfer import wire
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: what `echo` shows; "" when nobody will. ids, text: never changed."""
+    """text: what `echo` shows; "" when nothing shows it. ids and text never change."""
 
     ids: Sequence[int]
     text: str = ""
@@ -20,11 +20,11 @@ class Prompt:
 
     @cached_property
     def packed(self) -> bytes:
-        """ids as messages have them."""
+        """The ids as messages hold them."""
         return wire.pack_i32(self.ids)
 
     def chain(self, page_size: int, salt: str) -> list[int]:
-        """Its pages' keys, as `prefix_chain`."""
+        """The keys of its pages, as `prefix_chain` makes them; cached."""
         found = self._chains.get((page_size, salt))
         if found is None:
             found = self._chains[page_size, salt] = prefix_chain(self.packed, page_size, salt)

@@ -1,7 +1,7 @@
-"""What a request is once it was read, whichever API it came by; values are checked here.
+"""The form of a request that all APIs read theirs into, and the checks that they share.
 
-The APIs (openai_api, sglang_api) read JSON into their own structs and end in a `Request`. All
-that can be wrong with a field is found before any text is tokenized.
+The APIs (openai_api, sglang_api) read JSON into their own structs and make a `Request` of it.
+Every error in a field is found before any text is tokenized.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ MAX_REQUEST_ID = 256
 # Longer texts are tokenized in a thread, so that the streams of others do not wait for them.
 INLINE_CHARACTERS = 4096
 _MAX_TEMPLATES_WAITING = 64  # long conversations; each has ten seconds at most
-_CHARACTERS_PER_TOKEN = 8  # of texts with more, it is counted first whether they can fit
+_CHARACTERS_PER_TOKEN = 8  # a text with more, for the context's tokens, is counted in parts first
 NO_NAMES: Mapping[str, str] = {}
 
 
-# --- requests, read ---------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Shown:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
-    quiet_ids: frozenset[int] = frozenset()  # have no text though special tokens are not skipped
+    quiet_ids: frozenset[int] = frozenset()  # show no text even if special tokens are not skipped
     stop_ids: frozenset[int] = frozenset()  # those the client named; eos ids are not among them
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
-    prompt_logprobs: bool = False  # in a field of their own, beside what is echoed
+    prompt_logprobs: bool = False  # in a field of their own, apart from what is echoed
     prompt_logprobs_start: int = 0
     echo: bool = False
-    drop_output: bool = False  # max_tokens 0: a token is made, nobody sees it
+    drop_output: bool = False  # max_tokens 0: one token is generated, but not shown
     token_ids: bool = False
     tokens_as_ids: bool = False  # "token_id:7" in logprobs, in place of its text
     text_in_logprobs: bool = True
@@ -64,7 +64,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceAsk:
-    """One generation: `n` and batches are several."""
+    """What to generate for one choice; with `n` or a batch a request has several."""
 
     index: int
     prompt_idx: int  # choices of one prompt share it
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request that says nothing gets."""
+    """Sampling values for what a request leaves out."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -103,7 +103,7 @@ class SamplingDefaults:
 
 
 class ServedModel:
-    """What reading a request needs to know of the model."""
+    """What one needs to know of the model to read a request."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ServedModel:
         self.config = config
         self.name = config.model_name
         self.trial = GrammarTrial(config.model_path, config.queue_timeout_s)
-        # Of long conversations, one at a time: it shares the interpreter with every stream.
+        # Renders long conversations, one at a time: rendering shares the GIL with every stream.
         self.templates = Turns("chat template", _MAX_TEMPLATES_WAITING, config.queue_timeout_s)
         self.vocab_size = model_config.vocab_size
         self.eos_ids = eos_ids(model_config, tokenizer.eos_id)
@@ -136,12 +136,15 @@ class ServedModel:
         self._workers_dp_size = workers_dp_size
 
     def context_length(self) -> int:
-        """Most tokens of one request, prompt and output."""
+        """The most tokens that one request may have, prompt and output together."""
         length = self._workers_context_length() or self._own_context_length
         return min(length, self.config.context_length or length)
 
     def rank_of(self, name: str, rank: int | None, role: wire.Role) -> int:
-        """A dictated data-parallel rank; -1 for none. Raises ApiError when no worker has it."""
+        """The data-parallel rank that a request dictates, or -1.
+
+        Raises ApiError when no worker has it.
+        """
         if rank is None:
             return -1
         if rank < 0:
@@ -156,10 +159,11 @@ class ServedModel:
     async def encode_prompt(
         self, name: str, text: str, add_special_tokens: bool, threads: Executor | None = None
     ) -> list[int]:
-        """Ids of a text; a long one is tokenized beside the event loop, in the loop's own threads.
+        """Ids of a text. A long one is tokenized off the event loop, in the loop's own threads.
 
-        name: the field it came by. threads: others. Raises ApiError (code context_length_exceeded)
-        for a text that cannot fit, which might take minutes.
+        name: the field that has the text. threads: used instead of the loop's own. Raises ApiError
+        (code context_length_exceeded) for a text that cannot fit, without tokenizing all of it,
+        which might take minutes.
         """
         loop, length = asyncio.get_running_loop(), self.context_length()
         if len(text) > _CHARACTERS_PER_TOKEN * length:
@@ -173,7 +177,7 @@ class ServedModel:
 
 
 def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> SamplingDefaults:
-    """generation_config.json's; greedy is asked by temperature 0, never by do_sample."""
+    """The defaults of generation_config.json; do_sample is ignored, temperature 0 is greedy."""
     file = config.model_path / "generation_config.json"
     found: Any = {}
     if file.exists():
@@ -196,7 +200,7 @@ def _defaults_of_model(config: ServeConfig, model_config: ModelConfig) -> Sampli
 
 
 def _check_defaults(model: ServedModel) -> None:
-    """Raises ConfigError for what would otherwise fail every request that says nothing else."""
+    """Raises ConfigError for a default that would fail every request that does not override it."""
     try:
         sampling_of(
             SamplingFields(),
@@ -212,11 +216,11 @@ def _check_defaults(model: ServedModel) -> None:
         raise ConfigError(f"{file}: {error}") from error
 
 
-# --- fields both APIs have ------------------------------------------------------------------------
+# --- fields that both APIs have -------------------------------------------------------------------
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Sampling as both APIs spell it; null is as good as absent, unknown fields are ignored."""
+    """Sampling as both APIs spell it; null counts as absent, unknown fields are ignored."""
 
     n: int | None = None
     temperature: float | None = None
@@ -257,9 +261,9 @@ def sampling_of(
     prompt_logprobs_start: int,
     names: Mapping[str, str] = NO_NAMES,
 ) -> wire.SamplingParams:
-    """Checked parameters, but for what depends on prompt and choice: max_new_tokens and seed.
+    """The parameters, checked. max_new_tokens and seed are left out: they depend on the choice.
 
-    names: what this API calls a field that has another name here. Raises ApiError.
+    names: for fields that this API calls something else, its name by ours. Raises ApiError.
     """
     refuse(fields, REFUSED_BY_BOTH)
     refuse_unless(fields, {"spaces_between_special_tokens": True})
@@ -320,9 +324,9 @@ def num_choices(n: int | None) -> int:
 
 
 def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None:
-    """Raises ApiError when one request asks more generations than are served at once.
+    """Raises ApiError when one request asks for more generations than are served at once.
 
-    Seen before any text is tokenized: a body may hold a million prompts.
+    Checked before any text is tokenized: a body may hold a million prompts.
     """
     most = config.max_inflight_requests
     if num_prompts * n > most:
@@ -336,8 +340,8 @@ def check_room(name: str, num_prompts: int, n: int, config: ServeConfig) -> None
 def check_size(name: str, given: str | Sequence[Any], model: ServedModel) -> None:
     """Raises ApiError for more ids, or prompts, than are served in one request.
 
-    Seen by the first item alone: a body may hold ten million, and whoever looks at each of them
-    keeps every stream waiting.
+    Looks at the length and the first item alone: a body may hold ten million items, and looking at
+    each would keep every stream waiting.
     """
     if isinstance(given, str) or not given:
         return
@@ -348,12 +352,12 @@ def check_size(name: str, given: str | Sequence[Any], model: ServedModel) -> Non
 
 
 def interval_of(asked: int | None) -> int | None:
-    """Tokens a piece of a stream has, after the first; None: as the server has it."""
+    """Tokens in each piece of a stream after the first; None: the server's setting."""
     return None if asked is None else in_range("stream_interval", asked, 1, None)
 
 
 def check_logprobs(name: str, count: int | None) -> int:
-    """A count of top logprobs; None is -1."""
+    """The count of top logprobs, if it is in range; -1 for None. Raises ApiError."""
     return -1 if count is None else in_range(name, count, 0, wire.NUM_TOP_LOGPROBS)
 
 
@@ -367,7 +371,7 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 class RankFields(Protocol):
-    """Who dictates ranks; data_parallel_rank is the older name of routed_dp_rank."""
+    """Fields that dictate ranks; data_parallel_rank is the older name of routed_dp_rank."""
 
     disagg_prefill_dp_rank: int | None
     routed_dp_rank: int | None
@@ -375,7 +379,7 @@ class RankFields(Protocol):
 
 
 def ranks_of(fields: RankFields, model: ServedModel) -> Ranks:
-    """Those that were dictated. Raises ApiError when no worker has them."""
+    """The ranks that a request dictates. Raises ApiError when no worker has them."""
     name = "data_parallel_rank" if fields.routed_dp_rank is None else "routed_dp_rank"
     return Ranks(
         model.rank_of("disagg_prefill_dp_rank", fields.disagg_prefill_dp_rank, "prefill"),
@@ -384,7 +388,7 @@ def ranks_of(fields: RankFields, model: ServedModel) -> Ranks:
 
 
 def seed_of(seed: int | None, choice: int) -> int:
-    """Choices of one request differ: seed + choice, or 63 random bits each."""
+    """A seed for each choice, so that they differ: seed + choice, or 63 random bits."""
     if seed is None:
         return secrets.randbits(63)
     return (seed + choice) & ((1 << 63) - 1)
@@ -415,8 +419,9 @@ def fit_tokens(
 ) -> int:
     """max_new_tokens of one prompt. default: None takes all that is left of the context.
 
-    Raises ApiError (code context_length_exceeded) naming both numbers, and for a default that
-    min_tokens could not be kept with: sampling_of sees those that were asked.
+    Raises ApiError (code context_length_exceeded) naming both numbers. Raises ApiError also if the
+    default is less than min_tokens; sampling_of compares min_tokens with a max_tokens that was
+    asked.
     """
     left = context_length - num_prompt
     if left < 1:

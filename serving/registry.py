@@ -1,4 +1,4 @@
-"""`kvferry registry`: the process that knows who serves what, where, and which rank has a room."""
+"""`kvferry registry`: the process that lists the live workers and knows which rank has a room."""
 
 import asyncio
 import logging
@@ -74,7 +74,7 @@ def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
 
 
 async def serve(config: RegistryConfig, security: Security) -> None:
-    """Listen, say so, and wait for SIGINT or SIGTERM."""
+    """Listen, report that it is ready, and wait for SIGINT or SIGTERM."""
     flags.log_config(config)
     stop = asyncio.Event()
     routes = RouteTable(config.max_routes, config.route_ttl_s)

@@ -1,6 +1,6 @@
-"""The items of a response's `input`, as messages of a chat.
+"""Turns the items of a Responses request's `input` into the messages of a chat.
 
-Of one turn of the assistant a chat has one message, with what was thought, said and called; here
+In a chat one turn of the assistant is one message, with its reasoning, text and calls; in `input`
 each of these is an item of its own.
 """
 
@@ -14,7 +14,7 @@ from serving.errors import ApiError, bad_field, quoted, wrong_type
 def messages_of_input(
     given: str | Sequence[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """The messages of a conversation. Raises ApiError for what is no item, or has no text."""
+    """The messages of a conversation. Raises ApiError for an item that is unknown or malformed."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -22,7 +22,7 @@ def messages_of_input(
         messages.append({"role": "user", "content": given})
         return messages
     _check_number(given)
-    turn: dict[str, Any] | None = None  # the assistant's that goes on
+    turn: dict[str, Any] | None = None  # the assistant's message, while its turn goes on
     for place, item in enumerate(given):
         where = f"input[{place}]"
         part = _assistants(item, where)
@@ -31,7 +31,7 @@ def messages_of_input(
             messages.append(_others(item, where))
             continue
         name, value = part
-        if not value:  # a thought that is not told, as others encrypt theirs
+        if not value:  # reasoning without text, as from servers that encrypt theirs
             continue
         if turn is None or not _may_follow(name, turn):
             turn = {"role": "assistant"}
@@ -41,7 +41,10 @@ def messages_of_input(
 
 
 def _check_number(items: Sequence[dict[str, Any]]) -> None:
-    """Before any of them is looked at: what they become is counted as that of every chat."""
+    """Raises ApiError for no items, or for too many items and parts.
+
+    Checked before any item is looked at, and with the limit that holds for every chat.
+    """
     if not items:
         raise bad_field("input", "must have at least one item")
     lists = (item.get(name) for item in items for name in ("content", "summary", "output"))
@@ -51,19 +54,23 @@ def _check_number(items: Sequence[dict[str, Any]]) -> None:
 
 
 def _may_follow(name: str, turn: dict[str, Any]) -> bool:
-    """Whether it is of one turn with what that has: all is, up to the outputs of its calls."""
+    """Whether the field `name` still belongs to this turn, given what the turn already has.
+
+    Reasoning and text do, unless the turn has text but no calls yet; calls always do. Items of
+    others, such as the outputs of calls, end a turn elsewhere.
+    """
     return name == "tool_calls" or "tool_calls" in turn or "content" not in turn
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn's thoughts as the one text that templates take."""
+    """The message with its reasoning as one text, which is what templates take."""
     if "reasoning_content" in message:
         message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return message
 
 
 def _assistants(item: dict[str, Any], where: str) -> tuple[str, list[Any]] | None:
-    """A field of the assistant's message, and what it gets; None for an item of others."""
+    """For an item of the assistant: the message's field and what to add to it. Else None."""
     kind = item.get("type") or "message"
     if kind == "reasoning":
         name = "content" if item.get("content") else "summary"
@@ -76,7 +83,7 @@ def _assistants(item: dict[str, Any], where: str) -> tuple[str, list[Any]] | Non
         return "tool_calls", [{"id": call_id, "type": "function", "function": function}]
     if kind == "message" and item.get("role") == "assistant":
         content = item.get("content")
-        # Without text it is a turn all the same.
+        # A message without text is a turn all the same.
         return "content", _parts("" if content is None else content, f"{where}.content")
     return None
 
@@ -95,12 +102,12 @@ def _others(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """As it came: some templates tell a text from a list of one."""
+    """The content in the form it came in: some templates tell a text from a list of one text."""
     return content if isinstance(content, str) else _parts(content, where)
 
 
 def _parts(content: Any, where: str) -> list[dict[str, Any]]:
-    """Parts of a text in the shape of a chat's."""
+    """The parts of a content, in the shape that chats give them."""
     if isinstance(content, str):
         return [text_part(content, where)]
     if not isinstance(content, list):
