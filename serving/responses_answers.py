@@ -1,8 +1,8 @@
-"""Spells answers as OpenAI's Responses do: whole, or as the events of a stream.
+"""Spells answers as OpenAI's Responses API does: whole, or as the events of a stream.
 
 Shapes: OpenAI's API reference (response, and responses-streaming). An answer is a list of items:
-what was thought, what was said, and each call. Streamed, an item is there from `output_item.added`
-to `output_item.done`, and one is open at a time. Every event has a number, and its type twice.
+reasoning, messages, and one for each call. In a stream an item is open from `output_item.added` to
+`output_item.done`, one item at a time. Every event has a number, and states its type twice.
 """
 
 import secrets
@@ -26,19 +26,19 @@ from serving.tool_calls import ToolCall
 from serving.usage import Thoughts, usage_of
 
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": None}
-_NUMBERED = b',"sequence_number":%d}\n\n'  # the end of an event, behind its text
+_NUMBERED = b',"sequence_number":%d}\n\n'  # the end of an event, after its text
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # else server_error
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item of text that is being told. delta: its events, up to what differs between them."""
+    """The open item of text. delta: its delta events, up to where they differ."""
 
     kind: type[Thought | Said]
     item_id: str
     delta: bytes = b""
     texts: list[str] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)  # JSON, each of one event
+    logprobs: list[bytes] = field(default_factory=list)  # JSON, one entry an event
 
     @property
     def type(self) -> str:
@@ -50,12 +50,12 @@ class _Item:
 
     @property
     def all_logprobs(self) -> orjson.Fragment:
-        """A list."""
+        """The logprobs of all events, as one JSON list."""
         return orjson.Fragment(b"[%b]" % b",".join(self.logprobs))
 
 
 class ResponsesAnswer:
-    """The answer of POST /v1/responses, which has one choice (endpoints.Spelling)."""
+    """Spells the answer of POST /v1/responses, which has one choice (endpoints.Spelling)."""
 
     is_cumulative = False
 
@@ -68,7 +68,7 @@ class ResponsesAnswer:
         created: int,
         parsing: Parsing,
     ) -> None:
-        """created: unix seconds. Raises ApiError for what cannot be shown again."""
+        """created: unix seconds. Raises ApiError for a field that the answer cannot repeat."""
         self._request = request
         self._model_name = model_name
         self._created = created
@@ -77,10 +77,10 @@ class ResponsesAnswer:
         self._namespaces = {tool["name"]: space for tool, space in functions_of(fields) if space}
         self._parser: MarkedText | None = parsing.parser() if parsing else None
         self._logprobs = LogprobShapes(tokenizer)
-        self._output: list[dict[str, Any]] = []  # items that are over
+        self._output: list[dict[str, Any]] = []  # closed items
         self._open: _Item | None = None
-        self._kinds: set[type[Thought | Said]] = set()  # of all items of text
-        self._entries: list[Entry] = []  # since anything was told, or called
+        self._kinds: set[type[Thought | Said]] = set()  # of all items of text so far
+        self._entries: list[Entry] = []  # of the tokens since the last text or call
         self._thoughts = Thoughts(tokenizer)
         self._num_calls = 0
         self._is_whole = False
@@ -113,7 +113,7 @@ class ResponsesAnswer:
         return Frame(before, _NUMBERED, Numbers(self._num_events, self._written))
 
     def _written(self, count: int, text: bytes) -> None:
-        """Events of the open item were written elsewhere, see serving.stream.Numbers."""
+        """Note events of the open item that were written elsewhere: serving.stream.Numbers."""
         self._num_events += count
         assert self._open is not None, "it had a frame"
         self._open.texts.append(orjson.loads(b'"%b"' % text))
@@ -142,13 +142,13 @@ class ResponsesAnswer:
     # --- items ---
 
     def _tell(self, choice: Choice, piece: Piece, is_last: bool) -> None:
-        """A piece of the text; with the last one nothing stays open."""
+        """Handle a piece of the text. After the last one no item stays open."""
         if self._parser is None and not (piece.entries or is_last):
             self._say(choice, Said, [piece.text], [])
             return
         parts = _Parts()
         at = 0
-        # Token by token where logprobs are told, so that each is with the text that it brought.
+        # With logprobs token by token, so that each logprob goes with its token's text.
         for entry in piece.entries:
             end = at + entry.num_chars
             self._entries.append(entry)
@@ -165,9 +165,9 @@ class ResponsesAnswer:
         if not is_last:
             return
         if not self._output and self._open is None:
-            self._begin(Said)  # an answer without a word is a message, too
+            self._begin(Said)  # an empty answer is a message, too
         if self._open is not None and self._open.kind is Said and self._entries:
-            self._say(choice, Said, [], self._entries)  # tokens that brought no text, as the last
+            self._say(choice, Said, [], self._entries)  # tokens without text, such as the last one
         self._close(is_cut=choice.finish_reason != "stop")
 
     def _divide(self, text: str, parts: "_Parts") -> None:
@@ -176,7 +176,7 @@ class ResponsesAnswer:
             self._sort(read, parts)
 
     def _sort(self, told: Told, parts: "_Parts") -> None:
-        """What is told next, with the logprobs of the tokens since what was told before it."""
+        """Add the parsed parts, each with the logprobs of the tokens since the part before it."""
         for part in told.parts:
             if isinstance(part, ToolCall):
                 if not (self._num_calls and self._parsing.one_call):
@@ -190,11 +190,11 @@ class ResponsesAnswer:
     def _say(
         self, choice: Choice, kind: type[Thought | Said], texts: list[str], entries: list[Entry]
     ) -> None:
-        """More of the open item, or the first of one."""
+        """Add text and logprobs to the open item, or begin a new item if it is of another kind."""
         text = "".join(texts)
         if self._open is None or self._open.kind is not kind:
             self._close(is_cut=False)
-            if kind in self._kinds:  # parsers begin a line between two of a kind
+            if kind in self._kinds:  # parsers put a line break between two parts of a kind
                 text = text.removeprefix("\n")
             self._begin(kind)
         item = self._open
@@ -223,7 +223,7 @@ class ResponsesAnswer:
         self._event("response.content_part.added", **self._place(item), part=_part(item, ""))
 
     def _close(self, is_cut: bool) -> None:
-        """The open item is over. is_cut: so is the answer, before its end."""
+        """Close the open item, if there is one. is_cut: the answer was cut before its end."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -237,7 +237,7 @@ class ResponsesAnswer:
         self._output.append(shape)
 
     def _call(self, call: ToolCall) -> None:
-        """A call comes as a whole, so its item opens and closes at once."""
+        """Add a call. It comes as a whole, so its item opens and closes at once."""
         self._close(is_cut=False)
         item = {
             "id": f"fc_{secrets.token_hex(16)}",
@@ -275,19 +275,19 @@ class ResponsesAnswer:
         return number
 
     def _at(self) -> dict[str, Any]:
-        """Where the open item, or the next one, is."""
+        """The index of the open item, or of the next one."""
         return {"output_index": len(self._output)}
 
     def _place(self, item: _Item) -> dict[str, Any]:
         return {**self._at(), "item_id": item.item_id, "content_index": 0}
 
     def _logprobs_of(self, choice: Choice, entries: Sequence[Entry]) -> bytes:
-        """JSON of some, without the brackets of the list."""
+        """The entries' logprobs as JSON, without the brackets of the list."""
         shape = self._logprobs.chat(choice, entries)
         return b"" if shape is None else dumps(shape["content"])[1:-1]
 
     def _response(self, choice: Choice | None) -> dict[str, Any]:
-        """choice: of an answer that is over; None while it goes on, or where it failed."""
+        """The `response` object. choice: the finished one; None while it runs, or if it failed."""
         sampling = self._request.choices[0].sampling
         status, error, incomplete = self._status(choice)
         return {
@@ -328,7 +328,7 @@ class ResponsesAnswer:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
                 "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": 0,  # none that anybody pays for
+                "cache_write_tokens": 0,  # writing to the cache is not billed
             },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._thoughts.num_tokens(choice)},
@@ -337,13 +337,13 @@ class ResponsesAnswer:
 
 
 class _Parts:
-    """What a piece came to: calls, and texts of a kind that are one event each."""
+    """The parts of a piece: calls, and texts. Adjacent texts of one kind become one event."""
 
     def __init__(self) -> None:
         self.found: list[ToolCall | tuple[type[Thought | Said], list[str], list[Entry]]] = []
 
     def add(self, kind: type[Thought | Said], text: str, entries: list[Entry]) -> None:
-        """More text, and logprobs of its tokens."""
+        """Add text, and the logprobs of its tokens."""
         last = self.found[-1] if self.found else None
         if last is None or isinstance(last, ToolCall) or last[0] is not kind:
             self.found.append((kind, [text], entries))
@@ -365,7 +365,7 @@ def _shape(item: _Item, status: str, content: list[dict[str, Any]]) -> dict[str,
 
 
 def _shown_again(fields: ResponsesFields) -> dict[str, orjson.Fragment]:
-    """What the answer repeats of the request, as JSON."""
+    """The fields of the request that the answer repeats, as JSON."""
     reasoning = fields.reasoning or ReasoningOptions()
     values = {
         "instructions": fields.instructions,

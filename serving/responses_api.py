@@ -1,4 +1,4 @@
-"""Turns the fields of a Responses request into what is to be generated: that of a chat."""
+"""Turns the fields of a Responses request into a `Request`, by way of a chat's."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from serving.openai_api import ChatReader
 from serving.protocol import Request, ServedModel
 from serving.responses_fields import ResponsesFields, chat_of, places_of_parameters
 
-# Fields of a chat, as a message has them, and what they are called here.
+# Fields of a chat, as error messages name them, and what they are called here.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -25,7 +25,7 @@ class ResponsesReader(ChatReader):
     id_prefix = "resp_"
 
     def __init__(self, fields: ResponsesFields, model: ServedModel) -> None:
-        """Raises ApiError for what is wrong in any field."""
+        """Raises ApiError if any field is wrong."""
         self.asked = fields
         with _by_own_names(), _untruncated(fields):
             super().__init__(chat_of(fields), model)
@@ -41,7 +41,7 @@ class ResponsesReader(ChatReader):
 
 @contextmanager
 def _by_own_names() -> Iterator[None]:
-    """What is wrong with the chat is told of the field that it came from."""
+    """Reword errors about a field of the chat so that they name the field it was made from."""
     try:
         yield
     except ApiError as error:
@@ -57,7 +57,7 @@ def _by_own_names() -> Iterator[None]:
 
 @contextmanager
 def _untruncated(fields: ResponsesFields) -> Iterator[None]:
-    """Whoever lets us drop items, where a conversation is too long, hears that we drop none."""
+    """If the client allows truncation, say in errors about length that no items are dropped."""
     try:
         yield
     except ApiError as error:

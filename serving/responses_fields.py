@@ -1,7 +1,7 @@
-"""The fields of POST /v1/responses, and the chat that they ask for.
+"""The fields of POST /v1/responses, and the chat request that they amount to.
 
-Field names and meanings: OpenAI's API reference. Beside them SGLang's and vLLM's parameters of
-sampling, as in chats. Nothing is kept between two requests: a conversation comes whole with each.
+Field names and meanings: OpenAI's API reference, and SGLang's and vLLM's sampling parameters as in
+chats. Nothing is kept between requests: each has to bring its whole conversation.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ from serving.openai_fields import ChatFields, ConversationFields, check_conversa
 from serving.response_input import messages_of_input
 
 LOGPROBS = "message.output_text.logprobs"
-# Of tools that this server has not; and how a client without a store on our side gets back what was
-# thought, which comes in plain text here.
+# Accepted in `include` without effect. They ask for outputs of tools that this server does not
+# have, or for encrypted reasoning, by which clients get reasoning back from servers that store
+# nothing; here reasoning comes in plain text.
 _BRING_NOTHING = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -61,12 +62,12 @@ class ResponsesFields(ConversationFields, kw_only=True):
     text: TextOptions | None = None
     include: list[str] | None = None
     truncation: str | None = None
-    # Shown again in the answer, and nothing else.
+    # Repeated in the answer, and otherwise unused.
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Of no consequence here: nothing is stored, and no tool is the server's own.
+    # Without effect here: nothing is stored, and the server has no tools of its own.
     store: bool | None = None
     max_tool_calls: int | None = None
     service_tier: str | None = None
@@ -76,7 +77,7 @@ class ResponsesFields(ConversationFields, kw_only=True):
     context_management: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
-    # What chats call something that has another name here.
+    # Names that chats have for fields which have other names here: refused, naming those.
     logprobs: Any = None
     max_completion_tokens: Any = None
     messages: Any = None
@@ -108,7 +109,7 @@ _responses = msgspec.json.Decoder(ResponsesFields)
 
 
 def read_responses(body: bytes) -> ResponsesFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
+    """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_responses, body)
     check_conversation(fields)
     refuse(fields, _REFUSED)
@@ -130,7 +131,7 @@ def read_responses(body: bytes) -> ResponsesFields:
 
 
 def chat_of(fields: ResponsesFields) -> ChatFields:
-    """The chat that is asked for. Raises ApiError for what no chat has."""
+    """The chat request that these fields amount to. Raises ApiError for what no chat can have."""
     wants_logprobs = LOGPROBS in (fields.include or ()) or bool(fields.top_logprobs)
     assert fields.input is not None, "it was read"
     own = {"tools", "tool_choice", *_OF_CHATS}
@@ -150,8 +151,8 @@ def chat_of(fields: ResponsesFields) -> ChatFields:
 def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]]:
     """The functions that the model is offered, each with its namespace or "".
 
-    Agents offer tools of the server's beside their own, for it to take or leave: this one has none.
-    Raises ApiError for what is no function.
+    Agents list tools that a server may have beside their own functions. This server has none, and
+    ignores them. Raises ApiError for a function that is malformed.
     """
     allowed = _allowed(fields.tool_choice)
     for function, namespace, _ in _all_functions(fields):
@@ -160,7 +161,7 @@ def functions_of(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str]
 
 
 def places_of_parameters(fields: ResponsesFields) -> dict[str, str]:
-    """By name of a function: the path of its parameters."""
+    """For each function, by name: the path of its parameters in the request."""
     return {
         function["name"]: f"{where}.parameters" for function, _, where in _all_functions(fields)
     }
@@ -179,7 +180,7 @@ def _allowed(choice: str | dict[str, Any] | None) -> frozenset[str] | None:
 
 
 def _all_functions(fields: ResponsesFields) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Each with its namespace or "", and its path."""
+    """All functions of the request, each with its namespace or "", and its path."""
     for place, tool in enumerate(fields.tools or ()):
         where = f"tools[{place}]"
         if tool.get("type") == "function":
@@ -204,7 +205,7 @@ def _name_of(tool: dict[str, Any], where: str) -> str:
 
 
 def _chats_tool(function: dict[str, Any]) -> dict[str, Any]:
-    """With what it is in an object of its own."""
+    """The function as a tool of a chat, which holds it in an object of its own."""
     inner = {name: value for name, value in function.items() if value is not None}
     del inner["type"]
     return {"type": "function", "function": inner}

@@ -14,16 +14,16 @@ from serving.prompt import Prompt
 from transfer import wire
 
 Key = tuple[str, int]  # worker id and epoch: one incarnation
-Cache = tuple[Key, int]  # and the rank that has it; -1: the worker's own, or any of its ranks
-# Prefill: queued tokens, requests; decode: the larger share in use of slots or pages, requests.
+Cache = tuple[Key, int]  # a worker and the rank that has the cache; -1: any, or its only one
+# Prefill: queued tokens, requests. Decode: share of slots or pages in use, the larger; requests.
 Burden = tuple[float, float]
-_FULLER = 0.25  # of its slots or pages that one may have in use before its cache counts no more
-MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a choice
+_FULLER = 0.25  # a place whose share in use is the least share + this is not picked for its cache
+MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a pair
 
-# A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so a choice
-# this old is part of what was reported, and counting it further would count it twice.
+# A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so the reports
+# include a pair that was picked this long ago, and charging it any longer would count it twice.
 ACKNOWLEDGED_AFTER_S = 1.0
-_MANY = 1024  # pairs that nobody's report shows yet, until those that ended are looked for
+_MANY = 1024  # unacknowledged pairs; at each multiple of so many, those that ended are removed
 
 
 def key_of(member: wire.Member) -> Key:
@@ -31,12 +31,12 @@ def key_of(member: wire.Member) -> Key:
 
 
 def computes_all(info: wire.WorkerInfo) -> bool:
-    """Whether that is a decode worker that computes every prompt it can hold: without prefill."""
+    """Whether it is a decode worker that needs no prefill: it computes every prompt it can hold."""
     return info.role == "decode" and info.local_prefill_tokens >= info.max_request_tokens
 
 
 class Ranks(NamedTuple):
-    """Data-parallel ranks that a client dictates, from 0; -1: any."""
+    """The data-parallel ranks that a client dictates, from 0; -1: any."""
 
     prefill: int = -1
     decode: int = -1
@@ -46,7 +46,7 @@ ANY_RANKS = Ranks()
 
 
 class Place(NamedTuple):
-    """Where a leg may go. rank -1: the worker chooses, or has but one."""
+    """Where a leg may go. rank -1: the worker chooses its rank, or has only one."""
 
     member: wire.Member
     rank: int
@@ -59,7 +59,11 @@ class Place(NamedTuple):
 
 
 def _places(members: Sequence[wire.Member], rank: int) -> list[Place]:
-    """Of decode every rank is one. Prefill binds late, by loads that are its own: one a worker."""
+    """The places of these workers.
+
+    Every rank of a decode worker is a place. A prefill worker is one place, unless a rank is
+    dictated: it chooses the rank itself, late, by loads that only it knows.
+    """
     places = []
     for member in members:
         if rank >= 0 or (member.info.role == "decode" and member.info.dp_size > 1):
@@ -71,12 +75,12 @@ def _places(members: Sequence[wire.Member], rank: int) -> list[Place]:
 
 
 def _load_of(member: wire.Member, rank: int) -> wire.Load:
-    """A rank's own, or the worker's when it has but one or has not told yet."""
+    """The load of a rank; that of the worker if it has reported none for the rank."""
     return member.ranks[rank] if rank < len(member.ranks) else member.load
 
 
 def _cache_of(place: Place) -> Cache:
-    """As Pair.cache has it."""
+    """The place's cache, as `Pair.cache` names it."""
     member = place.member
     return key_of(member), place.rank if member.info.role == "decode" else -1
 
@@ -89,15 +93,15 @@ class Pair:
     decode: wire.Member
     num_tokens: int  # of the prompt and earlier attempts
     picked_s: float  # monotonic
-    num_uncached: int = 0  # of these tokens, those that are thought to be computed
+    num_uncached: int = 0  # of these tokens, those that are expected to be computed
     use: Use | None = None  # of `cache`, until it is settled
     prefill_rank: int = -1  # dictated; -1: prefill chooses
-    decode_rank: int = -1  # -1: there is but one
+    decode_rank: int = -1  # -1: there is only one
     prefill_charged: bool = True
     decode_charged: bool = True
     prefill_key: Key = field(init=False)
     decode_key: Key = field(init=False)
-    # What each worker of a role had to do when they were picked, charges included.
+    # The burdens of each role's places when the pair was picked, charges included.
     considered: dict[wire.Role, dict[str, Burden]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,21 +114,24 @@ class Pair:
 
     @property
     def is_local(self) -> bool:
-        """Whether decode computes the prompt itself: there is but one worker and one leg."""
+        """Whether decode computes the prompt itself: then there is one worker and one leg."""
         return self.prefill_key == self.decode_key
 
     @property
     def cache(self) -> Cache:
-        """Where pages of the prompt are found. Prefill chooses its rank late, so it has but one."""
+        """The cache that may have pages of the prompt.
+
+        Prefill chooses its rank late, so all its ranks count as one cache.
+        """
         return (self.decode_key, self.decode_rank) if self.is_local else (self.prefill_key, -1)
 
     def needs(self, key: Key, prefill_done: bool) -> bool:
-        """Whether this worker has something to do for it yet."""
+        """Whether the attempt still needs this worker."""
         return key == self.decode_key or (key == self.prefill_key and not prefill_done)
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Of its workers, each once; decode first."""
+        """The keys of its workers, each once; decode first."""
         return (self.decode_key,) if self.is_local else (self.decode_key, self.prefill_key)
 
 
@@ -133,15 +140,16 @@ class _Charge:
     requests: int = 0
     to_compute: int = 0  # tokens of prompts
     to_hold: int = 0  # tokens, in pages of decode
-    last_pick: int = 0  # rank of the latest pick, to take turns among equals
+    last_pick: int = 0  # number of the latest pick, to take turns among equals
 
 
 class Router:
-    """Picks each role's worker by its policy, of decode the rank as well; never a draining one.
+    """Picks a worker of each role by its policy, for decode also the rank; never a draining worker.
 
-    cache_aware takes the worker with the least to compute before this prompt is done: queued tokens
-    and those of the prompt that it is not thought to have in its cache. Without any overlap that is
-    the least load. Of decode it is the least load, too, unless there is no prefill worker.
+    cache_aware takes the worker with the fewest tokens to compute until this prompt is done: those
+    queued, and those of the prompt that its cache is not thought to have. If no cache has any of
+    the prompt, that is the least load. For decode cache_aware is the least load, too, unless there
+    is no prefill worker.
     """
 
     def __init__(
@@ -155,7 +163,7 @@ class Router:
         self.breakers = Breakers[Key](breaker_failures)
         self._charges: dict[Key, dict[int, _Charge]] = {}  # by rank; -1 as in Place
         self._unacknowledged: deque[Pair] = deque()
-        self._reported_s = math.inf  # when loads were told last
+        self._reported_s = math.inf  # when the registry last passed loads on
         self._picks = 0
         self._random = random.Random(seed)
         choosers: dict[str, Callable[[Sequence[Place]], Place]] = {
@@ -163,13 +171,13 @@ class Router:
             "round_robin": self._next_in_turn,
             "random": self._random.choice,
             "power_of_two": self._better_of_two,
-            "cache_aware": self._least_loaded,  # where no cache matters, see pick
+            "cache_aware": self._least_loaded,  # where no cache matters, see `pick`
         }
         for_prefill = policy if prefill_policy == "same" else prefill_policy
         for_decode = policy if decode_policy == "same" else decode_policy
         self.policies: dict[wire.Role, str] = {"prefill": for_prefill, "decode": for_decode}
         self._choose_prefill, self._choose_decode = choosers[for_prefill], choosers[for_decode]
-        # None unless workers are picked by what their caches have.
+        # None unless a role's policy is cache_aware.
         self._index: PrefixIndex[Cache] | None = None
         if "cache_aware" in self.policies.values():
             self._index = PrefixIndex()
@@ -187,14 +195,16 @@ class Router:
         ranks: Ranks = ANY_RANKS,
         may_be_local: bool = False,
     ) -> Pair | None:
-        """A pair, charged with the request; None when there are no workers that take it.
+        """A pair, charged with the request; None when no workers take it.
 
-        may_be_local: where decode says that it computes prompts of so few tokens itself, it is
-        both workers of the pair. Without a prefill worker, only such a one takes it.
+        may_be_local: a decode worker that computes prompts of this length itself (its
+        local_prefill_tokens) becomes both workers of the pair. Without a prefill worker only such a
+        decode worker is picked.
 
-        stalled: those that make no progress, taken only when there is no other; so is, among the
-        rest, avoid: ids. now_s: monotonic. prompt, salt: by which caches find it; the prompt
-        may have fewer tokens than num_tokens. ranks: only workers that have them take it.
+        stalled: workers that make no progress, picked only if there is no other. avoid: ids of
+        workers that, of the rest, are picked only if there is no other. now_s: monotonic. prompt,
+        salt: what caches are searched for; the prompt may have fewer tokens than num_tokens.
+        ranks: only workers that have these ranks are picked.
         """
         self._acknowledge(now_s)
         prompt = prompt or Prompt(())
@@ -225,8 +235,11 @@ class Router:
         return pair
 
     def _evenly(self, places: Sequence[Place]) -> Sequence[Place]:
-        """Those with room that are not much fuller than the emptiest: what a place has cached says
-        nothing of how long its streams wait for each other, or a request there for a slot."""
+        """The places that have room and are not much fuller than the emptiest, or else all.
+
+        What a place has cached says nothing about how long its streams wait for each other, or how
+        long a request there waits for a slot.
+        """
         shares = [self._burden(place)[0] for place in places]
         most = min(min(shares) + _FULLER, 1.0)
         able = [place for place, share in zip(places, shares, strict=True) if share < most]
@@ -248,7 +261,7 @@ class Router:
         return pair
 
     def _picked(self, pair: Pair, charged: Sequence[tuple[Place, int, int]], now_s: float) -> None:
-        """Charge each place with so many tokens to compute, and to hold."""
+        """Charge the places of a new pair. charged: (place, tokens to compute, tokens to hold)."""
         self._picks += 1
         for place, to_compute, to_hold in charged:
             charge = self._charge(place)
@@ -259,7 +272,7 @@ class Router:
             self.breakers.picked(key_of(place.member), pair, now_s)
         self._unacknowledged.append(pair)
         if len(self._unacknowledged) > _MANY and not len(self._unacknowledged) % _MANY:
-            # While nothing is reported those that ended pile up behind one that goes on.
+            # While no load is reported, pairs that ended pile up behind one that is still charged.
             self._unacknowledged = deque(each for each in self._unacknowledged if each.is_charged)
 
     def _places(
@@ -280,7 +293,10 @@ class Router:
         now_s: float,
         rank: int,
     ) -> list[wire.Member]:
-        """Who may be picked, in order of their keys; those to pass over only if all are such."""
+        """The workers that may be picked, in order of their keys.
+
+        Workers that are to be passed over are among them only if there are no others.
+        """
         able = (m for m in members if not m.draining and rank < m.info.dp_size)
         members = sorted(able, key=key_of)
         members = [
@@ -293,7 +309,7 @@ class Router:
     def _pick_prefill(
         self, places: Sequence[Place], num_tokens: int, prompt: Prompt, salt: str
     ) -> tuple[Place, Use | None, int]:
-        """The worker, what is foreseen of its cache, and the tokens it will have to compute."""
+        """The worker, the expected use of its cache, and the tokens it will have to compute."""
         if self.policies["prefill"] == "cache_aware":
             return self._pick_by_cache(places, num_tokens, prompt, salt)
         return self._choose_prefill(places), None, num_tokens
@@ -301,10 +317,10 @@ class Router:
     def _pick_by_cache(
         self, places: Sequence[Place], num_tokens: int, prompt: Prompt, salt: str
     ) -> tuple[Place, Use | None, int]:
-        """The same, of places of either role that would compute the prompt."""
+        """As `_pick_prefill`, by caches, among places of either role that compute the prompt."""
         index = self._index
         assert index is not None, "cache_aware has an index"
-        page_size = places[0].member.info.kv_spec.page_size  # the registry takes no other beside it
+        page_size = places[0].member.info.kv_spec.page_size  # the registry admits only one size
         chain = prompt.chain(page_size, salt)
         # The last token is always computed: its logits are the answer.
         num_reusable = max(num_tokens - 1, 0) // page_size
@@ -324,7 +340,7 @@ class Router:
         return place, use, num_uncached
 
     def prefilled(self, pair: Pair) -> None:
-        """The prompt is computed, and so prefill is done with the request."""
+        """The prompt is computed, so the pair is no longer charged for it."""
         if not pair.prefill_charged:
             return
         pair.prefill_charged = False
@@ -334,7 +350,7 @@ class Router:
             self._discharge(pair.prefill_key, pair.prefill_rank, 1, to_compute=pair.num_uncached)
 
     def found_cached(self, pair: Pair, cached_tokens: int | None) -> None:
-        """What its worker had of the prompt, as it says; None when it may have had more."""
+        """The worker found so many of the prompt's tokens in its cache; None: not known."""
         if self._index is None or pair.use is None:
             return
         use, pair.use = pair.use, None
@@ -367,16 +383,17 @@ class Router:
                 self._index.forget((key, rank))
 
     def reported(self, now_s: float) -> None:
-        """The registry has told loads just now."""
+        """The registry has just passed loads on."""
         self._reported_s = now_s
 
     def charged_requests(self, key: Key) -> int:
-        """Choices of ours that the worker's report does not show yet."""
+        """Requests of ours that the worker's reports do not include yet."""
         return sum(charge.requests for charge in self._charges.get(key, {}).values())
 
     def _acknowledge(self, now_s: float) -> None:
-        # While no registry tells loads, what was picked since shows in none: else all that comes
-        # would go to whoever had least to do when it was last heard of.
+        # While the registry passes no loads on, no report includes what was picked since. Those
+        # pairs stay charged: else every request would go to the worker that had the least to do
+        # when the last report came.
         now_s = min(now_s, self._reported_s)
         while self._unacknowledged:
             pair = self._unacknowledged[0]
@@ -405,13 +422,13 @@ class Router:
         assert least >= 0, f"{key} rank {rank} discharged more than charged"
 
     def _to_compute(self, place: Place) -> float:
-        """Tokens of prompts that are queued there."""
-        # Bound late, a prompt waits for the share of one rank.
+        """Tokens of prompts that are queued at the place, per rank if prefill chooses the rank."""
+        # A prompt whose rank is chosen late waits for one rank's share of the queue.
         sharers = place.member.info.dp_size if place.rank < 0 else 1
         return (place.load.queued_tokens + self._charge(place).to_compute) / sharers
 
     def _burden(self, place: Place) -> tuple[float, float, int]:
-        """What sorts places of one role: the least burdened first, equals in turn."""
+        """Sort key for places of one role: the least burdened first, equals in turn."""
         member, rank, load = place
         charge = self._charge(place)
         requests = load.queued_requests + load.running_requests + charge.requests
@@ -426,7 +443,7 @@ class Router:
         return max(slots, pages), requests, charge.last_pick
 
     def _burdens(self, picked: Place, places: Sequence[Place]) -> dict[str, Burden]:
-        """Of the picked one, and of some others."""
+        """The burdens of the picked place and of some others, by name."""
         others = [place for place in places if place is not picked]
         shown = [picked, *others[: MAX_CONSIDERED - 1]]
         return {place.name: self._burden(place)[:2] for place in shown}
@@ -444,7 +461,7 @@ class Router:
 
 
 def router_of(config: ServeConfig) -> Router:
-    """As the flags say."""
+    """The router that the config describes."""
     return Router(
         config.policy,
         prefill_policy=config.prefill_policy,

@@ -1,9 +1,10 @@
-"""JSON schemas made ready for a grammar: closed where that is safe, and without what says nothing.
+"""Prepares JSON schemas for a grammar: closes objects where safe, drops keywords without effect.
 
-A model that may add properties adds them until its tokens end, so an object that lists what it has
-is closed unless it says otherwise. What a closed one takes the open one takes, too, as long as no
-other schema speaks of the same value: two closed ones that know different properties take nothing.
-A schema beside which there is no such other is called alone here.
+A model that may add properties adds them until its tokens run out, so an object that lists its
+properties is closed unless the schema says otherwise. Whatever the closed schema accepts, the open
+one accepts too, as long as no other schema applies to the same value: two closed schemas with
+different properties together accept nothing. Here, a schema is "alone" if no other schema applies
+to the same value.
 """
 
 import re
@@ -13,7 +14,7 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-# Those of llguidance 1.9, which refuses others, though the standard has all of them annotate.
+# The formats of llguidance 1.9. It refuses others, though in the standard a format only annotates.
 FORMATS: Final = frozenset(
     [
         "date",
@@ -29,7 +30,7 @@ FORMATS: Final = frozenset(
         "uuid",
     ]
 )
-# Speak of the same value as the keywords beside them.
+# Keywords whose schemas apply to the same value as the keywords beside them.
 _IN_PLACE: Final = frozenset(
     [
         "allOf",
@@ -66,16 +67,18 @@ _SPEAKS: Final = _IN_PLACE | _OF_OBJECTS | _OF_ARRAYS
 _ONE_SCHEMA: Final = ("items", "additionalItems", "additionalProperties")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _BY_NAME: Final = ("properties", "patternProperties")
-# Of a pattern: what llguidance does not follow, else an escape or a class, which may hold anything.
+# A part of a pattern: one that llguidance cannot follow (group `beyond`), or else an escape or a
+# character class, which is skipped because it may contain anything.
 _PATTERN_PARTS: Final = re.compile(
     r"(?P<beyond>\\[1-9kbB]|\(\?<?[=!]|(?<!\A)\^|\$(?!\Z))|\\.|\[(?:\\.|[^\]\\])*\]?", re.DOTALL
 )
 
 
 def prepare(root: Schema, lenient: bool) -> None:
-    """Changes a document that nobody else holds.
+    """Prepares `root` in place; the caller must own the whole document.
 
-    lenient: what llguidance cannot follow is left out, not refused; it is told so as well.
+    lenient: remove what llguidance cannot follow, where it would be refused otherwise. llguidance
+    itself is set to be lenient as well.
     """
     walk = _Walk(root, lenient)
     for node, alone in walk.reached():
@@ -93,7 +96,7 @@ def prepare(root: Schema, lenient: bool) -> None:
 
 
 def _may_close(node: Schema) -> bool:
-    """Whether it lists properties, says nothing of others, and needs none of them."""
+    """Whether it lists properties, says nothing about others, and requires none of those."""
     properties, required = node.get("properties"), node.get("required", [])
     fewest = node.get("minProperties", 0)
     if not (isinstance(properties, dict) and isinstance(required, list)):
@@ -110,7 +113,7 @@ def _may_close(node: Schema) -> bool:
 
 
 def _is_plain(schema: Any, is_member: bool = False) -> bool:
-    """Whether there are values of it, at first sight: members of members are not looked at."""
+    """Whether some value satisfies it, at a shallow look: members of members are not examined."""
     if not isinstance(schema, dict):
         return schema is True
     spoken = schema.keys() & _SPEAKS
@@ -122,16 +125,16 @@ def _is_plain(schema: Any, is_member: bool = False) -> bool:
 
 
 class _Walk:
-    """Every schema that the root comes to. Others, as in `not`, are in no grammar."""
+    """Visits every schema that the root reaches. Others, such as in `not`, are in no grammar."""
 
     def __init__(self, root: Schema, lenient: bool) -> None:
         self._root = root
         self._lenient = lenient
-        self._alone: dict[int, bool] = {}  # by identity: as it was come to
-        self.follows_all = True  # what a reference names that is not found might be anything
+        self._alone: dict[int, bool] = {}  # by identity: whether it is alone by every path so far
+        self.follows_all = True  # False: some reference was not followed, so its target is unknown
 
     def reached(self) -> list[tuple[Schema, bool]]:
-        """Each once, with whether it is alone however it is come to. None is nested too deeply."""
+        """Each schema once, with whether it is alone by every path to it. Does not recurse."""
         found: dict[int, Schema] = {}
         todo = [(self._root, True)]
         while todo:
@@ -143,20 +146,20 @@ class _Walk:
         return [(node, self._is_alone(node, self._alone[key])) for key, node in found.items()]
 
     def _is_alone(self, node: Schema, alone: bool) -> bool:
-        """Whether no two parts of a schema that was come to so speak of one value."""
+        """Whether no two of its parts apply to one value, given whether it is alone itself."""
         spoken = node.keys() & _SPEAKS
         if not alone or (len(spoken) > 1 and spoken & _IN_PLACE) or "patternProperties" in spoken:
             return False
         members = node.get("allOf")
         if isinstance(members, list) and len(members) > 1:
             return False
-        # One of two open objects may take what the other takes, which closed ones would hide. Where
-        # that does not matter (lenient: any of them will do) they are as good as anyOf.
+        # Two open objects of a oneOf may accept the same value, which closing them would hide. When
+        # lenient, any match will do, so oneOf counts as anyOf.
         return self._lenient or "oneOf" not in spoken
 
     def _below(self, node: Schema, alone: bool) -> Iterator[tuple[Schema, bool]]:
         if node is not self._root and isinstance(node.get("$id", node.get("id")), str):
-            self.follows_all = False  # references inside of it begin there
+            self.follows_all = False  # references inside it are relative to it
         inner = [node.get(name) for name in _ONE_SCHEMA]
         for name in _LISTS:
             if isinstance(members := node.get(name), list):
@@ -169,7 +172,7 @@ class _Walk:
         yield from ((one, alone) for one in inner if isinstance(one, dict))
 
     def _named(self, ref: str) -> Any:
-        """What a JSON pointer names; nothing for another reference, or where there is nothing."""
+        """What a JSON pointer names; None for any other reference, or if nothing is there."""
         at: Any = self._root
         head, *steps = unquote(ref).split("/")
         for step in steps:
@@ -185,10 +188,11 @@ class _Walk:
 
 
 def _can_count(node: Schema) -> bool:
-    """Whether llguidance can count its properties, as it knows of optional ones one and no more.
+    """Whether llguidance can count its properties: it can count one optional property, not more.
 
-    Where it cannot and shall be lenient, it would count others alone, and make the model add some.
-    What no object can have it knows: nothing is such an object, whatever is optional.
+    Where it cannot, and is lenient, it would count only properties that are not listed, and make
+    the model add some. Bounds that no object can satisfy it handles, whatever is optional: then
+    nothing is accepted.
     """
     properties, required = node.get("properties"), node.get("required", [])
     if not (isinstance(properties, dict) and isinstance(required, list)):
@@ -206,7 +210,7 @@ def _can_count(node: Schema) -> bool:
     return closed and fewest <= needed + 1 and most in (None, needed + 1)
 
 
-# --- what says nothing, or nothing that can be followed -------------------------------------------
+# --- keywords that say nothing, or nothing that can be followed -----------------------------------
 
 
 def _takes_all(value: Any) -> bool:
@@ -214,7 +218,7 @@ def _takes_all(value: Any) -> bool:
 
 
 def _takes_every_name(value: Any) -> bool:
-    """Names are strings all of them."""
+    """Whether it accepts every property name; names are always strings."""
     if not isinstance(value, dict):
         return value is True
     said = value.keys() - {"title", "description", "$comment"}
@@ -238,7 +242,7 @@ _SAYS_NOTHING: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def _is_beyond(pattern: Any) -> bool:
-    """Whether it looks around or back, which no grammar of tokens can."""
+    """Whether the pattern has look-around or back-references, which no token grammar can follow."""
     if not isinstance(pattern, str):
         return False
     return any(part["beyond"] for part in _PATTERN_PARTS.finditer(pattern))

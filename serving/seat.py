@@ -1,4 +1,4 @@
-"""Which of a server's HTTP processes this one is: its number, its share, its folder."""
+"""The seat of one of a server's HTTP processes: its number, its share of the limits, its folder."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,7 @@ class Seat(msgspec.Struct, frozen=True):
     """What the parent of several API processes tells each of them.
 
     process: 0 <= process < num_processes. folder: private to the server. listen_fd: the inherited
-    Unix socket, which all share; -1 with a port, which each binds itself.
+    Unix socket, which all processes share; -1 with a port, which each binds itself.
     """
 
     process: int
@@ -30,11 +30,11 @@ class Seat(msgspec.Struct, frozen=True):
         return None if text is None else msgspec.json.decode(text, type=cls)
 
     def environment(self) -> tuple[tuple[str, str], ...]:
-        """The variables that bring it to its process."""
+        """The environment variables that pass the seat to its process."""
         return ((_ENV, msgspec.json.encode(self).decode()),)
 
     def address_of(self, process: int) -> str:
-        """Where that process answers the others, as gRPC reads it."""
+        """The address where that process answers the others, as gRPC reads it."""
         return f"unix:{self.folder}/{process}"
 
     def share_of(self, config: ServeConfig) -> ServeConfig:
@@ -43,7 +43,7 @@ class Seat(msgspec.Struct, frozen=True):
             config,
             max_inflight_requests=self._part(config.max_inflight_requests),
             max_queued_requests=self._part(config.max_queued_requests),
-            api_workers=1,  # of so many are these limits
+            api_workers=1,  # the limits above are those of one process
         )
 
     def _part(self, total: int) -> int:

@@ -48,7 +48,7 @@ NAMES = {"min_tokens": "min_new_tokens"}
 
 
 class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """`sampling_params` of one prompt. SGLang takes no unknown name here either."""
+    """`sampling_params` of one prompt. As in SGLang, unknown names are refused here."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -57,7 +57,7 @@ class GenerateSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True)
 
 
 class GenerateFields(msgspec.Struct, kw_only=True):
-    """POST /generate. What may be a list has then one entry a prompt."""
+    """POST /generate. A field that may be a list then has one entry a prompt."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -121,7 +121,7 @@ _generates = msgspec.json.Decoder(GenerateFields)
 
 
 def read_generate(body: bytes) -> GenerateFields:
-    """The body's fields, those checked that need no model. Raises ApiError."""
+    """Parse the body and check what can be checked without a model. Raises ApiError."""
     fields = read_json(_generates, body)
     refuse(fields, REFUSED)
     if fields.max_thinking_tokens is not None:  # 0 would be no thought
@@ -135,7 +135,7 @@ class GenerateReader:
     """One /generate request on its way to a `Request`."""
 
     def __init__(self, fields: GenerateFields, model: ServedModel) -> None:
-        """Raises ApiError for what is wrong in any field."""
+        """Raises ApiError if any field is wrong."""
         self._fields = fields
         self._model = model
         check_size("text", fields.text or "", model)
@@ -187,13 +187,13 @@ class GenerateReader:
         )
 
     async def finish(self, request_id: str | None) -> Request:
-        """Tokenizes. Raises ApiError when a prompt does not fit."""
+        """Tokenize. Raises ApiError when a prompt does not fit."""
         fields, model = self._fields, self._model
         n = next(iter(self._n))
         choices: list[ChoiceAsk] = []
         for prompt_idx, given in enumerate(self._prompts):
             if prompt_idx:
-                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
+                await asyncio.sleep(0)  # short texts are tokenized here, and there may be many
             if isinstance(given, str):
                 ids = await model.encode_prompt(self._prompt_name, given, True)
             else:
@@ -263,7 +263,7 @@ def _prompts_of(fields: GenerateFields, vocab_size: int) -> tuple[Sequence[str |
 
 
 def _each[T](name: str, value: T | list[T] | None, count: int) -> list[T | None]:
-    """One value a prompt, of a field that may be a list."""
+    """One value a prompt, from a field that may be a list."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -300,7 +300,7 @@ def _shown(
 
 
 class _Logprobs:
-    """Entries as JSON, each spelled once, though every event repeats them all."""
+    """Entries as JSON. Each is spelled only once, though every event repeats them all."""
 
     def __init__(self, text_of: Callable[[int], str | None]) -> None:
         self._text_of = text_of
@@ -309,7 +309,7 @@ class _Logprobs:
         self._tops: list[bytes] = []
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Those that are new."""
+        """Add new entries."""
         if not entries:
             return
         text_of = self._text_of
@@ -323,7 +323,7 @@ class _Logprobs:
         self._tops.append(dumps(tops)[1:-1])
 
     def take_once(self, entries: Sequence[Entry]) -> None:
-        """All of a list, unless that was done when it had as many."""
+        """Add those entries of a growing list that were not added before."""
         if self._count < len(entries):
             self.take(entries[self._count :])
 
@@ -337,7 +337,7 @@ class _Logprobs:
 
 
 class _SoFar:
-    """What was told of one choice."""
+    """Everything that was sent of one choice so far."""
 
     def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
         shown = choice.ask.shown
@@ -374,7 +374,7 @@ class GenerateAnswer:
         self._so_far: dict[int, _SoFar] = {}
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
-        """The body of an answer that is not streamed: an object, or a list of a batch's."""
+        """The body of an answer that is not streamed: an object, or a list of them for a batch."""
         items = [self._item(choice, self._with(choice, choice.drain())) for choice in choices]
         return dumps(items if self._is_batch else items[0])
 
@@ -399,7 +399,7 @@ class GenerateAnswer:
         return error_event(error)
 
     def _with(self, choice: Choice, piece: Piece) -> _SoFar:
-        """All of it, this piece included."""
+        """Everything of the choice so far, this piece included."""
         so_far = self._so_far.get(choice.ask.index)
         if so_far is None:
             so_far = self._so_far[choice.ask.index] = _SoFar(choice, self._tokenizer)
@@ -425,7 +425,8 @@ class GenerateAnswer:
         }
         if shown.num_logprobs >= 0:
             told = {"output": so_far.output}
-            # Megabytes, with every token: all streams would wait for them.
+            # Long ones come only with the last event: megabytes with every token would keep all
+            # streams waiting.
             is_long = num_prompt_logprobs(choice.ask) > INLINE_LOGPROBS
             if choice.finish_reason is not None or not is_long:
                 told["input"] = so_far.prompt

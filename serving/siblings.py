@@ -1,7 +1,7 @@
-"""The HTTP processes of one server ask each other what a client may ask any one of them.
+"""Lets the HTTP processes of one server ask each other, so that any of them can answer for all.
 
-Each has a control server on a Unix socket in the server's private folder. Who does not answer in
-time (it dies, hangs, or starts again) is left out, and counted.
+Each has a control server on a Unix socket in the server's private folder. A process that does not
+answer in time (it died, hangs, or is restarting) is left out, and counted.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ TIMEOUT_S = 2.0
 
 
 class Siblings:
-    """The other processes of this server, if there are any; this one's answers are always in."""
+    """The other processes of this server, if there are any. Answers always include this one's."""
 
     def __init__(
         self, front: Front, seat: Seat | None = None, security: Security | None = None
@@ -46,7 +46,7 @@ class Siblings:
         if seat is None:
             return
         assert self._security is not None, "a seat comes with the cluster's token"
-        # The folder is the server's own: no TLS, whose names would not fit a path anyway.
+        # The folder is private, so TLS is not needed; its host names would not fit a path anyway.
         security = Security(self._security.token)
         server = RpcServer(security)
         server.unary("State", wire.Empty, self._state)
@@ -68,7 +68,7 @@ class Siblings:
     # --- what a client asks of the server ---
 
     async def states(self) -> list[wire.ApiState]:
-        """Of every process that answers, by number."""
+        """The state of every process that answers, in order of their numbers."""
         others = await self._ask_all("State", wire.Empty(), wire.ApiState)
         return sorted([self._own_state(), *others], key=lambda state: state.process)
 
@@ -77,19 +77,19 @@ class Siblings:
         if self._seat is None:
             return None
         others = await self._ask_all("Metrics", wire.Empty(), wire.ApiMetrics)
-        # This process's come last: they say who has not answered just now.
+        # This process's metrics are read last: they count the processes that did not answer now.
         texts = {metrics.process: metrics.text for metrics in others}
         return texts | {self.process: self._front.dispatcher.metrics.own_text()}
 
     async def abort(self, request_id: str | None) -> int:
-        """Abort one request wherever it is, or with None every one. How many, as Runner.abort."""
+        """Abort one request wherever it is, or with None all; how many, as Runner.abort counts."""
         ask = wire.AbortRequest(request_id)
         num_own = self._front.runner.abort(request_id)
         others = await self._ask_all("AbortRequest", ask, wire.Aborted)
         return num_own + sum(aborted.count for aborted in others)
 
     async def timeline(self, request_id: str) -> bytes | None:
-        """What is told of the latest request of that id, as JSON; None when no process knows it."""
+        """The timeline of the latest request of that id, as JSON; None when no process knows it."""
         own = self._own_timeline(request_id)
         ask = wire.FindTimeline(request_id)
         others = await self._ask_all("FindTimeline", ask, wire.FoundTimeline)
@@ -97,7 +97,7 @@ class Siblings:
         return latest.body or None
 
     async def flushed(self) -> None:
-        """Every worker's cache is empty: no process routes by what was in it."""
+        """Every worker's cache was emptied: tell the other processes to forget what was in them."""
         await self._ask_all("Flushed", wire.Empty(), wire.Empty)
 
     async def _ask_all[M: msgspec.Struct](
@@ -132,7 +132,7 @@ class Siblings:
 
     def _own_timeline(self, request_id: str) -> wire.FoundTimeline:
         for generation in self._front.dispatcher.find(request_id):
-            generation.reclaim()  # whoever borrows its stream counts the writes
+            generation.reclaim()  # while its stream is borrowed, the borrower counts the writes
         timelines = self._front.dispatcher.timelines
         request = timelines.find(request_id)
         if request is None:
