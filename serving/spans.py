@@ -1,4 +1,4 @@
-"""One ended request's timeline as OpenTelemetry spans: the request, and its stages as children."""
+"""Turns an ended request's timeline into OpenTelemetry spans: the request and its stages."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,8 @@ Stage = tuple[str, float | None, float | None, dict[str, Any]]  # name, start ms
 def stages_of(timeline: dict[str, Any]) -> Iterator[Stage]:
     """queue, and for each attempt prefill, transfer and decode. Milliseconds since arrival.
 
-    timeline: as serving.timeline_answer.timeline_of. A leg of which nothing was heard has no span,
-    nor has prefill's where decode computed the prompt itself.
+    timeline: as serving.timeline_answer.timeline_of makes it. A leg that was not reported has no
+    span, nor has prefill's where decode computed the prompt itself.
     """
     yield "queue", 0.0, timeline["admitted_ms"], {}
     for choice in timeline["choices"]:
@@ -49,7 +49,7 @@ def _decode(leg: dict[str, Any]) -> dict[str, Any]:
 
 
 class Spans:
-    """Makes spans of one service."""
+    """Makes the spans of one service."""
 
     def __init__(self, service_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -59,7 +59,7 @@ class Spans:
         self._resource = Resource.create({"service.name": service_name})
 
     def of(self, timeline: dict[str, Any]) -> list[Any]:
-        """The request's span and its stages', which are its children."""
+        """The request's span, then those of its stages, which are its children."""
         from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
         trace_id = self._ids.generate_trace_id()

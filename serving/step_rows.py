@@ -1,4 +1,4 @@
-"""The packed arrays of a StepBatch, row by row, and as runs: each room's next tokens together."""
+"""Unpacks a StepBatch's arrays, as rows and as runs: each room's consecutive tokens together."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ Top = list[tuple[int, float]]  # (token id, logprob), best first
 
 @dataclass(slots=True)
 class StepRows:
-    """The arrays, one entry a row."""
+    """The arrays of a batch, one entry a row."""
 
     rooms: np.ndarray  # i64
     token_ids: np.ndarray  # i32
@@ -66,7 +66,7 @@ def _unpack_top(batch: wire.StepBatch, num_rows: int, top: dict[int, Top]) -> No
 
 @dataclass(slots=True)
 class Run:
-    """What a batch says of one room's tokens beside their ids, when it has logprobs."""
+    """What a batch with logprobs has of one room's tokens beside their ids."""
 
     logprobs: list[float]
     top: list[Top | None]
@@ -88,7 +88,7 @@ class Runs:
         return len(self.rooms)
 
     def ids_of(self, which: np.ndarray) -> list[list[int]]:
-        """The tokens of some runs. which: of them, i64[n], ascending."""
+        """The tokens of some runs. which: their indices, i64[n], ascending."""
         if not len(which):
             return []
         first, last = which[0], which[-1]
@@ -99,7 +99,7 @@ class Runs:
         return [ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def detail_of(self, which: np.ndarray) -> list[Run] | list[None]:
-        """Beside the tokens of some runs."""
+        """The logprobs of some runs; None for each if no row has logprobs."""
         if self.detail is None:
             return [None] * len(which)
         return [self.detail[run] for run in which.tolist()]
@@ -150,8 +150,8 @@ def unpack_runs(batch: wire.StepBatch) -> Runs:
 
 
 def runs_of(rows: StepRows) -> Runs:
-    """All rows, each in one run: a step has one row a room, and several steps may have merged."""
-    rooms = np.sort(rows.rooms)  # a tenth of what np.unique takes
+    """All rows, as one run a room. A room has several rows when several steps were merged."""
+    rooms = np.sort(rows.rooms)  # takes a tenth of the time of np.unique
     if (rooms[1:] != rooms[:-1]).all():
         return _single_runs(rows)
     order, starts, ends = gathered(rows.rooms, rows.token_idx, rows.finish)

@@ -1,4 +1,4 @@
-"""Steps of the workers told to the streams: each token in order, once, all of a step in one go."""
+"""Hands the workers' steps to the streams: each token once and in order, a whole step in one go."""
 
 import asyncio
 from typing import Protocol
@@ -22,10 +22,10 @@ _STRAYS_REMEMBERED = 4096
 
 
 class StepsOwner(Protocol):
-    """Who ends generations."""
+    """Ends generations."""
 
     def finish(self, generation: Generation) -> None:
-        """Its last token was told just now."""
+        """Its stream has just got its last token."""
         ...
 
     def stream_failed(self, generation: Generation, error: Exception) -> None:
@@ -34,10 +34,10 @@ class StepsOwner(Protocol):
 
 
 class Steps:
-    """Finds whose each row is, tells it, and keeps the pace.
+    """Finds the generation of each row, hands it its tokens, and sets the pace of the streams.
 
-    interval: of streams that did not ask for one; lag_s: what the last step waited to be handled;
-    rows_taken: runs of tokens that came so far.
+    interval: of streams that did not ask for one of their own. lag_s: how long the last step waited
+    to be handled. rows_taken: runs of tokens that came so far.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Steps:
         self._strays: dict[tuple[str, int], int] = {}
 
     async def take(self, link: WorkerLink, batch: wire.StepBatch) -> None:
-        """Tell all rows of a batch at once, or in groups of batch_notify_size streams.
+        """Hand out all rows of a batch at once, or in groups of batch_notify_size streams.
 
         Raises BadMessage when its arrays disagree.
         """
@@ -81,7 +81,8 @@ class Steps:
                 self._tell_runs(link, part, told.left, now_s)
             for generation in told.ended:
                 self._owner.finish(generation)
-        # What was told is sent in the loop's next turn, and written then or at its end: first that.
+        # The events are sent in the loop's next turn, and written then or at its end. Settle after
+        # that.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._settle)
 
@@ -91,7 +92,7 @@ class Steps:
         self._plain.seat_invited(len(self._placement))
 
     def forget(self, worker: Key) -> None:
-        """That incarnation is gone."""
+        """That incarnation of a worker is gone."""
         self._lag.forget(worker)
 
     def _keep_pace(self, link: WorkerLink, batch: wire.StepBatch) -> None:
@@ -101,7 +102,7 @@ class Steps:
             self.interval.observe(self.lag_s, now_s, self._clock.thread_cpu_s())
 
     def _tell_runs(self, link: WorkerLink, runs: Runs, which: np.ndarray, now_s: float) -> None:
-        """Tell each stream its own."""
+        """Hand each stream the tokens of its run. which: indices of runs."""
         key = link.key
         at = self._placement.at
         rooms, first_idx, finish = (
@@ -115,7 +116,7 @@ class Steps:
             if generation is None:
                 self._stray(link, room)
                 continue
-            generation.reclaim()  # the columns have it, and could not tell this run
+            generation.reclaim()  # if the columns have it, they could not handle this run
             try:
                 tokens = generation.accept(*run)
                 if tokens is None:
@@ -163,7 +164,11 @@ class Steps:
             self._owner.stream_failed(generation, error)
 
     def _stray(self, link: WorkerLink, room: int) -> None:
-        """Some rows of a room that just ended are on their way always; more are a leak there."""
+        """Count a row of an unknown room, and abort the room if there are too many.
+
+        A few rows of a room that just ended are always on their way; more mean that the worker
+        still has the room.
+        """
         self._metrics.dropped(1)
         key = (link.worker_id, room)
         count = self._strays.get(key, 0) + 1

@@ -1,8 +1,8 @@
-"""Tokens of a request's choices -> server-sent events, spliced from bytes that were made once.
+"""Turns the tokens of a request's choices into server-sent events, spliced from prepared bytes.
 
-A generation's sink is called inside the wake-up of a step. It detokenizes, and once a piece is due
-puts its text between the two unchanging halves of the choice's event and writes that to the
-request's `EventStream`.
+A generation's sink is called inside the wake-up of a step. It detokenizes, and when a piece is due,
+puts its text between the two constant halves of the choice's event and writes that to the request's
+`EventStream`.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ from transfer.errors import RequestError
 
 
 class Numbers(NamedTuple):
-    """Of events that have numbers. next: the one that comes next. written(count, text): so many
-    events were written elsewhere, with this text in them, inside of a JSON string.
+    """How events are numbered, where they are.
+
+    next: the next event's number. written(count, text): to be called when `count` events were
+    written elsewhere; text: their text together, as the inside of a JSON string.
     """
 
     next: int
@@ -35,9 +37,9 @@ class Numbers(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What stands before and after the text, as a JSON string, in the event of a piece.
+    """What stands before and after the text, which is a JSON string, in the event of a piece.
 
-    after: with %d for the event's number, where it has one.
+    after: has a %d for the event's number if events have numbers.
     """
 
     before: bytes
@@ -49,13 +51,13 @@ class Events(Protocol):
     """How an API spells the events of one answer, as bytes that are whole events."""
 
     def opening(self, choice: Choice) -> bytes:
-        """What goes before the first piece of a choice."""
+        """The events before the first piece of a choice."""
         ...
 
     def frame(self, choice: Choice) -> Frame | None:
-        """Of the next piece; None when pieces of this choice differ in more than their text.
+        """The frame of the next piece; None when pieces of this choice differ in more than text.
 
-        One without numbers holds for all pieces, and is there from the beginning.
+        A frame without numbers holds for all pieces, and exists from the beginning.
         """
         ...
 
@@ -64,23 +66,23 @@ class Events(Protocol):
         ...
 
     def finish(self, choice: Choice, rest: Piece) -> bytes:
-        """The last events of a choice. rest: not shown yet, may be empty."""
+        """The last events of a choice. rest: what was not shown yet; may be empty."""
         ...
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """What goes after all choices."""
+        """The events after all choices."""
         ...
 
     def failed(self, choice: Choice, error: ApiError) -> bytes:
-        """The last events where the answer cannot go on, for what became of this choice."""
+        """The last events of an answer that cannot go on because this choice failed."""
         ...
 
 
 @dataclass(slots=True)
 class Loan:
-    """What it takes to write a stream's events in its place.
+    """What a borrower needs to write a stream's events in its place.
 
-    writer: of its connection. frame: of its next events. held: tokens, the latest ones, that were
+    writer: of its connection. frame: of its next events. held: how many of the latest tokens are
     not detokenized yet. waiting: tokens since the last event.
     """
 
@@ -105,7 +107,7 @@ class StreamedAnswer:
         abort: Callable[[Generation, FinishReason], None],
         is_cumulative: bool = False,
     ) -> None:
-        """abort: the dispatcher's. is_cumulative: an event repeats all before it of its choice."""
+        """abort: the dispatcher's. is_cumulative: each event repeats its choice's earlier ones."""
         self.choices = choices
         self.stream = stream
         self.events = events
@@ -117,7 +119,7 @@ class StreamedAnswer:
 
     @property
     def closed(self) -> asyncio.Future[None]:
-        """Done when the last byte left, or nobody reads any more."""
+        """Done when the last byte has left, or the client no longer reads."""
         return self.stream.closed
 
     def close(self) -> None:
@@ -125,21 +127,21 @@ class StreamedAnswer:
         self.stream.close()
 
     def end_one(self, data: bytes, repeats: int | None) -> None:
-        """A choice ended with these events; the last one closes the answer.
+        """Write the last events of a choice; the last choice to end closes the answer.
 
-        repeats: as of EventStream.write.
+        repeats: as in EventStream.write.
         """
         data = self.last_of_one(data)
         self.stream.write(data, last=not self._num_running, repeats=repeats)
 
     def last_of_one(self, data: bytes) -> bytes:
-        """The same events, and after those of the last choice what closes the answer."""
+        """These last events of a choice, and after those of the last choice the closing ones."""
         self._num_running -= 1
         return data if self._num_running else data + self.events.closing(self.choices)
 
 
 class StreamedChoice:
-    """The sink of one choice. Its first piece leaves at once, later ones at full intervals."""
+    """The sink of one choice. Its first piece is sent at once, later ones at full intervals."""
 
     __slots__ = (
         "_answer",
@@ -161,24 +163,24 @@ class StreamedChoice:
     )
 
     def __init__(self, choice: Choice, answer: StreamedAnswer) -> None:
-        self.generation: Generation | None = None  # set by who submits
+        self.generation: Generation | None = None  # set by the caller that submits it
         self._choice = choice
         self._answer = answer
         self._stream = answer.stream
         self._interval = answer.interval
-        # Itself, if its events repeat those before them.
+        # The choice's index, if its events repeat those before them.
         self._repeats = choice.ask.index if answer.is_cumulative else None
         self._frame = answer.events.frame(choice)
-        self._opened = False  # what comes before the first piece left
+        self._opened = False  # the events before the first piece were made
         self._opener: asyncio.Task[None] | None = None
-        self._spelled: bytes | None = None  # by the opener: the opening
-        self._deferred: list[Callable[[], None]] | None = None  # while it spells
-        self._begun = False  # the first piece left
-        # Not shown yet: tokens that the choice did not take, or text if each must be looked at.
+        self._spelled: bytes | None = None  # the opening, once the opener has spelled it
+        self._deferred: list[Callable[[], None]] | None = None  # calls to make once it is spelled
+        self._begun = False  # the first piece was sent
+        # Not shown yet: tokens that the choice has not taken, or text if it has to look at each.
         self._held_ids: list[int] = []
         self._text = ""
         self._waiting = 0  # tokens since the last piece
-        self._over = False  # its last events are with somebody else
+        self._over = False  # a borrower sends its last events
 
     def on_prefilled(self, cached_tokens: int, prompt_logprobs: wire.PromptLogprobs | None) -> None:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
@@ -187,19 +189,19 @@ class StreamedChoice:
             self._opener = asyncio.create_task(self._spell_opening())
 
     async def _spell_opening(self) -> None:
-        """Beside the streams of others; what is told meanwhile waits."""
+        """Spell a long opening in a thread, so that other streams go on; calls wait meanwhile."""
 
         def spell() -> bytes:
-            is_gone = self._stream.closed.done()  # in the queue of threads, maybe long
+            is_gone = self._stream.closed.done()  # the wait for a thread may have been long
             return b"" if is_gone else self._answer.events.opening(self._choice)
 
         try:
             self._spelled = await asyncio.to_thread(spell)
             deferred, self._deferred = self._deferred or [], None
             for tell in deferred:
-                if self._choice.matched is None:  # else it has ended, and is told no more
+                if self._choice.matched is None:  # else it has ended and gets no more calls
                     tell()
-        except Exception as fault:  # else nothing would close it
+        except Exception as fault:  # else nothing would close the stream
             self._stream.broke(fault)
 
     def on_tokens(self, tokens: Tokens) -> None:
@@ -232,7 +234,7 @@ class StreamedChoice:
 
     @property
     def lends(self) -> bool:
-        """Whether text is all that it shows, and its answer has no other choice."""
+        """Whether it shows nothing but text, and its answer has no other choice."""
         is_plain = self._choice.text_only and len(self._answer.choices) == 1
         return is_plain and self._next_frame() is not None
 
@@ -240,9 +242,9 @@ class StreamedChoice:
         return self._frame or self._answer.events.frame(self._choice)
 
     def lend(self) -> Loan | None:
-        """What it takes to write its events; None while it has something to write itself.
+        """Lend what is needed to write its events; None while it has something to write itself.
 
-        Nobody tells it tokens until `take_back`. Asked only where it lends.
+        It gets no tokens until `take_back`. Called only if `lends` is true.
         """
         if not (self._begun and self._stream.lends):
             return None
@@ -263,14 +265,14 @@ class StreamedChoice:
         )
 
     def take_back(self, token_ids: Sequence[int], held: int, waiting: int) -> None:
-        """token_ids: all there are; of these the last `held` are not detokenized."""
+        """Go on from here. token_ids: all so far; the last `held` of them are not detokenized."""
         shown = len(token_ids) - held
         self._held_ids = list(token_ids[shown:])
         self._waiting = waiting
         self._choice.took(shown, token_ids[shown - 1])
 
     def _show(self, text: str) -> None:
-        # Before the piece: offsets of tokens count from what was shown first.
+        # Made before the piece: offsets of tokens count from what is shown first.
         opening = b"" if self._opened else self._opening()
         if self._frame is None:
             data = self._piece(text)
@@ -279,7 +281,7 @@ class StreamedChoice:
         else:
             data = b""
         if data:
-            self._waiting = 0  # or they are still unsent: text that comes next is overdue
+            self._waiting = 0  # without data the tokens still wait: the next text is overdue
         if not self._begun:
             self._begun = bool(data)
             data = opening + data
@@ -287,16 +289,16 @@ class StreamedChoice:
             self._stream.write(data, repeats=self._repeats)
 
     def _end_at_match(self, text: str) -> None:
-        """A stop string was found, which the workers know nothing of."""
+        """End the generation at a stop string, of which the workers know nothing."""
         self._text = text
         assert self.generation is not None, "whoever submits says so to the sink"
         self._answer.abort(self.generation, "stop")
         self.on_end("stop")
 
     def last_events(self, text: bytes, finish_reason: FinishReason) -> bytes:
-        """All that is still to be sent, by whoever had borrowed what it takes; on_end adds nothing.
+        """All that is still to be sent; the borrower sends it, and on_end will add nothing.
 
-        text: of the last tokens, inside of a JSON string.
+        text: of the last tokens, as the inside of a JSON string.
         """
         self._over = True
         if not text:
@@ -313,7 +315,7 @@ class StreamedChoice:
         elif not self._over:
             try:
                 self._answer.end_one(self._finish(finish_reason), self._repeats)
-            except Exception as fault:  # else nothing would close it
+            except Exception as fault:  # else nothing would close the stream
                 self._stream.broke(fault)
 
     def _finish(self, finish_reason: FinishReason) -> bytes:
@@ -326,19 +328,19 @@ class StreamedChoice:
         return opening + self._answer.events.finish(self._choice, piece)
 
     def on_error(self, error: RequestError) -> None:
-        self._deferred = None  # as a status, at once, rather than after the opening
+        self._deferred = None  # answer at once with a status, rather than after the opening
         answered = from_request_error(error)
         try:
-            if self._begun and self._waiting:  # it waited for a full interval, which will not be
+            if self._begun and self._waiting:  # no full interval will come for these tokens
                 self._show(self._unshown())
             event = self._answer.events.failed(self._choice, answered)
-        except Exception as fault:  # else nothing would close it
+        except Exception as fault:  # else nothing would close the stream
             self._stream.broke(fault)
         else:
             self._stream.fail(answered, event)
 
     def _unshown(self) -> str:
-        """Text of the tokens that wait."""
+        """The text of the tokens that wait to be shown."""
         text, self._text = self._text, ""
         if self._held_ids:
             text += self._choice.take(Tokens(self._held_ids))
@@ -352,7 +354,7 @@ class StreamedChoice:
         return self._answer.events.opening(self._choice)
 
     def _piece(self, text: str) -> bytes:
-        """The event of what waits, if there is anything to show."""
+        """The event of `text` and of what else waits; b"" if there is nothing to show."""
         piece = self._choice.drain()
         piece.text = text
         if not (text or piece.ids or piece.entries):

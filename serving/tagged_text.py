@@ -1,4 +1,4 @@
-"""Thoughts between `<think>` tags and tool calls between markers: how most models write them.
+"""Parses thoughts between `<think>` tags and tool calls between markers, as most models write them.
 
 Formats: the models' own chat templates. Their names: sgl-project/sglang:
 python/sglang/srt/function_call.
@@ -32,18 +32,18 @@ class CallFormat:
 
     begin: str
     end: str  # "": a call ends where the next begins, or with the text
-    read: Callable[[str, Tools], list[ToolCall]]  # what is between; ValueError when it is no call
-    around: tuple[str, ...] = ()  # markers that say nothing by themselves
-    within: tuple[str, ...] = ()  # markers that `read` knows
-    also: str = ""  # a call may begin with this, of its own text, where a model leaves `begin` out
-    bare: bool = False  # a text that begins with a brace is a call, too
-    untyped: bool = False  # arguments are no JSON: the tool says what they are
-    ends_thought: bool = False  # a model may leave the end of its thought out before a call
-    needs_end: bool = False  # nothing else tells a whole call from one that was cut
+    read: Callable[[str, Tools], list[ToolCall]]  # parses what is between; ValueError: not a call
+    around: tuple[str, ...] = ()  # markers around calls, which mean nothing by themselves
+    within: tuple[str, ...] = ()  # markers inside a call, which `read` parses
+    also: str = ""  # how the text of a call begins; starts a call even if the model omits `begin`
+    bare: bool = False  # an answer that begins with a brace is a call, too
+    untyped: bool = False  # arguments are not JSON: the tool's schema says which types they have
+    ends_thought: bool = False  # before a call a model may omit the end of its thought
+    needs_end: bool = False  # only its end tells a whole call from one that was cut off
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All of them."""
+        """All markers of the format."""
         return (self.begin, self.end, *self.around, *self.within)
 
 
@@ -102,9 +102,9 @@ class _Where(Enum):
 
 
 class TaggedText(MarkedText):
-    """Thoughts between tags before all else, calls as `calls` says.
+    """Parses thoughts between tags at the beginning, and calls in the format `calls`.
 
-    Space around thoughts and calls is dropped; a text without either is told as it is.
+    Space around thoughts and calls is dropped; a text without either is returned as it is.
     """
 
     def __init__(
@@ -115,16 +115,16 @@ class TaggedText(MarkedText):
         self._thinks = thinks
         self._calls = calls
         self._where = _Where.THOUGHT if in_thought else _Where.BEGIN
-        self._trims = in_thought  # space that comes next
-        self._left_open = False  # a thought, by a call; its end may come yet
-        self._space: list[str] = []  # at the end of what was passed
-        self._begun = ""  # of the call that it is in: space before, and marker
+        self._trims = in_thought  # drop the space that comes next
+        self._left_open = False  # a call interrupted a thought, whose end may still come
+        self._space: list[str] = []  # trailing space, held back
+        self._begun = ""  # of the current call: the space before it, and its marker
         self._call: list[str] = []
 
     def _markers(self) -> tuple[str, ...]:
         calls = self._calls
         if self._where is _Where.THOUGHT:
-            # Further on it is what the model thinks about.
+            # A thought may repeat the opening tag at its very beginning; later the tag is text.
             tags = (THINK_END, THINK_BEGIN) if self._trims else (THINK_END,)
             return tags + ((calls.begin, *calls.around) if calls and calls.ends_thought else ())
         if self._where is _Where.CALL:
@@ -177,7 +177,7 @@ class TaggedText(MarkedText):
             self._begin_call("")
             self._call.append(marker)
         elif self._calls is None or marker != self._calls.end:
-            # Behind a thought the answer begins, in which another would be text.
+            # After a thought the answer begins, in which another opening tag would be text.
             self._where = _Where.THOUGHT if marker == THINK_BEGIN else _Where.BEGIN
             self._thinks = marker == THINK_BEGIN
             self._space = []
