@@ -1,8 +1,8 @@
-"""What happened to the latest requests, and when: kept small, written at rare moments only.
+"""Records what happened to the latest requests, and when; kept small and written only rarely.
 
-Nothing here is touched for a token. All times are monotonic seconds of this process; what workers
-tell of themselves are offsets from their receipt of a submit (wire.LegRecord), which are read as if
-it were received when it was sent.
+No token touches anything here. All times are monotonic seconds of this process. Workers report
+offsets from when they received a submit (wire.LegRecord); these are read as if the submit had
+arrived when it was sent.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ MAX_ATTEMPTS = 32  # kept of one choice: the first, and the latest others
 
 
 class Writes(Protocol):
-    """Where events of a streamed answer go."""
+    """What counts the writes of a streamed answer to its client."""
 
     num_writes: int
 
@@ -32,7 +32,7 @@ class Leg:
     """One worker's part of an attempt. None: not yet, or never."""
 
     worker_id: str
-    sent_s: float | None = None  # the call that has the submit begins
+    sent_s: float | None = None  # when the call with the submit began
     answered_s: float | None = None
     record: wire.LegRecord | None = None
 
@@ -44,10 +44,10 @@ class Attempt:
     room: int
     began_s: float
     considered: dict[wire.Role, dict[str, Burden]]
-    num_uncached: int  # tokens that were thought to be computed
+    num_uncached: int  # tokens that were expected to be computed
     legs: dict[wire.Role, Leg]
     left_s: float | None = None
-    reason: str = ""  # why it was left for another: a code, or preempted
+    reason: str = ""  # why the attempt was given up: a code, or preempted
     message: str = ""
 
 
@@ -61,7 +61,7 @@ class ChoiceTimeline:
     attempts: list[Attempt] = field(default_factory=list)
     num_attempts: int = 0
     first_token_s: float | None = None  # at this process
-    num_tokens: int = 0  # known once it ended
+    num_tokens: int = 0  # set when it ends
     ended_s: float | None = None
     ending: str = ""  # finish reason, or error
     error: tuple[str, str] | None = None  # code, message
@@ -69,7 +69,7 @@ class ChoiceTimeline:
 
 @dataclass(slots=True, eq=False)
 class RequestTimeline:
-    """One HTTP request, all of its choices."""
+    """One HTTP request with all of its choices."""
 
     request_id: str
     arrival_unix_s: float
@@ -78,18 +78,18 @@ class RequestTimeline:
     num_prompt_tokens: int = 0  # each prompt once, however many choices it has
     choices: list[ChoiceTimeline] = field(default_factory=list)
     admitted_s: float | None = None
-    writes: Writes | None = None  # while they go on
+    writes: Writes | None = None  # while the answer is being written
     first_write_s: float | None = None
     num_writes: int = 0
     ended_s: float | None = None
-    error: tuple[str, str] | None = None  # it was not admitted: code, message
+    error: tuple[str, str] | None = None  # why it was not admitted: code, message
 
     def admitted(self, now_s: float) -> None:
-        """Its generations have their places."""
+        """Its generations were admitted."""
         self.admitted_s = now_s
 
     def written(self, now_s: Callable[[], float]) -> None:
-        """The first event leaves."""
+        """The first event is being sent."""
         self.first_write_s = now_s()
 
     def refused(self, code: str, message: str) -> None:
@@ -97,7 +97,7 @@ class RequestTimeline:
         self.error = (code, message)
 
     def ended(self, now_s: float) -> None:
-        """Its answer is out, or nobody waits for it."""
+        """Its answer was sent, or nobody waits for it any more."""
         self.ended_s = now_s
         if self.writes is not None:
             self.num_writes = self.writes.num_writes
@@ -110,13 +110,13 @@ class RequestTimeline:
 
 
 class Timelines:
-    """Requests under way in this process, and those that ended last. Used on the event loop.
+    """This process's running requests, and those that ended last. Used on the event loop.
 
-    Of the latter so many choices are kept; the former are bounded by who admits them.
+    Ended requests are kept up to `most` choices; running ones are bounded by admission.
     """
 
     def __init__(self, most: int, policies: dict[wire.Role, str], clock: Clock) -> None:
-        """policies: by which each role's worker is picked."""
+        """most: 0 records nothing. policies: those by which each role's worker is picked."""
         self.policies = policies
         self._most = most
         self._clock = clock
@@ -124,7 +124,7 @@ class Timelines:
         self._over: deque[RequestTimeline] = deque()  # the oldest first
         self._by_id: dict[str, RequestTimeline] = {}  # the latest of that id
         self._rooms: dict[int, Attempt] = {}  # of all requests kept
-        self._num_choices = 0  # of those that are over
+        self._num_choices = 0  # of ended requests
 
     def open(self, asked: Request, arrival: Arrival) -> RequestTimeline | None:
         """A request came in. None when nothing is to be recorded."""
@@ -143,11 +143,11 @@ class Timelines:
         return request
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """The latest request of that id, or of a batch that has it."""
+        """The latest request with that id, its own or that of a prompt in its batch."""
         return self._by_id.get(request_id)
 
     def close(self, request: RequestTimeline) -> None:
-        """Its answer is out, or nobody waits for it."""
+        """The request ended: its answer was sent, or nobody waits for it any more."""
         request.ended(self._clock.monotonic_s())
         self._over.append(request)
         self._num_choices += len(request.choices)
@@ -162,7 +162,7 @@ class Timelines:
     # --- attempts -------------------------------------------------------------------------------
 
     def began(self, choice: ChoiceTimeline | None, room: int, pair: Pair) -> None:
-        """It has a room."""
+        """The choice has a room: a new attempt begins."""
         if choice is None:
             return
         legs: dict[wire.Role, Leg] = {"decode": Leg(pair.decode.info.worker_id)}
@@ -177,28 +177,28 @@ class Timelines:
         self._rooms[room] = attempt
 
     def left(self, choice: ChoiceTimeline | None, reason: str, message: str = "") -> None:
-        """Its room is given up, it goes on in another or ends."""
+        """The choice's room was given up; it goes on in another, or ends."""
         if choice is not None and choice.attempts:
             attempt = choice.attempts[-1]
             attempt.left_s = self._clock.monotonic_s()
             attempt.reason, attempt.message = reason, message
 
     def sent(self, role: wire.Role, rooms: Iterable[int]) -> None:
-        """The call with these submits begins."""
+        """The call with the submits of these rooms begins."""
         now_s = self._clock.monotonic_s()
         for room in rooms:
             if (leg := self._leg(room, role)) is not None:
                 leg.sent_s = now_s
 
     def answered(self, role: wire.Role, rooms: Iterable[int]) -> None:
-        """That call was answered."""
+        """The call with the submits of these rooms was answered."""
         now_s = self._clock.monotonic_s()
         for room in rooms:
             if (leg := self._leg(room, role)) is not None:
                 leg.answered_s = now_s
 
     def over(self, role: wire.Role, records: Iterable[wire.LegRecord]) -> None:
-        """Legs are over at their worker. Raises BadMessage for what cannot be told again."""
+        """Legs have ended at their worker. Raises BadMessage for a record that cannot be read."""
         for record in records:
             if len(record.chunks) % _CHUNK_BYTES:
                 raise BadMessage(f"{len(record.chunks)} bytes of chunks of {_CHUNK_BYTES} each")
@@ -206,7 +206,7 @@ class Timelines:
                 leg.record = record
 
     def _leg(self, room: int, role: wire.Role) -> Leg | None:
-        """None of a room that is not kept, or that has no leg of that role."""
+        """The room's leg of that role; None if the room is not kept or has no such leg."""
         attempt = self._rooms.get(room)
         return None if attempt is None else attempt.legs.get(role)
 
@@ -217,7 +217,7 @@ class Timelines:
         num_tokens: int,
         error: tuple[str, str] | None,
     ) -> None:
-        """The generation is over. error: code and message, when it failed."""
+        """The generation ended. error: code and message, if it failed."""
         if choice is not None:
             choice.ended_s = self._clock.monotonic_s()
             choice.ending = ending

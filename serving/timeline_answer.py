@@ -1,7 +1,7 @@
-"""A timeline as JSON: milliseconds since the request arrived, `null` for what has not happened.
+"""Spells a timeline as JSON: milliseconds since the request arrived, `null` for what is still open.
 
-A worker's offsets count from when the submit was sent to it: what it did was truly later, by at
-most the time in which the submit was answered.
+A worker's offsets are counted from when the submit was sent to it. Its actions really happened
+later, by at most the time that the call with the submit took.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ _BURDENS = {"prefill": ("queued_tokens", "requests"), "decode": ("used_share", "
 
 
 def spell(request: RequestTimeline, policies: Policies) -> bytes:
-    """The answer of /requests/ID/timeline."""
+    """The answer to /requests/ID/timeline."""
     return orjson.dumps(timeline_of(request, policies))
 
 
 def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
-    """The same, not yet spelled. policies: by which each role's worker is picked."""
+    """The answer before it is JSON. policies: those by which each role's worker is picked."""
     since = _Since(request.arrival_s)
     return {
         "request_id": request.request_id,
@@ -32,7 +32,7 @@ def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
         "state": _state(request),
         "stream": request.streamed,
         "prompt_tokens": request.num_prompt_tokens,
-        "admitted_ms": since(request.admitted_s),  # the wait in the limiter's queue is before it
+        "admitted_ms": since(request.admitted_s),  # after the wait in the limiter's queue
         "first_write_ms": since(request.first_write_s),
         "writes": request.all_writes,
         "ended_ms": since(request.ended_s),
@@ -42,7 +42,7 @@ def timeline_of(request: RequestTimeline, policies: Policies) -> dict[str, Any]:
 
 
 class _Since:
-    """Monotonic seconds -> milliseconds since a moment."""
+    """Converts monotonic seconds to milliseconds since start_s."""
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
@@ -52,7 +52,7 @@ class _Since:
 
 
 class _Offsets:
-    """A worker's offsets -> milliseconds since a moment; its submit was sent at sent_s."""
+    """Converts a worker's offsets from sent_s, when its submit was sent, as `since` counts."""
 
     def __init__(self, sent_s: float, since: _Since) -> None:
         self._sent_s = sent_s
@@ -119,7 +119,7 @@ def _burdens(role: str, burdens: dict[str, Burden]) -> dict[str, dict[str, float
 
 
 def _leg(attempt: Attempt, role: wire.Role, since: _Since) -> dict[str, Any] | None:
-    """None of prefill where decode computed the prompt itself."""
+    """The attempt's leg of that role; None for prefill if decode computed the prompt itself."""
     leg = attempt.legs.get(role)
     if leg is None:
         return None

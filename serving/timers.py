@@ -1,4 +1,4 @@
-"""Calls something later: a door of its own, so that tests move deadlines and backoffs by hand."""
+"""Timers on the event loop, behind an interface so that tests can move time by hand."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,12 @@ class Timer(Protocol):
     """A call that has not happened yet."""
 
     def cancel(self) -> None:
-        """Make it never happen; nothing when it already has."""
+        """Cancel the call; does nothing if it has already happened."""
         ...
 
 
 class Timers(Protocol):
-    """Where deadlines, backoffs and watchdogs are set."""
+    """Sets deadlines, backoffs and watchdogs."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Run `callback` on the event loop after delay_s; delays below 0 count as 0."""
@@ -29,7 +29,7 @@ class LoopTimers:
 
 
 async def pause(timers: Timers, delay_s: float) -> None:
-    """Wait for delay_s as `timers` count it."""
+    """Wait for delay_s, as `timers` measure it."""
     passed = asyncio.Event()
     timer = timers.call_later(delay_s, passed.set)
     try:

@@ -1,4 +1,4 @@
-"""Text <-> ids, and conversations -> text, as a checkpoint's own files say."""
+"""Turns text into ids and back, and conversations into text, as a checkpoint's files define it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_PART_CHARACTERS = 1 << 16  # of a long text, counted at a time
-_SPLIT_BY_A_CUT = 128  # tokens at most that two parts have more than the text that they make
+_PART_CHARACTERS = 1 << 16  # of a long text, tokenized at a time to count them
+_SPLIT_BY_A_CUT = 128  # the most tokens that cutting a text in two parts can add
 NO_CONFIG: Mapping[str, Any] = {}
-# Offered while a template is tried: nothing in it looks like what is looked for.
+# Passed to a template while it is probed. It has none of the strings that the probes look for.
 _PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -57,19 +57,19 @@ _FILES = ("vocab_file", "merges_file", "tokenizer_file")  # of tokenizer_config.
 
 
 class CallForm(NamedTuple):
-    """How a chat template takes a message of tool calls and no content."""
+    """The form in which a chat template takes a message with tool calls and no content."""
 
     content: str | None = ""
     arguments_as_text: bool = False
 
 
 class TemplateHabits(NamedTuple):
-    """What a chat template makes of messages that have more than one form.
+    """Which form a chat template takes of messages that may have several.
 
-    call_form: the first in which it prints a call, the usual one if in none. DeepSeek's join
-    arguments as text, and older ones print calls where content is null. developer_role: whose word
-    a developer's is, the system's where the template leaves it out. takes_parts: it joins the parts
-    of a content itself.
+    call_form: the first form in which it prints a call; the usual form if it prints none.
+    DeepSeek's templates join arguments as text, and older ones print calls only if content is null.
+    developer_role: the role under which to pass a developer's message; "system" if the template
+    leaves developer messages out. takes_parts: it joins the parts of a content itself.
     """
 
     call_form: CallForm
@@ -78,7 +78,7 @@ class TemplateHabits(NamedTuple):
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; safe to share, it never changes.
+    """The tokenizer of one checkpoint; it never changes, so it is safe to share.
 
     vocab_size: one more than the highest id. special_ids: ids that decode to nothing when
     special tokens are skipped. eos_id: of tokenizer_config.json, None when it has none;
@@ -94,9 +94,9 @@ class Tokenizer:
         sorts_tools: bool = False,
         config: Mapping[str, Any] = NO_CONFIG,
     ) -> None:
-        """special_tokens: what the template sees, bos_token and such. Use `from_dir`.
+        """Use `from_dir`. special_tokens: what the template sees, such as bos_token.
 
-        config: tokenizer_config.json, of which `info` tells.
+        config: tokenizer_config.json, which `info` shows.
         """
         self._backend = backend
         self._special_tokens = dict(special_tokens)
@@ -125,10 +125,10 @@ class Tokenizer:
     def from_dir(
         cls, path: str | Path, chat_template: str | Path = "", clock: Clock = SYSTEM_CLOCK
     ) -> "Tokenizer":
-        """Read tokenizer_config.json, tokenizer.json or tiktoken.model, files of chat templates.
+        """Read tokenizer_config.json, tokenizer.json or tiktoken.model, and chat template files.
 
-        The last may be missing. chat_template: a file to read in its place; "" = none. clock: what
-        templates print as today's date. Raises TokenizerError.
+        The last may be missing. chat_template: a file to read instead of them; "" = none. clock:
+        for templates that print today's date. Raises TokenizerError.
         """
         folder = Path(path)
         files = read_tokenizer(folder)
@@ -152,17 +152,18 @@ class Tokenizer:
         Raises ValueError when the text has lone surrogates, which no UTF-8 has.
         """
         try:
-            # Without offsets, which nobody reads: a third of the time, most of it outside the GIL.
+            # The fast variant leaves out offsets, which nobody reads: it takes a third of the time,
+            # most of it without the GIL.
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return batch[0].ids
         except TypeError as error:
             raise ValueError("expected text that UTF-8 can hold, got a lone surrogate") from error
 
     def fewest_tokens(self, text: str, enough: int) -> int:
-        """At most as many as `encode` would find, told once they are more than enough.
+        """A lower bound on the number of tokens in a text; stops counting beyond `enough`.
 
-        A text of megabytes takes minutes in one piece, and a hundred times its size in memory; so
-        it is counted in parts. Raises ValueError as `encode`.
+        Counted in parts: a text of megabytes in one piece takes minutes, and a hundred times its
+        size in memory. Raises ValueError as `encode`.
         """
         found = fewest = 0
         for number, at in enumerate(range(0, len(text), _PART_CHARACTERS)):
@@ -187,7 +188,7 @@ class Tokenizer:
     def stream(
         self, skip_special_tokens: bool = True, before: Sequence[int] = ()
     ) -> IncrementalDetokenizer:
-        """A new stream of text. before: ids of the prompt, whose text it goes on from."""
+        """A new stream of text. before: ids of the prompt, whose text it continues."""
         source = self._skipping if skip_special_tokens else self._keeping
         return IncrementalDetokenizer(source, before)
 
@@ -249,13 +250,13 @@ class Tokenizer:
             **{name: _plain(value) for name, value in self._config.items() if name not in _FILES},
             **{name: self._special_tokens.get(name) for name in named},
             "chat_template": None if template is None else template.source,
-            # What transformers reads any tokenizer.json with.
+            # The class with which transformers reads any tokenizer.json.
             "tokenizer_class": given if isinstance(given, str) else "PreTrainedTokenizerFast",
         }
 
     @cached_property
     def habits(self) -> tuple[TemplateHabits, TemplateHabits]:
-        """Of the template of chats without tools, and of chats with them."""
+        """The habits of the template for chats without tools, and of that for chats with tools."""
         return self._habits(None), self._habits([_PROBE_TOOL])
 
     def _habits(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateHabits:
@@ -272,7 +273,7 @@ class Tokenizer:
             return False
 
     def _takes_parts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Tried with one part."""
+        """Probe with a content of one part."""
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             text = self.apply_chat_template(probe, tools)
@@ -281,7 +282,7 @@ class Tokenizer:
         return "probe" in text and "'text'" not in text and '"text"' not in text
 
     def _prints_call(self, form: CallForm, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Tried with one call. A template that prints an object as Python does wants text."""
+        """Probe with one call. A template that prints the object as Python does wants text."""
         arguments = '{"probe_key": 1}' if form.arguments_as_text else {"probe_key": 1}
         function = {"name": "probe_name", "arguments": arguments}
         call = {"id": "probe0123", "type": "function", "function": function}
@@ -312,9 +313,9 @@ def _read_templates(
 ) -> dict[str, ChatTemplate]:
     """Templates by name, or the given one for all chats.
 
-    Files of their own come before tokenizer_config.json, as newer: chat_template.jinja, and of
-    additional_chat_templates the one for chats with tools, if it is not empty. No chat has any
-    other, so they are left unread.
+    Separate files, the newer way, take precedence over tokenizer_config.json:
+    chat_template.jinja, and in additional_chat_templates the one for chats with tools, if it is
+    not empty. No chat uses any other template, so the others are not read.
     """
     file = given or folder / "chat_template.jinja"
     sources: dict[str, tuple[Path, Any]] = {}
@@ -366,7 +367,7 @@ def _in_order(tools: Any) -> Any:
 
 
 def _sorted_keys(value: Any) -> Any:
-    """The same with the keys of all its objects in order."""
+    """A copy of the value in which the keys of all objects are sorted."""
     if isinstance(value, Mapping):
         return {key: _sorted_keys(value[key]) for key in sorted(value)}
     if isinstance(value, list | tuple):
@@ -378,14 +379,14 @@ def _sorted_keys(value: Any) -> Any:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """<0xE4> is a byte; the lower block is a space."""
+    """The bytes of a SentencePiece token: <0xE4> is a byte, U+2581 is a space."""
     if BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 
 def _is_byte_level(decoder: Any) -> bool:
-    """Whether the decoder joins the bytes of its tokens and does nothing else."""
+    """Whether the decoder only joins the bytes of its tokens."""
     if not isinstance(decoder, dict):
         return False
     if decoder.get("type") == "Sequence":

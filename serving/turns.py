@@ -1,4 +1,4 @@
-"""One thread whose calls take turns, beside the event loop, and a bounded queue before it."""
+"""Runs calls one at a time in a thread beside the event loop, with a bounded queue before it."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from serving.timers import Timers
 
 
 class Turns:
-    """Used by one event loop."""
+    """The thread and its queue. Used by one event loop."""
 
     def __init__(
         self, name: str, max_waiting: int, queue_timeout_s: float, timers: Timers | None = None
     ) -> None:
-        """name: of the thread. max_waiting: calls. queue_timeout_s: the longest wait of one."""
+        """name: of the thread. max_waiting: calls. queue_timeout_s: a call's longest wait."""
         self._thread = ThreadPoolExecutor(1, name)
         self._limiter = Limiter(1, max_waiting, queue_timeout_s, timers)
 
@@ -24,10 +24,11 @@ class Turns:
         return self._limiter.queued
 
     async def run[T](self, call: Callable[[], T]) -> T:
-        """What the call returns, or raises, in the thread.
+        """Run the call in the thread; returns what it returns, and raises what it raises.
 
-        One that has begun is ended though it is cancelled, and has its turn so long. Raises
-        RequestError (QUEUE_FULL) when too many wait, or this one waited too long.
+        A call that has begun runs to its end even if the caller is cancelled, and keeps its turn
+        until then. Raises RequestError (QUEUE_FULL) when too many wait, or this one waited too
+        long.
         """
         ticket = await self._limiter.admit()
         running = asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -35,7 +36,7 @@ class Turns:
         def over(running: asyncio.Future[T]) -> None:
             ticket.release()
             if not running.cancelled():
-                running.exception()  # which nobody else may be there to look at
+                running.exception()  # mark it as seen: the caller may be gone
 
         running.add_done_callback(over)
         await asyncio.wait((running,))

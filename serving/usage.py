@@ -1,4 +1,4 @@
-"""What an answer counts: tokens of prompts, of answers and of thoughts, as OpenAI names them."""
+"""Counts an answer's `usage`: tokens of prompts, answers and thoughts, as OpenAI names them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,11 @@ from serving.tokenizer import Tokenizer
 
 
 def usage_of(choices: Sequence[Choice], num_thought: int | None = None) -> dict[str, Any]:
-    """Tokens of an answer. A prompt counts once, however many choices it has.
+    """The `usage` of an answer. A prompt counts once, however many choices it has.
 
-    cached_tokens of a prompt: what even its least lucky choice found in a cache, for each token
-    beyond was computed at least once. num_thought: of thoughts, where these are told apart.
+    cached_tokens of a prompt is the least that any of its choices found in a cache, since every
+    token beyond that was computed at least once. num_thought: tokens of thoughts; None where
+    thoughts are not told apart.
     """
     cached: dict[int, int] = {}
     num_prompt: dict[int, int] = {}
@@ -35,7 +36,7 @@ def usage_of(choices: Sequence[Choice], num_thought: int | None = None) -> dict[
 
 
 class Thoughts:
-    """What one choice thought, for its usage."""
+    """Counts the tokens of one choice's thoughts, for its usage."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -44,17 +45,18 @@ class Thoughts:
         self._num_tokens = 0
 
     def add(self, text: str) -> None:
-        """More of it. A long thought is tokenized part by part: all streams wait for the loop."""
+        """Add text. A long thought is tokenized in parts, so that streams do not wait for long."""
         self._texts.append(text)
         self._num_characters += len(text)
         if self._num_characters >= INLINE_CHARACTERS:
             self._tokenize()
 
     def num_tokens(self, choice: Choice) -> int:
-        """Of all of it, tokenized again."""
+        """Tokens of all text added, which is tokenized again for this."""
         if self._texts:
             self._tokenize()
-        # As text it may have more: a token that is no character is one of several then.
+        # Tokenized again, the text may have more tokens than were drawn: a token that is only part
+        # of a character became several.
         return min(self._num_tokens, choice.num_tokens)
 
     def _tokenize(self) -> None:
