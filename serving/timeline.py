@@ -1,6 +1,6 @@
 """Records what happened to the latest requests, and when; kept small and written only rarely.
 
-No token touches anything here. All times are monotonic seconds of this process. Workers report
+Nothing here is done per token. All times are monotonic seconds of this process. Workers report
 offsets from when they received a submit (wire.LegRecord); these are read as if the submit had
 arrived when it was sent.
 """

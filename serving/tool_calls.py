@@ -1,4 +1,4 @@
-"""What models write as tool calls, read: one function for each way to write them."""
+"""Parses the tool calls that models write: one function for each way of writing them."""
 
 import json
 import re
@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
-# By name, the JSON types of each parameter.
+# For each tool, by name, the JSON types of its parameters, by name.
 Tools = Mapping[str, Mapping[str, frozenset[str]]]
 
 _SPACE: Final = " \t\r\n"
 _FENCE: Final = "```"
-_MOST_PARTS: Final = 20_000  # of a tool's schema that are looked at
+_MOST_PARTS: Final = 20_000  # of a tool's schema; a larger one gives no types
 _NUMBER_BEHIND: Final = re.compile(r":[0-9]+\Z")
 _QUOTES: Final = _SPACE + "\"'"
-# JSON types that a value has.
+# The JSON types of a value, by its Python type.
 _KINDS: Final[Mapping[type, set[str]]] = {
     str: {"string"},
     bool: {"boolean"},
@@ -28,7 +28,7 @@ _KINDS: Final[Mapping[type, set[str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: JSON of an object. call_id: what the model itself calls it by, where it does."""
+    """arguments: an object as JSON. call_id: the id that the model gave the call, if it did."""
 
     name: str
     arguments: str
@@ -36,9 +36,9 @@ class ToolCall:
 
 
 def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
-    """Of each parameter of a tool, as far as its schema says them; see docs/api.md for the words.
+    """The types of a tool's parameters, as far as its schema says; docs/api.md lists the keywords.
 
-    Of a schema that is too large none are known.
+    Empty for a schema that is too large.
     """
     left = [_MOST_PARTS]
     try:
@@ -67,7 +67,7 @@ def _types_of(said: Any, root: Any, left: list[int]) -> frozenset[str]:
 
 
 def _parts(said: Any, root: Any, left: list[int]) -> Iterator[dict[str, Any]]:
-    """A schema and all that it names or puts together. left: how many more; ValueError after."""
+    """A schema and all that it refers to or combines. left: how many more; ValueError beyond."""
     seen: set[int] = set()
     waiting = [said]
     while waiting:
@@ -89,7 +89,7 @@ def _parts(said: Any, root: Any, left: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def _named_by(pointer: str, root: Any) -> Any:
-    """What `#/...` names within a schema; None where that is nothing."""
+    """What `#/...` refers to in a schema; None if there is nothing."""
     first, *keys = pointer.split("/")
     found = root if first == "#" else None
     for key in keys:
@@ -99,9 +99,9 @@ def _named_by(pointer: str, root: Any) -> Any:
 
 
 def json_calls(text: str) -> list[ToolCall]:
-    """Objects of name and arguments, or parameters: one, several in a row, or a list of them.
+    """Objects with a name and arguments (or parameters): one, several in a row, or a list of them.
 
-    Raises ValueError when they are something else.
+    Raises ValueError for anything else.
     """
     found: list[Any] = []
     for value in _values(text, separators=_SPACE + ";"):
@@ -112,9 +112,9 @@ def json_calls(text: str) -> list[ToolCall]:
 
 
 def mistral_calls(text: str) -> list[ToolCall]:
-    """A list of such objects, or a name and its arguments: `name{...}`, `name[ARGS]{...}`.
+    """As `json_calls`, or a name and its arguments: `name{...}`, `name[ARGS]{...}`.
 
-    Some models put an id between: `name[CALL_ID]id[ARGS]{...}`.
+    Some models put an id between them: `name[CALL_ID]id[ARGS]{...}`.
     """
     text = text.strip()
     if text.startswith("["):
@@ -125,7 +125,7 @@ def mistral_calls(text: str) -> list[ToolCall]:
 
 
 def deepseek_call(text: str) -> list[ToolCall]:
-    """`name<sep>{...}`, or `function<sep>name` and the arguments in a fence, as V3 has it."""
+    """`name<sep>{...}`, or, as V3 writes it, `function<sep>name` and the arguments in a fence."""
     head, separator, rest = text.strip().partition("<｜tool▁sep｜>")
     if not separator:
         raise ValueError("no separator")
@@ -138,10 +138,10 @@ def deepseek_call(text: str) -> list[ToolCall]:
 
 
 def kimi_call(text: str) -> list[ToolCall]:
-    """`functions.NAME:NUMBER`, which is the call's id, a marker, and the arguments.
+    """`functions.NAME:NUMBER`, which is the call's id, then a marker and the arguments.
 
-    Models leave one end of an id out now and then. It is kept as it came: their chat templates
-    print it again, and the tool's answer beside it.
+    Models sometimes omit one end of the id. The id is kept as it came, because their chat templates
+    print it again, and also next to the tool's answer.
     """
     call_id, separator, arguments = text.partition("<|tool_call_argument_begin|>")
     if not separator:
@@ -152,12 +152,12 @@ def kimi_call(text: str) -> list[ToolCall]:
 
 
 def channel_call(name: str, text: str) -> list[ToolCall]:
-    """Arguments alone, as they are written to a tool."""
+    """A call whose text is only the arguments; the tool's name is given."""
     return [_named(name, text)]
 
 
 def glm_call(text: str, tools: Tools) -> list[ToolCall]:
-    """A name, then pairs of `<arg_key>` and `<arg_value>`, with new lines between or none."""
+    """A name, then pairs of `<arg_key>` and `<arg_value>`, with or without line breaks between."""
     at = text.find("<arg_key>")
     at = len(text) if at < 0 else at
     name, arguments = text[:at].strip(), {}
@@ -171,7 +171,7 @@ def glm_call(text: str, tools: Tools) -> list[ToolCall]:
 def qwen_coder_calls(text: str, tools: Tools) -> list[ToolCall]:
     """`<function=NAME>`, each argument after `<parameter=NAME>`, on lines of its own.
 
-    Models leave the end of an argument out now and then.
+    Models sometimes omit the end of an argument.
     """
     return _tagged_calls(text, tools, _QWEN_CODER)
 
@@ -183,8 +183,11 @@ def minimax_calls(text: str, tools: Tools) -> list[ToolCall]:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """call, parameter: what stands before a name. end: of a call. value: what ends a value, and
-    around, what it has on either side that is not its own."""
+    """The tags of a format in which names are part of the tags.
+
+    call, parameter: what stands before a name. end: ends a call. value: matches what ends a value.
+    around: stripped once from either side of a value.
+    """
 
     call: str
     parameter: str
@@ -237,7 +240,7 @@ def _space_over(text: str, at: int) -> int:
 
 
 def _between(text: str, at: int, begin: str, end: str) -> tuple[str, int]:
-    """What is between two tags, the first right here, and where the second ends."""
+    """The text between two tags, and where the second ends; the first has to begin at `at`."""
     if not text.startswith(begin, at):
         raise ValueError(f"no {begin}")
     first = at + len(begin)
@@ -252,9 +255,9 @@ def _types(tools: Tools, tool: str, parameter: str) -> frozenset[str]:
 
 
 def _typed(text: str, kinds: frozenset[str]) -> Any:
-    """A value written without quotes, as one of these types; text where it cannot be.
+    """A value that is written without quotes, as one of these types, or else as text.
 
-    Of a parameter of which no types are known it is what it looks like.
+    If no types are known, the value is read as the JSON it looks like.
     """
     if kinds == {"string"}:
         return text
@@ -286,15 +289,18 @@ def _call(value: Any) -> ToolCall:
         arguments = {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no name, or arguments that are no object")
-    # Of 1e999, which is JSON, Python makes an infinity: a ValueError, too.
+    # Python reads 1e999, which is valid JSON, as infinity: dumps raises ValueError for that.
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # a lone surrogate is a ValueError here, and none in the answer
+    text.encode()  # raises ValueError for a lone surrogate, so that none gets into the answer
     return ToolCall(name, text)
 
 
 def _values(text: str, separators: str) -> list[Any]:
-    """JSON values one behind the other. Raises ValueError, also for what is JSON in Python alone
-    and for more levels than Python takes."""
+    """JSON values in a row.
+
+    Raises ValueError, also for what only Python takes for JSON (such as NaN), and for values nested
+    too deeply for Python.
+    """
     values = []
     at = 0
     while at < len(text):

@@ -1,9 +1,9 @@
-"""A process that compiles grammars, each in a child of its own which may die of it.
+"""Runs a process that compiles grammars, each in a forked child that may die of it.
 
-Nothing in llguidance bounds the time and the memory that a grammar takes, and a thread cannot be
-stopped: `{"multipleOf": 999999}` takes seconds and 500 MB, and 99999999 goes on. A limit on a
-process can. A child of one that has read the tokenizer is there in 10 ms, while a process that
-starts anew takes a second where the vocabulary is large: so it is children that die.
+llguidance does not bound the time and memory that a grammar takes, and a thread cannot be stopped:
+`{"multipleOf": 999999}` takes seconds and 500 MB, and 99999999 does not end. Limits on a process
+can stop it. A child forked from a process that has read the tokenizer starts in 10 ms, while a new
+process takes a second if the vocabulary is large; so it is forked children that die.
 """
 
 import contextlib
@@ -28,30 +28,35 @@ from transfer.grammar_limits import LIMITS
 
 MEMORY_BYTES: Final = 128 << 20  # that a grammar may add
 OVER_TIME: Final = int(signal.SIGPROF)
-_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)  # no limit of ours ends a child so
-_WAIT_S: Final = 20.0  # for a word of it on a host that is busy, its start included
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)  # our own limits use neither
+_WAIT_S: Final = 20.0  # for an answer on a busy host, the start of the process included
 _MAX_FAULT: Final = 1000  # characters
 _READY: Final = "ready"
 
-Word = str | int  # of a child: why the grammar cannot be followed, "" it can; or what ended it
+# A child's verdict: why the grammar cannot be followed, "" if it can; or the number of the signal
+# that ended the child, 0 if it was no signal.
+Word = str | int
 
 
 class TrialProcess:
-    """Started by its first grammar, and again when it was lost. One thread at a time asks it."""
+    """The process, started for its first grammar and again if it is lost.
+
+    Only one thread at a time may ask it.
+    """
 
     def __init__(self, model_path: Path, cpu_s: float) -> None:
-        """cpu_s: of the processor, for one grammar and its first mask."""
+        """cpu_s: processor time for one grammar and its first mask."""
         module = "serving.trial_process"
         self._command = [sys.executable, "-P", "-m", module, str(model_path), str(cpu_s)]
         self._talk: _Talk | None = None
         self._closed = False
 
     def word(self, grammar: str) -> Word:
-        """What trying it came to; the number of a signal, or 0, where the child died of it.
+        """Try a grammar; returns the verdict.
 
-        Raises RequestError: BAD_REQUEST where this model's tokenizer follows no grammar, INTERNAL
-        when it does not start, or process or child was killed from outside and the next one too;
-        SHUTTING_DOWN.
+        Raises RequestError: BAD_REQUEST if this model's tokenizer cannot follow grammars, INTERNAL
+        if the process does not start, or if it or its child was lost or killed from outside twice
+        in a row, SHUTTING_DOWN after `close`.
         """
         for _ in range(2):
             if self._talk is None:
@@ -64,10 +69,10 @@ class TrialProcess:
         raise RequestError(Code.INTERNAL, "the process that tries grammars was killed twice")
 
     def close(self) -> None:
-        """It is gone, and is not started again. From any thread."""
+        """End the process and do not start it again. Called from any thread."""
         self._closed = True
         if self._talk is not None:
-            self._talk.end()  # whoever asks hears it
+            self._talk.end()  # a thread that waits for an answer gets none
 
     def _started(self) -> "_Talk":
         if self._closed:
@@ -79,7 +84,7 @@ class TrialProcess:
         talk.end()
         if self._closed:
             raise _shutting_down()
-        if first is None:  # it died, or the host is too busy
+        if first is None:  # the process died, or the host is too busy
             raise RequestError(Code.INTERNAL, "the process that tries grammars did not start")
         raise RequestError(Code.BAD_REQUEST, str(first))
 
@@ -90,7 +95,7 @@ class TrialProcess:
 
 
 class _Talk:
-    """One such process, and the socket over which it is asked: a line each way."""
+    """One such process and the socket to it: a line each way for each grammar."""
 
     def __init__(self, command: list[str]) -> None:
         self._socket, theirs = socket.socketpair()
@@ -102,13 +107,13 @@ class _Talk:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for who started it; its children end with it
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # what forks has one thread
+                start_new_session=True,  # no Ctrl-C from the terminal; killpg ends its children too
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # it forks: one thread only
             )
         self.end = weakref.finalize(self, _end, process, self._socket, self._lines)
 
     def ask(self, grammar: str) -> Word | None:
-        """None when it died, or says nothing."""
+        """The verdict on a grammar; None if the process died or does not answer."""
         try:
             self._socket.sendall(grammar.encode() + b"\n")
         except OSError:
@@ -116,9 +121,9 @@ class _Talk:
         return self.hear()
 
     def hear(self) -> Word | None:
-        """The next thing that it says."""
+        """The next line that the process sends; None if none comes."""
         line = b""
-        with contextlib.suppress(OSError, ValueError):  # the latter where `end` has closed it
+        with contextlib.suppress(OSError, ValueError):  # ValueError: `end` has closed the file
             line = self._lines.readline()
         word: Word | None = json.loads(line) if line.endswith(b"\n") else None
         return word
@@ -130,9 +135,9 @@ def _shutting_down() -> RequestError:
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, lines: BinaryIO) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not waited for yet, so the pid is still its own
     process.wait()
-    lines.close()  # another thread that reads hears the end of it, and lets go
+    lines.close()  # a thread that is reading gets the end of file, and lets go
     ours.close()
 
 
@@ -140,7 +145,7 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket, lines: BinaryIO)
 
 
 def main(model_path: Path, cpu_s: float) -> None:
-    """A word for each line, until there are no more."""
+    """Read a grammar a line, answer each with a verdict, until the input ends."""
     try:
         config, files = ModelConfig.from_dir(model_path), read_tokenizer(model_path)
         ends = [*eos_ids(config, files.eos_id)]
@@ -148,7 +153,7 @@ def main(model_path: Path, cpu_s: float) -> None:
     except ValueError as error:
         _say(f"this model's tokenizer cannot follow a grammar: {error}")
         return
-    _fault(tokenizer, '{"grammars": [{"json_schema": {}}]}')  # what the first one begins
+    _fault(tokenizer, '{"grammars": [{"json_schema": {}}]}')  # what only the first grammar sets up
     most = psutil.Process().memory_info().vms + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -174,7 +179,7 @@ def _be_child(
 ) -> NoReturn:
     try:
         for number in (0, 1):
-            os.close(number)  # or who asks would not hear that the parent was killed
+            os.close(number)  # else the asking side would not notice that the parent was killed
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         os.write(writing, _fault(tokenizer, grammar)[:_MAX_FAULT].encode())
         os._exit(0)

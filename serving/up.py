@@ -1,8 +1,9 @@
-"""`kvferry up`: one of everything on this machine, supervised, from a checkpoint to a URL.
+"""`kvferry up`: starts and supervises a whole system on this machine, from a checkpoint to a URL.
 
-Ctrl-C stops the children in order, SIGTERM once the requests that have come are finished; the exit
-code is 0 then. A worker that dies after ready is started again; its requests move meanwhile. A
-child that cannot start ends all with its exit code and last line (serving/children.py).
+Ctrl-C stops the children in order; SIGTERM does so once all requests that have arrived are
+finished. The exit code is then 0. A worker that dies after it was ready is started again, and its
+requests move meanwhile. If a child cannot start, everything ends with its exit code and last line
+(serving/children.py).
 """
 
 import argparse
@@ -30,7 +31,7 @@ from transfer.worker_config import ANY_PROMPT, WorkerConfig
 
 _PROBE_TIMEOUT_S = 5.0
 
-# Flags of `up` without a role in front go to prefill, decode and serve alike.
+# These flags of `up` take no role as a prefix: they go to prefill, decode and serve alike.
 _SHARED = ("model_path", "served_model_name", "context_length")
 _MEETING_PORTS = range(20_000, 32_000)
 _QUEUED = WorkerConfig.max_queued_requests
@@ -41,7 +42,7 @@ Roles = dict[str, type[WorkerConfig]]
 
 
 def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
-    """Start the system, print how to use it, run until Ctrl-C.
+    """Start the system, print how to use it, and run until Ctrl-C.
 
     roles: each role's config type, by the name of its package.
     """
@@ -49,7 +50,7 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
     refuse_two_addresses(argv)
     _settle_prefill(args, roles)
     model_path = args.model_path = Path(args.model_path or demo_model_path())
-    # Each process checks its own flags again; here they fail before anything starts.
+    # Each process checks its own flags again; checked here, they fail before anything starts.
     started = _started(args, roles)
     _refuse_one_file_for_several(
         args, {role: _worker_config(config, args, role, "") for role, config in started.items()}
@@ -67,7 +68,7 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
         if not 1 <= count <= _MOST_GROUPS and (role, count) != ("prefill", 0):
             raise ConfigError(f"--{role} must be 1 to {_MOST_GROUPS}, got {count}")
     with claimed(front):
-        pass  # it can be had; the child claims it again
+        pass  # the address is free; the child claims it again
     supervisor = Supervisor(secrets.token_hex(32), drain_timeout_s=front.drain_timeout_s)
     supervise("up", supervisor, partial(_start_and_watch, args=args, roles=roles))
 
@@ -111,7 +112,7 @@ def _parser(prog: str, roles: Roles) -> flags.Parser:
 
 
 def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
-    """How many prefill groups there are; where none, decode computes every prompt.
+    """Set the number of prefill groups; with none, decode computes every prompt.
 
     Raises ConfigError for flags that contradict this.
     """
@@ -147,7 +148,7 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
 def _refuse_one_file_for_several(
     args: argparse.Namespace, configs: dict[str, WorkerConfig]
 ) -> None:
-    """Each group counts rows of its own. Raises ConfigError where several would write one file."""
+    """Raises ConfigError if several groups would write one file: each counts its own rows."""
     writers: dict[str, list[str]] = {}
     for role, config in configs.items():
         if config.expert_distribution_file:
@@ -162,12 +163,12 @@ def _refuse_one_file_for_several(
 
 
 def _started(args: argparse.Namespace, roles: Roles) -> Roles:
-    """The roles that have a group."""
+    """The roles with at least one group."""
     return {role: config for role, config in roles.items() if getattr(args, role)}
 
 
 def _starting(args: argparse.Namespace, roles: Roles) -> str:
-    """What is said first."""
+    """The first line that is printed."""
     groups = [f"{getattr(args, role)} {role}" for role in _started(args, roles)]
     return f"kvferry: starting {', '.join(groups)} and the API on {args.model_path}"
 
@@ -178,16 +179,17 @@ async def _start_and_watch(supervisor: Supervisor, args: argparse.Namespace, rol
     command = ("serving.launch", "registry", port_flag)
     registry = await supervisor.start(ChildSpec("registry", (*command, "0")))
     address = (await registry.wait_ready())["address"]
-    # Started again, it must be where the others look for it.
+    # If it is started again, it must listen where the others look for it.
     registry.spec = ChildSpec("registry", (*command, address.rpartition(":")[2]))
-    # From here on: workers that load would look for a dead one until nobody waits any more.
+    # Watched from here on: if the registry died unwatched, workers that are still loading would
+    # look for it until the start times out.
     await supervisor.watch_all([registry], beside=_start_others(supervisor, address, args, roles))
 
 
 async def _start_others(
     supervisor: Supervisor, address: str, args: argparse.Namespace, roles: Roles
 ) -> None:
-    """Workers and the API beside their registry, watched once all are ready."""
+    """Start the workers and the API; watch them once all are ready."""
     workers = [
         await supervisor.start(spec)
         for role, config in roles.items()
@@ -213,11 +215,11 @@ async def _start_others(
 def _worker_config(
     config: type[WorkerConfig], args: argparse.Namespace, role: str, registry: str
 ) -> Any:
-    """The role's config. Flags that mean the API process when plain are not taken from there."""
+    """The role's config. Plain flags that are meant for the API process do not go into it."""
     own: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "max_queued_requests": _QUEUED}
     own = {name: getattr(args, f"{role}_{name}", value) for name, value in own.items()}
     if getattr(args, f"{role}_nnodes", getattr(args, "nnodes", 1)) > 1:
-        own["dist_init_addr"] = "127.0.0.1:1"  # each group gets one
+        own["dist_init_addr"] = "127.0.0.1:1"  # a placeholder: each group gets its own
     return flags.config_from(config, args, role, registry_address=registry, **own)
 
 
@@ -240,9 +242,10 @@ def _group(
 
 
 def _free_port() -> int:
-    """One that nobody has now: the others are told it before node 0 listens.
+    """A port that is free now. The other nodes are told it before node 0 listens on it.
 
-    Below those that systems give to connections, of which there are many before node 0 takes it.
+    It is below the ports that systems give to outgoing connections: many of those are opened before
+    node 0 takes it.
     """
     while True:
         port = secrets.choice(_MEETING_PORTS)
@@ -268,7 +271,7 @@ async def _all_see_workers(address: Address, num_processes: int, api_key: str) -
 
 
 def _server_info(address: Address, api_key: str) -> dict[str, Any]:
-    """What the API says of itself; {} while it does not. No proxy of the shell's is used."""
+    """What /get_server_info answers; {} while it does not. Ignores the shell's proxy settings."""
     if address.uds:
         connection: http.client.HTTPConnection = _UnixConnection(address.uds)
     else:

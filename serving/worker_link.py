@@ -1,4 +1,4 @@
-"""One incarnation of a worker as this process sees it: its reply stream, and what is sent to it."""
+"""The link to one incarnation of a worker: reads its reply stream, sends it submits and aborts."""
 
 import asyncio
 import itertools
@@ -20,18 +20,18 @@ from transfer.rpc import RpcClient, Security
 
 logger = logging.getLogger(__name__)
 
-SILENCE_S = 3.0  # a worker says something every 0.5 s; this much of nothing means it hangs
+SILENCE_S = 3.0  # a worker sends something every 0.5 s; one silent for this long hangs
 CALL_TIMEOUT_S = 5.0
 MAX_BATCH = 256  # submits in one call
 _REOPEN_FIRST_S = 0.05
 _REOPEN_LONGEST_S = 1.0
 _ABORT_AGAIN_S = 0.2
-# One that was killed is gone from the registry's view before.
+# A worker that was killed leaves the registry's view sooner, so it causes no complaint.
 _COMPLAIN_AFTER_S = 5.0
 
 
 class LinkOwner(Protocol):
-    """Who is told what happens on a link."""
+    """Receives what happens on a link."""
 
     def on_open(self, link: "WorkerLink") -> None:
         """The worker said hello: it takes work."""
@@ -46,7 +46,7 @@ class LinkOwner(Protocol):
         ...
 
     def on_broken(self, link: "WorkerLink", message: str) -> None:
-        """The stream ended: the worker drops, or has lost, every room of ours."""
+        """The stream ended: the worker drops, or has lost, all rooms of this process."""
         ...
 
     def on_sending(self, link: "WorkerLink", rooms: Iterable[int]) -> None:
@@ -54,11 +54,11 @@ class LinkOwner(Protocol):
         ...
 
     def on_answered(self, link: "WorkerLink", rooms: Iterable[int]) -> None:
-        """The worker has answered it."""
+        """The worker has answered the call with these rooms' submits."""
         ...
 
     def on_refused(self, link: "WorkerLink", refusal: wire.Refusal) -> None:
-        """That leg did not get there, or was not taken."""
+        """A leg did not reach the worker, or the worker refused it."""
         ...
 
 
@@ -91,22 +91,22 @@ class _Leaving:
 class WorkerLink:
     """Keeps one reply stream open until retired, and sends submits and aborts in order.
 
-    Calls to a worker follow each other: while one is on its way the next ones gather, so submits
-    batch by themselves, and an abort cannot overtake the submit it is for. Each stream names this
-    process anew, so rooms that the worker drops with a broken stream are never those of the next.
+    Only one call to the worker is in flight at a time. While it is, further submits gather, so they
+    batch by themselves, and an abort cannot overtake its submit. Each stream has a new api_id for
+    this process, so the rooms that a worker drops with a broken stream are never those of the next.
     """
 
     def __init__(self, member: wire.Member, context: Context) -> None:
         self.member = member
         self.key: Key = key_of(member)
         self.open = False
-        self.drained = False  # it said that nothing of ours is left there
+        self.drained = False  # the worker said that it has nothing of ours left
         self.api_id = ""
         self._context = context
         self._client = RpcClient(member.info.address, context.security)
         self._calls = self._client.in_order()  # submits and aborts
-        self.heard_s = 0.0  # monotonic, when the worker last said something
-        self._progress_s = 0.0  # and when it was something new
+        self.heard_s = 0.0  # monotonic, when the worker last sent something
+        self._progress_s = 0.0  # monotonic, when that last showed progress
         self._last_step = -1
         self._retired = False
         self._attempt: asyncio.Task[None] | None = None
@@ -124,19 +124,20 @@ class WorkerLink:
         return self.member.info.role
 
     def update(self, member: wire.Member) -> None:
-        """What the registry says of it now; an incarnation that drains does so to its end."""
+        """Take the registry's latest entry for it; once it is draining, it stays so."""
         draining = member.draining or self.member.draining
         self.member = msgspec.structs.replace(member, draining=draining)
 
     def mark_draining(self) -> None:
-        """It said so itself, which may be sooner than the registry."""
+        """The worker itself said that it drains, which may be before the registry says so."""
         self.member = msgspec.structs.replace(self.member, draining=True)
 
     @property
     def stalled_s(self) -> float:
-        """How long it had said nothing but that it lives, when it last said that.
+        """For how long it had sent only signs of life when it last sent anything.
 
-        The loop that steps counts its turns, idle ones too; the one that says so is another.
+        The worker's stepping loop counts its turns, even idle ones; another loop sends the count.
+        So a stalled worker still sends, but the count stands still.
         """
         return self.heard_s - self._progress_s if self.open else 0.0
 
@@ -144,7 +145,7 @@ class WorkerLink:
         self._reader = asyncio.create_task(self._keep_reading())
 
     async def close(self) -> None:
-        """End the stream and everything under way; nothing is told to the owner."""
+        """End the stream and all calls under way, without telling the owner."""
         self.retire()
         tasks = [t for t in (self._attempt, self._reader, self._sender) if t is not None]
         for task in tasks:
@@ -153,30 +154,33 @@ class WorkerLink:
         await self._client.close()
 
     def retire(self) -> None:
-        """Take nothing more, and do not open the stream again."""
+        """Drop what is waiting to be sent, and do not reopen the stream."""
         self._retired = True
         self.open = False
         self._submits.clear()
         self._aborts.clear()
 
     def submit(self, submit: wire.Submit, arrival_s: float, deadline_s: float) -> None:
-        """Send at the end of this turn, with whatever else came in it.
+        """Send at the end of this turn of the loop, with whatever else came in it.
 
-        arrival_s, deadline_s: of its request, monotonic. The worker is told how long before and
-        behind the sending they are, since the clocks of two hosts have nothing in common. What is
-        lost on the way it waits longer, and this process does not.
+        arrival_s, deadline_s: of its request, monotonic. The worker gets them as seconds before and
+        after the sending, since the clocks of two hosts have nothing in common. The time in transit
+        is not counted, so the worker's deadline is later than this process's by as much.
         """
         self._submits[submit.room] = _Leaving(submit, arrival_s, deadline_s)
         self._wake_sender()
 
     def abort(self, room: int) -> None:
-        """Send after the room's submit, or take that back when it has not left."""
+        """Send an abort after the room's submit, or drop the submit if it was not sent yet."""
         if self._submits.pop(room, None) is None and self.open:
             self._aborts.append(room)
             self._wake_sender()
 
     def check_silence(self, now_s: float) -> None:
-        """Give the stream up when nothing came for too long: killed peers break it, hung do not."""
+        """Give the stream up when nothing came for too long.
+
+        A peer that was killed breaks the stream; one that hangs does not.
+        """
         if self._attempt is not None and now_s - self.heard_s > SILENCE_S:
             self._attempt.cancel()
 
@@ -196,7 +200,7 @@ class WorkerLink:
     async def _keep_reading(self) -> None:
         clock, delay_s = self._context.clock, _REOPEN_FIRST_S
         complaint = Complaint(logger, f"worker {self.worker_id} cannot be opened, trying again")
-        closed_s = clock.monotonic_s()  # since then
+        closed_s = clock.monotonic_s()  # since when the stream is not open
         while True:
             self.heard_s = clock.monotonic_s()
             self._attempt = asyncio.create_task(self._read())
@@ -219,7 +223,7 @@ class WorkerLink:
         context = self._context
         self.api_id = f"{context.api_id}.{next(context.stream_numbers)}"
         stream = self._client.stream("Subscribe", wire.Subscribe(self.api_id), wire.StepBatch)
-        # Left early, its call must end now and not when the garbage collector comes by.
+        # If this is left early, the call must end now, not when the garbage collector finds it.
         async with aclosing(stream) as batches:
             async for batch in batches:
                 if (batch.worker_id, batch.epoch) != self.key:
@@ -236,7 +240,7 @@ class WorkerLink:
                 await context.owner.on_batch(self, batch)
 
     def _reject(self, batch: wire.StepBatch) -> None:
-        """Drop what another incarnation says; raise Incompatible when it lives at this address."""
+        """Drop another incarnation's batch; raise Incompatible if it is at this address now."""
         if not self.open:
             raise Incompatible(
                 f"{self.member.info.address} is {batch.worker_id} of epoch {batch.epoch}, "
@@ -245,7 +249,7 @@ class WorkerLink:
         self._context.owner.on_stale(self, batch)
 
     def _end_of(self, attempt: asyncio.Task[None]) -> str:
-        """Why the stream ended; an error that is not a peer's is a bug of ours, told in full."""
+        """Why the stream ended. An error that is no RpcError is a bug of ours, logged in full."""
         if attempt.cancelled():
             return f"{self.worker_id} said nothing for {SILENCE_S:g} s"
         error = attempt.exception()
@@ -259,7 +263,7 @@ class WorkerLink:
         self.open = False
         self._submits.clear()
         self._aborts.clear()
-        self._calls.reset()  # a worker that leaves waits for its streams to end
+        self._calls.reset()  # a worker that shuts down waits for its streams to end
         if self.drained:
             logger.info("worker %s has drained", self.worker_id)
         else:
@@ -294,11 +298,11 @@ class WorkerLink:
                 "Submit", wire.SubmitBatch(tuple(submits)), wire.SubmitReply, CALL_TIMEOUT_S
             )
         except RpcError as error:
-            # Anything but an absent peer would go wrong at the next one too.
+            # Any other error than an absent peer would occur at the next worker too.
             code = Code.PEER_LOST if isinstance(error, Unavailable) else Code.INTERNAL
             self._refuse_all(submits, code, str(error))
             return
-        except Exception:  # a bug of ours: these end with it instead of at their deadlines
+        except Exception:  # a bug of ours: fail these now rather than at their deadlines
             logger.exception("%d requests for %s cannot be sent", len(submits), self.worker_id)
             self._refuse_all(submits, Code.INTERNAL, "the request could not be sent")
             return
