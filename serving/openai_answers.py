@@ -21,7 +21,8 @@ from serving.tokenizer import Tokenizer
 from serving.usage import Thoughts, usage_of
 
 DONE = b"data: [DONE]\n\n"
-# Stands for the text while a frame is made. It is random, so it occurs nowhere else in the event.
+# Stands for the text while a frame is made. It is random, so no client can send it, and it occurs
+# only once in the event.
 _MARK = secrets.token_hex(16)
 
 

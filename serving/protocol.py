@@ -1,7 +1,7 @@
-"""The form of a request that all APIs read theirs into, and the checks that they share.
+"""The `Request` that every API makes of what it reads, and the checks that the APIs share.
 
-The APIs (openai_api, sglang_api) read JSON into their own structs and make a `Request` of it.
-Every error in a field is found before any text is tokenized.
+The APIs (openai_api, sglang_api) first read JSON into structs of their own. Every error in a field
+is found before any text is tokenized.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ MAX_REQUEST_ID = 256
 # Longer texts are tokenized in a thread, so that the streams of others do not wait for them.
 INLINE_CHARACTERS = 4096
 _MAX_TEMPLATES_WAITING = 64  # long conversations; each has ten seconds at most
-_CHARACTERS_PER_TOKEN = 8  # a text with more, for the context's tokens, is counted in parts first
+_CHARACTERS_PER_TOKEN = 8  # a text longer than this times the context is counted in parts first
 NO_NAMES: Mapping[str, str] = {}
 
 
@@ -263,7 +263,7 @@ def sampling_of(
 ) -> wire.SamplingParams:
     """The parameters, checked. max_new_tokens and seed are left out: they depend on the choice.
 
-    names: for fields that this API calls something else, its name by ours. Raises ApiError.
+    names: where this API's names of fields differ from ours, its names by ours. Raises ApiError.
     """
     refuse(fields, REFUSED_BY_BOTH)
     refuse_unless(fields, {"spaces_between_special_tokens": True})

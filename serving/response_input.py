@@ -56,8 +56,8 @@ def _check_number(items: Sequence[dict[str, Any]]) -> None:
 def _may_follow(name: str, turn: dict[str, Any]) -> bool:
     """Whether the field `name` still belongs to this turn, given what the turn already has.
 
-    Reasoning and text do, unless the turn has text but no calls yet; calls always do. Items of
-    others, such as the outputs of calls, end a turn elsewhere.
+    Calls always do; reasoning and text do unless the turn has text but no calls yet. What ends a
+    turn otherwise is an item that is not the assistant's, such as the output of a call.
     """
     return name == "tool_calls" or "tool_calls" in turn or "content" not in turn
 

@@ -1,4 +1,4 @@
-"""Spells a timeline as JSON: milliseconds since the request arrived, `null` for what is still open.
+"""Spells a timeline as JSON: milliseconds since arrival, `null` for what has not happened.
 
 A worker's offsets are counted from when the submit was sent to it. Its actions really happened
 later, by at most the time that the call with the submit took.
