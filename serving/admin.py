@@ -36,7 +36,7 @@ from transfer import wire
 from transfer.errors import RpcError
 
 MAX_PROMPTS = 16_384  # of one /tokenize
-INLINE_TOKENS = 4096  # more are put into words beside the loop, which has streams to serve
+INLINE_TOKENS = 4096  # more are decoded in a thread, so that the event loop can serve streams
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -91,7 +91,7 @@ def _no_progress(message: str) -> ApiError:
 
 
 class Admin:
-    """One method a route."""
+    """One method per route."""
 
     def __init__(self, front: Front, siblings: Siblings | None = None) -> None:
         """siblings: None in a process that serves alone."""
@@ -100,13 +100,13 @@ class Admin:
         self._model = front.model
         self._dispatcher = front.dispatcher
         self._created = int(front.clock.now_s())
-        # Beside the loop, but prompts that are to be served do not queue behind these texts.
+        # A thread of its own, so that prompts of requests do not queue behind these texts.
         self._threads = ThreadPoolExecutor(1, "admin-tokens")
 
     # --- health ---
 
     async def health(self, request: HttpRequest) -> Response:
-        """200 once workers of each role needed take work, and while one of each gets on."""
+        """200 while each needed role has workers that take work and one that makes progress."""
         self._front.require_ready()
         stuck = self._dispatcher.roles_without_progress()
         if stuck:
@@ -114,9 +114,9 @@ class Admin:
         return Response()
 
     async def health_generate(self, request: HttpRequest) -> Response:
-        """200 once tokens come, of any request: past the queue, and none waits for a full server.
+        """200 as soon as any request gets a token; 503 when none does for --progress-timeout.
 
-        503 when none has come for --progress-timeout.
+        The probe itself skips the queue, and a full server answers with the tokens of others.
         """
         self._front.require_ready()
         clock, seen = self._front.clock, self._dispatcher.rows_taken
@@ -149,7 +149,7 @@ class Admin:
         await self._front.runner.run(asked, answer, arrival_s, request.receive, is_probe=True)
 
     async def metrics(self, request: HttpRequest) -> Response:
-        """Of every process of this server, and of the cluster once."""
+        """The metrics of every process of this server, and those of the cluster once."""
         text = await self._dispatcher.metrics_text(await self._siblings.metrics())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
@@ -193,7 +193,7 @@ class Admin:
     # --- tokens ---
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        """Ids of a prompt as the completions route makes them, or of a conversation as chat."""
+        """Token ids of a prompt, as /v1/completions makes them, or of a conversation, as chat."""
         async with self._body(request) as body:
             fields = read_json(_tokenizes, body)
             del body
@@ -233,7 +233,7 @@ class Admin:
         lists: list[list[int]] = []
         for text in texts:
             if lists:
-                await asyncio.sleep(0)  # short texts, of which there may be many, are done in line
+                await asyncio.sleep(0)  # short texts are encoded on the loop; there may be many
             ids = await self._model.encode_prompt(name, text, add_special, self._threads)
             lists.append(ids)
         return lists
@@ -242,15 +242,15 @@ class Admin:
         return [[self._model.tokenizer.token_text(i) for i in ids] for ids in lists]
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
-        """tokenizer_config.json, for clients that put chats into text themselves."""
+        """tokenizer_config.json, for clients that render chats themselves."""
         info = self._model.tokenizer.info
         if info["eos_token"] is None and self._model.eos_ids:  # generation_config.json has one
             eos = self._model.tokenizer.token_text(self._model.eos_ids[0])
             info = {**info, "eos_token": eos}
-        return _json(spelled(info))  # model_max_length is 10**30 in many
+        return _json(spelled(info))  # model_max_length is often 10**30, too much for orjson
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        """Text of ids, special tokens included unless they are to be skipped."""
+        """The text of token ids, with special tokens unless skip_special_tokens is set."""
         async with self._body(request) as body:
             fields = read_json(_detokenizes, body)
             del body
@@ -295,7 +295,7 @@ class Admin:
         return _json({**config, **await self._dispatcher.server_info(), **totals})
 
     async def load(self, request: HttpRequest) -> Response:
-        """What every worker had to do as of its last heartbeat."""
+        """Every worker's load as of its last heartbeat."""
         loads = [
             {
                 "worker_id": member.info.worker_id,
@@ -310,12 +310,12 @@ class Admin:
         return _json(loads)
 
     async def loads(self, request: HttpRequest) -> Response:
-        """The same in SGLang's words, for its routers."""
+        """The same loads in SGLang's format, for its routers."""
         now_s, members = self._front.clock.now_s(), self._dispatcher.members()
         return _json(loads_answer(members, now_s, request.query_params))
 
     async def server_load(self, request: HttpRequest) -> Response:
-        """vLLM's one number: what runs and what waits, each choice counts, in every process."""
+        """vLLM's one number: running and waiting generations in all processes."""
         states = await self._siblings.states()
         return _json({"server_load": sum(state.running + state.queued for state in states)})
 
@@ -328,7 +328,7 @@ class Admin:
         return Response(message + "\n", 200 if flushed else 400, media_type="text/plain")
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
-        """vLLM's name of that; without a body where all went well."""
+        """vLLM's name for flush_cache; the response has no body on success."""
         flushed, message = await self._flush()
         if not flushed:
             raise ApiError(400, f"not every prefix was dropped: {message}", code="not_flushed")
@@ -349,7 +349,7 @@ class Admin:
         return _json({"success": True, "aborted": aborted})
 
     async def timeline(self, request: HttpRequest) -> Response:
-        """When what happened to one of the latest requests, running or ended."""
+        """What happened to one of the latest requests, running or ended, and when."""
         request_id = request.path_params["request_id"]
         body = await self._siblings.timeline(request_id)
         if body is None:
@@ -361,7 +361,7 @@ class Admin:
         return Response(body, media_type="application/json")
 
     async def drain(self, request: HttpRequest) -> Response:
-        """{"worker_id": id}: it takes nothing new, finishes what has begun, and leaves for good."""
+        """{"worker_id": id}: that worker takes nothing new, finishes its work and leaves."""
         async with self._body(request) as body:
             worker_id = read_json(_drains, body).worker_id
         try:
@@ -388,7 +388,7 @@ class Admin:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: HttpRequest) -> AsyncIterator[bytes]:
-        """Its memory counts to the end of the block, and a 429 that the block raises is counted."""
+        """The request's body, whose memory counts until the block ends; counts the block's 429s."""
         try:
             with Body(self._front.bodies) as held:
                 yield await held.read(request.scope, request.receive) or b""

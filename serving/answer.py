@@ -28,7 +28,7 @@ class ChoiceSink(Sink, Protocol):
 
 
 class Answer(Protocol):
-    """Where the choices of one request go. closed: nothing more will happen."""
+    """Where the choices of one request go. closed: done when nothing more will happen."""
 
     @property
     def closed(self) -> asyncio.Future[None]: ...
@@ -37,7 +37,7 @@ class Answer(Protocol):
     def sinks(self) -> Sequence[ChoiceSink]: ...
 
     def close(self) -> None:
-        """Nobody waits for it any more; it lets go of its sinks, which have it."""
+        """Nobody waits for the answer any more; it drops its sinks, which refer to it."""
         ...
 
 
@@ -61,13 +61,13 @@ class WholeAnswer:
             self.closed.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """One choice failed, and so the answer has."""
+        """One choice failed, so the whole answer fails."""
         if not self.closed.done():
             self.closed.set_exception(error)
 
 
 class WholeChoice:
-    """The sink of one choice; its text is in the choice's pending piece once it ended."""
+    """The sink of one choice; at the end it puts the text into the choice's pending piece."""
 
     __slots__ = ("_answer", "_choice", "_texts", "generation")
 
@@ -90,7 +90,7 @@ class WholeChoice:
     def on_end(self, finish_reason: FinishReason) -> None:
         try:
             self._texts.append(self._choice.finish(finish_reason))
-        except Exception as fault:  # else nothing would close it
+        except Exception as fault:  # otherwise nothing would close the answer
             self._answer.fail(fault)
             return
         self._choice.pending.text = "".join(self._texts)
@@ -106,8 +106,8 @@ class Runner:
     def __init__(self, dispatcher: Dispatcher, request_timeout_s: float) -> None:
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
-        self._queued: dict[asyncio.Task[Ticket], frozenset[str]] = {}  # ids that wait for a place
-        self._overtaken: set[asyncio.Task[Ticket]] = set()  # of them, aborted with a place
+        self._queued: dict[asyncio.Task[Ticket], frozenset[str]] = {}  # with their request ids
+        self._overtaken: set[asyncio.Task[Ticket]] = set()  # those aborted after they got a place
 
     async def run(
         self,
@@ -119,10 +119,10 @@ class Runner:
         is_probe: bool = False,
         timeline: RequestTimeline | None = None,
     ) -> bool:
-        """Until the answer is closed, or the client left: then False. arrival_s: monotonic.
+        """Run until the answer is closed (True) or the client leaves (False). arrival_s: monotonic.
 
-        is_probe: it waits in no queue, and no metric knows of it: a full server is not stuck.
-        Raises ApiError when the answer failed before anything was sent, or was not admitted.
+        is_probe: skip the queue, as a full server is not stuck, and leave all metrics alone. Raises
+        ApiError when the request is not admitted, or fails before anything was sent.
         """
         gone = asyncio.ensure_future(until_disconnected(receive))
         ticket: Ticket | None = None
@@ -156,8 +156,8 @@ class Runner:
             return True
         except SlowClient as error:
             logger.warning("%s: %s", request.request_id, error)
-            # Its traceback has this frame, which has the answer, which has the error: a circle
-            # that would keep all that is unread until the collector comes by.
+            # The traceback refers to this frame, the frame to the answer, and the answer to the
+            # error: a cycle that would keep all unread data until the garbage collector runs.
             error.__traceback__ = None
             return False
         except RequestError as error:
@@ -168,32 +168,32 @@ class Runner:
             self.counted(error)
             raise
         finally:
-            # Generations that ended are left as they are; the others have nobody to tell.
+            # A generation that has ended is left as it is; nobody listens to the others any more.
             for generation in generations:
                 self._dispatcher.abort(generation)
             if ticket is not None:
                 ticket.release()
             gone.cancel()
             for sink in answer.sinks:
-                sink.generation = None  # which has the sink: a cycle
+                sink.generation = None  # the generation refers to the sink: a cycle
             if timeline is not None:
                 self._dispatcher.timelines.close(timeline)
             answer.close()
 
     def counted(self, answered: ApiError) -> ApiError:
-        """The same, counted among the 429s if it is one."""
-        # Here, and not where a place is refused: workers that stay full refuse generations too.
+        """Return the error; a 429 is counted as rejected."""
+        # Counted here and not where the limiter refuses: workers that stay full cause 429s too.
         if answered.status == 429:
             self._dispatcher.metrics.rejected()
         return answered
 
     def abort(self, request_id: str | None) -> int:
-        """Abort one request, or with None every one. How many generations and waiting requests."""
+        """Abort one request, or all (None). Returns how many generations and waiting requests."""
         waiting = [
             task for task, ids in self._queued.items() if request_id is None or request_id in ids
         ]
         for task in waiting:
-            if not task.cancel():  # it has its place, of which its request has not heard yet
+            if not task.cancel():  # it has its place, but its request has not resumed yet
                 self._overtaken.add(task)
         if request_id is None:
             return len(waiting) + self._dispatcher.abort_all()
@@ -202,9 +202,9 @@ class Runner:
     async def _admit(
         self, request: Request, gone: asyncio.Task[None], arrival_s: float
     ) -> Ticket | None:
-        """Wait for a place; None when the client left meanwhile."""
+        """Wait for a place; None when the client leaves meanwhile."""
         ticket = self._dispatcher.admit_now(len(request.choices))
-        if ticket is not None:  # mostly: no task for it
+        if ticket is not None:  # the usual case: no task is needed
             return ticket
         admitting = asyncio.ensure_future(self._dispatcher.admit(len(request.choices)))
         self._queued[admitting] = frozenset(ask.request_id for ask in request.choices)
@@ -230,7 +230,7 @@ class Runner:
         return None
 
     def _left_queue(self, request: Request, arrival_s: float) -> None:
-        """Its generations never were, and ended all the same."""
+        """Count the request's generations, which never started, as ended."""
         for _ in request.choices:
             self._dispatcher.observe_left_queue(arrival_s)
 

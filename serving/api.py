@@ -45,8 +45,8 @@ from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
 
-_MEET_S = 2.0  # longest wait at the start for workers that are there
-_TRACE_AFTER_S = 1.0  # legs that were aborted, or whose pages were late, are told a little later
+_MEET_S = 2.0  # longest wait at the start for the workers that the registry lists
+_TRACE_AFTER_S = 1.0  # workers report aborted legs, and those whose pages were late, a bit later
 
 HELP = {
     "model_path": "checkpoint folder; tokenizer, chat template and defaults are read from it",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     args = parser.parse_args(argv)
     refuse_two_addresses(argv)
     config = flags.config_from(ServeConfig, args)
-    registry_host(config.registry_address)  # an unreachable one is tried again, a wrong one is not
+    registry_host(config.registry_address)  # a malformed one fails now; unreachable, it is retried
     security = flags.security_from(args)
     check_endpoint(config.otlp_traces_endpoint)
     seat = Seat.from_environment()
@@ -123,7 +123,7 @@ def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
 
 
 def _seated(config: ServeConfig, seat: Seat) -> socket.socket:
-    """The socket of one of several processes: its own on their port, or the one of all."""
+    """The socket of one of several processes: its own on their port, or their one Unix socket."""
     if config.uds:
         return socket.socket(fileno=seat.listen_fd)
     return beside(config)
@@ -139,8 +139,9 @@ async def serve(
 ) -> None:
     """Serve on a bound socket until told to leave; then end streams and tell the workers.
 
-    SIGTERM drains; SIGINT, or SIGTERM again, or before there are clients, ends at once.
-    seat: of one of several processes. Raises ConfigError when another has the port by now.
+    SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before the server takes clients ends at
+    once. seat: this process's place among several, None when it serves alone. Raises ConfigError
+    when another process has taken the port meanwhile.
     """
     metrics = Metrics()
     own = config if seat is None else seat.share_of(config)
@@ -159,9 +160,9 @@ async def serve(
     calm_collector()
 
     async def take_clients() -> None:
-        # Started again, it has work at once, and would have nobody to do it.
+        # A restarted process gets requests at once, and needs workers to serve them.
         await dispatcher.meet(_MEET_S)
-        # One of several only now: the kernel hands each that listens its part of the connections.
+        # Listen only now: the kernel hands each listening process its share of the connections.
         ensure_listening(sock, config)
         await server.serve(sockets=[sock])
 
@@ -207,7 +208,7 @@ def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], 
 
 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
-    """How connections are served. metrics: count those that are too many."""
+    """How uvicorn serves connections. metrics: counts the connections that are too many."""
     files = open_files.limit()
     what = f"%d connection(s) too many for a process that may open {files} files: told 503, or cut"
     surplus = Tally(log, what)
@@ -222,7 +223,7 @@ def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.
         http=Connection.lingering(config.slow_client_timeout_s, bound),
         loop="uvloop",
         lifespan="off",
-        log_config=None,  # its lines look like all others
+        log_config=None,  # uvicorn's lines are to look like ours
         log_level=max(logging.WARNING, logging.getLogger().getEffectiveLevel()),
         access_log=False,
         timeout_keep_alive=config.timeout_keep_alive_s,  # type: ignore[arg-type]  # a timer's
@@ -232,7 +233,7 @@ def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.
 
 
 def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimeline], None]:
-    """What is to be done with an ended request: trace it once its workers have told their part."""
+    """The callback for ended requests: it traces each once its workers have reported."""
     policies = front.dispatcher.timelines.policies
 
     def trace(request: RequestTimeline) -> None:
@@ -246,7 +247,7 @@ def trace_later(exporter: TraceExporter, front: Front) -> Callable[[RequestTimel
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handlers: ours stop the dispatcher first.
 
-    takes: set once it takes connections.
+    takes: set once the server takes connections.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -254,7 +255,7 @@ class _Server(uvicorn.Server):
         self.takes = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tell it."""
+        """Start, then set `takes`."""
         await super().startup(sockets)
         self.takes.set()
 

@@ -18,7 +18,7 @@ from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
-# Less than `up` gives this process itself; streams end first, then connections, within 2 s.
+# Less than `up` gives this process. A child ends its streams, then its connections within 2 s.
 _STOP_TIMEOUT_S = 6.0
 _MAX_PATH_BYTES = 107  # of a Unix socket's path, on Linux
 
@@ -30,9 +30,10 @@ def run(config: ServeConfig, security: Security) -> None:
         claimed_for_children(config) as sock,
         tempfile.TemporaryDirectory(prefix="kvferry-") as folder,
     ):
-        # Killed, this process cannot remove it, and its children may not know of it yet.
+        # A process that dies with its supervisor does not leave the `with` block, and its children
+        # may not know of the folder yet.
         flags.when_orphaned(partial(shutil.rmtree, folder, ignore_errors=True))
-        # Only its owner enters the folder. Its sockets' names are a process's number.
+        # Only its owner can enter the folder. Each socket in it is named by a process's number.
         if len(f"{folder}/{config.api_workers}".encode()) > _MAX_PATH_BYTES:
             raise ConfigError(f"{folder} is too long for the path of a Unix socket: set TMPDIR")
         body = partial(_run, config, security, sock, folder)
@@ -60,7 +61,7 @@ async def _run(
 def _specs(
     config: ServeConfig, security: Security, sock: socket.socket, folder: str
 ) -> list[ChildSpec]:
-    """Each child has the server's whole config, and takes its share by its seat."""
+    """Each child gets the server's whole config, and takes its share of it by its seat."""
     is_unix = sock.family == socket.AF_UNIX
     if not is_unix:
         config = replace(config, port=sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The HTTP routes: what answers where, who may ask, and what is too large."""
+"""The HTTP application: which path has which route, the API key, and how errors are answered."""
 
 import hmac
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from serving.timers import LoopTimers, Timers
 from serving.tokenizer import Tokenizer
 from transfer.clock import SYSTEM_CLOCK, Clock
 
-# No key asked: probes and scrapers have none.
+# Served without a key: probes and scrapers have none.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
 
 
@@ -78,7 +78,7 @@ def create_front(
 
 
 def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
-    """The routes. Siblings, None of a process that serves alone, are started by the caller."""
+    """The application. siblings: None in a process that serves alone; the caller starts them."""
     config = front.config
     admin = Admin(front, siblings)
     routes = [
@@ -121,7 +121,7 @@ def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:
 
 
 class _App(Starlette):
-    """Keeps the server's own `send`: tokens go past the wrappers that only watch the start."""
+    """Keeps the server's own `send`, so that tokens bypass wrappers that only watch the start."""
 
     def __init__(self, allowed_origins: Sequence[str], **options: Any) -> None:
         """options: Starlette's."""
@@ -129,7 +129,7 @@ class _App(Starlette):
         self._allowed_origins = allowed_origins
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Starlette's puts what it is given inside of what answers faults with a 500."""
+        """Put CORS outermost: Starlette would put it inside what answers faults with a 500."""
         stack = super().build_middleware_stack()
         return Cors(stack, self._allowed_origins) if self._allowed_origins else stack
 
@@ -138,7 +138,7 @@ class _App(Starlette):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            del scope[RAW_SEND]  # the server's `send` has the scope: a cycle
+            del scope[RAW_SEND]  # the server's `send` refers to the scope: a cycle
 
 
 class _ApiKey:

@@ -8,7 +8,7 @@ from transfer.clock import Clock
 
 @dataclass(frozen=True)
 class Arrival:
-    """Whoever subtracts takes monotonic_s: the other clock may be set meanwhile."""
+    """Subtract only monotonic_s: the other clock may be set between two readings."""
 
     unix_s: float
     monotonic_s: float
@@ -19,5 +19,5 @@ class Arrival:
 
     @property
     def created(self) -> int:
-        """As OpenAI's answers have it."""
+        """Whole seconds, as in OpenAI's answers."""
         return int(self.unix_s)

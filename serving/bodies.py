@@ -1,4 +1,4 @@
-"""How a request's body is read: in time, as it is, and with bounded memory for all of them."""
+"""Reads the bodies of requests: within a time limit, unencoded, all in bounded memory."""
 
 import asyncio
 import contextlib
@@ -13,18 +13,18 @@ from serving.event_stream import resumed
 from transfer.clock import SYSTEM_CLOCK, Clock
 from transfer.errors import Code
 
-_DISCARDED = 4  # times what a body may have: so much of one that is refused is read, and dropped
+_DISCARDED = 4  # times the largest body: how much of a refused one is read and dropped
 MAX_JSON_PARTS = 1 << 19  # opening brackets, or colons: more than a million tokens of JSON have
-ALWAYS_BYTES = 1 << 20  # of a body that have room, whatever comes beside it
-_LEAST_RATE = 32 << 10  # bytes a second, of one that is larger, or it would have its room for good
-AT_ONCE = 8  # of the largest bodies: what all may have in memory, beyond that
+ALWAYS_BYTES = 1 << 20  # of each body: these have room whatever other bodies hold
+_LEAST_RATE = 32 << 10  # bytes a second; a larger body that came slower would hold room for good
+AT_ONCE = 8  # largest bodies: what all together may hold in memory beyond ALWAYS_BYTES of each
 
 
 class Bodies:
-    """The memory that large bodies of one process's requests have.
+    """The memory that the large request bodies of one process hold.
 
-    They come one part after the other, as their clients send them, and what is read of them may
-    have to wait: a few hundred at once would be all memory of a host.
+    Clients send a body part by part, and the parts that are here wait for the rest: a few hundred
+    large bodies at once would take all memory of a host.
     """
 
     def __init__(self, most_bytes: int, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -39,14 +39,14 @@ class Bodies:
 
 
 class Body:
-    """One request's body, whose memory counts until it is released; a context manager does so."""
+    """One request's body; its memory counts until `release`, or the end of its `with` block."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._held = 0
 
     def release(self) -> None:
-        """Nothing is left of it; a second call does nothing."""
+        """The body's memory is free again; a second call does nothing."""
         self._bodies.held_bytes -= self._held
         self._held = 0
 
@@ -62,10 +62,11 @@ class Body:
         self.release()
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of it; None when the client left in the middle.
+        """The whole body; None when the client left before its end.
 
-        Raises ApiError: 413 when it is too large, 415 when it is encoded, 408 when nothing of it
-        came for too long, 400 when it would take long to read, 429 while others take the memory.
+        Raises ApiError: 413 when it is too large, 415 when it is encoded, 408 when none of it comes
+        for too long or it comes too slowly, 400 when it would take long to parse, 429 while other
+        bodies hold the memory.
         """
         most_bytes = self._bodies.most_bytes
         headers = dict(scope["headers"])
@@ -107,7 +108,7 @@ class Body:
                 raise _too_slow(f"{num_bytes} bytes of the body came in {timeout_s:g} s and more")
 
     def _hold(self, num_bytes: int) -> ApiError | None:
-        """So much of it is here; or why that is too much, and nothing is held."""
+        """Count so many bytes as held; or hold nothing, and return why they are too many."""
         self.release()
         most_bytes = self._bodies.most_bytes
         if num_bytes > most_bytes:
@@ -120,7 +121,7 @@ class Body:
         return None
 
     async def _discard(self, receive: Receive, num_bytes: int) -> None:
-        """Let a client send so much more, for so long: many read nothing before all is sent."""
+        """Drop what the client still sends, within limits: many read nothing until all is sent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._bodies.timeout_s):
                 while num_bytes > 0:
@@ -131,7 +132,7 @@ class Body:
 
 
 def _check_parts(body: bytes) -> None:
-    """Objects, arrays and fields take some 0.3 us each to make, in one piece, and to throw away."""
+    """Raise ApiError for too many parts: each blocks the loop for some 0.3 us, made and freed."""
     if len(body) <= MAX_JSON_PARTS:
         return
     brackets, colons = body.count(b"[") + body.count(b"{"), body.count(b":")
@@ -144,7 +145,7 @@ async def _in_time(receive: Receive, timeout_s: float) -> Message:
     receiving = cast(Coroutine[Any, Any, Message], receive())
     try:
         awaited = receiving.send(None)
-    except StopIteration as end:  # mostly: a short body comes with its headers
+    except StopIteration as end:  # the usual case: a short body comes with its headers
         return cast(Message, end.value)
     try:
         async with asyncio.timeout(timeout_s):
@@ -154,13 +155,13 @@ async def _in_time(receive: Receive, timeout_s: float) -> Message:
 
 
 def _encoded(scope: Scope) -> ApiError | None:
-    """What one is told whose body is not as it is; such a body would be no JSON."""
+    """The error for a body with a content coding, which would be no JSON; None without one."""
     fields = [value for name, value in scope["headers"] if name == b"content-encoding"]
     value = b", ".join(fields).decode("latin-1")
     if all(coding.strip().lower() in ("identity", "") for coding in value.split(",")):
         return None
     message = f"Content-Encoding: expected a body as it is (identity), got {quoted(value)}"
-    # What is taken instead (RFC 9110, 15.5.16).
+    # The header says what is taken instead (RFC 9110, 15.5.16).
     headers = {"Accept-Encoding": "identity", "Connection": "close"}
     return ApiError(415, message, code="unsupported_encoding", headers=headers)
 

@@ -1,13 +1,14 @@
-"""Which workers have failed so often in a row that others are taken for a while.
+"""Which workers have failed so often in a row that others are picked for a while.
 
-    CLOSED     taken as ever; so many failures in a row open it
+    CLOSED     picked as usual; a number of failures in a row opens the breaker
     OPEN       passed over for a back-off time, which doubles up to a bound
-    HALF_OPEN  that is over: one attempt may try; it closes, or opens for twice as long
+    HALF_OPEN  the back-off is over: one attempt may try; the breaker closes, or opens twice as long
 
-Who could not be reached with pages is not closed by what needs none, until that is long ago.
-A failure speaks only of attempts picked after the one before it: a hundred rooms that one accident
-ends are one failure. Whoever picks may ignore all of it when there is nobody else: a poor worker
-is better than none, and what succeeds there closes it.
+If a worker failed because pages could not reach it, successes that need no pages do not close its
+breaker until that is long ago. A failure counts only if its attempt was picked after the last
+counted failure: a hundred rooms that one accident ends are one failure. The caller may ignore
+breakers when there is no other worker: a poor worker is better than none, and a success there
+closes its breaker.
 """
 
 import enum
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
-# Who could not be reached with pages does well again without any, once it is so long ago.
+# So long after a worker could not be reached with pages, a success without pages closes again.
 FORGIVEN_S = 2 * LONGEST_S
 
 
@@ -36,11 +37,11 @@ class _Breaker:
     until_s: float = 0.0  # open until then
     counted_s: float = -math.inf  # when the last failure was counted
     trial: object = None  # the attempt that tries it, while half open
-    of_pages: bool = False  # one of these failures was that its peer could not reach it
+    of_pages: bool = False  # in one of these failures its peer could not reach it with pages
 
 
 class Breakers[K: Hashable]:
-    """One for each worker that ever failed. Times are monotonic seconds, given by the caller.
+    """A breaker for each worker that failed. Times are monotonic seconds, given by the caller.
 
     attempt: any object, compared by identity. picked_s: when that attempt was picked.
     """
@@ -57,37 +58,37 @@ class Breakers[K: Hashable]:
         return State.OPEN if now_s < breaker.until_s else State.HALF_OPEN
 
     def is_out(self, worker: K, now_s: float) -> bool:
-        """Whether it is to be passed over."""
+        """Whether the worker is to be passed over."""
         state = self.state(worker, now_s)
         if state is State.HALF_OPEN:
             return self._breakers[worker].trial is not None
         return state is State.OPEN
 
     def picked(self, worker: K, attempt: object, now_s: float) -> None:
-        """An attempt goes there; half open, it is the one that tries."""
+        """An attempt goes to the worker; if its breaker is half open, the attempt is its trial."""
         if self.state(worker, now_s) is State.HALF_OPEN and not self.is_out(worker, now_s):
             self._breakers[worker].trial = attempt
 
     def left(self, worker: K, attempt: object) -> None:
-        """That attempt is over, and says no more of the worker than it has: another may try."""
+        """The attempt is over and will say no more of the worker: another may be the trial."""
         breaker = self._breakers.get(worker)
         if breaker is not None and breaker.trial is attempt:
             breaker.trial = None
 
     def succeeded(self, worker: K, picked_s: float, of_pages: bool = True) -> None:
-        """It did what it was picked for. of_pages: and its peer reached it."""
+        """The worker did what it was picked for. of_pages: its peer reached it with pages, too."""
         breaker = self._breakers.get(worker)
         if breaker is None:
             return
-        # Else answers of one token would have those that need pages go there again and again.
+        # Otherwise answers of one token would keep sending there attempts that need pages.
         if breaker.of_pages and not of_pages and picked_s - breaker.counted_s < FORGIVEN_S:
             return
-        # Opened since, what began before is no news.
+        # If the breaker has opened since, a success of an earlier attempt is no news.
         if not breaker.opened or picked_s > breaker.counted_s:
             del self._breakers[worker]
 
     def failed(self, worker: K, picked_s: float, now_s: float, of_pages: bool = False) -> None:
-        """It did not, and the fault is its own. of_pages: its peer could not reach it."""
+        """The worker failed by its own fault. of_pages: its peer could not reach it with pages."""
         breaker = self._breakers.setdefault(worker, _Breaker())
         breaker.of_pages |= of_pages
         state = self.state(worker, now_s)
