@@ -1,7 +1,7 @@
-"""The forms of answers that must be tool calls, and of answers behind a thought.
+"""Builds the forms of answers that must be tool calls, and of answers that follow a thought.
 
-A model is held to what its own chat template writes, which serving/tool_calls.py reads. Markers are
-named as the tokens that they are; only a model without such a token writes them as text.
+A model is held to what its own chat template writes, which serving/tool_calls.py reads. A marker is
+named by its token id; only for a model that has no such token is it written as text.
 """
 
 import json
@@ -27,14 +27,14 @@ Mark = Callable[[str], str]
 
 
 def must_be_calls(tool_choice: str | Mapping[str, Any] | None) -> bool:
-    """Whether the answer has to be a call. Raises ApiError for what is no choice."""
+    """Whether the answer has to be a call. Raises ApiError for an invalid tool_choice."""
     if tool_choice in (None, "none", "auto"):
         return False
     return tool_choice == "required" or named_tool(tool_choice) is not None
 
 
 def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
-    """The one tool that a choice names. Raises ApiError for what is no choice."""
+    """The one tool that a choice names, if any. Raises ApiError for an invalid tool_choice."""
     if tool_choice == "required":
         return None
     name = function_name(tool_choice)
@@ -45,7 +45,7 @@ def named_tool(tool_choice: str | Mapping[str, Any] | None) -> str | None:
 
 
 def thought_prefix(parsing: Parsing, tokenizer: Tokenizer) -> str:
-    """Rules of what comes before the answer, which they name @answer; "" where nothing does."""
+    """Rules of what precedes the answer, which they name @answer; "" when nothing does."""
     mark = _marker(tokenizer)
     if parsing.reasoning == "gpt-oss":
         return _harmony_prefix(parsing, mark)
@@ -68,7 +68,7 @@ def calls_form(
     tokenizer: Tokenizer,
     places: Mapping[str, str] = NO_PLACES,
 ) -> Form:
-    """An answer of calls alone. only: of this tool, and one.
+    """The form of an answer of calls alone. only: the one tool to call, once.
 
     places: by name of a function, the path of its parameters in the request. Raises ApiError for a
     bad schema.
@@ -85,7 +85,7 @@ def calls_form(
         what = f"at most {_MAX_TOOLS} where one must be called, got {len(functions)}"
         raise bad_field("tools", what)
     parts = []
-    left = MAX_GRAMMAR_BYTES  # of all of them: no more is read of tools that are too much together
+    left = MAX_GRAMMAR_BYTES  # for all tools together; reading stops where they exceed it
     for number, function in enumerate(functions):
         place = places.get(function["name"], "tools")
         rules = {"name": f"args{number}", **_arguments(function, place)}
@@ -101,7 +101,7 @@ def calls_form(
 
 
 def _arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The rules of them, which nobody is promised to the letter unless the function is strict."""
+    """The rules of a function's arguments; lenient, unless the function is strict."""
     given = function.get("parameters")
     # Without parameters there are no arguments.
     schema = {"type": "object", **({"properties": {}} if given is None else given)}
@@ -115,7 +115,7 @@ def _arguments(function: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _tools(write: Callable[[str, str], str], names: Sequence[str]) -> list[str]:
-    """A rule `tool` for any of them. write(name, arguments): one."""
+    """A rule `tool` for any of the names. write(name, arguments): the rule of one."""
     rules = [f"tool{i}: {write(name, f'@args{i}')}" for i, name in enumerate(names)]
     return ["tool: " + " | ".join(f"tool{i}" for i in range(len(names))), *rules]
 
@@ -171,7 +171,7 @@ def _deepseek(fenced: bool) -> "_Format":
 
 
 def _kimi(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str]:
-    """The model numbers its calls, from its first in the conversation on."""
+    """The model numbers its calls, counting from its first in the conversation."""
 
     def write(name: str, args: str) -> str:
         head = quoted_terminal(f"functions.{name}:")
@@ -182,13 +182,13 @@ def _kimi(names: Sequence[str], one: bool, mark: Mark, _: Tokenizer) -> list[str
 
 
 def _section(form: CallFormat, calls: str, mark: Mark) -> list[str]:
-    """Calls each between markers, and all of them between two more."""
+    """Each call between two markers, and all calls between two more."""
     first, last = map(mark, form.around)
     return [f"start: {first} {calls} {last}", f"call: {mark(form.begin)} tool {mark(form.end)}"]
 
 
 def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[str]:
-    """One message; what ends it ends the answer."""
+    """One message; the token that ends it ends the answer."""
 
     def write(name: str, args: str) -> str:
         header = quoted_terminal(f"commentary to=functions.{name} ")
@@ -199,7 +199,7 @@ def _harmony(names: Sequence[str], _: bool, mark: Mark, __: Tokenizer) -> list[s
 
 _Format = Callable[[Sequence[str], bool, Mark, Tokenizer], list[str]]
 _NEWLINE: Final = r'"\n"'
-# Those whose own arguments are no JSON are held to it, see serving/parsing.py.
+# Models whose own format has no JSON arguments are held to JSON, see serving/parsing.py.
 _FORMATS: Final[Mapping[str, _Format]] = {
     "deepseekv3": _deepseek(fenced=True),
     "deepseekv31": _deepseek(fenced=False),
@@ -218,7 +218,7 @@ _FORMATS: Final[Mapping[str, _Format]] = {
 
 
 def _harmony_prefix(parsing: Parsing, mark: Mark) -> str:
-    """Messages of analysis, then the one that is the answer, unless the prompt has begun that."""
+    """Messages of analysis, then the answer's; "" when the prompt has begun the answer."""
     if parsing.begun:
         return ""
     channel, message, end = mark("<|channel|>"), mark("<|message|>"), mark("<|end|>")

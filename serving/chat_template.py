@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: messages -> the text its model was trained on.
+"""Renders a checkpoint's chat template: from messages to the text that its model was trained on.
 
-Templates are jinja2 programs of whoever published the checkpoint, so they run in a sandbox
-that can change nothing. They are written for the surroundings that transformers gives them:
+Templates are jinja2 programs by the publisher of the checkpoint, so they run in a sandbox that can
+change nothing. They are written for the environment that transformers gives them:
 trim_blocks, lstrip_blocks, loop controls, `raise_exception`, `strftime_now`, a `tojson` that
 escapes nothing, and `generation` blocks, which mark text and are otherwise transparent.
 """
@@ -23,7 +23,8 @@ from transfer.clock import SYSTEM_CLOCK, Clock
 
 # Marks where the last message ends. Its last character shows whether the template trims.
 CONTINUE_MARK = "\N{LEFT-POINTING ANGLE BRACKET}continue here\N{RIGHT-POINTING ANGLE BRACKET} "
-# Variables of the chat template that are fields of their own, or ours to give.
+# Variables of a template that chat_template_kwargs may not set: requests have fields for them, or
+# we set them.
 RESERVED_KWARGS = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "self", "documents"}
 )
@@ -37,7 +38,7 @@ class ChatTemplate:
     """One compiled template."""
 
     def __init__(self, source: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Raises ChatTemplateError when the source is no jinja2."""
+        """Raises ChatTemplateError when the source is not valid jinja2."""
         self.source = source
         self._clock = clock
         environment = _Environment(
@@ -52,7 +53,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"chat template does not parse: {error}") from error
-        # A chain of mappings by default, which every rendering would walk in Python.
+        # By default a chain of mappings, which every rendering would walk in Python.
         self._template.globals = dict(self._template.globals)
 
     def render(
@@ -74,7 +75,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:
-            # Foreign code on a client's data: whatever fails in it, the request is at fault.
+            # Foreign code ran on a client's data: whatever failed, the request is at fault.
             kind = type(error).__name__
             raise ChatTemplateError(f"chat template failed: {kind}: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
@@ -84,7 +85,7 @@ class ChatTemplate:
 
 
 class _Told(threading.local):
-    """By whom renderings of this thread may be stopped."""
+    """The event that stops this thread's rendering."""
 
     stop: threading.Event | None = None
 
@@ -94,9 +95,10 @@ _told = _Told()
 
 @contextlib.contextmanager
 def until(stop: threading.Event) -> Iterator[None]:
-    """What this thread renders meanwhile ends with ChatTemplateError once that is set.
+    """Within the block, this thread's renderings raise ChatTemplateError once `stop` is set.
 
-    At the next text that a template prints, or field that it looks up: loops without any go on.
+    A template stops at the next text that it prints or field that it looks up; a loop that does
+    neither goes on.
     """
     _told.stop = stop
     try:
@@ -106,7 +108,7 @@ def until(stop: threading.Event) -> Iterator[None]:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Looks whether it shall stop wherever a template looks up a field of something."""
+    """Checks whether to stop wherever a template looks up a field."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _check_stop()
@@ -129,7 +131,7 @@ def _check_stop() -> None:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` renders its body, a scope of its own."""
+    """`{% generation %}...{% endgeneration %}` renders its body, in a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -159,7 +161,7 @@ def _cut_at_mark(text: str) -> str:
     end = text.rfind(CONTINUE_MARK.strip())
     if end < 0:
         raise ChatTemplateError("the chat template leaves the last message out: cannot continue it")
-    # A template that trims contents would have trimmed the end of this one.
+    # A template that trims contents would have trimmed the end of this content too.
     return text[:end] if text.startswith(CONTINUE_MARK, end) else text[:end].rstrip()
 
 

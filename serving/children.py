@@ -1,9 +1,9 @@
-"""Child processes of ours: started, heard when ready, started again when they die, stopped.
+"""Supervises child processes: starts them, waits until they are ready, restarts and stops them.
 
-Children get a pipe to say that they are ready and another whose closing tells them that their
-parent is gone. Each is in a session of its own, so Ctrl-C reaches only the parent, which stops
-them in order. A child that dies after ready is started again, some times; one that cannot start
-ends the parent with its exit code and last line.
+A child gets a pipe to say that it is ready, and another whose closing tells it that its parent is
+gone. Each child has a session of its own, so Ctrl-C reaches only the parent, which stops the
+children in order. A child that dies after it was ready is started again, up to MAX_RESTARTS times
+in a row; one that cannot start ends the parent with its exit code and last line.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from transfer.signals import DRAIN, on_signals
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 1800.0  # a large checkpoint takes its time
+READY_TIMEOUT_S = 1800.0  # a large checkpoint takes long to load
 STOP_TIMEOUT_S = 8.0
 RESTART_DELAY_S = 1.0
 MAX_RESTARTS = 5  # of one child, in a row
@@ -44,12 +44,12 @@ class ChildFailed(KvferryError):
 class ChildSpec:
     """How to start one process: `python -P -m argv`.
 
-    environment: variables beside the parent's own. fds: open files that it inherits.
-    is_worker, is_front: SIGTERM makes it finish its work first, so the end of all is SIGINT. A
-    worker that ends with code 0 was told to leave, and is not started again; those in front take
-    requests from outside, so a parent that drains has them finish theirs first. group: of
-    children that are of no use without each other; when one dies all of them are started again,
-    when one leaves all do.
+    environment: variables beside the parent's own. fds: open files that the child inherits.
+    is_worker, is_front: on SIGTERM the child finishes its work first, so it is stopped by SIGINT.
+    A worker that ends with code 0 was told to leave, and is not started again. Children in front
+    take requests from outside, so a parent that drains has them finish theirs first.
+    group: name shared by children that are useless without each other. When one dies, all are
+    started again; when one leaves, all leave.
     """
 
     name: str
@@ -69,21 +69,21 @@ class Child:
         self.process = process
         self.ready: asyncio.Task[dict[str, Any]] = asyncio.create_task(_read_ready(ready_fd))
         self.last_line = ""
-        self.followed = False  # killed after another of its group, which is started again already
+        self.followed = False  # killed as another of its group died: it must not kill others, too
         self.output = asyncio.create_task(self._relay())
 
     @property
     def stop_signal(self) -> signal.Signals:
-        """What ends it soonest: before it is ready, SIGINT would be Python's own."""
+        """The signal that ends it soonest; before it is ready, Python itself handles SIGINT."""
         drains = self.spec.is_worker or self.spec.is_front
         return signal.SIGINT if drains and self.ready.done() else signal.SIGTERM
 
     async def wait_ready(self) -> dict[str, Any]:
-        """What the child says when it is ready. Raises ChildFailed when it ends instead."""
+        """The facts that the child sends when ready. Raises ChildFailed when it ends instead."""
         exited = asyncio.create_task(self.process.wait())
         await asyncio.wait({self.ready, exited}, return_when=asyncio.FIRST_COMPLETED)
         exited.cancel()
-        facts = await self.ready  # the pipe closes with the process: {} then
+        facts = await self.ready  # {} if the process ended, which closes the pipe
         if facts:
             return facts
         code = await self.process.wait()
@@ -91,7 +91,7 @@ class Child:
         raise self.failed(f"{_ended_with(code)} before it was ready", code)
 
     def failed(self, what: str, code: int) -> ChildFailed:
-        """The error of a child that ended, with the last that it said."""
+        """The error of a child that ended, with its last line of output."""
         said = f": {self.last_line}" if self.last_line else ""
         return ChildFailed(f"{self.spec.name} {what}{said}", code)
 
@@ -102,7 +102,7 @@ class Child:
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # longer than asyncio's limit: that much was dropped
+            except ValueError:  # longer than asyncio's limit; readline dropped that much
                 continue
             if not line:
                 return
@@ -111,7 +111,7 @@ class Child:
 
 
 def _ended_with(code: int) -> str:
-    """What is told of a process that ended so."""
+    """How messages tell that a process ended with this code."""
     if code != -signal.SIGKILL:
         return f"ended with code {code}"
     return f"ended with code {code} (killed, as the kernel does where memory runs out)"
@@ -123,22 +123,22 @@ class Supervisor:
     def __init__(
         self, token: str, stop_timeout_s: float = STOP_TIMEOUT_S, drain_timeout_s: float = 0.0
     ) -> None:
-        """token: of the cluster; every child has it in its environment.
+        """token: the cluster's; every child gets it in its environment.
 
-        drain_timeout_s: what those in front are given to drain.
+        drain_timeout_s: how long the children in front may take to drain.
         """
         self._token = token
         self._stop_timeout_s = stop_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._children: list[Child] = []
-        self._left: set[str] = set()  # groups of which one has left as it was told
+        self._left: set[str] = set()  # groups of which a member was told to leave, and has left
         self._lifeline_read, self._lifeline_write = os.pipe()
-        self.is_ready = False  # all that is started at first; whoever knows says so
-        self.draining = False  # nobody in front is started again
+        self.is_ready = False  # all first children are; set by the body of `supervise`
+        self.draining = False  # no child in front is started again
         self.stopping = False
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start a child; it is not ready yet. Raises OSError when the system has no room for it."""
+        """Start a child; it is not ready yet. Raises OSError when the system lacks resources."""
         ready_read, ready_write = os.pipe()
         environment = {
             **os.environ,
@@ -151,7 +151,7 @@ class Supervisor:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # where we were started from may have a model.py of its own
+                "-P",  # the current folder may have a model.py of its own
                 "-m",
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -171,7 +171,7 @@ class Supervisor:
         return child
 
     async def watch(self, child: Child) -> None:
-        """Keep a child alive. Raises ChildFailed when it ends too often or for good reason."""
+        """Keep a child alive. Raises ChildFailed when it ends too often, or with EXIT_CONFIG."""
         restarts = 0
         while True:
             started_s = SYSTEM_CLOCK.monotonic_s()
@@ -185,7 +185,7 @@ class Supervisor:
             if child.spec.is_worker and code == 0:
                 log.info("%s has left, as it was told: it is not started again", name)
                 self._left.add(child.spec.group)
-                for other in self._group_of(child):  # would wait for it
+                for other in self._group_of(child):  # they would wait for it
                     with contextlib.suppress(ProcessLookupError):
                         other.process.terminate()
                 return
@@ -201,9 +201,10 @@ class Supervisor:
             child, restarts = again
 
     async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int] | None:
-        """Another of it, and its restarts in a row by now; None when its group has left.
+        """Start it again: the new child and its restarts in a row; None when none is needed.
 
-        Raises ChildFailed after too many.
+        None is needed once its group has left, or while those in front drain. Raises ChildFailed
+        after too many restarts.
         """
         others = [] if ended.followed else self._group_of(ended)
         while True:
@@ -213,13 +214,13 @@ class Supervisor:
                 return None
             if self.draining and ended.spec.is_front:
                 return None
-            for other in others:  # that hangs: those that live have left without it
+            for other in others:  # a member still alive hangs: healthy ones left without the child
                 if other.process.returncode is None:
                     other.followed = True
                     other.process.kill()
             try:
                 return await self.start(ended.spec), restarts
-            except OSError as error:  # no process or memory is to be had, which may pass
+            except OSError as error:  # out of processes or memory, which may pass
                 restarts += 1
                 if restarts > MAX_RESTARTS:
                     what = f"cannot be started again, {restarts} time(s) in a row ({error})"
@@ -227,14 +228,14 @@ class Supervisor:
                 log.warning("%s cannot be started: %s; trying again", ended.spec.name, error)
 
     def _group_of(self, ended: Child) -> list[Child]:
-        """Those that run, and without it are of no use."""
+        """The running members of its group, which are useless without it."""
         group = ended.spec.group
         return [child for child in self._children if group and child.spec.group == group]
 
     async def watch_all(
         self, children: Sequence[Child], beside: Coroutine[Any, Any, None] | None = None
     ) -> None:
-        """Keep these alive for ever, and run something beside. Raises the first error of either."""
+        """Keep the children alive and run `beside`. Raises the first error of either."""
         try:
             async with asyncio.TaskGroup() as group:
                 for child in children:
@@ -246,19 +247,19 @@ class Supervisor:
             raise (failed.exceptions[0] if failed else errors) from None
 
     async def drain(self) -> None:
-        """Have those in front finish what has come, while the others are kept alive for it."""
+        """Have the children in front finish their requests; the others are kept alive meanwhile."""
         self.draining = True
         waits = []
         for child in self._children:
             if child.spec.is_front:
                 waits.append(asyncio.create_task(child.process.wait()))
-                with contextlib.suppress(ProcessLookupError):  # not ready, it has no work
+                with contextlib.suppress(ProcessLookupError):  # one that is not ready has no work
                     child.process.send_signal(DRAIN if child.ready.done() else signal.SIGTERM)
         if waits:
             await asyncio.wait(waits, timeout=self._drain_timeout_s + self._stop_timeout_s)
 
     async def stop(self) -> None:
-        """Stop all, the latest started first; whoever does not is killed."""
+        """Stop all children, the latest started first; kill those that do not stop in time."""
         self.stopping = True
         for child in reversed(self._children):
             if child.process.returncode is None:
@@ -281,9 +282,9 @@ Body = Callable[[Supervisor], Coroutine[Any, Any, None]]
 def supervise(command: str, supervisor: Supervisor, body: Body) -> None:
     """Run the body, which starts and watches children, until told to leave; then stop them.
 
-    SIGTERM drains first; SIGINT, or SIGTERM again, or before all is ready, stops all at once. A
-    child that failed for good ends this process too, with its last line as the last one here:
-    raises SystemExit with code 2 when that was the child's, else 1.
+    SIGTERM drains first. SIGINT, a second SIGTERM, or a SIGTERM before all is ready stops all at
+    once. A child that failed for good ends this process too, and its last line is also the last one
+    here: raises SystemExit, with code 2 when that was the child's, else 1.
     """
     try:
         asyncio.run(_until_told(command, supervisor, body))
@@ -325,14 +326,14 @@ async def _until_told(command: str, supervisor: Supervisor, body: Body) -> None:
             try:
                 with contextlib.suppress(asyncio.CancelledError, ChildFailed):
                     await running
-            finally:  # whatever it raised, the children are there
+            finally:  # whatever the body raised, the children have to be stopped
                 if stopped.done():
                     terminal.say(f"kvferry {command}: stopping")
                 await supervisor.stop()
 
 
 async def in_time[T](awaited: Awaitable[T]) -> T:
-    """The result, if it comes while a start may take. Raises ChildFailed otherwise."""
+    """The result, if it comes within READY_TIMEOUT_S. Raises ChildFailed otherwise."""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             return await awaited

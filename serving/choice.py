@@ -14,10 +14,10 @@ from serving.tokenizer import StopStrings, Tokenizer
 from transfer import wire
 from transfer.errors import BadMessage
 
-# Of all prompts of a request, alternatives counted: they are spelled in one piece.
+# For all prompts of a request, alternatives counted, because they are encoded in one piece.
 MAX_PROMPT_LOGPROBS = 1 << 20
-# Spelled on the loop, alternatives counted, at some 1 us each: more are in a thread, beside the
-# streams of others.
+# Encoded on the event loop, alternatives counted, at some 1 us each; a thread encodes more, so that
+# the streams of others go on.
 INLINE_LOGPROBS = 1 << 12
 # JSON has no infinity; a logprob this low says "never" as well.
 LOWEST_LOGPROB = -9999.0
@@ -27,7 +27,7 @@ LOWEST_LOGPROB = -9999.0
 class Entry:
     """One position and its logprobs. logprob: None for the first token of a prompt.
 
-    num_chars: of the text that could be shown with it, not before. Stop strings hold some back.
+    num_chars: length of the text that this token made showable; stop strings hold some back.
     """
 
     token_id: int
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Piece:
-    """Text and tokens that were not shown yet. entries: [] unless logprobs were asked."""
+    """Text and tokens that were not shown yet. entries: [] unless logprobs were asked for."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -48,9 +48,9 @@ class Piece:
 class Choice:
     """The state of one choice, from its first token to its finish reason.
 
-    Text and tokens may part: a stop token and a matched stop string are tokens without text, half
-    a character waits for its other half, and text that may begin a stop string waits for more.
-    `stop_reason` is the stop string or the stop id that ended it.
+    Text and tokens may diverge: a stop token and a matched stop string are tokens without text,
+    half a character waits for its other half, and text that may begin a stop string waits for more.
+    `stop_reason` is the stop string or the stop id that ended the choice.
     """
 
     __slots__ = (
@@ -82,27 +82,27 @@ class Choice:
         self.last_id = -1
         self.pending = Piece()
         self._prompt_logprobs = _NO_LOGPROBS
-        self._prompt_entries: list[Entry] | None = []  # None: to be made once somebody asks
+        self._prompt_entries: list[Entry] | None = []  # None: made on first use
         self._detokenizer = tokenizer.stream(shown.skip_special_tokens, ask.prompt.ids)
         self._texts = self._detokenizer.whole_texts  # while no character is cut
         self._stops = StopStrings(shown.stops, shown.include_stop) if shown.stops else None
-        # Stop ids whose text must not show. Special ones show nothing anyway, mostly.
+        # Stop ids whose text must not show. Special ones have no text when these are skipped.
         quiet = frozenset(ask.sampling.stop_token_ids) if not shown.include_stop else frozenset()
         if shown.skip_special_tokens:
             quiet -= tokenizer.special_ids
         quiet |= shown.quiet_ids
         self._quiet_ids = quiet
-        # Its tokens need no look one by one, so several may wait for each other to be taken.
+        # No token needs a look of its own, so several may be taken at once.
         self.text_only = self.plain and self._stops is None and not quiet
 
     @property
     def plain(self) -> bool:
-        """Whether all that is shown of its tokens is text."""
+        """Whether its tokens are shown as text alone."""
         shown = self.ask.shown
         return not (shown.token_ids or shown.num_logprobs >= 0 or shown.drop_output)
 
     def prefilled(self, cached_tokens: int, logprobs: wire.PromptLogprobs | None) -> None:
-        """The prompt is computed; what its positions were worth, if asked.
+        """The prompt is computed. logprobs: of its positions, if the request asked for them.
 
         Raises BadMessage when the arrays disagree in length.
         """
@@ -114,9 +114,9 @@ class Choice:
 
     @property
     def prompt_entries(self) -> list[Entry]:
-        """From shown.prompt_logprobs_start on; [] if not asked, or not computed yet.
+        """From shown.prompt_logprobs_start on; [] if not asked for, or not computed yet.
 
-        Made here, which is long for many: see INLINE_LOGPROBS.
+        Made on first use, which takes long for many: see INLINE_LOGPROBS.
         """
         if self._prompt_entries is None:
             self._prompt_entries = list(self._made_prompt_entries())
@@ -136,7 +136,7 @@ class Choice:
                 yield Entry(ids[position], None, [])
 
     def take(self, tokens: Tokens) -> str:
-        """The next tokens; the text that can be shown now. After a match they are ignored."""
+        """Take the next tokens; return the text that can be shown now. Ignored after a match."""
         ids = tokens.ids
         if self.text_only:
             self.num_tokens += len(ids)
@@ -153,17 +153,17 @@ class Choice:
 
     @property
     def detokenizer(self) -> IncrementalDetokenizer:
-        """Whoever pushes into it in place of `take` says so with `took`."""
+        """A caller that pushes into it instead of calling `take` must call `took`."""
         return self._detokenizer
 
     def took(self, num_tokens: int, last_id: int) -> None:
-        """So many tokens were pushed in all, and that was the last."""
+        """The caller pushed tokens: num_tokens so far in all, the last of them last_id."""
         self.num_tokens = num_tokens
         self.last_id = last_id
         self._texts = self._detokenizer.whole_texts
 
     def finish(self, reason: FinishReason) -> str:
-        """No more tokens come: the rest of the text."""
+        """No more tokens come; returns the rest of the text."""
         self.finish_reason = reason
         if self.matched is not None:
             return ""
@@ -180,7 +180,7 @@ class Choice:
         return rest
 
     def drain(self) -> Piece:
-        """What is pending, which then is no more."""
+        """Return what is pending, and start anew."""
         piece, self.pending = self.pending, Piece()
         return piece
 
@@ -207,7 +207,7 @@ class Choice:
         return text
 
     def _shown(self, text: str) -> str:
-        """What of the text passes the stop strings."""
+        """The part of the text that passes the stop strings."""
         if self._stops is None:
             return text
         text, self.matched = self._stops.feed(text)
@@ -218,7 +218,7 @@ class Choice:
 
 
 def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
-    """Raises ApiError 400 for more than an answer may hold."""
+    """Raises ApiError (400) for more logprobs of prompts than an answer may hold."""
     count = sum(map(num_prompt_logprobs, choices))
     if count > MAX_PROMPT_LOGPROBS:
         raise ApiError(
@@ -229,9 +229,9 @@ def check_prompt_logprobs(choices: Sequence[ChoiceAsk]) -> None:
 
 
 def is_long_to_spell(choices: Sequence["Choice"]) -> bool:
-    """Whether a thread should make of them an answer that is not streamed."""
+    """Whether encoding a whole answer of these choices is work for a thread."""
     if sum(len(choice.pending.text) for choice in choices) > INLINE_CHARACTERS:
-        return True  # parsers look for marks in it, and thoughts are tokenized again
+        return True  # parsers search the text for markers, and thoughts are tokenized again
     num_logprobs = sum(
         len(choice.pending.entries) * (1 + choice.ask.shown.num_logprobs)
         + num_prompt_logprobs(choice.ask)
@@ -241,7 +241,7 @@ def is_long_to_spell(choices: Sequence["Choice"]) -> bool:
 
 
 def num_prompt_logprobs(ask: ChoiceAsk) -> int:
-    """How many of its prompt it is shown, alternatives counted."""
+    """How many logprobs of its prompt the answer shows, alternatives counted."""
     positions = len(ask.prompt.ids) - ask.shown.prompt_logprobs_start
     return positions * (1 + ask.shown.num_prompt_logprobs)
 
@@ -279,4 +279,4 @@ def _finite(logprobs: np.ndarray) -> np.ndarray:
 
 
 def _finite_one(logprob: float) -> float:
-    return max(LOWEST_LOGPROB, logprob)  # likewise
+    return max(LOWEST_LOGPROB, logprob)  # also in place of a NaN

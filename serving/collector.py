@@ -1,16 +1,16 @@
-"""How often Python's garbage collector looks at a process that lives long."""
+"""Tunes how often Python's garbage collector runs in a process that lives long."""
 
 import gc
 
-_COLLECT_AFTER = 20_000  # objects made and not yet freed since the last look; Python has 700
+_COLLECT_AFTER = 20_000  # objects made and not yet freed since the last run; Python's own is 700
 
 
 def calm_collector() -> None:
-    """Let it look at less, and less often. Called once, when the start is over.
+    """Let the collector look at less, and less often. Called once, when the start is over.
 
-    What the start made stays for good. What streams and routes are made of dies by reference
-    counts; with thousands of them, each look at all in search of cycles would take milliseconds.
-    So nothing that each request leaves behind may be a cycle: it would stay for a million of them.
+    Objects made during the start stay for good. Those of streams and routes are freed by reference
+    counts; with thousands of streams, each search of all of them for cycles would take
+    milliseconds. So a request must leave no cycle behind: it would stay for a million requests.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The API process's limits and addresses: one frozen value, validated once, printed at start."""
+"""The API process's configuration: one frozen value, validated once, printed at start."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from serving.parsing import ReasoningParser, ToolCallParser
 from transfer.errors import ConfigError
 
 Policy = Literal["least_load", "round_robin", "random", "power_of_two", "cache_aware"]
-# In small letters, and nothing behind the port. null: of a file, and of what is sandboxed.
+# In lower case, with nothing after the port. null: the origin of files and sandboxed pages.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^A-Z/?#@\s]+")
 RolePolicy = Literal[
     "same", "least_load", "round_robin", "random", "power_of_two", "cache_aware"
@@ -44,9 +44,9 @@ class ServeConfig:
     progress_timeout_s: float = 10.0  # a worker whose loop stands still for so long is, too
     stream_interval: int | Literal["auto"] = "auto"  # tokens a chunk after the first
     batch_notify_size: int = 0  # streams served before the loop may turn; 0 = all of a step
-    # uvicorn's own 5 s are what httpx keeps idle connections for, and a request that meets a
+    # httpx keeps idle connections for 5 s, as uvicorn does by default, and a request that meets a
     # closing connection is lost. This is longer than Google's load balancers (600 s), Go (90 s),
-    # nginx, AWS's load balancers and .NET (60 s) keep them: they close first.
+    # nginx, AWS's load balancers and .NET (60 s) keep them, so those close first.
     timeout_keep_alive_s: float = 620.0
     slow_client_timeout_s: float = 30.0
     slow_client_buffer_bytes: int = 1 << 20  # a stream's unread bytes before its timer starts

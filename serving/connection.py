@@ -1,9 +1,9 @@
-"""HTTP connections whose responses can be written to without a message to the server each time.
+"""HTTP connections on which a response's body can be written past the server's `send`.
 
-uvicorn takes any protocol class and hands its own state on to the application. This one is
-uvicorn's own with the `BodyWriter` of its connection in that state, where applications find it in
-the scope: what asyncio tells a protocol (its transport, when to pause) is all that one has. The
-server itself gets a `ServerTransport`, which can hold or drop what it writes.
+uvicorn takes any protocol class, and hands the protocol's state on to the application. This class
+is uvicorn's own, with the connection's `BodyWriter` in that state, where applications find it in
+the scope. A `BodyWriter` knows only what asyncio tells a protocol: its transport, and when to
+pause. The server itself gets a `ServerTransport`, which can hold or drop what the server writes.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from serving.errors import RETRY_AFTER_S, ApiError
 from serving.protocol import request_id_of
 from transfer.complaint import Tally
 
-# Of a head, or of what follows a body, beyond one read. The parser copies a field as it grows,
-# and keeps all of them.
+# Limit of a head, or of what follows a body, beyond one read. The parser copies a field as it
+# grows, and keeps all fields.
 MAX_HEAD_BYTES: Final = 64 << 10
-_MAX_DROPPED_BYTES: Final = 1 << 20  # of what a client sends on that was refused
-_REFUSED_S = 5.0  # how long it may do so, or read
-_SURPLUS_S = 1.0  # how long a client that is one too many may say nothing
+_MAX_DROPPED_BYTES: Final = 1 << 20  # that a refused client may still send
+_REFUSED_S = 5.0  # how long a refused client may go on sending, or take to read
+_SURPLUS_S = 1.0  # how long a client beyond the bound may send nothing
 _KEY = "kvferry.body_writer"  # in the state of a scope
 _invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent what is no HTTP request")
 _CRLF = b"\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
-_HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # of all but huge chunks
+_HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # for all but huge chunks
 
 
 class Borrower(Protocol):
@@ -48,15 +48,15 @@ class Borrower(Protocol):
 
 
 class ServerTransport:
-    """The transport of a connection as its server has it: writes can be held, or one be dropped.
+    """The transport that the server sees: it can hold writes, or drop a body's last chunk.
 
-    A closed one waits for its client only while that reads. All else is asyncio's.
+    Once closed, it waits for its client only while the client reads. All else is asyncio's.
     """
 
     __slots__ = ("_held", "_linger_s", "_lingering", "_transport", "write")
 
     def __init__(self, transport: asyncio.Transport, linger_s: float) -> None:
-        """linger_s: how long a client that is to read the rest may not do so."""
+        """linger_s: after a close, how long the client may read nothing of the rest."""
         self._transport = transport
         self._linger_s = linger_s
         self._lingering: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class ServerTransport:
         return getattr(self._transport, name)
 
     def close(self) -> None:
-        """After what is held and unsent."""
+        """Close once what is held or unsent has left."""
         self.release()
         self._transport.close()
         if self._lingering is None:
@@ -94,17 +94,17 @@ class ServerTransport:
                 self.write(b"".join(held))
 
     def drop_last_chunk(self) -> None:
-        """The next end of a body in chunks goes nowhere."""
+        """Drop the server's next end of a chunked body."""
         self.write = self._drop_last_chunk
 
     def _drop_last_chunk(self, data: bytes) -> None:
         if data == _LAST_CHUNK:
             self.write = self._transport.write
-        else:  # of what a client asked for after this
+        else:  # part of the response to the client's next request
             self._transport.write(data)
 
     def _linger(self, num_unsent: int) -> None:
-        """Cut a closed connection unless, of so many bytes, some leave in time."""
+        """Cut a closed connection unless some of its unsent bytes leave in time."""
         if num_unsent:
             loop = asyncio.get_running_loop()
             self._lingering = loop.call_later(self._linger_s, self._cut_unless_read, num_unsent)
@@ -118,19 +118,19 @@ class ServerTransport:
 
 
 class Bound:
-    """How many clients may be connected at once. Some more are told so and closed, others cut.
+    """How many clients may be connected at once. Some beyond it are told so, the rest are cut.
 
-    on_surplus: called with the peer of each of both.
+    on_surplus: called with the peer of every client beyond the bound.
     """
 
     def __init__(self, most: int, most_told: int, on_surplus: Callable[[str], object]) -> None:
-        """most_told: of those beyond `most`, how many may be connected until they are told."""
+        """most_told: how many beyond `most` may stay connected until they are told."""
         self.most = most
         self.most_with_told = most + most_told
         self.on_surplus = on_surplus
 
     def refusal(self) -> ApiError:
-        """What one too many is told."""
+        """What a client beyond the bound is told."""
         return ApiError(
             503,
             f"this server has {self.most} connections, which is all it may have",
@@ -142,8 +142,8 @@ class Bound:
 class BodyWriter:
     """Puts chunks of a response's body on its connection, past the server's `send`.
 
-    Whoever writes does so while the server's response is between two messages of a body that goes
-    out in chunks, and while `ready`. server: what the server writes to.
+    The caller may write only while `ready`, and while the server's response is between two messages
+    of a chunked body. server: what the server writes to.
     """
 
     __slots__ = ("_borrower", "_slot", "ready", "server", "write")
@@ -152,44 +152,44 @@ class BodyWriter:
         """linger_s: as of ServerTransport."""
         self.write: Callable[[bytes], None] = transport.write  # takes whole chunks (chunk_head)
         self.server = ServerTransport(transport, linger_s)
-        self.ready = True  # nothing waits for the client, who is there
+        self.ready = True  # the client is connected, and no write waits for it
         self._borrower: Borrower | None = None
         self._slot = -1
 
     def lend(self, borrower: Borrower, slot: int) -> None:
-        """To one who is told at once when it is not ready any more, or who gives it back."""
+        """Lend it to a borrower, which is told at once when it is no longer ready."""
         self._borrower = borrower
         self._slot = slot
 
     def take_back(self) -> None:
-        """Nobody is told any more."""
+        """End the loan: no borrower is told any more."""
         self._borrower = None
 
     def write_last(self, data: bytes) -> None:
-        """The last of the body and its end, before the server ends it with an empty message."""
+        """Write the body's last data and its end; the server's own end of it is then dropped."""
         self.server.drop_last_chunk()
         self.write(b"".join((chunk_head(len(data)), data, _CRLF, _LAST_CHUNK)))
 
     def hinder(self) -> None:
-        """What is written would wait for the client, or be lost."""
+        """Not ready from now on: what is written would wait for the client, or be lost."""
         self.ready = False
         if self._borrower is not None:
             self._borrower.hindered(self._slot)
 
     def close(self) -> None:
-        """The connection is gone. Lets go of its transport, which has the protocol."""
+        """The connection is gone. Drops the transport, which refers to the protocol."""
         self.server.lost()
         self.hinder()
         self.write = _dropped
 
 
 def chunk_head(num_bytes: int) -> bytes:
-    """What goes before a chunk's data, and CRLF after it (RFC 9112, 7.1). num_bytes: at least 1."""
+    """The line before a chunk's data; CRLF follows the data (RFC 9112, 7.1). num_bytes: >= 1."""
     return _HEADS[num_bytes] if num_bytes < len(_HEADS) else b"%x\r\n" % num_bytes
 
 
 def body_writer_of(scope: Scope) -> BodyWriter | None:
-    """The one of a request's connection; None on other servers, and for a client of HTTP/1.0."""
+    """The BodyWriter of a request's connection; None on other servers and for HTTP/1.0."""
     if scope.get("http_version") != "1.1":
         return None
     writer: BodyWriter | None = scope.get("state", {}).get(_KEY)
@@ -197,7 +197,7 @@ def body_writer_of(scope: Scope) -> BodyWriter | None:
 
 
 class _UntilClosed(int):
-    """Of a body that ends with its connection: always what is left of it, as uvicorn counts."""
+    """A length that uvicorn never finds exceeded or short: the body ends with its connection."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -214,19 +214,18 @@ class _UntilClosed(int):
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with a BodyWriter.
 
-    A client of HTTP/1.0, which knows of no chunks, gets a body of unknown length as it is, and its
-    end with the connection's (RFC 9112, 6.1 and 6.3); uvicorn's sends chunks.
+    A client of HTTP/1.0 does not know chunks, so a body of unknown length goes to it unchunked and
+    ends with the connection (RFC 9112, 6.1 and 6.3); uvicorn would send chunks.
 
-    It reads requests as uvicorn's does, but for five things: there is a bound to how many clients
-    may be connected, a head has a bound and a deadline, what is no request is answered as any
-    other error is, and a request that offers another protocol beside is a request like any other.
-    uvicorn drops the body of those; some clients, such as Java's own, offer HTTP/2 with every
-    request. And of a client that sent several requests at once and left, the one that is being
-    answered hears; uvicorn tells the last.
+    It reads requests as uvicorn's does, with five differences. The number of connected clients has
+    a bound. A head has a bound and a deadline. What is not a valid request is answered like any
+    other error. A request that also offers another protocol keeps its body, which uvicorn drops;
+    some clients, such as Java's own, offer HTTP/2 with every request. When a client that sent
+    several requests at once leaves, the request being answered is told; uvicorn tells the last.
     """
 
-    # Not attributes like uvicorn's: with a few more of these each connection's dictionary would
-    # have keys of its own, and 1.2 KB more.
+    # Slots, unlike uvicorn's attributes: with a few more attributes, each connection's dictionary
+    # would no longer share its keys, and take 1.2 KB more.
     __slots__ = (
         "_awaits_head",
         "_exceeds",
@@ -241,7 +240,7 @@ class Connection(HttpToolsProtocol):
 
     @classmethod
     def lingering(cls, linger_s: float, bound: Bound) -> type[asyncio.Protocol]:
-        """For uvicorn. linger_s: how long a client may not read the rest, or not send a head."""
+        """For uvicorn. linger_s: longest wait for a client to read the rest, or to send a head."""
         return cast(type[asyncio.Protocol], partial(cls, linger_s=linger_s, bound=bound))
 
     def __init__(
@@ -255,18 +254,18 @@ class Connection(HttpToolsProtocol):
         bound: Bound,
     ) -> None:
         self._linger_s = linger_s
-        self._exceeds: Bound | None = bound  # None: it does not
+        self._exceeds: Bound | None = bound  # None: the connection is within its bound
         self._writer: BodyWriter | None = None
         self._awaits_head = True  # of the first request, or of one that has begun
         self._head_due: asyncio.TimerHandle | None = None
-        self._got_on = False  # by the latest read: a request began or ended, or body came
-        self._num_unread = 0  # bytes of the reads since one that got on
-        self._num_dropped = -1  # bytes since it was refused; -1: it was not
-        self._running: RequestResponseCycle | None = None  # the latest may wait for it yet
+        self._got_on = False  # in the latest read a request began or ended, or body came
+        self._num_unread = 0  # bytes read since the last read that got on
+        self._num_dropped = -1  # bytes since the client was refused; -1: it was not
+        self._running: RequestResponseCycle | None = None  # being answered; later ones may wait
         super().__init__(config, server_state, dict(app_state), _loop)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Its transport is there."""
+        """Wrap the transport, check the bound and start the deadline of the first head."""
         self._writer = self.app_state[_KEY] = BodyWriter(transport, self._linger_s)
         super().connection_made(cast(asyncio.Transport, self._writer.server))
         patience_s = self._linger_s
@@ -283,7 +282,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Requests, or parts of them."""
         if self._exceeds is not None:
-            self._refuse(self._exceeds.refusal())  # now: an answer to nothing is not understood
+            # Only now: a client does not understand an answer that comes before its request.
+            self._refuse(self._exceeds.refusal())
             return
         if self._num_dropped >= 0:
             self._num_dropped += len(data)
@@ -306,7 +306,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._awaits_head or self._got_on:  # line ends alone are no request
             self._unset_keepalive_if_required()
-        # Most heads come in one read: no timer for those that follow on a connection.
+        # Most heads come in one read, so later requests of a connection mostly need no timer.
         if not self._awaits_head:
             self._cancel_head_due()
         elif self._head_due is None:
@@ -349,10 +349,10 @@ class Connection(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 if not self._is_offered_another():
-                    return  # CONNECT, which is refused: what follows is for nobody
+                    return  # CONNECT, which is refused: what follows is ignored
                 data = data[upgrade.args[0] :]
                 head = self._head_without_offer()
-            # The old one is at the end of the request.
+            # The old parser takes the request for ended.
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             self.parser.feed_data(head)
@@ -378,7 +378,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
             return
         latest = cast(RequestResponseCycle | None, self.cycle)
-        if latest is not None and not latest.response_complete:  # nor is the answer before it over
+        if latest is not None and not latest.response_complete:  # the answer before it goes on
             self._head_due = self.loop.call_later(self._linger_s, self._give_up_head)
             return
         message = f"the head of the request did not come within {self._linger_s:g} s"
@@ -390,14 +390,14 @@ class Connection(HttpToolsProtocol):
             self._head_due = None
 
     def _refuse_unread(self, error: ApiError) -> None:
-        """As `_refuse`, of which more may come: a connection that is closed then is reset.
+        """As `_refuse`, for a client that may send more: closing now would reset the connection.
 
-        Many clients read nothing before they have sent all, and a reset takes the answer from them.
-        So it is closed once the client has, or has sent on for too long (RFC 9112, 9.6).
+        Many clients read nothing until they have sent all, and a reset takes the answer from them.
+        So the connection closes when the client does, or after a while (RFC 9112, 9.6).
         """
         latest = cast(RequestResponseCycle | None, self.cycle)
         if self.pipeline or not (latest is None or latest.response_complete):
-            self._refuse(error)  # whoever still answers hears that the client is gone
+            self._refuse(error)  # the request that is being answered sees its client leave
             return
         self._answer(error)
         self._num_dropped = 0
@@ -409,7 +409,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what cannot be read, unless that would be within another answer, and close."""
+        """Answer with an error, unless that would fall inside another answer, and close."""
         latest = cast(RequestResponseCycle | None, self.cycle)
         if not self.pipeline and (
             latest is None or latest.response_complete or not latest.response_started
@@ -418,7 +418,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _answer(self, error: ApiError) -> None:
-        """The last one of this connection."""
+        """Write an error as the last answer of this connection."""
         headers = {"Connection": "close", "X-Request-Id": request_id_of(None, "", None)}
         answer = error.response(headers)
         fields = (*self.server_state.default_headers, *answer.raw_headers)
@@ -438,7 +438,7 @@ class Connection(HttpToolsProtocol):
             self._writer.ready = True
 
     def eof_received(self) -> None:
-        """The client asks for nothing more. asyncio closes the connection after this, but waits."""
+        """The client asks for nothing more. Close now: asyncio would, but without a time limit."""
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
