@@ -19,7 +19,7 @@ from serving.protocol import ServedModel
 from serving.tokenizer import ChatTemplateError, TemplateHabits
 from transfer.errors import RequestError
 
-_INLINE_PARTS = 32  # messages, parts and what comes along: a prompt that is made without a thread
+_INLINE_PARTS = 32  # messages, parts, tools and the like: up to so many need no thread to render
 _MAX_RENDER_S: Final = 10.0
 # Parts of a content by their type: where each has its text.
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}
@@ -27,7 +27,7 @@ MAX_PARTS = 16_384  # content parts and tool calls of a conversation; tools; doc
 
 
 class ConversationFields(Protocol):
-    """What makes the prompt of a conversation, as chat and tokenize requests have it."""
+    """The fields that make a conversation's prompt, in chat and tokenize requests."""
 
     messages: list[dict[str, Any]] | None
     tools: list[dict[str, Any]] | None
@@ -49,7 +49,7 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
     wrong = RESERVED_KWARGS & (fields.chat_template_kwargs or {}).keys()
     if wrong:
         raise bad_field("chat_template_kwargs", f"must not set {', '.join(sorted(wrong))}")
-    named_functions(fields.tools or ())  # whether they are some, though a template takes anything
+    named_functions(fields.tools or ())  # checks them: a template takes anything
     habits = model.tokenizer.habits[_offered(fields) is not None]
     return [_message(message, i, model, habits) for i, message in enumerate(fields.messages)]
 
@@ -57,9 +57,9 @@ def messages_of(fields: ConversationFields, model: ServedModel) -> list[dict[str
 def allowed_tools(
     fields: ConversationFields,
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """(tools, tool_choice): of a choice of `allowed_tools` those that it names, and its mode.
+    """(tools, tool_choice); for a choice of type `allowed_tools`: the tools it names, its mode.
 
-    Raises ApiError for one that has another form.
+    Raises ApiError for a malformed `allowed_tools`.
     """
     choice = fields.tool_choice
     if not (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
@@ -74,12 +74,12 @@ def allowed_tools(
         form = f'{{"mode": "auto" or "required", "tools": [{tool}, ...]}}'
         what = f'expected {{"type": "allowed_tools", "allowed_tools": {form}}}'
         raise bad_field("tool_choice", f"{what}, got {quoted(choice)}")
-    named_functions(fields.tools or ())  # they are some
+    named_functions(fields.tools or ())  # checks them
     return [tool for tool in fields.tools or () if function_name(tool) in names] or None, mode
 
 
 def function_name(tool: Any) -> str | None:
-    """Of the function that a tool is, or a choice names."""
+    """The name of the function that a tool is, or that a choice names; None for others."""
     match tool:
         case {"function": {"name": str(name)}}:
             return name
@@ -87,7 +87,7 @@ def function_name(tool: Any) -> str | None:
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """A content, or its parts, as one text; without one there may be calls."""
+    """A message's content as one text; "" for null, as in a message of calls alone."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
@@ -107,10 +107,10 @@ def text_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The functions that a request offers. Raises ApiError for what looks like one and is none."""
+    """The functions that a request offers. Raises ApiError for a malformed one."""
     found = []
     for place, tool in enumerate(tools):
-        if tool.get("type", "function") == "function":  # others are for the template to know
+        if tool.get("type", "function") == "function":  # other types are the template's business
             where, function = f"tools[{place}].function", tool.get("function")
             if not isinstance(function, dict):
                 raise wrong_type(where, f"an object, got {quoted(function)}")
@@ -120,9 +120,9 @@ def named_functions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_function(function: Mapping[str, Any], where: str) -> None:
-    """It has a name, and if it has parameters they are an object. Raises ApiError.
+    """Check that it has a name, and that its parameters, if any, are an object. Raises ApiError.
 
-    where: its path.
+    where: the function's path.
     """
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str):
@@ -160,11 +160,11 @@ def _offered(fields: ConversationFields) -> list[dict[str, Any]] | None:
 async def render_prompt(
     model: ServedModel, messages: Sequence[Mapping[str, Any]], fields: ConversationFields
 ) -> str:
-    """As `render`; of a long conversation beside the event loop, while its client waits.
+    """As `render`, but a long conversation is rendered in a thread, off the event loop.
 
-    Templates may look at every later message for each, as GPT-OSS's does behind calls: seconds,
-    for a thousand. None has more than _MAX_RENDER_S, as others wait for it. Raises ApiError as
-    `render` does, and 429 where too many wait.
+    For each message a template may look at all later ones, as GPT-OSS's does after calls: seconds
+    for a thousand messages. A rendering is stopped after _MAX_RENDER_S, as others wait for the
+    thread. Raises ApiError as `render` does, and 429 when too many wait.
     """
     named = fields.tools, fields.documents, fields.chat_template_kwargs
     count = len(messages) + _num_parts(messages) + sum(len(items or ()) for items in named)
@@ -197,7 +197,7 @@ def _render_until(
 
 
 def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Content parts and tool calls."""
+    """How many content parts and tool calls the messages have."""
     lists = (message.get(name) for message in messages for name in ("content", "tool_calls"))
     return sum(len(items) for items in lists if isinstance(items, list))
 
@@ -205,7 +205,10 @@ def _num_parts(messages: Sequence[Mapping[str, Any]]) -> int:
 def _check_number(
     fields: ConversationFields, messages: Sequence[Mapping[str, Any]], context_length: int
 ) -> None:
-    """Each message makes a token at least; templates take seconds for a million of anything."""
+    """Raise ApiError for too many items: a template takes seconds for a million of anything.
+
+    Each message makes at least one token, so there can be at most context_length of them.
+    """
     if len(messages) > context_length:
         raise too_long("messages", context_length, f"there are {len(messages)} messages")
     count = _num_parts(messages)
@@ -225,8 +228,8 @@ def _message(
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise wrong_type(f"{where}.role", f"a role's name, got {quoted(role)}")
-    # Templates ask whether a message has a field, and do not expect null in it; clients send an
-    # answer back as they hold it, all fields and null in most.
+    # Templates ask whether a message has a field, and do not expect null in it; but clients send
+    # an answer back with all of its fields, most of them null.
     message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if role == "assistant" and content in (None, "") and "refusal" in message:
@@ -243,7 +246,7 @@ def _message(
     if content in (None, "") and calls:
         content = habits.call_form.content
     elif content is None and role != "user":
-        content = ""  # so an answer without text comes back, and a tool that had nothing to say
+        content = ""  # an answer without text that comes back, or a tool that returned nothing
     elif not isinstance(content, str | list):
         kind = type(content).__name__ if content is not None else "null"
         raise wrong_type(f"{where}.content", f"text, got {kind}")
@@ -258,15 +261,15 @@ def _message(
         as_text = habits.call_form.arguments_as_text
         message["tool_calls"] = [_tool_call(x, f"{where}.tool_calls", as_text) for x in calls]
         if model.config.reasoning_parser == "gpt-oss" and not content:
-            # Its template prints what was thought before a call, by this name.
+            # Its template prints the thought before a call, and looks for it under this name.
             message["thinking"] = message.get("thinking") or message.get("reasoning_content") or ""
     return message
 
 
 def _name_thought(message: dict[str, Any]) -> None:
-    """What was thought has the name that templates know, whichever its client has for it.
+    """Put a message's thought under the name that templates know, whatever its client calls it.
 
-    vLLM and others call it reasoning in their answers, and clients send it back so.
+    vLLM and others name it `reasoning` in their answers, and clients send it back like that.
     """
     names = ("reasoning_content", "thinking", "reasoning")
     told = [text for name in names if isinstance(text := message.get(name), str) and text]
@@ -275,9 +278,9 @@ def _name_thought(message: dict[str, Any]) -> None:
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
-    """A call with its arguments as an object: clients send them as text, most templates print JSON.
+    """A call with its arguments as an object, which most templates print; clients send text.
 
-    as_text: this model's joins texts.
+    as_text: this model's template joins texts, so the arguments have to be one.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
@@ -287,7 +290,7 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             arguments = json.loads(given or "{}")
-            if "\\u" in given:  # only an escape makes what follows fail
+            if "\\u" in given:  # only an escape can make a lone surrogate, which fails here
                 json.dumps(arguments, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             what = f"arguments of {quoted(name)} that UTF-8 can hold, got a lone surrogate"

@@ -1,4 +1,4 @@
-"""`kvferry convert`: a Hugging Face checkpoint into a sharded Orbax one."""
+"""`kvferry convert`: turns a Hugging Face checkpoint into a sharded Orbax one."""
 
 import logging
 import signal
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
         help="type to store; auto: the checkpoint's",
     )
     args = parser.parse_args(argv)
-    # Nothing is served that could be ended in order: what is cut off must not pass for done.
+    # Signals end the process at once: a conversion that is cut off must not exit as if done.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

@@ -15,14 +15,14 @@ _EXPOSED: Final = ("X-Request-Id", "Retry-After")  # beside those that every pag
 
 
 class Cors(CORSMiddleware):
-    """Around all that answers, so that a page can read errors too, and outside of the API key.
+    """Wraps everything that answers, the API key's check included, so that pages can read errors.
 
-    Browsers ask by OPTIONS, without a key, before they send a request with one. Of a stream only
-    the start passes here: its events go by the server's own `send`.
+    Before a request with a key, browsers send an OPTIONS request without one. Only the start of a
+    stream passes through here: its events use the server's own `send`.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
-        """origins: as browsers send them; * is every one."""
+        """origins: as browsers send them; * allows every one."""
         super().__init__(
             app,
             allow_origins=origins,

@@ -1,4 +1,4 @@
-"""Where the small checkpoint is that comes with the package (scripts/make_demo_model.py)."""
+"""Locates the small checkpoint that comes with the package (scripts/make_demo_model.py)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ids to text as they come: pieces that never split a character, and stop strings held back.
+"""Turns ids into text as they come: never splits a character, and holds back stop strings.
 
 A byte-level vocabulary gives every token its bytes, so a stream is an incremental UTF-8
 decoder over a table: O(1) a token, and for a token of whole characters one list lookup.
@@ -17,15 +17,15 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # A character has at most four bytes; after twice as many held tokens the bytes are not UTF-8.
 WINDOW_HELD_TOKENS = 8
-_WINDOW_BEFORE_TOKENS = 8  # of the prompt: any that has text would do, and some have none
+_WINDOW_BEFORE_TOKENS = 8  # of the prompt: one that has text would do, but some have none
 
 
 @dataclass(frozen=True)
 class TokenTable:
     """What each id of a byte-level vocabulary adds to the text; ids past the end add nothing.
 
-    texts[id] is None when the bytes are not whole characters. json[id] is that text inside of a
-    JSON string; None until somebody put it there, as for half a character.
+    texts[id] is None when the bytes are not whole characters. json[id] is that text as it is inside
+    of a JSON string; None until `push_json` first needs it, and always where texts[id] is None.
     """
 
     texts: list[str | None]
@@ -40,7 +40,7 @@ class TokenTable:
         return cls([_whole_text(data) for data in raw], raw)
 
     def without(self, token_ids: frozenset[int]) -> "TokenTable":
-        """The same with some ids adding nothing."""
+        """A copy in which some ids add nothing."""
         texts, raw = list(self.texts), list(self.raw)
         for token_id in token_ids:
             texts[token_id], raw[token_id] = "", b""
@@ -56,7 +56,7 @@ class WindowDecoder:
 
 
 class IncrementalDetokenizer:
-    """The text of one stream. Pieces and the flush join into what its ids add to the text before.
+    """The text of one stream: its pieces and the flush join into what its ids add to the prompt's.
 
     Make one with `Tokenizer.stream`.
     """
@@ -86,11 +86,11 @@ class IncrementalDetokenizer:
 
     @property
     def whole_json(self) -> list[bytes | None] | None:
-        """The same inside of JSON strings, as far as `push_json` has put it there."""
+        """The same as it is inside of a JSON string, for the ids that `push_json` has met."""
         return self._json if not self._pending and self._window is None else None
 
     def push_json(self, ids: Sequence[int]) -> bytes:
-        """As `push`, inside of a JSON string."""
+        """As `push`, but returns the text as it is inside of a JSON string."""
         whole = self.whole_json
         if whole is None:
             return dumps(self.push(ids))[1:-1]

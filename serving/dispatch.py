@@ -34,9 +34,9 @@ _INFO_TIMEOUT_S = 2.0
 class Dispatcher:
     """What the HTTP routes know of the cluster. Everything runs on one event loop.
 
-    A request takes this road: `admit` (429 or a ticket), `submit` (one generation a choice), then
-    its sink hears of it, at last exactly one of on_end and on_error; `ticket.release()`. A client
-    that leaves: `abort`.
+    A request goes through `admit` (a ticket, or 429) and `submit` (one generation per choice). Then
+    its sinks are called, each at last with exactly one of on_end and on_error, and
+    `ticket.release()` ends it. When its client leaves: `abort`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Dispatcher:
         timers: Timers | None = None,
         watch: WatchViews | None = None,
     ) -> None:
-        """watch: streams of cluster views for ever; by default the registry's of the config."""
+        """watch: streams cluster views for ever; by default those of the config's registry."""
         self.metrics = metrics or Metrics()
         self._config = config
         self._clock = clock
@@ -79,7 +79,7 @@ class Dispatcher:
         self.metrics.watch_health(self._placement.health)
         self._stopped = False
         self._was_ready = False
-        self._met = asyncio.Event()  # all workers that the registry lists, at some time
+        self._met = asyncio.Event()  # once all workers that the registry lists were open
         self.metrics.gauge(
             "num_running_reqs", "Generations in the workers' hands", self.num_running
         )
@@ -96,7 +96,7 @@ class Dispatcher:
         self._membership.start()
 
     async def meet(self, timeout_s: float) -> bool:
-        """Until every worker that the registry lists is open; False when that takes longer."""
+        """Wait until every worker that the registry lists is open; False if timeout_s passes."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._met.wait()
@@ -114,13 +114,13 @@ class Dispatcher:
 
     @property
     def rows_taken(self) -> int:
-        """Runs of tokens that workers sent so far, of any request."""
+        """How many runs of tokens workers have sent so far, of any request."""
         return self._steps.rows_taken
 
     # --- requests ---
 
     def admit_now(self, n: int = 1) -> Ticket | None:
-        """Room for n generations, if nobody must wait for it."""
+        """Room for n generations, if there is any without waiting."""
         return None if self._stopped else self._limiter.admit_now(n)
 
     async def admit(self, n: int = 1) -> Ticket:
@@ -157,7 +157,7 @@ class Dispatcher:
         return [g for g in self._placement.all() if g.spec.request_id == request_id]
 
     def abort_request(self, request_id: str) -> int:
-        """Abort on behalf of another than the stream, which hears on_end("abort"). How many."""
+        """Abort for someone other than the stream, which gets on_end("abort"). Returns how many."""
         return self._abort_aloud(self.find(request_id))
 
     def abort_all(self) -> int:
@@ -172,15 +172,15 @@ class Dispatcher:
     # --- the cluster ---
 
     def cluster_ready(self) -> bool:
-        """Whether workers take work: of decode, and of prefill unless decode needs none."""
+        """Whether workers take work: of decode, and of prefill unless decode needs no prefill."""
         return self._membership.ready()
 
     def roles_without_progress(self) -> list[wire.Role]:
-        """Those needed whose workers all say that they live, and do nothing more."""
+        """The needed roles whose workers are all alive by their heartbeats, but all stand still."""
         return self._membership.roles_without_progress()
 
     def was_ready(self) -> bool:
-        """Whether they did at any time: those that are gone are waited for."""
+        """Whether the cluster was ready at any time: from then on requests wait for workers."""
         return self._was_ready
 
     def context_length(self) -> int:
@@ -188,8 +188,10 @@ class Dispatcher:
         return self._membership.context_length()
 
     def dp_size(self, role: wire.Role) -> int | None:
-        """The most data-parallel ranks of a worker of that role; None while none is there, 0 where
-        none is needed."""
+        """The most data-parallel ranks of a worker of that role.
+
+        None while no such worker is there, 0 where none is needed.
+        """
         return self._membership.dp_size(role)
 
     @property
@@ -202,7 +204,7 @@ class Dispatcher:
         return self._membership.members
 
     async def server_info(self) -> dict[str, Any]:
-        """What /get_server_info shows; asks every worker. One that does not answer says why."""
+        """What /get_server_info shows; asks every worker, and shows the error if one fails."""
         answers = await self._ask_all(lambda link: link.info(_INFO_TIMEOUT_S))
         workers = [
             {"worker_id": link.worker_id, "error": str(answer)}
@@ -256,7 +258,7 @@ class Dispatcher:
         raise KeyError(worker_id)
 
     def worker_ids(self) -> list[str]:
-        """Of the workers whose streams are open."""
+        """The ids of the workers whose streams are open."""
         return [link.worker_id for link in self._membership.open_links()]
 
     def num_running(self) -> int:
@@ -268,7 +270,7 @@ class Dispatcher:
         return self._limiter.queued
 
     async def metrics_text(self, processes: Mapping[int, bytes] | None = None) -> bytes:
-        """Metrics in Prometheus' format, with what the workers count asked now.
+        """Metrics in Prometheus' format; asks the workers for what they count.
 
         processes: as of Metrics.render.
         """
@@ -326,7 +328,7 @@ class Dispatcher:
             link.mark_draining()
         generation = self._placement.at(refusal.room, link.key)
         if generation is not None:
-            # The leg may have got there after all when its answer was lost, so it is aborted too.
+            # If only the answer was lost, the leg has arrived after all, so it is aborted too.
             self._placement.move(generation, code, refusal.message, None, link.worker_id)
 
     def _view_changed(self) -> None:
@@ -357,9 +359,9 @@ class Dispatcher:
         avoid = link.worker_id
         pair = generation.pair
         if pair is not None and not pair.needs(link.key, generation.decoding) and code.retryable:
-            return  # decode has all that it sent, and has not told it yet
+            return  # decode has all that this worker sent, but has not reported it yet
         if code in (Code.PEER_LOST, Code.GONE) and pair is not None:
-            # Its peer is at fault, not the one that tells.
+            # The peer is at fault, not the worker that reports.
             peer = pair.prefill if pair.decode_key == link.key else pair.decode
             avoid = peer.info.worker_id
         if code is Code.GONE:
@@ -386,8 +388,11 @@ class Dispatcher:
         self.metrics.retried(reason)
 
     def finish(self, generation: Generation) -> None:
-        """Its last token was told just now. Decode knows, unless the token was prefill's: the
-        pages may still travel then, and nobody needs them."""
+        """Its last token was told just now.
+
+        Decode knows, unless the token was prefill's: then pages that nobody needs may still be on
+        their way, so the workers are told.
+        """
         if self._close(generation, tell_workers=not generation.decoding):
             reason = generation.finish_reason
             self._observe_end(generation, reason)
@@ -400,7 +405,7 @@ class Dispatcher:
             logger.exception("the stream of %s failed at its end", generation.spec.request_id)
 
     def _close(self, generation: Generation, tell_workers: bool = True) -> bool:
-        """Whether it was alive until now."""
+        """End it, unless it has ended; whether it was alive until now."""
         if generation.ended:
             return False
         self._placement.remove(generation, tell_workers=tell_workers)

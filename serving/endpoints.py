@@ -24,7 +24,7 @@ from serving.protocol import Request, ServedModel, request_id_of
 from serving.responses_answers import ResponsesAnswer
 from serving.stream import Events, StreamedAnswer
 
-# Where a scope has the server's own `send`, and the request's id once it is known.
+# Keys in a scope: of the server's own `send`, and of the request's id once it is known.
 RAW_SEND = "kvferry.send"
 REQUEST_ID = "kvferry.request_id"
 
@@ -32,7 +32,7 @@ REQUEST_ID = "kvferry.request_id"
 class Spelling(Events, Protocol):
     """How an API spells an answer, whole or in events.
 
-    is_cumulative: an event of a choice repeats all those before it, and nothing opens it.
+    is_cumulative: each event of a choice repeats all earlier ones, and no event opens a choice.
     """
 
     @property
@@ -45,7 +45,7 @@ class Reader(Protocol):
     """A request whose fields were checked."""
 
     def finish(self, request_id: str | None) -> Coroutine[Any, Any, Request]:
-        """Tokenizes, and has the answer's form tried. Raises ApiError."""
+        """Tokenize the prompts, and try the grammar of the answer's form. Raises ApiError."""
         ...
 
 
@@ -53,7 +53,7 @@ class Endpoint(Protocol):
     """What differs between the routes that generate."""
 
     def read(self, body: bytes, model: ServedModel) -> Reader:
-        """Raises ApiError for what is wrong in any field, before any work."""
+        """Check all fields, before any work is done. Raises ApiError for a wrong one."""
         ...
 
     def spell(self, reader: Any, request: Request, front: Front, arrival: Arrival) -> Spelling: ...
@@ -126,7 +126,7 @@ class Generate:
             if body is None:
                 return
             reader = self._endpoint.read(body, front.model)
-            del body  # megabytes perhaps, which nobody needs while the answer is made
+            del body  # perhaps megabytes, which are not needed while the answer is made
             with front.holding():
                 request = await self._finished(reader, scope, receive, arrival)
                 if request is None:
@@ -134,7 +134,7 @@ class Generate:
                 scope[REQUEST_ID] = request.request_id
                 check_prompt_logprobs(request.choices)
                 spelling = self._endpoint.spell(reader, request, front, arrival)
-                del reader  # which has all fields
+                del reader  # it refers to all fields
                 held.release()
                 await self._generate(request, spelling, scope, receive, send, arrival)
 
@@ -176,7 +176,7 @@ class Generate:
     async def _finished(
         self, reader: Reader, scope: Scope, receive: Receive, arrival: Arrival
     ) -> Request | None:
-        """None when the client left before."""
+        """The request, tokenized; None when the client left before."""
         front = self._front
         finish = reader.finish(_header(scope, b"x-request-id"))
         deadline_s = arrival.monotonic_s + front.config.request_timeout_s
@@ -191,7 +191,7 @@ class Generate:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # or a proxy would hold tokens back
+            (b"x-accel-buffering", b"no"),  # otherwise a proxy would hold tokens back
             *_id_header(request_id),
         ]
         return EventStream(
@@ -223,7 +223,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _id_header(request_id: str) -> list[tuple[bytes, bytes]]:
-    """Ids of a body may be any text; headers may not, so what is no printable ASCII is escaped."""
+    """The header with the id; an id from a body may be any text, so it is escaped if need be."""
     if not (request_id.isascii() and request_id.isprintable()):
         request_id = quote(request_id, safe="", errors="replace")
     return [(b"x-request-id", request_id.encode())]

@@ -1,4 +1,4 @@
-"""What a client is told when its request fails: a status, and a body in OpenAI's shape.
+"""Defines what a client is told when its request fails: a status, and a body in OpenAI's shape.
 
     code (transfer/errors)   status   type
     bad_request, too_long      400    invalid_request_error
@@ -8,8 +8,8 @@
     peer_lost, shutting_down   503    service_unavailable_error, with Retry-After
     internal                   500    server_error
 
-Other codes are between workers and this process: a request that meets them goes on elsewhere, and
-ends as peer_lost where it cannot.
+Other codes stay between workers and this process: a request that meets one moves to other workers,
+and ends as peer_lost when it cannot.
 
 Once the first byte of a stream is out no status can be sent, so the same body leaves as the
 stream's last event (`error_event`).
@@ -56,7 +56,8 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-# By which OpenAI's clients, and what falls back on another model, know a fault of the request.
+# The type by which OpenAI's clients, and proxies that fall back on another model, see that the
+# request is at fault.
 _TYPES_OF_CODES = {"model_not_found": "invalid_request_error"}
 # Where msgspec says the fault is: "... - at `$.messages[0].role`", or "`key` in `$.logit_bias`".
 _PLACE = re.compile(r" - at (?:`[^`$]*` in )?`\$\.?([^`]*)`$")
@@ -112,17 +113,17 @@ def bad_field(param: str, message: str, code: str = "invalid_value") -> ApiError
 
 
 def too_long(param: str, context_length: int, what: str) -> ApiError:
-    """A request does not fit the context; what: that of it which is too much.
+    """A request does not fit the context. what: which part of it is too much.
 
-    The words are those that other servers have: clients (litellm, agno) look for them, not for the
-    code, where they fall back to another model or cut the conversation.
+    The wording is that of other servers: clients (litellm, agno) look for it, not for the code, to
+    fall back to another model or to cut the conversation.
     """
     limit = f"this model's maximum context length is {context_length} tokens, prompt and output"
     return bad_field(param, f"{limit} together; {what}", "context_length_exceeded")
 
 
 def wrong_type(where: str, expected: str) -> ApiError:
-    """What a field holds is of another type. where: its path, which begins with its name."""
+    """A field holds a value of the wrong type. where: its path, which begins with its name."""
     return ApiError(400, f"{where}: expected {expected}", _first_name(where), "invalid_type")
 
 
@@ -134,7 +135,7 @@ def no_text(where: str, part: Any) -> ApiError:
 
 
 def quoted(value: Any) -> str:
-    """A value of JSON for a message: of what may hold a million others only the kind is told."""
+    """A JSON value for a message; only the type of an object or array, which may be huge."""
     if isinstance(value, str) and len(value) > _MAX_QUOTED:
         return f"{value[:_MAX_QUOTED]!r}..."
     return type(value).__name__ if isinstance(value, dict | list) else repr(value)

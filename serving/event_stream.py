@@ -1,17 +1,17 @@
-"""The bytes of streamed responses on their way out: no task, event or queue per token.
+"""Sends the bytes of streamed responses, with no task, event or queue per token.
 
-What a turn of the event loop writes into its streams leaves at the turn's end, from one `Outbox`,
-stream after stream: a stream's events of one turn in one write, and all writes in one burst.
-That burst is cheaper than writes between the work that makes them: code and sockets stay in the
-processor's caches, and a reader that one write wakes is still awake for the next.
+What is written to streams in one turn of the event loop leaves at the turn's end, from one
+`Outbox`, stream after stream: a stream's events of one turn in one write, and all writes in one
+burst. The burst is cheaper than writes in between the work that makes the events: code and sockets
+stay in the processor's caches, and a reader that one write wakes is still awake for the next.
 
-A stream runs the server's own `send` in line, by one `send(None)` on its coroutine, which nearly
+A stream runs the server's own `send` inline, by one `send(None)` on its coroutine, which nearly
 always finishes at once. When it does not, the client reads slower than it is written to: the
 coroutine goes on in a task, later events of this stream queue up and leave merged in one write,
 and a timer bounds how long a client may leave more than a buffer unread.
 
-Events that repeat all before them take the places of those that still wait, so that a client that
-does not read costs the latest of each choice and not every one.
+An event that repeats all earlier ones of its choice replaces the one that still waits, so a client
+that does not read costs the memory of each choice's latest event only.
 
 A stream may lend its `body_writer` (serving/plain_streams.py); nothing is written here meanwhile.
 
@@ -34,7 +34,7 @@ from serving.timers import Timer, Timers
 _DrivenSend = Callable[[Message], Coroutine[Any, Any, None]]
 
 
-_MERGED_BYTES = 1 << 16  # of a write; more would be out of sight before the client reads any of it
+_MERGED_BYTES = 1 << 16  # of a merged write; a larger one leaves the queue long before it is read
 
 
 class SlowClient(Exception):
@@ -110,7 +110,7 @@ class EventStream:
         self.started = False  # from then on errors are events
         self.num_writes = 0
         self.on_begin: Callable[[], None] | None = None  # told when the first byte leaves
-        self._open = True  # as `closed` says, but nearer
+        self._open = True  # until `closed` is done; cheaper to look at
         self._begun = False  # status and headers left
         self._send_start = send_start
         self._send_body = cast(_DrivenSend, send_body)
@@ -122,18 +122,18 @@ class EventStream:
         self._slow_client_timeout_s = slow_client_timeout_s
         self._written = b""  # since this turn began; the outbox sends it
         self._last = False  # of what was written
-        self._num_ahead = 0  # bytes that went past `send`, of which it is still to hear
+        self._num_ahead = 0  # bytes written past `send`; if it stalls, they are unread as well
         # Invariant: the queue is empty unless _sender runs, which empties it before it ends.
         self._sender: asyncio.Task[None] | None = None
         self._queue: list[bytes] = []
-        self._places: dict[int, int] = {}  # there, of the latest event of a choice that repeats
+        self._places: dict[int, int] = {}  # by choice: where in the queue its latest repeat is
         self._unread_bytes = 0  # queued and in _sender's hands
         self._timer: Timer | None = None
 
     def write(self, data: bytes, last: bool = False, repeats: int | None = None) -> None:
         """Send events; the last ones end the response. Does nothing after them, or once closed.
 
-        repeats: a choice all of whose earlier events these repeat, so that those may be left out.
+        repeats: the choice all of whose earlier events these repeat, so that those may be dropped.
         """
         if self._last or not self._open:
             return
@@ -148,7 +148,7 @@ class EventStream:
             self._outbox.add(self)
 
     def send(self) -> None:
-        """What was written leaves now; for the outbox."""
+        """Send now what was written; the outbox calls this."""
         data, self._written = self._written, b""
         if not self._open:
             return
@@ -174,7 +174,7 @@ class EventStream:
             self._stalled(coroutine, awaited, self._num_ahead + len(data))
 
     def write_last(self, data: bytes) -> None:
-        """The last events leave now, of a stream that was lent; `send` must follow, and ends it."""
+        """Write the last events of a lent stream now; `send` must follow, and ends the stream."""
         if not self._open:
             return
         assert self._idle, "what was lent is idle"
@@ -210,8 +210,8 @@ class EventStream:
         self._watch_slowness()
 
     def broke(self, error: Exception) -> None:
-        """A send raised, or whoever writes in its place cannot go on."""
-        # Any but a lost connection's reaches the request's own task.
+        """A send raised, or the borrower that writes in its place cannot go on."""
+        # Any error but a lost connection reaches the request's own task.
         self._close(None if isinstance(error, OSError) else error)
 
     def fail(self, error: ApiError, event: bytes) -> None:
@@ -272,7 +272,7 @@ class EventStream:
             self._close(None)
 
     def _enqueue(self, data: bytes, repeats: int | None) -> None:
-        """To the end, or to where what it repeats waits: each choice keeps its turn."""
+        """Queue at the end, or in place of what the data repeats: each choice keeps its turn."""
         place = None if repeats is None else self._places.get(repeats)
         if place is not None:
             self._unread_bytes -= len(self._queue[place])
@@ -287,7 +287,7 @@ class EventStream:
         self._watch_slowness()
 
     def _merged(self) -> bytes:
-        """What comes next of the queue, as one write; the rest while the client takes it."""
+        """Take the next part of the queue as one write; the rest waits until the client took it."""
         count = num_bytes = 0
         while count < len(self._queue) and num_bytes < _MERGED_BYTES:
             num_bytes += len(self._queue[count])
@@ -300,7 +300,7 @@ class EventStream:
         return merged
 
     def _watch_slowness(self) -> None:
-        """The timer runs while too much is unread, or while only the client is waited for."""
+        """Run the timer while too much is unread, or once only the client is waited for."""
         if self._timer is None and (self._last or self._unread_bytes > self._max_unread_bytes):
             self._timer = self._timers.call_later(self._slow_client_timeout_s, self._give_up)
 
@@ -316,7 +316,7 @@ class EventStream:
                 f"{self._slow_client_timeout_s:g} s"
             )
         )
-        if self.body_writer is not None:  # or the server waits until it has read the rest
+        if self.body_writer is not None:  # otherwise the server waits until the rest is read
             self.body_writer.server.abort()
 
     def _close(self, error: Exception | None) -> None:

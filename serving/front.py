@@ -1,4 +1,4 @@
-"""What every route works with."""
+"""Holds what every HTTP route works with, and knows when this process is ready and leaves."""
 
 import asyncio
 import contextlib
@@ -44,17 +44,17 @@ class Front:
         self.runner = Runner(dispatcher, config.request_timeout_s)
 
     def require_ready(self) -> None:
-        """Raises ApiError (503) where we leave, or workers that a request needs are not there."""
+        """Raises ApiError (503) while this process drains, or needed workers are not ready."""
         self._require_staying()
         if not self.dispatcher.cluster_ready():
             raise _not_ready("the workers that a request needs are not ready; try again")
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """A request that generates, from its body to its last byte: whoever drains waits for it.
+        """Held by a request that generates, until its last byte: `drain` waits for it.
 
-        Raises ApiError (503) where we leave, and before the workers that it needs were there for
-        the first time. Later, requests wait for one that restarts, as for one that is full.
+        Raises ApiError (503) while this process drains, and before the workers that it needs were
+        first there. Later, requests wait for a worker that restarts, as they do for a full one.
         """
         self._require_staying()
         if not self.dispatcher.was_ready():
@@ -67,7 +67,7 @@ class Front:
             self._tell_emptied()
 
     def drain(self) -> None:
-        """Begin to leave: nothing new, what has come is finished."""
+        """Begin to leave: take nothing new, and finish what has come."""
         self.leaving.drain(self.config.drain_timeout_s, lambda: self._num_held)
         self._tell_emptied()
 
@@ -77,7 +77,7 @@ class Front:
 
     def _require_staying(self) -> None:
         if self.leaving.draining:
-            # Over another connection it may come to a process that stays.
+            # On a new connection the client may reach a process that stays.
             headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
             raise ApiError(503, SHUTTING_DOWN, code=str(Code.SHUTTING_DOWN), headers=headers)
 
@@ -95,11 +95,12 @@ async def while_client_waits[T](
 ) -> T | None:
     """What the work returns; None when the client left before, which cancels it.
 
-    receive: after the body. Raises ApiError (504) when it takes longer than timeout_s.
+    receive: the request's, after its body. Raises ApiError (504) when the work takes longer than
+    timeout_s.
     """
     try:
         awaited = work.send(None)
-    except StopIteration as end:  # mostly: a short prompt, in an answer of no new form
+    except StopIteration as end:  # the usual case: a short prompt, and no form that is new
         return cast(T, end.value)
     working = asyncio.create_task(_rest(work, awaited))
     gone = asyncio.create_task(until_disconnected(receive))
