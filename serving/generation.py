@@ -1,4 +1,4 @@
-"""One generation: what it asks, its tokens in order over all attempts, and whom it tells."""
+"""One generation: what was asked, its tokens in order over all attempts, and the sink it tells."""
 
 from array import array
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Sink(Protocol):
     """What a generation tells its stream, on the event loop, inside the wake-up of a step.
 
     Never called from within `submit` or `abort`. Tokens come in order of their index without
-    doubles or gaps, whatever attempts it took. The last call is exactly one of on_end and
+    duplicates or gaps, however many attempts it took. The last call is exactly one of on_end and
     on_error, unless the stream itself aborted, after which nothing is called. on_tokens may call
     `Dispatcher.abort` of its own generation.
     """
@@ -49,19 +49,19 @@ class Sink(Protocol):
         ...
 
     def on_end(self, finish_reason: FinishReason) -> None:
-        """The generation is complete; "abort" when somebody else aborted it."""
+        """The generation is complete; "abort" when another than the stream aborted it."""
         ...
 
     def on_error(self, error: RequestError) -> None:
-        """It cannot be completed, now or by trying again."""
+        """The generation cannot be completed, now or by trying again."""
         ...
 
 
 class Borrower(Protocol):
-    """Who takes a generation's tokens and tells them itself, with what its stream has lent."""
+    """Takes a generation's tokens in its place and tells them with what its stream has lent."""
 
     def give_back(self, generation: "Generation") -> None:
-        """From now on it takes and tells its own; nothing was missed."""
+        """From now on the generation takes and tells its own tokens; none was missed."""
         ...
 
 
@@ -76,7 +76,7 @@ class GenerationSpec:
     deadline_s: float
     cache_salt: str = ""
     ranks: Ranks = ANY_RANKS
-    is_probe: bool = False  # nobody's request: metrics of requests leave it out
+    is_probe: bool = False  # not a client's request: metrics of requests leave it out
 
 
 class Generation:
@@ -84,8 +84,8 @@ class Generation:
 
     An *attempt* is one room: both legs of the request at one pair of workers. Attempts follow
     each other, each starting from the prompt and the tokens so far; `token_ids` has every token
-    told to the sink. A token's index counts over all attempts, which makes doubles and early
-    ones plain: the first token of an attempt comes from prefill, the next ones from decode, over
+    told to the sink. A token's index counts over all attempts, which exposes duplicates and early
+    tokens: the first token of an attempt comes from prefill, the next ones from decode, over
     connections that know nothing of each other.
     """
 
@@ -128,17 +128,17 @@ class Generation:
         self._prefill_key: Key | None = None
         self.token_ids = array("i")  # a quarter of a list's memory, and nothing to collect
         self.attempt_start = 0  # tokens there were when the current attempt began
-        self.prefilled = False  # the sink knows
+        self.prefilled = False  # whether the sink was told
         self.finish = wire.RUNNING
         self.ended = False
         self.last_token_s = 0.0  # monotonic
-        self.lent_to: Borrower | None = None  # who tells its tokens in its place
-        self.slot = -1  # there
+        self.lent_to: Borrower | None = None  # tells its tokens in its place
+        self.slot = -1  # its slot at that borrower
         self.avoid: frozenset[str] = frozenset()  # workers that failed it lately
         self.retries = 0
         self.refusals = 0  # in a row
         self.refused_since_s: float | None = None
-        # Monotonic, since when no pair was there for it; what it waited to be admitted counts.
+        # Monotonic: since when it has been without a pair, its wait for admission included.
         self.unplaced_since_s: float | None = spec.arrival_s
         self.retry_timer: Timer | None = None
         self.deadline_timer: Timer | None = None
@@ -182,7 +182,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of one that came to its end."""
+        """The reason, of a generation that came to its end."""
         return "stop" if self.finish == wire.STOP else "length"
 
     @property
@@ -191,7 +191,7 @@ class Generation:
         return self._early is None and not self.finish
 
     def reclaim(self) -> None:
-        """What was lent comes back."""
+        """Take back what was lent, if anything."""
         if self.lent_to is not None:
             self.lent_to.give_back(self)
 
@@ -205,7 +205,7 @@ class Generation:
     def submit_message(self, api_id: str) -> wire.Submit:
         """One leg of the current attempt, for a worker that knows this process as api_id.
 
-        Its times are told as it leaves (serving/worker_link.py).
+        Its times are filled in as it leaves (serving/worker_link.py).
         """
         assert self.pair is not None, "a leg belongs to an attempt"
         spec = self.spec
@@ -237,7 +237,7 @@ class Generation:
     def accept(
         self, first_idx: int, ids: list[int], finish: int, detail: Run | None
     ) -> Tokens | None:
-        """Take a run of tokens; those that are now next in order, or None.
+        """Take a run of tokens; return those that are now next in order, or None.
 
         finish: of the last of them. Sets `finish` once the last token of all is among those
         returned. detail: None when the step had no logprobs; cut to what the request asked.
@@ -251,7 +251,7 @@ class Generation:
     def _accept_each(
         self, first_idx: int, ids: list[int], finish: int, detail: Run | None
     ) -> Tokens | None:
-        """The same where some may be known already, or come before those in front of them."""
+        """As `accept`, where some tokens may be known already, or come before earlier ones."""
         early = self._early or {}
         last_idx = first_idx + len(ids) - 1
         for idx, token_id in enumerate(ids, first_idx):

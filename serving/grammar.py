@@ -1,8 +1,8 @@
-"""What a request says of the form of its answer, as a grammar that workers follow.
+"""Turns what a request says of its answer's form into a grammar that workers follow.
 
 Names: OpenAI's response_format; SGLang's json_schema, regex and ebnf; vLLM's guided_* and
-structured_outputs. A grammar is a text of llguidance's: JSON with one grammar, or several that name
-each other (guidance-ai/llguidance: docs/syntax.md).
+structured_outputs. A grammar is text in llguidance's format: JSON with one grammar, or with several
+that name each other (guidance-ai/llguidance: docs/syntax.md).
 """
 
 import json
@@ -21,10 +21,10 @@ from serving.schemas import prepare
 from transfer.errors import Code, RequestError
 from transfer.wire import MAX_GRAMMAR_BYTES
 
-# Between two tokens of JSON: a model that may write any space writes nothing else, sometimes.
+# Between two tokens of JSON; a model that may write space without limit sometimes never ends it.
 _SPACE: Final = r" |\r?\n[ \t]{0,32}"
 _MAX_CHOICES = 1024
-_MAX_GBNF_CHARACTERS = 16 << 10  # which Python reads, some 3 us each
+_MAX_GBNF_CHARACTERS = 16 << 10  # read in Python, at some 3 us each
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:\\|-|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _REFUSED_OPTIONS = (
@@ -48,13 +48,13 @@ class Form:
 
     @property
     def field(self) -> str:
-        """That clients know."""
+        """The field's own name, which clients know."""
         return self.name.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A grammar with a name. place: the path of what in the request says it; owner: whose it is."""
+    """A named grammar. place: the path in the request that it is made from. owner: its function."""
 
     rules: Mapping[str, Any]
     place: str
@@ -62,7 +62,7 @@ class Part:
 
 
 class JsonSchemaFormat(msgspec.Struct):
-    """`json_schema` of a response_format. strict: what cannot be followed is refused."""
+    """`json_schema` of a response_format. strict: refuse a schema that cannot be followed."""
 
     schema: dict[str, Any] | None = None
     name: str | None = None
@@ -95,7 +95,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class FormFields(Protocol):
-    """What goes with no form."""
+    """The fields that cannot go with a form."""
 
     ignore_eos: bool | None
 
@@ -135,10 +135,10 @@ def check_end(
 
 
 async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str:
-    """The grammar of an answer that begins as `prefix` has it, which may name @answer.
+    """The grammar of an answer. prefix: rules of what precedes the form, which they name @answer.
 
-    Raises ApiError: for one that cannot be followed, naming the form's field; 429 where too many
-    wait to be tried.
+    Raises ApiError: for a grammar that cannot be followed, naming the form's field; 429 when too
+    many wait to be tried.
     """
     rules = [form.rules]
     if prefix:
@@ -157,7 +157,7 @@ async def grammar_text(form: Form, trial: GrammarTrial, prefix: str = "") -> str
 
 
 async def _blamed(form: Form, fault: str, trial: GrammarTrial) -> ApiError:
-    """The fault, of the part that has it, looked for by halves; of the form, where none has it."""
+    """The error for a fault: names the part that has it, found by bisection, else the form."""
     parts = form.parts
     while parts:
         half = parts[: (len(parts) + 1) // 2]
@@ -174,26 +174,27 @@ def _any_of(parts: Sequence[Part]) -> str:
 
 
 def _text(grammars: Sequence[Mapping[str, Any]]) -> str:
-    """Of ASCII alone."""
+    """The grammars as JSON, in ASCII."""
     return json.dumps({"grammars": grammars})
 
 
 def wrong(name: str, message: str) -> ApiError:
-    """name: of a field, or of one inside it, whose own name clients know; of a list all of it."""
+    """name: the path of a field; the error's param is its first name, or all if it has an index."""
     param = name if "[" in name else name.partition(".")[0]
     return ApiError(400, f"{name}: {message}", param, "invalid_value")
 
 
 def schema_rules(name: str, schema: str | dict[str, Any], lenient: bool = False) -> dict[str, Any]:
-    """name: whose schema. lenient: what llguidance lacks is left out, as far as it only narrows.
+    """The rules of a JSON schema. name: the path of the field that has it.
 
-    Raises ApiError for a long one, ValueError for what is no JSON object.
+    lenient: leave out what llguidance does not support, as far as it only narrows the schema.
+    Raises ApiError for a schema that is too long, ValueError for what is not a JSON object.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     _bound(name, text)
     document = json.loads(text)
     if isinstance(document, dict):
-        options = document.get("x-guidance")  # llguidance's own, which come before ours
+        options = document.get("x-guidance")  # llguidance's own options, which override ours
         if isinstance(options, dict):
             lenient = options.get("lenient", lenient) is True
         prepare(document, lenient)
@@ -220,7 +221,7 @@ def _bound(name: str, text: str, most: int = MAX_GRAMMAR_BYTES) -> None:
 
 def _regex(name: str, regex: str) -> Form:
     _bound(name, regex)
-    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would leave it out
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would drop the last backslash
         raise wrong(name, "a backslash at its end escapes nothing")
     rules = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))["grammars"][0]
     return Form(name, {"lark_grammar": rules["lark_grammar"]})
@@ -234,14 +235,14 @@ def _grammar(name: str, grammar: str) -> Form:
     _bound(name, grammar, _MAX_GBNF_CHARACTERS)
     try:
         return Form(name, {"lark_grammar": gbnf_to_lark(_GBNF_ESCAPE.sub(_unescaped, grammar))})
-    except Exception as error:  # the reader has no errors of its own
+    except Exception as error:  # gbnf_to_lark has no error type of its own
         raise wrong(name, f"expected a grammar: {error}") from error
 
 
 def _unescaped(escape: re.Match[str]) -> str:
-    """What the reader does not know, or takes for another character, as what it knows.
+    """Rewrite an escape that gbnf_to_lark does not know or misreads as one that it reads right.
 
-    It has no `\\-`, and leaves out the zeros before a code.
+    It has no `\\-`, and drops the zeros before a code.
     """
     written = escape[0]
     if written == "\\\\":
@@ -258,7 +259,7 @@ def _choice(name: str, choices: list[str]) -> Form:
 
 
 def quoted_terminal(text: str) -> str:
-    """A text as Lark has it, which takes no control character as it is."""
+    """A text as a terminal of Lark, which takes no raw control characters."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

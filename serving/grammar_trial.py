@@ -1,9 +1,9 @@
-"""Grammars are tried before any worker is given one: what passes costs a worker no more.
+"""Tries a grammar before any worker gets it, so that none costs a worker more than it may.
 
-A grammar that was not tried yet goes through two lanes. In the first all have a twentieth of a
-second, which nearly all honest ones end within; so one that goes on holds up the next by no more.
-The second has all the time that a grammar may take, for those that did not end in the first. In a
-lane grammars take turns, and so many may wait.
+A new grammar goes through up to two lanes. In the first each gets a twentieth of a second, which is
+enough for nearly all honest ones; so a costly one holds up the next no longer than that. Those that
+did not end in time go to the second lane, which gives them all the time that a grammar may take. In
+a lane grammars take turns, and a limited number may wait.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from serving.turns import Turns
 
 @dataclass(frozen=True)
 class LaneLimits:
-    """cpu_s: of the processor, to compile and for the first mask; max_waiting: grammars."""
+    """cpu_s: processor time to compile and for the first mask. max_waiting: grammars."""
 
     cpu_s: float
     max_waiting: int
 
 
-# 200 properties, three deep: 0.03 s. 1,500 that are URIs, as many as fit: 0.45 s.
+# A schema of 200 properties, three deep: 0.03 s. One of 1,500 URIs, as many as fit: 0.45 s.
 LANES: Final = (LaneLimits(0.05, max_waiting=128), LaneLimits(1.0, max_waiting=16))
 TOO_MUCH: Final = "it takes too much time or memory to compile"
 _MAX_GOOD: Final = 1024
@@ -36,7 +36,7 @@ _MAX_BAD: Final = 256
 
 
 class GrammarTrial:
-    """The verdicts on grammars, and the lanes that come to them. Used by one event loop."""
+    """The verdicts on grammars, and the lanes that reach them. Used by one event loop."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class GrammarTrial:
         return sum(lane.num_waiting for lane in self._lanes)
 
     async def fault(self, grammar: str) -> str:
-        """Why it cannot be followed, in a line; "" it can.
+        """Why a grammar cannot be followed, in a line; "" when it can.
 
-        Who asks while the same grammar is tried shares that trial, which is dropped once nobody
-        waits for it. Raises RequestError: QUEUE_FULL when too many wait or one waited too long,
-        and what TrialProcess.word raises.
+        Callers with the same grammar share one trial, which is dropped once none waits for it.
+        Raises RequestError: QUEUE_FULL when too many wait or this one waited too long, and what
+        TrialProcess.word raises.
         """
         key = hashlib.sha256(grammar.encode()).digest()
         known = self._verdicts.get(key)
@@ -81,7 +81,7 @@ class GrammarTrial:
                 del self._shared[key]
 
     def close(self) -> None:
-        """The processes are gone; from now on what is new is refused (SHUTTING_DOWN)."""
+        """End the processes; from now on new grammars are refused (SHUTTING_DOWN)."""
         for lane in self._lanes:
             lane.close()
 
@@ -104,7 +104,7 @@ class _Shared:
 
 
 class _Lane:
-    """A process, a thread that asks it, and who waits for it."""
+    """A trial process, the thread that asks it, and the queue for that thread."""
 
     def __init__(
         self, model_path: Path, limits: LaneLimits, queue_timeout_s: float, timers: Timers | None
@@ -120,11 +120,11 @@ class _Lane:
         return await self._turns.run(partial(self._process.word, grammar))
 
     def close(self) -> None:
-        self._process.close()  # those that wait hear it, one after the other
+        self._process.close()  # those that wait are refused, one after the other
 
 
 class _Verdicts:
-    """The latest, by digest: bad ones are kept apart, or many would drive out the good ones."""
+    """The latest verdicts, by digest; bad ones are kept apart, or many would evict the good."""
 
     def __init__(self) -> None:
         self._good: OrderedDict[bytes, str] = OrderedDict()

@@ -1,9 +1,9 @@
-"""GPT-OSS's answers: messages with a channel each, and calls as messages to a tool.
+"""Parses GPT-OSS's answers: messages, each with a channel, and calls as messages to a tool.
 
 Format: openai/harmony: docs/format.md. A message is `<|channel|>NAME [to=TOOL] ... <|message|>TEXT`
 and ends with `<|end|>`, or with a token that ends the answer and is not in its text. Channel
-`analysis` is reasoning; what is addressed to `functions.NAME`, or to NAME alone as it happens, is a
-call where the request has that tool; all else is content.
+`analysis` is reasoning. A message to `functions.NAME`, or to NAME alone, as models sometimes write,
+is a call if the request has that tool. All else is content.
 """
 
 import re
@@ -24,14 +24,14 @@ class HarmonyText(MarkedText):
     """See the module."""
 
     def __init__(self, tools: Tools, prompt: str) -> None:
-        """prompt: it has opened a message, whose text it may have begun."""
+        """prompt: it may have opened a message, and begun its text."""
         super().__init__(tools)
         self._channel = ""
         self._recipient = ""
         self._call: list[str] = []
         self._has_spoken: set[type[Thought | Said]] = set()
-        self._is_new = True  # nothing of this message's text was told
-        self._header: list[str] | None = []  # None: it is over, text follows
+        self._is_new = True  # none of this message's text was told yet
+        self._header: list[str] | None = []  # None: the header is over, text follows
         opened, message, _ = prompt.rpartition(_START)[2].partition(_MESSAGE)
         if message:
             self._open(opened)
@@ -61,7 +61,7 @@ class HarmonyText(MarkedText):
 
     def _over(self) -> None:
         header = "".join(self._header or ())
-        # With a marker it was cut; without it is another format.
+        # With a marker it is a header that was cut off; without one it is text in another format.
         if header and not any(marker in header for marker in MARKERS):
             self._parts.append(Said(header))
         self._close()

@@ -1,27 +1,27 @@
-"""How many tokens a streamed chunk has: as asked, or by how far the loop is behind the steps."""
+"""Sets how many tokens a streamed chunk has: as asked, or by how far the loop lags behind steps."""
 
 from serving.router import Key
 
-WIDEN_LAG_S = 0.05  # behind by so much, the loop does not keep up
+WIDEN_LAG_S = 0.05  # above this the loop does not keep up
 NARROW_LAG_S = 0.01
-# Half the interval costs at most twice the time, so below this the loop keeps up with it too.
+# Half the interval costs at most twice the time, so below this load the loop keeps up with it too.
 NARROW_LOAD = 0.4
-# A loop that computes for less of the time is not behind by its own work, as on a host whose other
-# processes take its processor: wider intervals would only make clients wait.
+# Below this load the lag is not the loop's own work, as on a host whose other processes take its
+# processor: wider intervals would only make clients wait.
 WIDEN_LOAD = 0.25
-# Twice this is still too little to widen for, whatever lag there is.
+# Even twice this load is too little to widen for, whatever the lag.
 _HARDLY_ANY_LOAD = 0.1
 MOST_TOKENS = 64
-_SETTLE_S = 0.25  # from one change to the next: what it did must show first
+_SETTLE_S = 0.25  # from one change to the next: the effect of the first must show
 _WINDOW_S = 1.0
-_PATIENCE_S = 5.0  # without lag, before half the interval is tried at a load that may be too much
+_PATIENCE_S = 5.0  # without lag, before half the interval is tried though the load is not low
 _LONGEST_PATIENCE_S = 80.0
-# Clocks of two hosts part by less than this; a path that got longer is the new normal in minutes.
+# Two hosts' clocks drift apart by less than this; it makes a longer path the norm within minutes.
 _DRIFT = 1e-3
 
 
 class Interval:
-    """Tokens of a chunk after a stream's first; all streams that did not ask share one."""
+    """Tokens per chunk after a stream's first; streams that ask for no interval share one."""
 
     __slots__ = ("tokens",)
 
@@ -41,7 +41,7 @@ class Lag:
         self._heard_s: dict[Key, float] = {}
 
     def measure(self, worker: Key, emitted_s: float, now_s: float) -> float:
-        """Seconds that a step which is handled now has waited."""
+        """How many seconds the step that is handled now has waited."""
         took_s = now_s - emitted_s
         since_s = now_s - self._heard_s.get(worker, now_s)
         quickest_s = min(took_s, self._quickest_s.get(worker, took_s) + _DRIFT * since_s)
@@ -57,10 +57,10 @@ class Lag:
 class AutoInterval(Interval):
     """1 while the loop keeps up; doubles as the lag grows; halves when the lag would stay away.
 
-    It grows with a lag that is of the loop's own making only: with work to do, not without.
-    That the lag is gone says little, for the wide interval did it. A low load says that half would
-    do as well. At a higher one half is tried after a while without lag; each time that brings the
-    lag back, the next try waits twice as long.
+    It grows only with a lag of the loop's own making, that is, when the loop has work to do.
+    The end of the lag says little, because the wide interval ended it. A low load says that half
+    the interval would do as well. At a higher load half is tried after a while without lag; each
+    time that brings the lag back, the next try waits twice as long.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class AutoInterval(Interval):
         self._calm_s = 0.0  # since when there is no lag
         self._window_s = 0.0  # since when load is measured, and the loop's processor time then
         self._cpu_s = 0.0
-        self._load = 0.0  # share of the time, as last measured
+        self._load = 0.0  # share of the time that the loop computes, as last measured
         self._narrowed = False  # by the latest change
         self._patience_s = _PATIENCE_S
 
@@ -112,13 +112,13 @@ class AutoInterval(Interval):
         self._change(2 * self.tokens, now_s, narrowed=False)
 
     def _consider(self, now_s: float) -> None:
-        """Whether half would do."""
+        """Halve the interval if half would do."""
         is_low = self._load < NARROW_LOAD
         calm_s = now_s - max(self._calm_s, self._changed_s)
         calm_enough = calm_s >= (_WINDOW_S if is_low else self._patience_s)
         if calm_enough or self._load < _HARDLY_ANY_LOAD:
             if self.tokens == 2 and is_low:
-                self._patience_s = _PATIENCE_S  # that storm is over
+                self._patience_s = _PATIENCE_S  # the overload is over
             self._change(self.tokens // 2, now_s, narrowed=True)
 
     def _change(self, tokens: int, now_s: float, narrowed: bool) -> None:

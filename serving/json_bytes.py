@@ -1,4 +1,4 @@
-"""JSON as bytes, for answers: what UTF-8 cannot hold becomes U+FFFD instead of an error."""
+"""Encodes answers as JSON: what UTF-8 cannot hold becomes U+FFFD instead of an error."""
 
 import json
 from typing import Any
@@ -15,13 +15,13 @@ def dumps(data: Any) -> bytes:
 
 
 def spelled(data: Any) -> orjson.Fragment:
-    """The same, to be put into others as it is.
+    """The same as a fragment, which orjson puts into other JSON as it is.
 
-    What clients sent may have integers of any size, and more levels than orjson knows. Raises
-    RecursionError for more than Python knows.
+    Data from clients may have integers of any size, and more levels than orjson takes. Raises
+    RecursionError for more levels than Python takes.
     """
     try:
-        # What orjson returns has 4 KB at least, however short it is: a copy has its own size.
+        # orjson's result takes at least 4 KB, however short it is; a copy takes its own size.
         return orjson.Fragment(bytes(memoryview(dumps(data))))
     except (TypeError, RecursionError):
         text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""The fields of a JSON body: read into a struct, and refused where nobody serves them.
+"""Reads the fields of a JSON body into a struct, and refuses those that are not served.
 
 Some languages write every number as a float. A field that takes integers takes 5.0 as well, as in
-vLLM and SGLang, and no 5.5.
+vLLM and SGLang, but not 5.5.
 """
 
 import math
@@ -17,8 +17,8 @@ from serving.errors import ApiError, from_decode_error, not_served
 
 # From here on a float may stand for several integers.
 _MAX_EXACT: Final = 1 << 53
-_MAX_ITEMS: Final = 16_384  # of all lists of a body that are looked at for them, one by one
-_untyped = msgspec.json.Decoder(float_hook=float)  # 1e999 is one too where nobody reads it
+_MAX_ITEMS: Final = 16_384  # of all lists of a body: so many are searched for floats, one by one
+_untyped = msgspec.json.Decoder(float_hook=float)  # takes 1e999, for fields that nothing reads
 _FLOAT_FOR_INT = re.compile(r"^Expected `(?:bool \| )?int\b.*, got `float`")
 
 
@@ -58,7 +58,7 @@ def _decoded[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes) -
     except msgspec.ValidationError as error:
         if not _FLOAT_FOR_INT.match(str(error)):
             raise
-    # Few bodies have one: only these are read twice.
+    # Few bodies have such a float, and only these are read twice.
     value = _Integers().of(_untyped.decode(body), _type_info(decoder.type))
     return msgspec.convert(value, decoder.type, str_keys=True)
 
@@ -69,16 +69,16 @@ def _type_info(struct: type[msgspec.Struct]) -> inspect.Type:
 
 
 class _Integers:
-    """Puts integers in place of whole floats, in one body, where its type takes integers alone.
+    """Replaces whole floats by integers, in one body, where a field's type takes only integers.
 
-    What a field takes as it is, such as arguments of a template, stays as it is.
+    What a field takes untyped, such as arguments of a template, stays as it is.
     """
 
     def __init__(self) -> None:
         self._left = _MAX_ITEMS
 
     def of(self, value: Any, kind: inspect.Type, path: str = "$") -> Any:
-        """The value, in which objects and lists are changed.
+        """The value with its whole floats replaced; objects and lists are changed in place.
 
         Raises ValidationError for a number that no float holds.
         """

@@ -23,9 +23,9 @@ ABOVE = {"plan": "bench.plan", "bench": "bench"}
 
 def main() -> None:
     """Entry point of the console script and of `python -m serving.launch`."""
-    # Told to end while modules load, a process has nothing to say or to wait for; SIGINT is
-    # `run_main`'s from there, the others whoever's serves. Not SIG_DFL: the first process of a
-    # container would not hear them.
+    # A process that is told to end while modules load has nothing to say or to wait for. Later
+    # `run_main` handles SIGINT, and the command itself the other two. Not SIG_DFL, with which the
+    # first process of a container would not receive them.
     codes = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: 0, signal.SIGHUP: 0}
     for number, code in codes.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _command(name: str) -> Callable[[Sequence[str], str], None]:
-    """What runs it. Imported only here: no command should wait for another's jax."""
+    """The function that runs a command. Imports only its own: none waits for another's jax."""
     if name == "up":
         from decode.config import DecodeConfig
         from prefill.config import PrefillConfig

@@ -1,4 +1,4 @@
-"""How many generations may be with the workers at once, and who waits for how long before a 429."""
+"""Bounds the generations with the workers, and the length and wait of the queue before a 429."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from transfer.errors import Code, RequestError
 
 
 class Ticket:
-    """Room for n generations. Release it when they ended."""
+    """Room for n generations. Release it when they have ended."""
 
     def __init__(self, limiter: "Limiter", count: int) -> None:
         self._limiter = limiter
@@ -30,8 +30,8 @@ class _Waiter:
 class Limiter:
     """A counter with a bounded first-come-first-served queue in front.
 
-    Invariant: inflight + what waiters ask = everything admitted or waiting; a waiter exists only
-    while the first of them does not fit, so nobody overtakes.
+    Invariant: inflight + what waiters ask for = everything admitted or waiting. Waiters exist only
+    while the first of them does not fit, so none overtakes another.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Limiter:
         self.queued = 0
 
     def admit_now(self, count: int = 1) -> Ticket | None:
-        """Room for `count` generations, if there is any and nobody waits for it."""
+        """Room for `count` generations, if there is room and nobody waits for it."""
         assert count > 0, f"a ticket is for at least one generation, got {count}"
         if self._waiters or self.inflight + count > self._max_inflight:
             return None

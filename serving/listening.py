@@ -17,14 +17,14 @@ from transfer.rpc import host_port
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-_OWN_FILES = 64  # least that is kept for workers, other API processes, certificates and the like
+_OWN_FILES = 64  # kept at least for workers, other API processes, certificates and the like
 _PROBE_TIMEOUT_S = 1.0
 
 
 def bound_of(config: ServeConfig, on_surplus: Callable[[str], object]) -> Bound:
     """How many clients may be connected to this process, by the files that it may open.
 
-    Told where that is less than requests are admitted. on_surplus: as of Bound.
+    Logs a warning when that is less than the requests that are admitted. on_surplus: see Bound.
     """
     files = open_files.limit()
     own = max(_OWN_FILES, files // 8)
@@ -41,7 +41,7 @@ def bound_of(config: ServeConfig, on_surplus: Callable[[str], object]) -> Bound:
 
 @dataclass(frozen=True)
 class Address:
-    """How a client gets there. uds: the socket's absolute path; "" for a port."""
+    """How a client reaches the server. uds: the socket's absolute path; "" for a port."""
 
     url: str
     uds: str = ""
@@ -51,7 +51,7 @@ class Address:
 
 
 def address_of(sock: socket.socket) -> Address:
-    """Of a bound socket."""
+    """The address of a bound socket."""
     if sock.family == socket.AF_UNIX:
         return Address("http://localhost", sock.getsockname())
     host, port = sock.getsockname()[:2]
@@ -59,7 +59,7 @@ def address_of(sock: socket.socket) -> Address:
 
 
 def refuse_two_addresses(argv: Sequence[str]) -> None:
-    """Raises ConfigError for --uds beside --host or --port, were they the defaults."""
+    """Raises ConfigError for --uds beside --host or --port, even if these have the defaults."""
     given = {word.partition("=")[0] for word in argv}
     for flag in ("--host", "--port"):
         if "--uds" in given and flag in given:
@@ -68,10 +68,10 @@ def refuse_two_addresses(argv: Sequence[str]) -> None:
 
 @contextmanager
 def claimed(config: ServeConfig) -> Iterator[socket.socket]:
-    """A socket that listens where nobody else does; a Unix socket goes in the end.
+    """A socket that listens where no other does; a Unix socket is removed at the end.
 
-    Who connects before the server serves waits. Raises ConfigError when the address cannot be
-    had, saying why.
+    A client that connects before the server serves waits. Raises ConfigError, saying why, when the
+    address cannot be had.
     """
     if not config.uds:
         with _bound(config) as sock:
@@ -91,25 +91,25 @@ def claimed(config: ServeConfig) -> Iterator[socket.socket]:
         try:
             yield sock
         finally:
-            if _identity(path) == own:  # else somebody else's by now
+            if _identity(path) == own:  # otherwise another process has put its own there
                 path.unlink()
 
 
 @contextmanager
 def claimed_for_children(config: ServeConfig) -> Iterator[socket.socket]:
-    """As `claimed`, for others to share: a Unix socket that listens, or a port held and silent.
+    """As `claimed`, for children: a Unix socket that listens, or a port held without listening.
 
-    The holder of a port must not listen when the children, by `beside`, do: the kernel would
-    hand it connections.
+    The holder of a port must not listen while its children do (`beside`): the kernel would hand it
+    connections.
     """
     if config.uds:
         with claimed(config) as sock:
             yield sock
         return
     with _bound(config) as sock:
-        if config.port:  # else the kernel found one that nobody has
-            # Of servers that start at once, the one that listens first has the port. It keeps it
-            # when it listens no more, as a socket that nobody may be bound beside.
+        if config.port:  # otherwise the kernel picked one that was free
+            # Of servers that start at the same time, the first to listen gets the port. It keeps
+            # the port after it stops listening, as no other socket may bind beside this one.
             _listening(sock, config)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             sock.shutdown(socket.SHUT_RDWR)
@@ -127,7 +127,7 @@ def beside(config: ServeConfig) -> socket.socket:
 
 
 def ensure_listening(sock: socket.socket, config: ServeConfig) -> None:
-    """Just before a server serves. Raises ConfigError when another has the port."""
+    """Listen just before the server serves. Raises ConfigError when another has the port."""
     if sock.family != socket.AF_UNIX:
         _listening(sock, config)
 
@@ -165,7 +165,7 @@ def _clear(path: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file is there now."""
+    """Identifies the file that is there now; None when there is none."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What workers have to do, in the words of SGLang's /v1/loads, which its routers read.
+"""Reports the workers' loads in the format of SGLang's /v1/loads, which its routers read.
 
 Fields are those of sgl-project/sglang: python/sglang/srt/entrypoints/v1_loads.py, its section core
 and the mode of disagg; `worker_id` is beside them.
