@@ -203,7 +203,7 @@ class Admin:
                 raise bad_field("prompt", "expected exactly one of prompt and messages")
             timeout_s = self._front.config.request_timeout_s
             data = await while_client_waits(self._tokenized(fields), request.receive, timeout_s)
-        return Response() if data is None else _json(data)  # nobody is there to read it
+        return Response() if data is None else _json(data)  # None: the client has left
 
     async def _tokenized(self, fields: TokenizeFields) -> dict[str, Any]:
         add_special = fields.add_special_tokens

@@ -1,4 +1,4 @@
-"""When a request came in, by both clocks: one to show, one to measure and to wait with."""
+"""Records when a request came in, by both clocks: one to show, one to measure and wait with."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -1,4 +1,4 @@
-"""Which workers have failed so often in a row that others are picked for a while.
+"""Tracks which workers have failed so often in a row that others are picked for a while.
 
     CLOSED     picked as usual; a number of failures in a row opens the breaker
     OPEN       passed over for a back-off time, which doubles up to a bound

@@ -1,4 +1,4 @@
-"""One choice of an answer: takes its generation's tokens, holds what the answer shows of them."""
+"""One choice of an answer: takes its generation's tokens, and holds what is to be shown of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

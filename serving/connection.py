@@ -442,7 +442,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody reads any more."""
+        """Nobody reads any more. Tells the request that is being answered."""
         self._cancel_head_due()
         if self._writer is not None:
             self._writer.close()
@@ -454,4 +454,4 @@ class Connection(HttpToolsProtocol):
 
 
 def _dropped(data: bytes) -> None:
-    """Nobody reads it."""
+    """Drop the data: the connection is gone."""

@@ -1,4 +1,4 @@
-"""Which web pages may read what this server answers (CORS, by Starlette's middleware)."""
+"""Decides which web pages may read this server's answers (CORS, by Starlette's middleware)."""
 
 from collections.abc import Sequence
 from typing import Final

@@ -107,7 +107,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End every generation with on_error(SHUTTING_DOWN), then every stream."""
         self._stopped = True
-        self._met.set()  # nobody is waited for any more
+        self._met.set()  # `meet` need not wait any more
         for generation in self._placement.all():
             self.fail(generation, _shutting_down())
         await self._membership.stop()

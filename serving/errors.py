@@ -27,7 +27,7 @@ from transfer.errors import Code, RequestError
 
 RETRY_AFTER_S = 1
 NO_HEADERS: Mapping[str, str] = {}
-_MAX_MESSAGE = 1000  # characters: what is wrong in a body may be as long as the body
+_MAX_MESSAGE = 1000  # characters; the wrong part of a body may be as long as the body
 _MAX_QUOTED = 100
 
 _STATUS = {

@@ -121,7 +121,7 @@ class EventStream:
         self._max_unread_bytes = max_unread_bytes
         self._slow_client_timeout_s = slow_client_timeout_s
         self._written = b""  # since this turn began; the outbox sends it
-        self._last = False  # of what was written
+        self._last = False  # whether what was written ends the response
         self._num_ahead = 0  # bytes written past `send`; if it stalls, they are unread as well
         # Invariant: the queue is empty unless _sender runs, which empties it before it ends.
         self._sender: asyncio.Task[None] | None = None

@@ -58,7 +58,7 @@ class Limiter:
         return Ticket(self, count)
 
     async def admit(self, count: int = 1) -> Ticket:
-        """Room for `count` generations, at once or after those who came before.
+        """Room for `count` generations, at once or after those that came before.
 
         Raises RequestError: BAD_REQUEST when it can never fit, QUEUE_FULL when the queue is full
         or the wait took longer than queue_timeout_s. A cancelled waiter leaves without a trace.

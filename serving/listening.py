@@ -1,4 +1,4 @@
-"""Where the HTTP API listens: a port or a Unix socket, claimed before anything is started."""
+"""Claims the HTTP API's address, a port or a Unix socket, before anything is started."""
 
 import logging
 import socket
@@ -113,7 +113,7 @@ def claimed_for_children(config: ServeConfig) -> Iterator[socket.socket]:
             _listening(sock, config)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             sock.shutdown(socket.SHUT_RDWR)
-        # From now on the children may bind beside it, and nobody else.
+        # From now on the children, and no other server, may bind beside it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield sock
 
