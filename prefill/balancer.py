@@ -1,8 +1,8 @@
 """Which data-parallel rank of prefill takes the next prompt.
 
-Pure: loads in, a rank out. The choice is made when the prompt is about to be computed, so what it
-weighs is what the ranks have to do now. `follow_bootstrap_room` alone needs no such moment: anyone
-who knows the room knows the rank, and no load is looked at.
+Pure: loads in, a rank out. The choice is made when the prompt is about to be computed, so it weighs
+what the ranks have to do at that moment. Only `follow_bootstrap_room` does not depend on the
+moment: the rank follows from the room number alone, and no load is looked at.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,18 +19,18 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """Work bound to a rank and not yet computed, and its pages that a prompt could take."""
+    """Work that is bound to a rank but not yet computed, and pages that it could give a prompt."""
 
     queued_requests: int
-    queued_tokens: int  # to compute: without those of prompts not begun that its cache has
+    queued_tokens: int  # to compute; for prompts not begun, without what the rank's cache has
     pages_free: int  # cached pages that nobody holds count as free
 
 
 class Balancer:
-    """Picks ranks by one method; equals take turns, the one picked longest ago first."""
+    """Picks ranks by one method; among equals, the one picked longest ago."""
 
     def __init__(self, method: Method, dp_size: int) -> None:
-        """Raises ConfigError for a method that does not exist or fewer ranks than one."""
+        """Raises ConfigError for an unknown method or for fewer than one rank."""
         if method not in METHODS:
             raise ConfigError(f"balancing takes {', '.join(METHODS)}, got {method!r}")
         if dp_size < 1:
@@ -54,15 +54,14 @@ class Balancer:
         cached_tokens: Sequence[int],
         among: Collection[int] | None = None,
     ) -> int:
-        """The rank for a prompt of num_tokens >= 1; it counts as picked.
+        """Choose the rank for a prompt of num_tokens >= 1, and count it as picked.
 
-        among: ranks to choose from, not empty, None for all; one that follows from the room is
-        taken whatever they are.
+        among: ranks to choose from, not empty; None: all. `follow_bootstrap_room` ignores it.
 
-        loads, cached_tokens: one a rank, the latter what its cache has of this prompt. Whoever
-        binds several prompts in one turn adds each to its rank's load before the next pick,
-        less what the cache has: a rank whose cached tokens counted as work would pass for busy
-        with chunks half empty.
+        loads, cached_tokens: one per rank; cached_tokens is what the rank's cache has of this
+        prompt. A caller that binds several prompts in one turn adds each to its rank's load before
+        the next pick, less what the cache has: if cached tokens counted as work, a rank would seem
+        busy while its chunks are half empty.
         """
         assert len(loads) == len(cached_tokens) == self.dp_size, (len(loads), len(cached_tokens))
         if self.method == "follow_bootstrap_room":
@@ -71,7 +70,7 @@ class Balancer:
 
         def order(rank: int) -> tuple[tuple[int, ...], bool, int]:
             load = loads[rank]
-            # Its last pages are still on their way to decode: no choice while others are equal.
+            # A rank without a free page still has pages on their way to decode: it loses a tie.
             full = load.pages_free <= 0 and self.method != "round_robin"
             return cost(load, num_tokens - cached_tokens[rank]), full, self._last_picks[rank]
 

@@ -14,7 +14,7 @@ class PrefillConfig(WorkerConfig):
     transfer_connections: int = (
         0  # to each decode worker, opened as rooms want them; 0: by processors
     )
-    # Pages that may wait to be sent to a decode worker before prompts for it wait, too.
+    # Bytes of pages that may wait to be sent to a decode worker before its prompts wait, too.
     transfer_queue_bytes: int = 2 << 30
     # How prompts are shared out to the data-parallel ranks.
     load_balance_method: Method = "shortest_queue"

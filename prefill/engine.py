@@ -1,6 +1,6 @@
-"""Chunk plans to device calls: compiled programs, the pool, and nothing that decides.
+"""Turns chunk plans into device calls; owns the pool and the compiled programs, decides nothing.
 
-Everything here is dispatched without waiting; who reads a result waits until the device has it.
+Every call is dispatched without waiting; whoever reads a result waits until the device has it.
 The device runs calls in order of dispatch.
 """
 
@@ -75,7 +75,7 @@ class PrefillEngine:
         return packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))
 
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut:
-        """Dispatch the draw of first tokens from the last chunk; row i belongs to its row i."""
+        """Dispatch the draw of first tokens; row i is drawn from row i of the last chunk."""
         kind, arrays = self._chunks.pack_firsts(firsts)
         out: SampleOut = self.calls("sample", kind, *arrays)
         return out
@@ -83,7 +83,8 @@ class PrefillEngine:
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
         """Pack pages for the wire, one run of each rank, which may be empty.
 
-        Returns by rank what numpy makes its shards of: see model.page_runs.GatheredRuns.shards.
+        Returns, by rank, what `numpy.asarray` turns into shards: see
+        model.page_runs.GatheredRuns.shards.
         """
         bucket, ids = self._runs.ids_of(page_ids)
         return self._runs.shards(self.calls("gather", bucket, ids), page_ids)
@@ -105,7 +106,7 @@ class PrefillEngine:
         return self._runs.gather(self._pool, bucket, ids)
 
     def _warm_up(self, num_ranks: int) -> None:
-        """Have devices of all members find each other now, not at the first request."""
+        """Make the devices of all members connect now rather than at the first request."""
         packed = self._chunks.pack([()] * num_ranks)
         self.calls.take("chunk", packed.bucket, *packed.arrays)
         kind, arrays = self._chunks.pack_firsts(())

@@ -1,4 +1,4 @@
-"""What prefill knows of one room, and what its last chunk tells of it."""
+"""What prefill knows of one room, and how the room's first token is drawn."""
 
 from dataclasses import dataclass, field
 
@@ -16,14 +16,14 @@ class Held(HeldRoom):
 
     prompt: Prompt
     grant: wire.Grant | None = None
-    shipped_pages: int = 0  # of the prompt; those of layers with a window are not counted
-    first_windowed: int = 0  # from this page of the prompt on, theirs go, too
+    shipped_pages: int = 0  # of the prompt; pages of layers with a window are not counted
+    first_windowed: int = 0  # from this page of the prompt on, pages of such layers go, too
     chunks: list[ChunkTimes] = field(default_factory=list)
     shipped: Shipped | None = None
 
 
 def first_sample(held: Held, row: int) -> FirstSample:
-    """How to draw its first token. row: of its last piece in the chunk."""
+    """How to draw the room's first token. row: of the prompt's last piece in the chunk."""
     submit, constraint = held.submit, held.constraint
     return FirstSample(
         row,

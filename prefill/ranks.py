@@ -1,14 +1,18 @@
 """The data-parallel ranks of a prefill worker, and the queue of prompts that have none yet.
 
-Pure. A rank has pages, a prefix cache and a scheduler of its own. A prompt that decode has granted
-is bound to a rank when one has room in its next chunk, oldest first: not before, so that the choice
-weighs what the ranks have to do then. It is made among ranks that have pages for it: bound to
-another, it would wait there while one that has some idles. Until there is one, it waits unbound,
-and everybody behind it too: ranks that take nobody new run empty, so the largest prompt has its
-turn. A rank that is dictated, or follows from the room, is waited for; nobody who came later goes
-there first. When no rank has room, but the next chunk of one leaves a part to prompts shorter than
-one that needs several, a prompt that fits into that part whole goes there past those that do not.
-With one rank there is nothing to choose, and its scheduler has the only queue.
+Pure. Each rank has pages, a prefix cache and a scheduler of its own. Prompts that decode has
+granted are bound oldest first, each once a rank has room in its next chunk: not before, so that the
+choice weighs what the ranks have to do at that time.
+
+A prompt is bound only to a rank that has pages for it: bound to another, it would wait there while
+a rank that has pages idles. Until there is such a rank, it waits unbound, and so does every prompt
+behind it: ranks that take no new prompts run empty, so even the largest prompt gets its turn. A
+prompt whose rank is dictated, or follows from the room, waits for that rank, and no younger prompt
+is bound there first.
+
+When no rank has room, but a prompt that needs several chunks leaves part of a rank's next chunk to
+shorter ones, a prompt that fits whole into that part is bound there, past older ones that do not
+fit. With one rank there is nothing to choose, and its scheduler has the only queue.
 """
 
 from collections.abc import Sequence
@@ -30,7 +34,7 @@ class Rank:
     num_evictable: int = 0  # cached pages that nobody held, as of the last `refresh`
 
     def refresh(self) -> None:
-        """Count what the cache could give; this walks it."""
+        """Count the pages that the cache could give up; this walks the cache."""
         self.num_evictable = self.cache.num_evictable()
 
     def load(self) -> RankLoad:
@@ -40,7 +44,7 @@ class Rank:
 
 
 class Ranks:
-    """Owner of all prompts: of the unbound ones itself, of the others through their ranks."""
+    """Owner of all prompts: it holds the unbound ones itself, the others through their ranks."""
 
     def __init__(self, ranks: Sequence[Rank], method: Method) -> None:
         """Raises ConfigError for an unknown method."""
@@ -59,7 +63,7 @@ class Ranks:
             self._unbound[prompt.room] = prompt
 
     def grant(self, prompt: Prompt) -> None:
-        """Decode has pages for it: it may be computed."""
+        """Decode has pages for the prompt: it may be computed."""
         if prompt.room not in self._unbound:
             self.ranks[prompt.rank].scheduler.grant(prompt.room)
         elif prompt not in self._ready:
@@ -69,21 +73,21 @@ class Ranks:
             self._ready.insert(at, prompt)
 
     def keep_back(self, prompt: Prompt) -> None:
-        """What is left of it is not computed before it is granted again."""
+        """Compute nothing more of the prompt until it is granted again."""
         if prompt.room not in self._unbound:
             self.ranks[prompt.rank].scheduler.keep_back(prompt.room)
         elif prompt in self._ready:
             self._ready.remove(prompt)
 
     def release(self, prompt: Prompt) -> None:
-        """The room is over, well or badly: what it has goes back."""
+        """The room is over, well or badly: its pages go back."""
         if self._unbound.pop(prompt.room, None) is None:
             self.ranks[prompt.rank].scheduler.release(prompt.room)
         elif prompt in self._ready:
             self._ready.remove(prompt)
 
     def plan(self) -> tuple[tuple[Piece, ...], ...]:
-        """The next chunk of each rank. Its tokens count as planned at once."""
+        """The next chunk of each rank. Their tokens count as planned at once."""
         self._bind()
         return tuple(rank.scheduler.plan() for rank in self.ranks)
 
@@ -99,17 +103,17 @@ class Ranks:
         return len(self._unbound) + sum(len(rank.scheduler) for rank in self.ranks)
 
     def _bind(self) -> None:
-        """Give prompts to ranks while any has room."""
+        """Bind ready prompts to ranks while any rank has room."""
         if not self._ready:
             return
         room_at = {at for at, rank in enumerate(self.ranks) if rank.scheduler.has_room}
-        # Tokens that a short prompt may have where there is no room for another.
+        # By rank without room: the tokens that its next chunk leaves to short prompts.
         beside = {
             at: rank.scheduler.room_beside
             for at, rank in enumerate(self.ranks)
             if at not in room_at and rank.scheduler.room_beside
         }
-        awaited: set[int] = set()  # by prompts that nobody younger may overtake
+        awaited: set[int] = set()  # ranks that older prompts wait for: closed to younger ones
         at = 0
         while (room_at or beside) and at < len(self._ready):
             prompt = self._ready[at]
@@ -144,7 +148,7 @@ class Ranks:
                     beside[prompt.rank] = scheduler.room_beside
 
     def _fitting(self, prompt: Prompt, prefixes: Sequence[Sequence[bytes]]) -> set[int]:
-        """Ranks that have pages for it now. prefixes: what is cached of it, by rank."""
+        """Ranks that have pages for the prompt now. prefixes: what is cached of it, by rank."""
         return {
             at
             for at, (rank, prefix) in enumerate(zip(self.ranks, prefixes, strict=True))
@@ -152,6 +156,6 @@ class Ranks:
         }
 
     def _picked(self, prompt: Prompt, cached: Sequence[int], fitting: set[int]) -> int:
-        """By the balancer, whose method may prefer a rank that has no room just now."""
+        """The balancer's choice; its method may prefer a rank that has no room just now."""
         loads = [rank.load() for rank in self.ranks]
         return self._balancer.pick(prompt.room, prompt.num_tokens, loads, cached, fitting)

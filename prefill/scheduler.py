@@ -2,9 +2,10 @@
 
 Pure: state and events in, a plan out. Requests are taken in order of arrival once decode has
 granted them pages; prompts are packed into one chunk until a budget (tokens, prompts, context
-pages) is used up. One that is longer than a chunk leaves a part of it to shorter ones behind it.
+pages) is used up. A prompt longer than a chunk leaves part of the chunk to shorter ones behind it.
 A request holds all pages of its prompt from its first chunk until `release`, so a started prompt
-always finishes; before, it holds none, and shares what others have computed by then.
+always finishes. Before its first chunk it holds none, and when it starts, it shares what other
+prompts have computed by then.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class Piece(pieces.Piece[Prompt]):
 
 
 class PrefillScheduler:
-    """Owns the queue, and the only caller of the page pool and the prefix cache."""
+    """Owns the queue; takes pages from the pool and the prefix cache, and gives them back."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class PrefillScheduler:
         self._prompts[prompt.room] = prompt
 
     def grant(self, room: int) -> None:
-        """Decode has pages for it: it may be computed."""
+        """Decode has pages for the prompt: it may be computed."""
         prompt = self._prompts[room]
         if prompt.granted:
             return
@@ -95,7 +96,7 @@ class PrefillScheduler:
         self._ready.insert(at, prompt)
 
     def keep_back(self, room: int) -> None:
-        """What is left of it is not computed before it is granted again."""
+        """Compute nothing more of the prompt until it is granted again."""
         prompt = self._prompts[room]
         if prompt in self._ready:
             self._leave(prompt)
@@ -118,13 +119,13 @@ class PrefillScheduler:
     def plan(self) -> tuple[Piece, ...]:
         """The next chunk; empty when nothing can run. Its tokens count as planned at once.
 
-        Oldest first, but one that is longer than a chunk leaves a part of it to shorter ones.
+        Oldest first, but a prompt longer than a chunk leaves part of it to shorter ones.
         """
         pieces: list[Piece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         may_start = True
         short = [self._if_short(prompt) for prompt in self._ready]
-        shorter = sum(short)  # tokens of those from here on
+        shorter = sum(short)  # tokens of the short prompts not reached yet
         self._is_dry = False
         for prompt, own in zip(tuple(self._ready), short, strict=True):
             if tokens_left == 0 or len(pieces) == self._chunk_seqs:
@@ -133,8 +134,8 @@ class PrefillScheduler:
             if not prompt.pages:
                 if not self._has_turn(prompt, tokens_left, shorter):
                     continue
-                # First come, first served: nobody overtakes into the free pages. Those who have
-                # theirs go on, or an older prompt would wait for pages that wait for their turn.
+                # First come, first served: once one finds too few pages, no younger prompt starts.
+                # Prompts that hold pages go on: they must finish to free what an older one needs.
                 may_start = may_start and self._start(prompt)
                 if not may_start:
                     self._is_dry = True
@@ -158,30 +159,33 @@ class PrefillScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether the next chunk could take more than what waits for it."""
+        """Whether the next chunk could take more than the prompts that wait for it."""
         requests, tokens = self.pending()
         is_full = requests >= self._chunk_seqs or tokens >= self._chunk_tokens
         return not is_full and not self._is_dry
 
     @property
     def room_beside(self) -> int:
-        """Where there is no room: tokens that the next chunk still takes of prompts that need no
-        other, beside one that does. 0 where none does, or they have their part already."""
+        """Where there is no room: tokens that the next chunk still takes of short prompts.
+
+        A prompt that needs several chunks leaves part of each to prompts that need one. 0 if no
+        prompt needs several, or if short ones have taken their part already.
+        """
         if self._is_dry or len(self._ready) >= self._chunk_seqs:
             return 0
         short = sum(self._if_short(prompt) for prompt in self._ready)
         return max(part_of_shorter(self._chunk_tokens) - short, 0)
 
     def pending(self) -> tuple[int, int]:
-        """Requests that may be computed and are not, and what is left to compute of them.
+        """Requests that may be computed but are not yet, and their tokens left to compute.
 
-        A cached prefix is no work: with it, a rank would pass for busy with its chunks half empty.
+        A cached prefix is no work: if it counted, a rank would seem busy with chunks half empty.
         """
         left = (p.num_tokens - (p.num_planned or p.num_foreseen) for p in self._ready)
         return len(self._ready), sum(left)
 
     def can_start(self, prompt: Prompt, chain: Sequence[bytes]) -> bool:
-        """Whether its pages could be had behind those that older prompts here still wait for.
+        """Whether there are pages for the prompt after those that older ones here wait for.
 
         chain: digests of its pages that the cache has.
         """
@@ -205,19 +209,19 @@ class PrefillScheduler:
         return self.pages_of(prompt.num_tokens) - prompt.num_foreseen // self._page_size
 
     def _if_short(self, prompt: Prompt) -> int:
-        """What is left of it, if one chunk would do and it may have pages; else 0."""
+        """Tokens left of a prompt, if one chunk would do and it may have pages; else 0."""
         left = prompt.num_tokens - prompt.num_planned
         waits_for_pages = self._is_dry and not prompt.pages
         return 0 if left > self._chunk_tokens or waits_for_pages else left
 
     def _leave(self, prompt: Prompt) -> None:
-        """It goes from those that may be computed, before all of it was planned."""
+        """Take a prompt out of those that may be computed, before all of it was planned."""
         self._ready.remove(prompt)
         if not prompt.pages:
-            self._is_dry = False  # perhaps it was the one that found none
+            self._is_dry = False  # it may have been the one that found no pages
 
     def _has_turn(self, prompt: Prompt, tokens_left: int, shorter: int) -> bool:
-        """Whether the chunk has tokens for one that has not begun; shorter: see `tokens_of`."""
+        """Whether the chunk has tokens for a prompt not begun; shorter: see `tokens_of`."""
         left = prompt.num_tokens
         if tokens_of(left, tokens_left, self._chunk_tokens, shorter):
             return True
@@ -225,7 +229,7 @@ class PrefillScheduler:
         return tokens_of(left, tokens_left, self._chunk_tokens, shorter) > 0
 
     def _start(self, prompt: Prompt) -> bool:
-        """Take cached pages and reserve the rest; False when there is no room yet."""
+        """Share cached pages and reserve the rest; False while there are too few free pages."""
         shared = self._cache.share(prompt.sharing.cached(self._cache))
         need = self.pages_of(prompt.num_tokens) - len(shared)
         short = need - self._pool.num_free

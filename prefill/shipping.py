@@ -1,8 +1,8 @@
-"""Which pages leave after a chunk, under which numbers, and what waits until they have.
+"""Which pages are sent after a chunk, under which numbers, and what is kept until they are.
 
-Pages travel under numbers: those of a prompt are 0 to n - 1, and where layers with a window have
-pages of their own (model/page_groups.py), the last of those that decode still looks at are n and
-up. How many it wants it says by how many pages it grants.
+Pages travel under numbers: a prompt's pages are 0 to n - 1. Where layers with a window have pages
+of their own (model/page_groups.py), numbers from n on are the last of these, which decode still
+looks at. Decode says how many of them it wants by the number of pages that it grants.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ class Run(NamedTuple):
     """Pages of one room to gather at once."""
 
     room: int
-    first_page: int  # its number
+    first_page: int  # the number under which it travels
     page_ids: Sequence[int]
 
 
@@ -33,7 +33,7 @@ NO_RUN = Run(0, 0, ())
 
 @dataclass(slots=True)
 class Staged:
-    """Runs that were gathered at once, with their shards; num_pages of every rank hold them."""
+    """Runs gathered in one call, with their shards; they take num_pages staged pages per rank."""
 
     num_pages: int
     runs: list[tuple[Run, list[Array]]]
@@ -51,7 +51,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Shipping:
-    """What the numbers of pages follow from.
+    """Numbers pages and cuts them into runs.
 
     num_pages: of each group in a rank's pool. most: pages of a run. groups: see KVSpec.
     """
@@ -62,9 +62,10 @@ class Shipping:
     groups: int = 1
 
     def first_windowed(self, num_tokens: int, num_granted: int) -> int | None:
-        """Of a prompt's pages, the first that travels for layers with a window, too.
+        """The first of a prompt's pages that also travels for layers with a window.
 
-        num_granted: pages that decode has for the prompt. None: no such number follows from one.
+        num_granted: pages that decode has for the prompt. Returns None if no prompt of num_tokens
+        can have so many.
         """
         num_pages = pages_for(num_tokens, self.page_size)
         behind = num_granted - num_pages
@@ -76,7 +77,7 @@ class Shipping:
         prompt = piece.prompt
         behind = [self.num_pages + prompt.pages[i] for i in pages if i >= first_windowed]
         number = pages_for(prompt.num_tokens, self.page_size) + max(pages.start - first_windowed, 0)
-        # In this order: once the last of the others has left, the chunk has.
+        # Windowed pages first: once the last of the others has left, the whole chunk has.
         runs = self._cut(prompt.room, number, behind)
         return runs + self._cut(prompt.room, pages.start, [prompt.pages[i] for i in pages])
 
@@ -86,7 +87,7 @@ class Shipping:
 
 
 def pages_to_ship(piece: Piece[Prompt], page_size: int, already: int) -> range:
-    """Indices, within the prompt, of pages complete after this piece and not yet shipped."""
+    """Indices, within the prompt, of pages that are complete after this piece and not shipped."""
     if piece.is_last:
         end = pages_for(piece.end, page_size)
     else:

@@ -239,16 +239,17 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._let_run(held)
 
     def _let_run(self, held: Held) -> None:
-        """Unless it still waits for something."""
+        """Let the prompt be computed, unless it still waits for something."""
         grant = held.grant
         if grant is None or held.waits_for_grammar or grant.data_address in self._behind:
             return
         self._ranks.grant(held.prompt)
 
     def _watch_queues(self) -> None:
-        """Prompts wait while their decode worker takes pages slower than they are computed.
+        """Hold prompts back while their decode worker takes pages slower than they are computed.
 
-        What waits to be sent is in this host's memory; without this, only decode's pool bounds it.
+        Pages that wait to be sent are in this host's memory, which only decode's pool would bound
+        otherwise.
         """
         before, behind = self._behind, self._sender.behind(self.config.transfer_queue_bytes)
         if behind == before:
@@ -272,13 +273,13 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
                     self.end(said.room)
             case "nacked":
                 code = Code.GONE if said.code == Code.GONE else Code.STALE
-                if code is not Code.GONE:  # why it is over there is decode's to say
+                if code is not Code.GONE:  # decode itself says why the room is over there
                     self.counters["transfers_refused"] += 1
                 self.fail(said.room, code, f"decode refused pages: {said.message}")
             case "lost":
                 self.counters["transfers_lost"] += 1
                 self.fail(said.room, Code.PEER_LOST, f"decode lost: {said.message}")
-            case "unsent":  # a fault of this worker, which is avoided then
+            case "unsent":  # a fault of this worker: the next attempt avoids it
                 self.counters["transfers_unsent"] += 1
                 self.fail(said.room, Code.STALE, f"no connection to decode: {said.message}")
 
@@ -334,7 +335,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return self._shipping.runs_of(piece, wanted, held.first_windowed)
 
     def _stage(self, flight: InFlight, runs: Sequence[Run]) -> None:
-        """Gather a run of each rank, once there is memory for it: the oldest staged leave first."""
+        """Gather a run of each rank. The oldest staged runs leave first if memory is short."""
         num_pages = bucket_for(max(len(run.page_ids) for run in runs), self._buckets.run_pages)
         for older in self._inflight:
             while older.staged and self._staged_pages + num_pages > self._buckets.staged_pages:
@@ -359,9 +360,9 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self._staged_pages -= staged.num_pages
 
     def _complete(self, flight: InFlight) -> None:
-        """Ship what the chunk finished, and say its first tokens."""
+        """Ship the pages that the chunk completed, and send its first tokens."""
         if flight.staged:
-            # Gathered behind the chunk: it is computed once the first of them is there.
+            # The gather runs after the chunk: once its first array is there, the chunk is computed.
             jax.block_until_ready(flight.staged[0].runs[0][1])
         computed_s = self.clock.monotonic_s()
         while flight.staged:
@@ -386,7 +387,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return self._head_runs[key]
 
     def first_drawn(self, held: Held, first: FirstToken) -> None:
-        """It goes to decode behind the last page."""
+        """The first token goes to decode behind the last page."""
         assert held.grant is not None, "computed without a grant"
         held.room.advance(State.SENDING, self.clock.monotonic_s())
         self._sender.finish(held.grant, first)
@@ -401,7 +402,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- routes ---------------------------------------------------------------------------------
 
     def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
-        """Tell which rank has a room; where there is but one, everybody knows."""
+        """Publish which rank has which room; with one rank there is nothing to tell."""
         if self.config.dp_size == 1:
             return []
         self._publisher = RoutePublisher(self.worker_id(), self.epoch, registry.connect_routes)
@@ -409,12 +410,12 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         return [self._publisher.run()]
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        """At the end of a turn; what it did to routes leaves as well."""
+        """At the end of a turn; the turn's changes of routes leave as well."""
         super().publish(batches)
         self._tell_routes()
 
     def _tell_routes(self) -> None:
-        """Have what this turn did to routes so far leave now."""
+        """Send this turn's changes of routes so far."""
         routes = self._routes.take()
         if self._publisher is not None and routes is not None:
             self.on_loop(self._publisher.feed, *routes)
@@ -422,7 +423,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        """Counting evictable pages walks the caches, so a busy loop does it now and then."""
+        """Recount; evictable pages take a walk of the caches, so a busy loop rarely does it."""
         self._load_due_s = self.clock.monotonic_s() + LOAD_REFRESH_S
         requests, tokens = self._ranks.queued()
         ranks = self._ranks.ranks
@@ -440,7 +441,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
             self._rank_loads = tuple(map(self._load_of, ranks))
 
     def _load_of(self, rank: Rank) -> wire.Load:
-        """What is bound to one rank."""
+        """The load of one rank, from what is bound to it."""
         requests, tokens = rank.scheduler.queued()
         return wire.Load(
             queued_requests=requests,
