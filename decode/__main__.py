@@ -17,7 +17,7 @@ def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     config = flags.config_from(DecodeConfig, args)
     security = flags.security_from(args)
     security.check_reached(config.reached_by)
-    # Pages are taken once the model is loaded; that the port is taken shows now.
+    # Pages are received only once the model is loaded; a port already in use is reported now.
     ports.bind(config.data_host or config.host, config.data_port, "--data-port").close()
     # Only now: jax takes seconds to import, and a bad flag should be told at once.
     from decode.opening import build_engine

@@ -1,16 +1,16 @@
-"""Who gets a slot and pages, or waits: reserve or refuse, oldest first.
+"""Which rooms get a slot and pages, and which wait: reserve or refuse, oldest first.
 
-Pure. A request let in owns a slot and the pages of its prompt and its first token; later pages
-are taken one at a time (`grow`), and when there is none the youngest seated request is told
-to leave (`victim`): it comes back as a new room that is as old as its request, so it is not
-the youngest for ever and the oldest always runs to its end.
+Pure. A request that is let in owns a slot and the pages of its prompt and its first token; later
+pages are taken one at a time (`grow`). When there is none left, the youngest seated request has to
+leave (`victim`). It comes back as a new room that is as old as its request, so it does not stay the
+youngest for ever, and the oldest request always runs to its end.
 
-There is one queue in front of all data-parallel ranks. A rank has slots and pages of its own, and
-is chosen when a request is let in, unless it was dictated. Who waits for a rank is overtaken by
-nobody there.
+All data-parallel ranks share one queue. Each rank has slots and pages of its own; a request's rank
+is chosen when the request is let in, unless it was dictated. No younger request overtakes one that
+waits for a rank on that rank.
 
-Pages of prompts that decode computed itself stay in a prefix cache of their rank. They count as
-free: whoever needs one has the oldest that nobody holds.
+Pages of prompts that decode computed itself stay in their rank's prefix cache. They count as free:
+where a page is needed, the oldest cached one that nobody holds is taken.
 """
 
 from bisect import insort
@@ -22,7 +22,7 @@ from itertools import chain
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing
 
-_EVICTED_SHIFT = 8  # a 256th of the pool at once
+_EVICTED_SHIFT = 8  # evict at least a 256th of the pool at once
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Seat:
     slot: int = -1  # counted over all ranks, those of rank 0 first
     pages: list[int] = field(default_factory=list)
     ring: list[int] = field(default_factory=list)  # see decode/rings.py
-    num_cached: int = 0  # tokens of it that pages of the prefix cache stand for
+    num_cached: int = 0  # tokens of the prompt that pages of the prefix cache hold
 
 
 def _age(seat: Seat) -> tuple[float, int]:
@@ -56,9 +56,9 @@ class Admission:
         caching: bool = False,
         ring_pages: int = 0,
     ) -> None:
-        """pools: one a rank. rank_slots: slots of each. caching: prompts computed here are kept.
+        """pools: one per rank. rank_slots: slots of each rank. caching: keep prompts computed here.
 
-        ring_pages: most of a seat's ring.
+        ring_pages: most pages of a seat's ring; 0: no rings.
         """
         assert not (caching and ring_pages), "a prefix needs all pages of all layers"
         self._pools = pools
@@ -72,7 +72,7 @@ class Admission:
             for rank in range(len(pools))
         ]
         self._waiting: list[Seat] = []  # oldest first
-        self._may_fit = False  # something changed for who waits: looking costs a walk of the cache
+        self._may_fit = False  # something changed for waiting rooms; looking walks the cache
         self._seats: dict[int, Seat] = {}
         self._num_seated = [0] * len(pools)
         self.num_slots = len(pools) * rank_slots
@@ -83,7 +83,7 @@ class Admission:
 
     @property
     def may_admit(self) -> bool:
-        """Whether somebody waits for whom something has changed since `admit` looked."""
+        """Whether rooms wait and something has changed for them since `admit` looked."""
         return self._may_fit and bool(self._waiting)
 
     @property
@@ -95,7 +95,7 @@ class Admission:
         return sum(seat.num_tokens for seat in self._waiting)
 
     def rank_free_slots(self, rank: int) -> int:
-        """Of one rank."""
+        """Free slots of one rank."""
         return len(self._free_slots[rank])
 
     def add(
@@ -114,7 +114,7 @@ class Admission:
         insort(self._waiting, Seat(room, num_tokens, arrival_s, rank, sharing), key=_age)
 
     def admit(self) -> tuple[Seat, ...]:
-        """Seat as many of the waiting as fit, oldest first; nobody overtakes."""
+        """Seat as many waiting rooms as fit, oldest first; none is overtaken on a rank it wants."""
         if not self._may_fit:
             return ()
         self._may_fit = False
@@ -137,9 +137,9 @@ class Admission:
         return tuple(seated)
 
     def grow(self, seat: Seat) -> int | None:
-        """One more page for a seat, and one for its ring unless that is full.
+        """Take one more page for a seat, and one for its ring unless that is full.
 
-        None, and nothing taken, when the pool of its rank is dry.
+        Returns None, with nothing taken, when the pool of its rank is dry.
         """
         in_ring = len(seat.ring) < self._ring_pages
         pages = self._reserve(seat.rank, 1 + in_ring)
@@ -150,8 +150,10 @@ class Admission:
         return pages[0]
 
     def share(self, seat: Seat) -> None:
-        """Whatever the cache has of its prompt by now takes the place of pages of its own, to which
-        nothing was written yet."""
+        """Replace pages of a seat's own by those that the cache has of its prompt by now.
+
+        Nothing was written yet to the pages that are replaced.
+        """
         if seat.sharing is None:
             return
         cache, pool = self.caches[seat.rank], self._pools[seat.rank]
@@ -165,24 +167,28 @@ class Admission:
         self._may_fit = True
 
     def computed(self, seat: Seat, num_tokens: int) -> None:
-        """Decode computes a prompt's first num_tokens tokens, before any call that comes later:
-        others may share the pages that this fills."""
+        """Decode computes a prompt's first num_tokens tokens before any later call.
+
+        So from now on, others may share the pages that this fills.
+        """
         if seat.sharing is None:
             return
         cache, full = self.caches[seat.rank], num_tokens // self._page_size
         filled = seat.sharing.first(cache, full)
         cache.insert(filled, seat.pages[:full])
-        # Who was looked at and found too large needs fewer pages of its own now.
+        # A room that was found too large may need fewer pages of its own now.
         if any(each.sharing and each.sharing.begins_with(filled) for each in self._waiting):
             self._may_fit = True
 
     def victim(self, rank: int) -> Seat:
-        """The youngest seat of the rank. There is one whenever a seat could not grow: at worst,
-        itself."""
+        """The youngest seat of the rank.
+
+        There is one whenever a seat could not grow: at worst, that seat itself.
+        """
         return max((seat for seat in self._seats.values() if seat.rank == rank), key=_age)
 
     def release(self, room: int) -> Seat | None:
-        """The room is over, in whatever state: slot and pages go back. None if unknown."""
+        """The room is over, in whatever state: its slot and pages go back. None if it had none."""
         self._may_fit = True
         seat = self._seats.pop(room, None)
         if seat is None:
@@ -195,7 +201,7 @@ class Admission:
         return seat
 
     def check(self) -> None:
-        """Slots and pages add up."""
+        """Assert that slots and pages add up."""
         for rank, pool in enumerate(self._pools):
             seats = [seat for seat in self._seats.values() if seat.rank == rank]
             cached = self.caches[rank].pages
@@ -211,7 +217,7 @@ class Admission:
         assert free + len(self._seats) == self.num_slots, (free, len(self._seats))
 
     def _roomiest(self, ranks: set[int], seat: Seat) -> int | None:
-        """Of these ranks with a free slot, the one with most free pages and slots that has room."""
+        """Of these ranks, all with a free slot, one that fits: with most pages, then most slots."""
         fitting = [rank for rank in ranks if self._fits(rank, seat)]
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
@@ -234,16 +240,17 @@ class Admission:
         return self._pools[rank].num_free + self.caches[rank].num_evictable()
 
     def _reserve(self, rank: int, num_pages: int) -> tuple[int, ...] | None:
-        """Of free pages, then of cached ones; None and nothing taken when there are too few."""
+        """Take free pages, then cached ones; None, with none taken, when there are too few."""
         pool = self._pools[rank]
         short = num_pages - pool.num_free
         if short > 0:
-            # It walks past all that long streams hold: rather seldom, and more of a large pool.
+            # Eviction walks past all pages that long streams hold, so it is done seldom, and of
+            # a large pool more is evicted at once.
             self.caches[rank].evict(max(short, pool.num_pages >> _EVICTED_SHIFT))
         return pool.reserve(num_pages)
 
     def _need(self, num_tokens: int) -> tuple[int, int]:
-        """Pages of a prompt and of its first token, and how many more are in its ring."""
+        """Pages for a prompt and its first token, and how many more for its ring."""
         num_pages = num_tokens // self._page_size + 1
         return num_pages, min(num_pages, self._ring_pages)
 

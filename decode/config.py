@@ -19,17 +19,17 @@ from transfer.worker_config import (
 class DecodeConfig(WorkerConfig):
     """Configuration of `kvferry decode`. Names are those of the flags."""
 
-    max_running_requests: int = 0  # slots of all ranks; 0 = 16 on CPU, 256 elsewhere, for each
+    max_running_requests: int = 0  # slots of all ranks; 0 = 16 a rank on CPU, 256 elsewhere
     headroom_pages: int = 1  # pages kept free for growth when a request is let in
     # Longest prompt that decode computes itself; 0 = none, ANY_PROMPT = whatever it can hold.
     local_prefill_tokens: int = 0
     speculative_algorithm: Literal["NONE", "NGRAM"] = "NONE"
     speculative_num_draft_tokens: int = 3  # for each slot of a step
-    speculative_ngram_min_match_window_size: int = 2  # tokens that must have been there before
-    speculative_ngram_max_match_window_size: int = 4  # tokens that are compared
-    data_host: str = ""  # where frames are taken; "" = host
+    speculative_ngram_min_match_window_size: int = 2  # last tokens that must match, at least
+    speculative_ngram_max_match_window_size: int = 4  # last tokens that are compared, at most
+    data_host: str = ""  # where frames are received; "" = host
     data_port: int = 0
-    transfer_staging_bytes: int = 0  # memory shared with a prefill of this host; 0 = enough
+    transfer_staging_bytes: int = 0  # memory shared with a prefill worker here; 0 = enough
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class DecodeConfig(WorkerConfig):
         check_port(self, "data_port")
 
     def _check_drafting(self) -> None:
-        """Raises ConfigError for windows that hold nothing, or each other."""
+        """Raises ConfigError for sizes out of range, or a least window above the largest."""
         at_least(self, "speculative_num_draft_tokens", 1)
         at_most(self, "speculative_num_draft_tokens", 64)
         at_least(self, "speculative_ngram_min_match_window_size", 1)
@@ -58,7 +58,7 @@ class DecodeConfig(WorkerConfig):
 
     @property
     def reached_by(self) -> dict[str, str]:
-        """As a worker's, and where frames are taken."""
+        """As WorkerConfig's, and the host on which frames are received."""
         hosts = super().reached_by
         return hosts | {"--data-host": self.data_host} if self.data_host else hosts
 

@@ -1,4 +1,4 @@
-"""Slots whose next token a grammar limits. Their next step waits for what they drew last."""
+"""Slots whose next token a grammar limits. Each of their steps waits for the previous token."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from transfer.grammars import Constraint, Grammars
 
 
 class ConstrainedSlots:
-    """Which slots they are, and where each is in its grammar."""
+    """The constrained slots, and where each is in its grammar."""
 
     def __init__(self) -> None:
         self._constraints: dict[int, Constraint] = {}  # by slot
@@ -24,11 +24,11 @@ class ConstrainedSlots:
         return None if constraint.take(first_id) else constraint.failure
 
     def stop(self, slot: int) -> None:
-        """The slot has left the batch. Others are ignored."""
+        """The slot has left the batch. Slots without a grammar are ignored."""
         self._constraints.pop(slot, None)
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray) -> Sequence[tuple[int, RequestError]]:
-        """What slots drew that go on. Returns the places of those that cannot, and why."""
+        """Advance slots by the tokens they drew. Returns places of those that cannot, and why."""
         if not self._constraints:
             return ()
         wrong = []
@@ -43,7 +43,7 @@ class ConstrainedSlots:
     def mask(
         self, slots: np.ndarray, grammars: Grammars | None, engine: StepEngine
     ) -> Sequence[tuple[int, RequestError]]:
-        """Set what those among these slots may draw. Returns which can draw nothing, and why."""
+        """Mask the constrained slots among these. Returns which can draw nothing, and why."""
         ours = [slot for slot in slots.tolist() if slot in self._constraints]
         if not ours:
             return ()

@@ -1,9 +1,9 @@
 """Drafts of a slot's next tokens, and how many of them are accepted.
 
-A draft is what followed when the last few tokens were there before, in prompt or answer: prompt
-lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). It costs no second network.
+A draft is what followed the last few tokens where they occurred before, in prompt or answer: prompt
+lookup (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). It needs no second network.
 What a request draws is a function of its seed, the token's index and the logits, so a draft is
-accepted exactly when it is the token that is drawn there: the same tokens come as without drafts.
+accepted exactly when it is the token drawn at its place: the tokens are the same as without drafts.
 """
 
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from jaxtyping import Bool, Int32
 from model.buckets import Drafting
 from model.sampling import NOT_A_TOKEN
 
-# In place of a token, behind those that a step drew for a slot.
-REJECTED = NOT_A_TOKEN - 1  # there was a draft, and another token was drawn before it
+# In place of tokens, behind those that a step drew for a slot.
+REJECTED = NOT_A_TOKEN - 1  # there was a draft, but it or one before it was not what was drawn
 NO_DRAFT = NOT_A_TOKEN - 2
 
 
@@ -23,14 +23,14 @@ def propose(
 ) -> tuple[Int32[Array, "B K"], Bool[Array, " B"]]:
     """What may follow the first `length` tokens of each row, and which rows have drafts at all.
 
-    A match so close to the end that fewer than K tokens follow is taken to go on as it repeats.
+    Where fewer than K tokens follow a match, so close is it to the end, these are repeated.
     """
     capacity, most = history.shape[1], how.max_match
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     back = jnp.arange(most, dtype=jnp.int32)[None, :]
     last = (length - 1)[:, None]
-    # With room in front, what stands so many tokens before each position is a slice: XLA on CPU
-    # takes twice as long to roll it.
+    # With padding in front, the tokens `at` places before each position are a slice: XLA on CPU
+    # takes twice as long for a roll.
     padded = jnp.pad(history, ((0, 0), (most, 0)))
     tail = jnp.take_along_axis(padded, most + last - back, axis=1)  # last token first
     goes_on = position < last
@@ -50,9 +50,9 @@ def propose(
 def num_drawn(
     drafts: Int32[Array, "B K"], made: Bool[Array, "B K"], drawn: Int32[Array, "B K+1"]
 ) -> Int32[Array, " B"]:
-    """How many count of the tokens drawn behind the last one and behind each draft.
+    """How many tokens count, of those drawn behind the last token and behind each draft.
 
-    made: which drafts there are. Behind an accepted draft one more token is drawn.
+    made: which drafts there are. Each accepted draft lets one more token count.
     """
     accepted = made & (drafts == drawn[:, :-1])
     return 1 + jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

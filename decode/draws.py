@@ -1,7 +1,8 @@
-"""Tokens drawn apart from the step that computed their logits: by programs without a test in them.
+"""Draws tokens apart from the step that computed their logits, by programs without predicates.
 
-A GPU's host waits for every predicate, so a step that ends with some keeps the next one from being
-launched while it runs. What slots may ask for the host knows, and picks the program by it.
+On a GPU the host waits for every predicate, so predicates at the end of a step would keep the next
+step from being launched while it runs. The host knows what each slot may ask for, and picks the
+program by that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from model.transformer import Model
 
 
 def width_of(drafting: Drafting | None, tries: bool) -> int:
-    """Rows of a slot in a step."""
+    """Rows that each slot has in a step."""
     return 1 + drafting.num_tokens if drafting is not None and tries else 1
 
 
@@ -34,7 +35,7 @@ class Draws:
         self._programs: dict[tuple[int, int, Asks], Program] = {}
 
     def start(self, slot: int, params: SamplingLike) -> None:
-        """A request has the slot."""
+        """A request takes the slot."""
         self._asks[slot] = asks_of(params)
 
     def asked(self, slots: np.ndarray) -> Asks:
@@ -44,19 +45,19 @@ class Draws:
     def __call__(
         self, width: int, asks: Asks, state: SlotState, plan: np.ndarray, *tried: Any
     ) -> tuple[SlotState, SampleOut]:
-        """Dispatch a draw. tried: logits and what they are of, as `try_tokens` gives them."""
+        """Dispatch a draw. tried: the logits and the Tried that `try_tokens` returned."""
         rows = plan.shape[1] // self._dp_size
         drawn: tuple[SlotState, SampleOut] = self._programs[rows, width, asks](state, plan, *tried)
         return drawn
 
     @property
     def logits_bytes(self) -> int:
-        """Of the longest step, on one device: they are no program's scratch."""
+        """Bytes of the longest step's logits on one device: no program's scratch includes them."""
         rows = max(slots * width for slots, width, _ in self._sizes())
         return 4 * rows * self._model.cfg.vocab_size
 
     def programs(self, state: SlotState) -> Sequence[Program]:
-        """All of them, to be compiled. state: shapes."""
+        """All draw programs, to be compiled. state: its shapes."""
         self._programs = {
             (slots, width, asks): self._program(slots, width, drafting, asks, state)
             for slots, width, drafting in self._sizes()
@@ -76,7 +77,7 @@ class Draws:
         mesh, rows = self._model.mesh, self._dp_size * slots
 
         def array(dtype: Any, *shape: int) -> np.ndarray:
-            return np.broadcast_to(np.zeros((), dtype), shape)  # none of it is there
+            return np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
 
         logits: jax.ShapeDtypeStruct
         tried: Sequence[Array]

@@ -1,10 +1,11 @@
-"""Batch plans to device calls: compiled programs, the pool, the slots' state on the device.
+"""Turns batch plans into device calls; owns the programs, the pool and the slots' device state.
 
 Tokens feed the next step on the device: a step reads each slot's last token from `SlotState`
 and writes the new ones there, so the host may dispatch step n+1 before it has seen step n.
 
-The host counts slots over all data-parallel ranks, those of rank 0 first, and pages within each.
-On the device every rank counts its own slots and pages, and all take each step together.
+The host counts slots over all data-parallel ranks, those of rank 0 first, and pages within each
+rank. On the device every rank counts its own slots and pages, and all ranks take each step
+together.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from model.sharding import (
 )
 from transfer.wire import SamplingParams
 
-_RUNS_PLACED_AHEAD = 4  # of the device; more wait for memory that was planned for them
+_RUNS_PLACED_AHEAD = 4  # of the device: memory is planned for so many, and further runs wait
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class SlotStart:
 
 
 class FirstAsk(NamedTuple):
-    """How a prompt's first token is drawn, and its length without earlier attempts."""
+    """How a prompt's first token is drawn, and its length without tokens of earlier attempts."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -72,10 +73,10 @@ class StepInFlight:
     out: SampleOut  # see decode.step.decode_step
     rows: np.ndarray  # i32[n]: which row of the step belongs to each slot of the plan
     width: int = 1  # tokens of a slot
-    has_drafts: bool = False  # made, and tried where width is above 1
+    has_drafts: bool = False  # drafts are made, and tried if width is above 1
 
     def token_ids(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Waits for them: i32[n, W], and bool[n], whether the first draft of each was right."""
+        """Wait for the tokens, i32[n, W], and for whether first drafts were right, bool[n]."""
         columns = self.width + self.has_drafts
         ids = np.asarray(self.out.ids).reshape(-1, columns)[self.rows]
         return ids[:, : self.width], ids[:, -1] != 0 if self.has_drafts else None
@@ -111,13 +112,13 @@ class _StepKind(NamedTuple):
 
     slots: int
     tries: bool  # drafts
-    num_pages: int  # of each page table that it looks at
+    num_pages: int  # of each page table that the step looks at
 
 
 class DecodeEngine:
     """Owner of the decode pool array, the slot state and the programs.
 
-    A step is one program, or two where tokens are drawn apart: by the one that has what the step's
+    A step is one program, or two where tokens are drawn apart: the second then has what the step's
     slots ask for, and nothing that the host would have to wait for.
     """
 
@@ -130,9 +131,9 @@ class DecodeEngine:
         local: PrefillBuckets | None = None,
         apart: bool | None = None,
     ) -> None:
-        """local: chunks of prompts that decode computes itself; None: there are none.
+        """local: shapes of chunks of prompts that decode computes itself; None: it computes none.
 
-        apart: whether a step is two programs, and see ChunkPrograms; None: on an accelerator.
+        apart: whether a step is two programs, see also ChunkPrograms; None: on an accelerator.
         """
         draws_apart = not opened.model.on_cpu if apart is None else apart
         self._opened = opened
@@ -156,7 +157,7 @@ class DecodeEngine:
         self._pool: Array
         # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
         contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
-        # Pages that came and are on the device, but not in the pool yet.
+        # Pages that arrived and are on the device, but not in the pool yet.
         self._placing_pages = 0
         self._most_placing = _RUNS_PLACED_AHEAD * buckets.run_pages[-1]
         empty = self._empty_state(all_slots)
@@ -250,9 +251,9 @@ class DecodeEngine:
     ) -> StepInFlight:
         """Dispatch one step for these slots.
 
-        slots, new_pages, places, new_in_ring: i32[n], see decode.scheduler.StepPlan. tries: with
-        drafts, if there are such steps of so many slots. num_pages: of the longest page table;
-        None: any number. The copy of the ids to the host has begun when this returns.
+        slots, new_pages, places, new_in_ring: i32[n], see decode.scheduler.StepPlan. tries: try
+        drafts, if steps of so many slots can. num_pages: of the longest page table; None: any
+        number. The copy of the ids to the host has begun when this returns.
         """
         ranks, rank_slots = np.divmod(slots, np.int32(self._rank_slots))
         within, most = _places(ranks, self._dp_size)
@@ -278,8 +279,8 @@ class DecodeEngine:
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
         """Dispatch a chunk of prompts, by rank, and the draw of first tokens.
 
-        asks: by room, of prompts that end in this chunk. Row i of the draw, None without any,
-        belongs to row i of the chunk's logits.
+        asks: by room, for prompts that end in this chunk. The draw is None if none do; otherwise
+        its row i belongs to row i of the chunk's logits.
         """
         assert self._chunks is not None, "no chunk was compiled"
         packed = self._chunks.pack(plans)
@@ -314,7 +315,7 @@ class DecodeEngine:
         self._state = self._set_mask[num_rows](self._state, slots, masks)
 
     def _run_step(self, key: int, plan: np.ndarray) -> SampleOut:
-        """key: of a kind of step, times what there is to ask for, plus what its slots do."""
+        """key: the index of the step's kind, times len(Asks), plus what its slots ask for."""
         out: SampleOut
         of_kind, asks = divmod(key, len(Asks))
         kind = self._step_kinds[of_kind]
@@ -340,7 +341,7 @@ class DecodeEngine:
         return told
 
     def _warm_up(self) -> None:
-        """Have devices of all members find each other now, not at the first request."""
+        """Make the devices of all members connect now rather than at the first request."""
         self.calls.take("place", *self._runs.ids_of(0, ()))
         if self._chunks is not None:
             packed = self._chunks.pack([()] * self._dp_size)
@@ -353,7 +354,7 @@ class DecodeEngine:
     # --- shapes -------------------------------------------------------------------------------
 
     def _natural_pages(self, contexts: int) -> int:
-        """Of each group, for so many requests of full length; rings hold less for the second."""
+        """Pages of each group for so many full-length requests; rings need fewer of the second."""
         buckets, groups = self._buckets, self._opened.kv.groups
         each = buckets.pages_per_slot * groups
         if buckets.ring_pages:
@@ -376,7 +377,7 @@ class DecodeEngine:
     def _step_programs(
         self, params: Any, pool: jax.ShapeDtypeStruct, state: SlotState, experts: ExpertArgs
     ) -> list[Program]:
-        """One for each number of slots, more where there may be drafts or page tables are short."""
+        """One per bucket of slots, more where there may be drafts or page tables are short."""
         buckets, mesh, dp_size = self._buckets, self._model.mesh, self._dp_size
         specs = (self._model.param_specs(), POOL_SPEC, RANKS, COLUMNS_OF_RANKS, P(), RANKS)
         self._step_kinds = list(self._kinds())
@@ -403,13 +404,13 @@ class DecodeEngine:
                     yield _StepKind(slots, width > 1, num_pages)
 
     def _reaches(self, slots: int, width: int) -> tuple[int, ...]:
-        """How many pages of each page table steps look at that have so many rows."""
+        """Buckets of pages per page table, for steps of so many slots with so many rows each."""
         most = self._buckets.pages_per_slot
         short = self._model.short_context(slots * width) // self._model.page_size
         return (short, most) if 0 < short < most else (most,)
 
     def _slot_programs(self, state: SlotState) -> list[Program]:
-        """What sets slots up, and their masks."""
+        """The programs that set up slots, and those that set their masks."""
         mesh, num_rows = self._model.mesh, self._buckets.admit_rows
         admit = on_ranks(mesh, admit_slots, (RANKS, P(), P()), RANKS)
         fresh = abstract_of(self._empty_state(num_rows), mesh, P())
@@ -423,7 +424,7 @@ class DecodeEngine:
         return [self._admit, *self._set_mask.values()]
 
     def _no_slots(self, bucket: int) -> np.ndarray:
-        """A step's plan without any: i32[4, ranks * bucket]."""
+        """A step's plan without any slot: i32[4, ranks * bucket]."""
         plan = np.full((4, self._dp_size * bucket), self._rank_slots, np.int32)
         plan[1] = plan[3] = -1
         return plan
@@ -443,7 +444,7 @@ class DecodeEngine:
 
 
 def _places(ranks: np.ndarray, dp_size: int) -> tuple[np.ndarray, int]:
-    """How many of its rank stand before each, and how many the fullest rank has.
+    """The place of each among those of its rank, and how many the fullest rank has.
 
     ranks: i32[n]. Returns i32[n] and a count of at least 1.
     """

@@ -1,4 +1,4 @@
-"""Grants on their way to prefill workers: one client for each address granted to lately."""
+"""Sends grants to prefill workers: one client for each address granted to lately."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -9,33 +9,33 @@ from transfer.errors import KvferryError
 from transfer.rpc import RpcClient, Security
 
 GRANT_TIMEOUT_S = 5.0
-# Above the workers of a cluster. Each that is started anew may have another port, and a client of
+# More than a cluster has workers. A worker that is restarted may have another port, and a client of
 # the old one would try to reach it for ever.
 MAX_CLIENTS = 1024
 
 
 class GrantSender:
-    """Sends grants without waiting for them. Used on the loop."""
+    """Sends grants without waiting for the answers. Used on the loop thread."""
 
     def __init__(
         self, security: Security, on_failed: Callable[[tuple[int, ...], str], None]
     ) -> None:
-        """on_failed(rooms, why): that call did not get there."""
+        """on_failed(rooms, why): the call that carried these rooms' grants failed."""
         self._security = security
         self._on_failed = on_failed
-        self._clients: dict[str, RpcClient] = {}  # the latest used last
+        self._clients: dict[str, RpcClient] = {}  # least recently used first
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, address: str, grants: Sequence[wire.Grant]) -> None:
-        """One call with all of them."""
+        """Send all of them in one call."""
         self._begin(self._send(address, tuple(grants)))
 
     def _client(self, address: str) -> RpcClient:
         """Raises ConfigError while a file of certificates cannot be read."""
         client = self._clients.pop(address, None)
         if client is not None and client.is_backing_off:
-            # A worker that has just taken the place of a dead one would not even be asked, and
-            # its requests use up their attempts within milliseconds.
+            # While it backs off, it would not even call a worker that has just replaced a dead one,
+            # whose requests would use up their attempts within milliseconds.
             self._begin(client.close(GRANT_TIMEOUT_S))
             client = None
         client = client or RpcClient(address, self._security)

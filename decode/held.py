@@ -1,4 +1,4 @@
-"""What decode knows of one room, what other threads tell it, and what it has on the device."""
+"""What decode knows of one room, what other threads tell it, and what runs on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,16 +52,16 @@ class Held(HeldRoom):
     first_step_s: float = 0.0  # monotonic, when its first step's token was read; 0.0: not yet
     num_steps: int = 0  # known once it is over
     rank: int = -1  # of its seat
-    to_fill: Sequence[int] = ()  # by the number of a page that prefill sends, where it goes
+    to_fill: Sequence[int] = ()  # by the number of a page that prefill sends: the page it fills
     prefill_rank: int = -1  # as the registry told
-    num_cached: int = 0  # tokens of its prompt that a prefix of an earlier one stood for
+    num_cached: int = 0  # tokens of its prompt that were in the prefix cache
     chunks: list[ChunkTimes] = field(default_factory=list)  # of a prompt computed here
     first: FirstToken | None = None  # while it waits for its grammar
 
 
 @dataclass(frozen=True)
 class StepFlight:
-    """A dispatched step. started: those for whom it is the first."""
+    """A dispatched step. started: the rooms whose first step it is."""
 
     plan: StepPlan
     step: StepInFlight

@@ -1,4 +1,4 @@
-"""What decode tells of its slots and pages: in all, and of each rank."""
+"""What decode reports of its slots and pages, in total and by rank."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from transfer import wire
 from transfer.clock import Clock
 from transfer.pages import PagePool
 
-_COUNT_AGAIN_S = 0.2  # counting what a cache could give walks it, too long for every step
+_COUNT_AGAIN_S = 0.2  # counting a cache's evictable pages walks it, too long for every step
 
 
 class Loads:
     """Counts for `wire.Load`.
 
-    Cached pages that no room holds are as good as free. Queued are those without a seat, and those
-    whose prompts are still to be computed here.
+    Cached pages that no room holds count as free. Queued requests are those without a seat, and
+    those whose prompts are still to be computed here.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Prompts that decode computes itself: seated, waiting for chunks. Pure.
 
-Prompts are packed into a chunk a rank in the order in which they were seated, until its tokens, its
-rows or its context pages are used up; one that is longer goes on in the next, and leaves a part of
-each to shorter ones.
+Each rank packs its prompts into a chunk in the order in which they were seated, until the chunk's
+tokens, rows or context pages are used up. A longer prompt goes on in the next chunk, and leaves
+part of each to shorter ones.
 """
 
 from collections import deque
@@ -46,7 +46,7 @@ class LocalPrompt:
 
     @property
     def num_cached(self) -> int:
-        """Tokens that a prefix of an earlier one stood for."""
+        """Tokens that were in the prefix cache."""
         return self.seat.num_cached
 
     @property
@@ -72,12 +72,12 @@ def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> Prefi
 
 
 class LocalQueue:
-    """Who waits for chunks, by rank."""
+    """The prompts that wait for chunks, by rank."""
 
     def __init__(
         self, admission: Admission, page_size: int, chunk_tokens: int, chunk_pages: int
     ) -> None:
-        """chunk_tokens, chunk_pages: most of one chunk and rank; pages hold a whole prompt."""
+        """chunk_tokens, chunk_pages: limits of one rank's chunk; the pages hold a whole prompt."""
         self._admission = admission
         self._waiting: list[deque[LocalPrompt]] = [deque() for _ in admission.caches]
         self._page_size = page_size
@@ -98,7 +98,7 @@ class LocalQueue:
         return [self._take(waiting) for waiting in self._waiting]
 
     def left(self, rank: int) -> tuple[int, int]:
-        """Prompts that wait there, and tokens of them that are in no chunk yet."""
+        """Prompts that wait on a rank, and their tokens that are in no chunk yet."""
         waiting = self._waiting[rank]
         return len(waiting), sum(prompt.num_left for prompt in waiting)
 
@@ -106,13 +106,13 @@ class LocalQueue:
         pieces: list[LocalPiece] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         short = [x.num_left if x.num_left <= self._chunk_tokens else 0 for x in waiting]
-        shorter = sum(short)  # tokens of those from here on
+        shorter = sum(short)  # tokens of the short prompts not reached yet
         for prompt, own in zip(tuple(waiting), short, strict=True):
             if not tokens_left or len(pieces) == MAX_SEQS:
                 break
             shorter -= own
             if prompt.num_planned <= prompt.seat.num_cached:
-                # Nothing of it is computed yet, and others have what it begins with, perhaps.
+                # None of it is computed yet, and others may have computed its beginning by now.
                 self._admission.share(prompt.seat)
                 prompt.num_planned = prompt.seat.num_cached
             num_tokens = tokens_of(prompt.num_left, tokens_left, self._chunk_tokens, shorter)

@@ -1,4 +1,4 @@
-"""From flags to an engine: what every process of a decode group does at its start."""
+"""Builds an engine from the flags: what every process of a decode group does at start-up."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ class Built(NamedTuple):
     engine: DecodeEngine
     opened: OpenedModel
     rank_slots: int
-    local: PrefillBuckets | None  # chunks of prompts that are computed here
+    local: PrefillBuckets | None  # shapes of chunks of prompts that are computed here
     ring_pages: int
 
 
 def build_engine(config: DecodeConfig, before_weights: BeforeWeights = at_once) -> Built:
-    """Load, compile, and take memory. Raises ModelError for what does not fit."""
+    """Load the model, compile it, and take memory. Raises ModelError if something does not fit."""
     chunk = config.chunked_prefill_size or (512 if on_cpu() else 2048)
     opened = open_configured(config, chunk if config.local_prefill_tokens else 0, before_weights)
     rank_slots = config.max_running_requests // config.dp_size or (16 if on_cpu() else 256)

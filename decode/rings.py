@@ -1,12 +1,12 @@
-"""Pages of layers with a window, where they are apart from the others: a slot's ring. Pure.
+"""Rings: a slot's pages for layers with a window, where these have pages of their own. Pure.
 
 A ring has as many pages as the window touches: the page of place j in a page table is entry
-j % size, so that what is written next takes the place of what nobody looks at any more. Prefill
-sends the last pages of a prompt, those into which the window of the next token reaches.
+j % size, so that new positions overwrite those that no token looks at any more. Prefill sends the
+last pages of a prompt, those into which the window of the next token reaches.
 
 A worker that computes prompts has no rings: it keeps all pages of both groups, since a prefix that
-another prompt shares needs them. There page p of the second group is that of the first, of which
-the pool has as many, behind those.
+another prompt shares needs them. There, page N + p of the second group goes with page p of the
+first, N being the pages that the pool has of each group.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from transfer.role import PoolFacts
 
 
 def ringed_window(facts: PoolFacts, local_tokens: int) -> int:
-    """Positions of which a decode worker keeps windowed pages; 0: of all, in no ring.
+    """Positions for which a decode worker keeps windowed pages; 0: all of them, without rings.
 
     local_tokens: of the longest prompt that it computes itself.
     """
@@ -26,15 +26,15 @@ def ringed_window(facts: PoolFacts, local_tokens: int) -> int:
 
 
 def first_seen(num_tokens: int, window: int, page_size: int) -> int:
-    """The first page into which the window of the token behind so many reaches."""
+    """The first page into which the window of the token after num_tokens reaches."""
     return max(num_tokens + 1 - window, 0) // page_size
 
 
 @dataclass(frozen=True)
 class Rings:
-    """What a decode worker has of pages. num_pages: of each group in a rank's pool.
+    """How a decode worker uses its pages. num_pages: of each group in a rank's pool.
 
-    ring_pages: of a whole ring; 0: there are none.
+    ring_pages: of a whole ring; 0: there are no rings.
     """
 
     facts: PoolFacts
@@ -43,11 +43,11 @@ class Rings:
 
     @property
     def pool_pages(self) -> int:
-        """Pages of a rank that are handed out: with rings those of both groups, as one."""
+        """Pages of a rank that are handed out: with rings, those of both groups from one pool."""
         return self.num_pages * (self.facts.groups if self.ring_pages else 1)
 
     def to_fill(self, seat: Seat) -> Sequence[int]:
-        """Where the pages of a prompt go that prefill sends, in the order of their numbers."""
+        """Where the pages that prefill sends of a prompt go, in the order of their numbers."""
         facts = self.facts
         own = seat.pages[: pages_for(seat.num_tokens, facts.page_size)]
         if not facts.window:

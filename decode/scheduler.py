@@ -1,15 +1,15 @@
 """Which slots take part in the next step, and what a finished step means for each.
 
 Pure. The host runs one step behind the device: when step n+1 is planned, the tokens of step n
-are not known yet. A slot that step n ends by length is known to end and left out; one that it
-ends by a stop id takes part in step n+1 for nothing, and that token is dropped.
+are not known yet. A slot that step n ends by length is known to end, so step n+1 leaves it out; one
+that step n ends by a stop id takes part in step n+1 for nothing, and that token is dropped.
 
-A step that tries drafts (decode/drafts.py) brings a slot one token or more, and how many is not
-known either: pages are there for all that may come, and a slot that drafts have ended by length
+A step that tries drafts (decode/drafts.py) gives a slot one token or more, and how many is not
+known either: the slot gets pages for all that may come, and a slot that drafts have ended by length
 takes part once more for nothing.
 
-A step is of all data-parallel ranks at once; slots are counted over all of them, and a page is one
-of its slot's rank.
+One step covers all data-parallel ranks. Slots are counted over all ranks, and pages within their
+slot's rank.
 """
 
 from dataclasses import dataclass
@@ -56,10 +56,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of one step that count: n rows, in the order of the plan; a slot's second tokens are
-    behind the first ones of all, and so on.
+    """Tokens of one step that count: n rows, in the order of the plan.
 
-    rows: i32[n], which rows of the plan they are; columns: i32[n], which of the row's tokens.
+    The first tokens of all slots come first, then their second tokens, and so on. rows: i32[n],
+    which rows of the plan they are; columns: i32[n], which of the row's tokens.
     """
 
     rows: np.ndarray
@@ -82,7 +82,7 @@ class DecodeScheduler:
     """Owner of the batch. Per-slot facts live in arrays, so a step costs no object per token."""
 
     def __init__(self, admission: Admission, page_size: int, drafts: int = 0) -> None:
-        """drafts: of each slot, in a step that tries some."""
+        """drafts: of each slot, in a step that tries drafts."""
         assert drafts < page_size, "a step enters one page for each slot"
         slots = admission.num_slots
         self._admission = admission
@@ -92,8 +92,8 @@ class DecodeScheduler:
         self._room = np.full(slots, -1, np.int64)
         self._num_known = np.zeros(slots, np.int32)  # tokens that were read, the prompt included
         self._in_flight = np.zeros(slots, np.int32)  # steps
-        self._ahead = np.zeros(slots, np.int32)  # tokens that those may bring
-        self._last_num = np.zeros(slots, np.int32)  # tokens with which it is over
+        self._ahead = np.zeros(slots, np.int32)  # tokens that steps in flight may bring
+        self._last_num = np.zeros(slots, np.int32)  # tokens at which the request ends
         self._num_entered = np.zeros(slots, np.int32)  # pages in its table
         self._prompt_len = np.zeros(slots, np.int32)
         self._max_new = np.zeros(slots, np.int32)
@@ -107,7 +107,7 @@ class DecodeScheduler:
     def start(
         self, seat: Seat, api_id: str, params: SamplingParams, num_prompt_tokens: int
     ) -> None:
-        """A seat's pages are all there, and its first token: it joins the batch."""
+        """A seat joins the batch: all its pages and its first token are there."""
         slot = seat.slot
         self._running[slot] = Running(seat, api_id)
         self._room[slot] = seat.room
@@ -134,7 +134,7 @@ class DecodeScheduler:
         return slots[left > 0]
 
     def plan(self, tries: bool = False) -> StepPlan | None:
-        """The next step, or None when no slot has a token left to draw. tries: drafts.
+        """The next step, or None when no slot has a token left to draw. tries: with drafts.
 
         Raises OutOfPages before anything was changed for the slot that could not grow; slots
         that grew keep their page and will not ask again.
@@ -162,8 +162,8 @@ class DecodeScheduler:
     def finish(self, plan: StepPlan, token_ids: np.ndarray) -> StepResult:
         """Judge a step's tokens. Rows whose slot has changed hands since are dropped.
 
-        token_ids: i32[n, W], a slot's tokens in order; those below zero are none. Slots that ended
-        are still in the batch: the caller stops them and releases their seats.
+        token_ids: i32[n, W], a slot's tokens in order; ids below zero are no tokens. Slots that
+        ended are still in the batch: the caller stops them and releases their seats.
         """
         running = np.flatnonzero(self._room[plan.slots] == plan.rooms).astype(np.int32)
         slots, ids = plan.slots[running], token_ids[running]
@@ -189,8 +189,10 @@ class DecodeScheduler:
         return wanted
 
     def _pages_at(self, slot: int, place: int) -> tuple[int, int]:
-        """The slot's page in that place, one more of the pool if it has none there yet, and the
-        one of its ring if that has not come round."""
+        """The slot's page at a place, and its ring's page there, -1 once the ring has come round.
+
+        Takes one more page from the pool if the slot has none there yet.
+        """
         seat = self._running[slot].seat
         if place >= len(seat.pages) and self._admission.grow(seat) is None:
             raise OutOfPages(seat.rank)

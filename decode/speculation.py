@@ -1,7 +1,7 @@
-"""Whether a step tries drafts: where it brings more tokens than it takes longer.
+"""Whether a step tries drafts: only if it gains more in tokens than it loses in time.
 
-Pure. What each slot's drafts are worth is known from every step, which compares the first of them
-with what is drawn whether it was tried or not. What a step takes is measured while serving.
+Pure. Every step shows what each slot's drafts are worth: it compares the first draft with the token
+drawn, whether that draft was tried or not. How long steps take is measured while serving.
 """
 
 from collections.abc import Mapping
@@ -13,42 +13,45 @@ from decode.drafts import NO_DRAFT
 from decode.held import StepFlight
 
 _WEIGHT = 0.25  # of the last step, in a slot's share of drafts that were right
-_GAIN = 1.05  # expected at least: less is noise
+_GAIN = 1.05  # the least gain worth trying for: less is noise
 _SLACK = 1.02  # the least time grows by this with each step that took longer
-_DOUBT = 0.995  # and is taken for shorter by this with each step of the other kind
+_DOUBT = 0.995  # and is assumed shorter by this with each step of the other kind
 
 
 @dataclass(slots=True)
 class _Took:
-    """What steps of one kind take."""
+    """How long steps of one kind take."""
 
     least_s: float = 0.0  # 0.0: there was none yet
     others: int = 0  # steps of the other kind since the last one
 
     @property
     def expected_s(self) -> float:
-        """Less and less, so that it is measured again: it may have been a bad moment."""
+        """The least time, less and less while the kind is unused, so that it is measured again.
+
+        The last measurement may have been made at a bad moment.
+        """
         return self.least_s * _DOUBT**self.others
 
 
 class Speculation:
-    """What was learnt of slots and of steps."""
+    """What was learnt about slots' drafts and steps' times."""
 
     def __init__(self, num_slots: int, num_drafts: int) -> None:
         self._share = np.zeros(num_slots, np.float64)  # of first drafts that were right, lately
         self._powers = np.arange(1, num_drafts + 1)
-        self._took: dict[int, tuple[_Took, _Took]] = {}  # without drafts and with; by class
+        self._took: dict[int, tuple[_Took, _Took]] = {}  # without drafts, with; by size class
         self._read_s = 0.0  # when a step was last read
 
     def start(self, slot: int) -> None:
-        """It has a request of which nothing is known yet."""
+        """The slot has a new request, of which nothing is known yet."""
         self._share[slot] = 0.0
 
     def pays(self, slots: np.ndarray) -> bool:
         """Whether a step of these slots, i32[n], is to try drafts.
 
-        A draft counts only behind others that were right, each as likely as the first. Until both
-        kinds of step were measured they are taken to be as long.
+        A draft counts only if all before it were right, each assumed as likely as the first. Until
+        both kinds of step were measured, they are assumed to take the same time.
         """
         if not len(self._powers) or not len(slots):
             return False
@@ -62,7 +65,7 @@ class Speculation:
     def read(
         self, done: StepFlight, token_ids: np.ndarray, is_right: np.ndarray, now_s: float
     ) -> Mapping[str, int]:
-        """Learn from a step that was read just now; what there is to count.
+        """Learn from a step that was read just now. Returns counters to add.
 
         token_ids: i32[n, W], of its slots. is_right: see `learn`.
         """
@@ -75,13 +78,13 @@ class Speculation:
         return {"draft_tokens": made, "accepted_draft_tokens": accepted}
 
     def learn(self, slots: np.ndarray, is_right: np.ndarray) -> None:
-        """i32[n], bool[n]: whether the first draft of each was what was drawn."""
+        """Learn whether each slot's first draft was what was drawn: i32[n], bool[n]."""
         self._share[slots] += _WEIGHT * (is_right - self._share[slots])
 
     def took(self, num_slots: int, tried: bool, seconds: float) -> None:
-        """A step of so many slots, from when the device was free for it until it was read.
+        """Learn a step's time, from when the device was free for it until it was read.
 
-        The least counts, since whatever else the device did makes it longer.
+        The least time counts, since whatever else the device does makes a step longer.
         """
         times = self._times(num_slots)
         times[not tried].others += 1

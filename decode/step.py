@@ -1,5 +1,4 @@
-"""What a step does on the device: slots' state, a token for each of them or several, and the next
-state."""
+"""What a step does on the device: from the slots' state to their next tokens and next state."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,8 +34,8 @@ class Tried(NamedTuple):
 
     token_ids: Array  # i32[B, W]
     positions: Array  # i32[B, W]; below zero: nothing is computed
-    # bool[B, W]; the first is none. An argument without an element, split over devices, ends the
-    # process when XLA compiles for it (jaxlib 0.11.2).
+    # bool[B, W]; the first column is never one. Without it, W = 1 would leave an empty argument
+    # split over devices, and XLA ends the process when it compiles for that (jaxlib 0.11.2).
     is_draft: Array
     expected: Array  # i32[B]: the first draft, tried or not; NO_DRAFT: there is none
 
@@ -76,13 +75,13 @@ def try_tokens(
 ) -> tuple[Array, SlotState, Array | None, Array, Tried]:
     """Logits of each slot's last token, and of drafts behind it.
 
-    drafting: how drafts are made; None: none are. tries: whether they are, too, or only compared
-    with what is drawn. num_pages: of each page table that are looked at: no slot of the plan has
-    positions behind them. pool: see model/kv, donated. plan: i32[4, B]: slots (S = padding row),
-    pages to enter in their page tables (-1 = none), where there, and pages to enter at the same
-    places of their rings. expert_map, loads: see model.transformer.decode_rows; the loads are
-    donated. Returns pool, state with those pages, loads, logits f32[B * W, vocab] and what was
-    tried.
+    drafting: how drafts are made; None: none are. tries: whether drafts are tried, or only compared
+    with what is drawn. num_pages: how many pages of each page table are looked at: no slot of the
+    plan has positions behind them. pool: see model/kv, donated. plan: i32[4, B]: slots (S = padding
+    row), pages to enter in their page tables (-1 = none), the places where they are entered, and
+    pages to enter at the same places of their rings. expert_map, loads: see
+    model.transformer.decode_rows; the loads are donated. Returns pool, state with those pages,
+    loads, logits f32[B * W, vocab] and what was tried.
     """
     slots, new_pages, places, new_in_ring = plan
     real, safe = _slots_of(state, slots)
@@ -126,11 +125,11 @@ def draw_tokens(
 ) -> tuple[SlotState, SampleOut]:
     """The next tokens of each slot from the logits of what was tried.
 
-    asks: what slots of the plan may be sampled with. state: donated. plan: see `try_tokens`.
-    Returns state and SampleOut, in which rows of padding mean nothing: B * W rows, a slot's one
-    behind the other, but for the ids. Those are i32[B * W], or i32[B * (W + 1)] where drafts are
-    made, a slot's last saying whether the first draft, tried or not, is what was drawn. Ids that do
-    not count are REJECTED or NO_DRAFT.
+    asks: the most that slots of the plan ask of sampling. state: donated. plan: see `try_tokens`.
+    Returns state and SampleOut: B * W rows, a slot's rows one behind the other, in which rows of
+    padding mean nothing. Its ids are i32[B * W], or i32[B * (W + 1)] where drafts are made: a
+    slot's last entry then says whether its first draft, tried or not, is what was drawn. Ids that
+    do not count are REJECTED or NO_DRAFT.
     """
     slots, capacity = plan[0], state.history.shape[1]
     real, safe = _slots_of(state, slots)
@@ -188,9 +187,9 @@ def _tried(
     safe: Array,
     real: Array,
 ) -> Tried:
-    """safe: i32[B], slots; real: bool[B], whether they are.
+    """The rows of a step. safe: i32[B], slots; real: bool[B], whether a row is no padding.
 
-    Nothing is computed from where a request ends on: no page of its own may be there.
+    Nothing is computed from a request's end on, where it may have no page of its own.
     """
     length = state.length[safe]
     last = state.history[safe, jnp.maximum(length - 1, 0)][:, None]
@@ -199,7 +198,7 @@ def _tried(
     expected = jnp.full(len(safe), NO_DRAFT, jnp.int32)
     if drafting is not None:
         drafts, found = propose(drafting, state.history[safe], length)
-        may_draft = real & found & ~state.rows.has_mask[safe]  # of the next token alone
+        may_draft = real & found & ~state.rows.has_mask[safe]  # which covers the next token alone
         expected = jnp.where(may_draft, drafts[:, 0], NO_DRAFT)
         drafts = drafts if tries else drafts[:, :0]
     token_ids = jnp.concatenate([last, drafts], axis=1)
@@ -211,13 +210,13 @@ def _tried(
 
 
 def _slots_of(state: SlotState, slots: Array) -> tuple[Array, Array]:
-    """Which rows have a slot, and a slot for each: bool[B], i32[B]."""
+    """Which rows have a slot, and a valid slot for every row: bool[B], i32[B]."""
     num_slots = state.length.shape[0]
     return slots < num_slots, jnp.minimum(slots, num_slots - 1)
 
 
 def _entered(table: Array, slots: Array, pages: Array, places: Array) -> Array:
-    """A table of slots with one more page in those rows that have one, -1 being none."""
+    """The table of all slots, with one more page for each of `slots` that has one; -1: none."""
     rows = jnp.where(pages >= 0, slots, table.shape[0])
     return table.at[rows, places].set(pages, mode="drop")
 
@@ -235,7 +234,7 @@ def _rows_at(slots: Array, real: Array, values: Array, blank: np.ndarray) -> Arr
 
 
 def _own_slots(state: SlotState, slots: Array) -> Array:
-    """Of slots that count over all ranks, those of this one; past the end for the others'."""
+    """Slots counted over all ranks, as this rank counts them; past the end for other ranks'."""
     num_slots = np.int32(state.length.shape[0])
     rank, slot = jnp.divmod(slots, num_slots)
     return jnp.where(rank == rank_idx(), slot, num_slots)

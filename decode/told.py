@@ -1,4 +1,4 @@
-"""What API processes are told: the tokens of a finished step, and what a leg was like."""
+"""What API processes are told: the tokens of a finished step, and the record of a leg."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def tell_step(
     result: StepResult,
     flight: StepInFlight,
 ) -> None:
-    """Each API process's rows of a step. slots: i32[n], of the result's rows, all still running."""
+    """Tell API processes their rows of a step. slots: i32[n], of the result's rows, all running."""
     out = flight.out
     by_api: dict[str, list[int]] = {}
     for at, slot in enumerate(slots.tolist()):

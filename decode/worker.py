@@ -62,7 +62,7 @@ from transfer.rpc import Security
 
 log = logging.getLogger(__name__)
 
-MAX_ROUTES = 1 << 16  # rooms of all prefill workers whose ranks are remembered
+MAX_ROUTES = 1 << 16  # rooms, over all prefill workers, whose ranks are remembered
 
 
 class DecodeWorker(RoleWorker[Held, DecodeConfig]):
@@ -82,7 +82,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._grants = GrantSender(  # loop thread only
             security, lambda rooms, message: self.inbox.post(GrantFailed(rooms, message))
         )
-        # Written by the loop and read by the engine, one look-up at a time.
+        # Written by the loop thread and read by the engine thread, one look-up at a time.
         self._prefill_routes = RouteTable(MAX_ROUTES)
 
     # --- start ----------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
     ) -> None:
         """Put the parts together; the simulator brings an engine and a wire of its own.
 
-        local: chunks of prompts that are computed here; None: there are none. ring_pages: see
-        decode/rings.py.
+        local: shapes of chunks of prompts that are computed here; None: there are none.
+        ring_pages: see decode/rings.py.
         """
         assert local is None or not ring_pages, "chunks of prompts look further back than rings"
         self._engine = engine
@@ -184,7 +184,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             case GrantFailed(rooms, message):
                 for room in rooms:
                     held = self._held.get(room)
-                    # Where pages have come the grant has, too: what was lost is its answer.
+                    # Once pages have come, the grant did arrive: only its answer was lost.
                     if held is not None and held.room.state is State.RESERVED:
                         self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
             case _:
@@ -202,7 +202,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         return held
 
     def release(self, held: Held) -> None:
-        """Late frames of the room will be refused."""
+        """Give back the room's slot and pages; its late frames will be refused."""
         self._receiver.forget(held.submit.room)
         self._local.remove(held.submit.room)
         if held.seat is not None:
@@ -218,7 +218,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         return told_leg(held, stages, ending)
 
     def has_begun(self, held: Held) -> bool:
-        """A prompt that waits for its first chunk has a seat, but cost nothing yet."""
+        """A prompt that waits for its first chunk has a seat, but has cost nothing yet."""
         waits = held.seat is not None and held.seat.sharing is not None
         return super().has_begun(held) and not (waits and held.room.state is State.RESERVED)
 
@@ -239,7 +239,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         held = self._held.get(room)
         if held is None or held.seat is None:
             return
-        self._look_up_route(held)  # before prefill, told that all is here, ends it
+        self._look_up_route(held)  # before the ack, after which prefill ends the room
         self._receiver.ack(room)
         self._may_start(held, first)
 
@@ -263,7 +263,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         return [registry.watch_routes(self._prefill_routes, self.worker_id())]
 
     def _look_up_route(self, held: Held) -> None:
-        """Which rank of prefill had it, if that was told: to be shown, nobody waits for it."""
+        """Note which prefill rank had the room, if known: only to be shown, so nothing waits."""
         prefill, dictated = held.submit.prefill, held.submit.disagg_prefill_dp_rank
         rank = self._prefill_routes.get(prefill.worker_id, prefill.epoch, held.submit.room)
         if rank is None:
@@ -293,11 +293,11 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self.expire()
         self._refresh_load()
         self._tell()
-        # Who ended in this turn may have left a seat, and nobody sends word of that.
+        # A room that ended in this turn may have left a seat, and no event will say so.
         return bool(self._inflight or self._starts or len(self._local) or self._admission.may_admit)
 
     def _seat(self) -> None:
-        """Reserve for those who fit, and tell their prefill workers."""
+        """Reserve slots and pages for rooms that fit, and grant them to their prefill workers."""
         grants: dict[str, list[wire.Grant]] = {}
         for seat in self._admission.admit():
             held = self._held[seat.room]
@@ -350,7 +350,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         self._engine.start_slots(starts)
 
     def _plan(self) -> StepPlan | None:
-        """Plan the next step; while a pool is dry, drop drafts, let ends come in, then preempt."""
+        """Plan the next step; while a pool is dry, drop drafts, read steps in flight, preempt."""
         slots = self._scheduler.unfinished()
         tries = self._engine.can_draft(slots) and self._speculation.pays(slots)
         while True:
@@ -404,7 +404,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self._complete_local(flight)
         else:
             self._complete_step(flight)
-        self._tell()  # not with what completes next: that may be a chunk later
+        self._tell()  # now: what completes next may be a chunk later
 
     def _complete_local(self, flight: LocalFlight) -> None:
         self.collect_logprobs(flight.chunk)
@@ -415,14 +415,14 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             self.tell_first_tokens(flight.chunk, flight.sampled)
 
     def first_drawn(self, held: Held, first: FirstToken) -> None:
-        """Its pages were written here."""
+        """The prompt's pages were written here, so its slot may start."""
         self._may_start(held, first)
 
     def _tell(self) -> None:
         self.publish(self._emitter.take(self.clock.monotonic_s()))
 
     def _complete_step(self, done: StepFlight) -> None:
-        """Read a step's tokens, send them, and end what they end."""
+        """Read a step's tokens, send them, and end the rooms that they end."""
         plan, flight = done.plan, done.step
         token_ids, is_right = flight.token_ids()
         for at in np.flatnonzero((token_ids == NOT_A_TOKEN).any(axis=1)).tolist():
