@@ -1,4 +1,4 @@
-"""Which backend computes each costly operation: chosen once, at start-up, and said in the log."""
+"""Which backend computes each costly operation: chosen once, at start-up, and logged."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ from model.sharding import Dims
 
 log = logging.getLogger(__name__)
 
-_GPUS = ("gpu", "cuda")  # as jax calls a device that is here, and one that is compiled for
+_GPUS = ("gpu", "cuda")  # jax's names for a GPU that is here, and for one that is compiled for
 
 
 class Target(NamedTuple):
-    """For what operations have their forms, and whether a processor runs them all the same.
+    """The platform that operations are built for, and whether a processor interprets its kernels.
 
-    platform: as jax has it. interpreted: kernels for it run operation by operation. shared_bytes:
-    memory of a GPU's program of its own, of which an H200 has most; 0: as much as that.
+    platform: jax's name. interpreted: kernels for it run operation by operation. shared_bytes:
+    shared memory of a program on the GPU, of which an H200 has most; 0: as much as an H200.
     """
 
     platform: str
@@ -45,8 +45,8 @@ class AttentionShape:
     """What one shard's attention has to serve. kv_heads and group are per shard.
 
     planes: see KVSpec. scale: of scores. sinks, windows: whether the kernel is given any.
-    interpreted, shared_bytes: see Target. value_dim: see
-    model.kernels.attention.reference.prefill.
+    interpreted, shared_bytes: see Target.
+    value_dim: see model.kernels.attention.reference.prefill.
     """
 
     platform: str
@@ -89,7 +89,7 @@ class ExpertsShape:
 def attention_shape(
     cfg: ModelConfig, dims: Dims, target: Target, dtype: str, page_size: int
 ) -> AttentionShape:
-    """Of one shard of a model."""
+    """The attention shape of one shard of a model."""
     return AttentionShape(
         target.platform,
         dtype,
@@ -108,7 +108,7 @@ def attention_shape(
 
 
 def experts_shape(cfg: ModelConfig, dims: Dims, target: Target, dtype: str) -> ExpertsShape:
-    """Of one shard of a model."""
+    """The experts shape of one shard of a model."""
     return ExpertsShape(
         target.platform,
         dtype,
@@ -159,8 +159,8 @@ def _build_unpacked(shape: AttentionShape) -> Callable[..., Any]:
     if shape.platform != "cpu":
         raise NotImplementedError(f"for processors, this is {shape.platform}")
     if shape.planes == 1:
-        # A key that is a value too has one head, so products take it as it lies; elementwise XLA
-        # multiplies it again for each entry of the sum: 5 to 100 times the time.
+        # Keys that are values too have one head, so products read them as they lie. Elementwise,
+        # XLA multiplies them again for each entry of the sum: 5 to 100 times the time.
         raise NotImplementedError("for keys and values apart, this has them in one")
     return partial(unpacked_decode, scale=shape.scale)
 
@@ -252,7 +252,7 @@ ADD_AND_NORM: Sequence[Backend] = (
 
 
 def reads_whole_tables(decode_attention: Callable[..., Any]) -> bool:
-    """Whether its cost follows what page tables have room for, and not what rows see."""
+    """Whether its cost follows the capacity of page tables rather than what rows see."""
     found = decode_attention.keywords if isinstance(decode_attention, partial) else {}
     return bool(found.get("accelerator"))
 

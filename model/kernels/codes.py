@@ -1,9 +1,9 @@
-"""What kernels for GPUs multiply rows with, numbers or codes of a byte: how a tile of it is read.
+"""How GPU kernels read tiles of what they multiply rows with: numbers, or codes of one byte.
 
 A matrix unit takes operands of two bytes as they lie in shared memory, whichever axis is summed
-over; single bytes only along that axis, and else one by one. So codes are read two at a time, as
-one number that is two neighbours along the last axis, and a tile of them becomes two, its lanes: of
-even numbers and of odd.
+over. It takes single bytes so only along that axis, and otherwise one by one. So codes are read in
+pairs: two neighbours along the last axis as one number. A tile of pairs becomes two tiles, its
+lanes: the even entries and the odd ones.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton as plt
 from model.coded import converted
 from model.kernels.tiles import LEAST, Part
 
-# Two pairs of codes, a and b, to numbers of two bytes: the first of each pair, or the second, x and
-# y. Those of float16 need no rounding. Source: NVIDIA's PTX manual, cvt.
+# Converts two pairs of codes, a and b, to float16, which needs no rounding; x and y are the first
+# of each pair, or the second. Source: NVIDIA's PTX manual, cvt.
 _READ: Final = """
 .reg .b16 a, b, first, second, x, y;
 .reg .b32 s, t;
@@ -32,9 +32,9 @@ mov.b16 x, {which};
 mov.b32 {{first, second}}, t;
 mov.b16 y, {which};
 """
-# The same of integers. Under a byte of 0x64, a byte is a float16: 1,024 and what it says. With its
-# highest bit turned it says 128 more than the integer, so 1,152 are taken off, which is 0x6480. By
-# conversions of integers, which have half the rate, all of it would take a third longer.
+# The same for integers. Below a byte of 0x64, a byte is a float16 of 1,024 plus that byte. With its
+# highest bit flipped, the byte is the integer plus 128, so 1,152 is subtracted, which is 0x6480.
+# Conversions of integers run at half the rate: with them, all of it would take a third longer.
 _READ_INT8: Final = """
 .reg .b16 x, y;
 .reg .b32 s, more;
@@ -55,7 +55,7 @@ _ROUNDED: Final = {
     "bfloat16": "cvt.rn.bf16x2.f32 $0, q, p;",
     "float16": "cvt.rn.f16x2.f32 $0, q, p;",
 }
-# By the dtype of codes that of two, which has a sign where they have.
+# The dtype of a pair by the dtype of codes; it is signed where they are.
 _PAIRS: Final = {
     np.dtype(codes): np.dtype(pair) for codes, pair in ((np.uint8, np.uint16), (np.int8, np.int16))
 }
@@ -64,7 +64,7 @@ _PAIRS: Final = {
 def in_pairs(array: Array) -> Array:
     """Codes [..., n] as [..., n / 2] of two bytes each, the first in the lower; nothing is moved.
 
-    Of numbers the array itself, and of codes where half of a tile would be none.
+    Numbers are returned as they are, and so are codes of which half a tile would be too small.
     """
     if array.dtype not in _PAIRS or array.shape[-1] % (2 * LEAST):
         return array
@@ -73,12 +73,12 @@ def in_pairs(array: Array) -> Array:
 
 
 def lanes_of(ref: Any) -> int:
-    """Tiles that one of it becomes, see `in_pairs`."""
+    """Tiles that one tile of ref becomes: two if it is `in_pairs`."""
     return 2 if ref.dtype in _PAIRS.values() else 1
 
 
 def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = None) -> Any:
-    """A lane of what was read, rounded to dtype. scales: of codes, or what broadcasts to them.
+    """A lane of what was read, rounded to dtype. scales: of codes, broadcast to what was read.
 
     Codes without scales may become float16, which holds all of them.
     """
@@ -103,7 +103,7 @@ def numbers(found: Any, lane: int, dtype: Any, interpret: bool, scales: Any = No
 
 
 def _text(codes: Any, lane: int, dtype: str, scaled: bool) -> str:
-    """What is done with two pairs of codes."""
+    """The PTX that converts a lane of two pairs of codes."""
     if codes == jnp.int8:
         read = _READ_INT8.format(bits=8 * lane)
     else:
@@ -120,11 +120,12 @@ def keys_and_values(
     num_of_values: int,
     how: tuple[Any, bool],
 ) -> tuple[list[Any], list[Any]]:
-    """Some positions' parts, each [positions, size]; values of pairs are float16 at the least.
+    """Parts of keys and of values at some positions, each [positions, size].
 
-    num_of_values: the first parts, of which there are values.
-    at: layer, and there pages, offsets in them, a head. A page past the pool is some page, as in
-    model.kv.read_pages. how: dtype, and see Target.interpreted.
+    Values that are read in pairs become float16 instead of bfloat16. num_of_values: how many of the
+    parts, from the first on, have values. at: the layer, and in it the pages, offsets in them and a
+    head. A page past the pool is some page, as in model.kv.read_pages. how: dtype, and see
+    Target.interpreted.
     """
     layer, (pages, *within) = at
     pages = jnp.clip(pages, np.int32(0), np.int32(pool_ref.shape[2] - 1))
@@ -140,7 +141,7 @@ def keys_and_values(
         return tiles
 
     keys, last = plane(0, dtype, parts), pool_ref.shape[1] - 1
-    # A weight is one at most: float16 holds it, and codes, with less work than bfloat16.
+    # Attention weights are at most one: float16 holds them and codes, for less work than bfloat16.
     of_values = jnp.float16 if lanes_of(pool_ref) == 2 and dtype == jnp.bfloat16 else dtype
     if last == 0 and of_values == dtype:
         return keys, keys[:num_of_values]
@@ -148,9 +149,9 @@ def keys_and_values(
 
 
 class Weights(NamedTuple):
-    """Of a kernel's call: [*stack, inputs, *halves, outputs], codes `in_pairs` of outputs.
+    """A kernel's weights: [*stack, inputs, *halves, outputs], codes `in_pairs` of outputs.
 
-    scale_ref: [*stack, groups, *halves, outputs], or None of numbers. interpret: see Target.
+    scale_ref: [*stack, groups, *halves, outputs]; None for numbers. interpret: see Target.
     """
 
     ref: Any
@@ -163,7 +164,7 @@ class Weights(NamedTuple):
         return lanes_of(self.ref)
 
     def outputs(self, nth: Any, size: int, lane: int) -> Any:
-        """Those of a lane, of the nth tile of so many."""
+        """Indices of the outputs in one lane of the nth tile of `size` outputs."""
         of_lane = jnp.arange(size // self.lanes, dtype=jnp.int32)
         return nth * np.int32(size) + (np.int32(self.lanes) * of_lane + np.int32(lane))
 
@@ -174,10 +175,10 @@ class Weights(NamedTuple):
         outputs: tuple[Any, int],
         dtype: Any,
     ) -> list[Any]:
-        """A lane each, [inputs, outputs of a lane], rounded to dtype.
+        """A tile as its lanes, each [inputs, outputs of a lane], rounded to dtype.
 
-        at: what stands before the axis of inputs, and what stands behind it. inputs: the first and
-        how many. outputs: which tile of them, and of how many. Both many are powers of two.
+        at: indices of the axes before inputs, and of those behind. inputs: the first and how many.
+        outputs: which tile, and how many outputs it has. Both counts are powers of two.
         """
         stack, halves = at
         (first_input, num_inputs), (nth, size) = inputs, outputs

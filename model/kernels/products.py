@@ -1,8 +1,9 @@
-"""Products of few rows for GPUs: in parts, which whoever takes them adds up.
+"""Products of few rows for GPUs, computed in parts that the consumer adds up.
 
-Few rows are multiplied as fast as weights are read, which takes more programs than there are tiles
-of outputs: so inputs are split among programs, too. Added up where they are used, parts cost no
-launch of their own, nor does a row alone its company (model.products.with_company).
+A product of few rows takes as long as its weights take to read. Reading them at full speed takes
+more programs than there are tiles of outputs, so inputs are split among programs, too. As parts are
+added up where they are used, that costs no launch of its own; and a single row needs no rows of
+zeros beside it (model.products.with_company).
 """
 
 from functools import partial
@@ -22,10 +23,10 @@ from model.products import Matrix, product
 
 
 class _How(NamedTuple):
-    """How products of a kind are cut; of tiles and parts, the most. Measured on an H200.
+    """How products of a kind are cut: the most of tiles and parts. Measured on an H200.
 
-    most_rows: of those with more the whole product is made, which then takes less time.
-    programs: that there would be, of tiles of 64 by 64, where inputs are enough.
+    most_rows: products of more rows are computed whole, which then takes less time.
+    programs: wanted in all, if tiles were 64 by 64 and there were inputs enough.
     """
 
     most_rows: int
@@ -39,9 +40,9 @@ class _How(NamedTuple):
 
 _UNIT: Final = 64
 _OF_NUMBERS: Final = _How(64, 64, 64, 128)
-# Inputs as those of numbers are, and as many parts: what is added up comes in the same order, but
-# for many rows, of which numbers are multiplied whole. Of 64 rows a matrix unit takes both operands
-# from shared memory, where decoded weights are not.
+# Inputs and parts as for numbers, so that sums are added up in the same order, except for many
+# rows, where products of numbers are computed whole. With tiles of 64 rows, a matrix unit takes
+# both operands from shared memory, where decoded weights are not.
 _OF_CODES: Final = _How(64, 32, 128, 128)
 _OF_CODES_BY_MANY: Final = _How(256, 64, 128, 128, programs=512)
 _OF_FLOAT32: Final = _How(16, 16, 64, 32, stages=2)
@@ -55,12 +56,12 @@ def _how(x: Array, w: Matrix) -> _How:
     if w.scales is not None and len(x) > _OF_CODES.most_rows:
         return _OF_CODES_BY_MANY
     how = _OF_NUMBERS if w.scales is None else _OF_CODES
-    # Of many rows parts take time to write.
+    # With many rows, parts take time to write.
     return how if len(x) <= LEAST else how._replace(programs=160)
 
 
 def _cut(x: Array, w: Matrix) -> tuple[Tiles, int] | None:
-    """Tiles and parts. None: of rows and weights like these the whole product is made."""
+    """Tiles and number of parts. None: products of such rows and weights are computed whole."""
     rows, (inputs, outputs), how = len(x), w.shape, _how(x, w)
     values = in_pairs(w.values)
     if rows > how.most_rows or w.turned or w.at or not is_indexed(values):
@@ -80,7 +81,7 @@ def _kernel(x_ref: Any, w_ref: Any, *others: Any, cut: Tiles, dtype: Any, interp
     *scale_refs, out_ref = others
     weights = Weights(w_ref, scale_refs[0] if scale_refs else None, interpret)
     nth, part, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    # What is more than the rows is the last once more, in all that is read and written.
+    # Rows past the last repeat the last, in all reads and writes.
     rows = block * np.int32(cut.rows) + jnp.arange(cut.rows, dtype=jnp.int32)
     rows = jnp.minimum(rows, np.int32(x_ref.shape[0] - 1))
     steps = w_ref.shape[0] // cut.inputs // out_ref.shape[0]
@@ -106,7 +107,7 @@ def product_parts(
     cut: tuple[Tiles, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "parts rows b"]:
-    """See model.products.product_parts. cut: tiles, and parts of as many of them."""
+    """See model.products.product_parts. cut: tiles, and the number of parts."""
     cut = cut or _cut(x, w)
     if cut is None:
         return product(x, w)[None]

@@ -1,6 +1,6 @@
-"""What layers do to rows between products, for GPUs: each a kernel, where XLA launches several.
+"""What layers do to rows between products on GPUs, one kernel each where XLA launches several.
 
-A launch costs a decode step two to four microseconds, whatever it does, and in a chunk each one
+A launch costs a decode step two to four microseconds, whatever it does, and in a chunk each launch
 reads again what the one before wrote.
 """
 
@@ -20,9 +20,9 @@ from model.heads import Heads, Queries
 from model.kernels.tiles import is_indexed
 from model.kv import PagePool, stored
 
-_POOL: Final = 5  # of `_heads_kernel`'s arguments
-_MOST_INTERPRETED: Final = 16  # programs that write to a pool, each of which then copies all of it
-_WIDE: Final = 4096  # numbers of a row, from which on it has eight warps
+_POOL: Final = 5  # the pool's place among `_heads_kernel`'s arguments
+_MOST_INTERPRETED: Final = 16  # programs that write to a pool: interpreted, each copies all of it
+_WIDE: Final = 4096  # numbers of a row, from which on its program has eight warps
 
 
 def _norm_kernel(x_ref: Any, added_ref: Any, weight_ref: Any, *outs: Any, eps: float) -> None:
@@ -65,7 +65,7 @@ def add_and_norm(
 
 
 def _heads_kernel(*refs: Any, eps: float, given: tuple[bool, bool]) -> None:
-    """One kv head of a row: its queries, its key and its value. given: a bias, norms."""
+    """One kv head of a row: its queries, key and value. given: whether it has a bias, norms."""
     layer_ref, idx_ref, cos_ref, sin_ref, qkv_ref, _, *others, q_ref, pool_ref = refs
     bias_ref = others.pop(0) if given[0] else None
     norm_refs = others if given[1] else (None, None)
@@ -98,7 +98,7 @@ def _heads_kernel(*refs: Any, eps: float, given: tuple[bool, bool]) -> None:
         both = [first * cos - second * sin, second * cos + first * sin]
         return [x.astype(q_ref.dtype) for x in both]
 
-    # What is more than the group is its last query once more, in all that is read and written.
+    # Queries past the group's last repeat the last, in all reads and writes.
     queries = jnp.arange(1 << (group - 1).bit_length(), dtype=jnp.int32)
     queries = jnp.minimum(queries, np.int32(group - 1))
     for half, query in zip(halves, turned(rounded(queries), norm_refs[0]), strict=True):

@@ -1,4 +1,4 @@
-"""What kernels for GPUs share: tiles, the softmax over pages, and what may be indexed."""
+"""What GPU kernels share: tiles, the softmax over pages, and which arrays they can address."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-LOW: Final = np.float32(-1e30)  # a score of nothing; finite, so that differences are numbers
+LOW: Final = np.float32(-1e30)  # the score of what is not seen; finite: differences are numbers
 # Maximum and sum of the scores so far, and the weighted sum of each part of the values.
 Running = tuple[Any, ...]
-LEAST: Final = 16  # of a side of a tile that a matrix unit takes
+LEAST: Final = 16  # the shortest side of a tile that a matrix unit takes
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Tiles:
 
 
 def divisor(size: int, most: int) -> int:
-    """The largest power of two that size is a multiple of, and at most so much."""
+    """The largest power of two that divides size, or `most` if that is smaller."""
     return min(size & -size, most)
 
 
 def within(cut: Tiles, products: int, itemsize: int, shared_bytes: int) -> Tiles:
-    """With as many stages as a device has memory for, two at the least.
+    """The cut with as many stages as a device has shared memory for, but at least two.
 
-    products: of the same rows, side by side. shared_bytes: 0 is enough for all.
+    products: of the same rows, side by side. shared_bytes: 0: enough for all stages.
     """
     stage = (cut.rows + products * cut.outputs) * cut.inputs * itemsize
     # The last stage is read while the first is overwritten.
@@ -46,10 +46,10 @@ def within(cut: Tiles, products: int, itemsize: int, shared_bytes: int) -> Tiles
 
 
 def queries_within(queries: int, positions: int, numbers: int, size: int, shared: int) -> int:
-    """Queries of a program, so many at most, that a device has memory for.
+    """Queries of a program, at most so many, that a device has shared memory for.
 
-    They stay there, beside a block of positions and scores. numbers: of a query, and of each
-    position, size bytes each. shared: bytes; 0 is enough for all.
+    They stay there, beside a block of positions and its scores. numbers: of each query and of each
+    position; each number has `size` bytes. shared: bytes; 0: enough for all.
     """
     while shared and queries > LEAST:
         if ((queries + positions) * numbers + queries * positions) * size <= shared:
@@ -59,7 +59,7 @@ def queries_within(queries: int, positions: int, numbers: int, size: int, shared
 
 
 class Part(NamedTuple):
-    """Of a head: so many numbers from `at` on, as they are read. Of pairs, those of a lane."""
+    """A part of a head: `size` numbers from `at` on, as they are read; of pairs, one lane's."""
 
     at: int
     size: int
@@ -67,7 +67,7 @@ class Part(NamedTuple):
     lanes: int = 1
 
     def of(self, *heads: Any) -> tuple[Any, ...]:
-        """An index of these numbers of some heads that are not read in pairs."""
+        """The index of these numbers in an array whose heads are not in pairs."""
         if self.lanes == 1:
             return *heads, pl.ds(self.at, self.size)
         pairs = np.int32(self.at) + jnp.arange(self.size, dtype=jnp.int32)
@@ -76,9 +76,9 @@ class Part(NamedTuple):
 
 
 def parts_of(head_dim: int, lanes: int = 1, most: int | None = None, first: int = 0) -> list[Part]:
-    """Of a head, whose sizes are powers of two: 576 is 512 and 64, each lane of it 256 and 32.
+    """The parts of a head, powers of two: 576 is 512 and 64, or 256 and 32 in each of two lanes.
 
-    most: numbers of a part. first: of the head's numbers, those before it are not wanted.
+    most: numbers of a part, over its lanes. first: the head's numbers before it are left out.
     """
     parts: list[Part] = []
     at, end = first // lanes, head_dim // lanes
@@ -90,13 +90,13 @@ def parts_of(head_dim: int, lanes: int = 1, most: int | None = None, first: int 
 
 
 def values_read(head_dim: int, value_dim: int | None, lanes: int) -> int:
-    """Numbers of a value that kernels read: those wanted, where products can be cut there."""
+    """Numbers of a value that kernels read: only those wanted, if products can be cut there."""
     rest = head_dim - (value_dim or head_dim)
     return head_dim - rest if rest % (LEAST * lanes) == 0 else head_dim
 
 
 def is_indexed(array: Any) -> bool:
-    """Whether a kernel finds all of it: up to 2**32 bytes offsets have 32 bits, one of them a sign.
+    """Whether kernels can address all of an array: up to 2**32 bytes, offsets are signed 32 bits.
 
     Source: jax-ml/jax: jax/_src/pallas/triton/lowering.py.
     """
@@ -104,20 +104,20 @@ def is_indexed(array: Any) -> bool:
 
 
 def to_bits(scale: float) -> float:
-    """Of scores whose softmax is of powers of two."""
+    """The scale of scores for a softmax of powers of two."""
     return scale * math.log2(math.e)
 
 
 def exact(operand: Any) -> lax.Precision | None:
-    """Of products of operands like this, which would else be rounded where they are float32."""
+    """The precision of products of such operands: by default, float32 would be rounded."""
     return lax.Precision.HIGHEST if operand.dtype == jnp.float32 else None
 
 
 def add_products(accs: Sequence[Any], x: Any, tiles: Sequence[Any]) -> tuple[Any, ...]:
-    """Sums, each with one more product of some rows and a tile of weights.
+    """Add to each sum the product of some rows and a tile of weights.
 
-    Of rows of bfloat16 and weights of float32 no product is rounded: 24 bits of a number are three
-    of bfloat16.
+    With bfloat16 rows and float32 weights, no product is rounded: the 24 bits of a weight are three
+    bfloat16 numbers.
     """
 
     def added(acc: Any, tile: Any) -> Any:
@@ -133,9 +133,9 @@ def add_products(accs: Sequence[Any], x: Any, tiles: Sequence[Any]) -> tuple[Any
 
 
 def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
-    """Which page in a list the positions from `at` on are in, and where in it.
+    """In which pages of a list the positions from `at` on are, and at which offsets in them.
 
-    A block within a page has one page and a range, which keeps addresses out of the loop. at: a
+    A block within one page has one page and a range, which keeps addresses out of the loop. at: a
     multiple of positions.
     """
     if page_size % positions == 0:
@@ -145,9 +145,9 @@ def block_at(at: Any, positions: int, page_size: int) -> tuple[Any, Any]:
 
 
 class Softmax(NamedTuple):
-    """Of scores times scale. interpret: see Target in model/kernels.
+    """The softmax of scores times scale. interpret: see Target in model/kernels.
 
-    apart: parts' products are added up at last, so that none waits for another's.
+    apart: add up the products of parts at the end, so that none waits for another.
     """
 
     scale: float
@@ -155,7 +155,7 @@ class Softmax(NamedTuple):
     apart: bool = False
 
     def power(self, exponents: Any) -> Any:
-        """Of two, by the unit that does it, which makes zero of what is too small for others."""
+        """Powers of two, by the GPU's unit for them, which flushes subnormals to zero."""
         if self.interpret:
             return jnp.exp2(exponents)
         (powers,) = plt.elementwise_inline_asm(
@@ -171,15 +171,15 @@ class Softmax(NamedTuple):
 def add_block(
     carry: Running, qs: list[Any], keys: list[Any], values: list[Any], how: Softmax, seen: Any
 ) -> Running:
-    """With one more block of positions. qs: parts of queries, each [queries, size].
+    """Add one more block of positions. qs: parts of queries, each [queries, size].
 
-    values: of fewer parts, where those of the last are not wanted. seen: what may be looked at,
-    [queries, positions] or what broadcasts to it; None: all.
+    values: of fewer parts, where those of the last are not wanted. seen: which positions may be
+    looked at, [queries, positions] or what broadcasts to it; None: all.
     """
     top, total, *accs = carry
     products = [plt.dot(q, key.T, precision=exact(q)) for q, key in zip(qs, keys, strict=True)]
     scale = np.float32(to_bits(how.scale))
-    if how.apart:  # what is scaled first the compiler does not add to as it multiplies
+    if how.apart:  # scaled first, so that the compiler accumulates no product onto another
         scores = sum(product * scale for product in products)
     else:
         scores = sum(products[1:], products[0]) * scale
@@ -188,7 +188,7 @@ def add_block(
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     weights = how.power(scores - new_top[:, None])
     if seen is not None:
-        # Where nothing was seen so far, nothing is as high as the highest.
+        # Where nothing was seen so far, the maximum is LOW, and its power would be one.
         weights = jnp.where(seen, weights, np.float32(0))
     keep = how.power(top - new_top)
     weighed = weights.astype(values[0].dtype)
@@ -200,7 +200,7 @@ def add_block(
 
 
 def begin(queries: int, parts: Sequence[Part], sinks: Any) -> Running:
-    """Before the first block. sinks: scores without a value, of each query, or None."""
+    """The state before the first block. sinks: of each query, a score without a value; or None."""
     accs = [jnp.zeros((queries, part.size), jnp.float32) for part in parts]
     if sinks is None:
         return (jnp.full(queries, LOW), jnp.zeros(queries, jnp.float32), *accs)

@@ -1,10 +1,10 @@
 """Paged decode attention for GPUs: keys and values are read once, where they lie in their pages.
 
-The positions of a row are cut into parts by its own length, and by sizes that are compiled in, so
-that a row is computed the same whatever the others do. As many programs as a device runs at once
-take parts of all rows in turn, all queries of one key and value head each: rows of 1 and of 100,000
-positions share a step. A second kernel puts parts together, always in the same order. Source:
-arXiv:2205.14135 for the running maximum and sum.
+How the positions of a row are cut into parts depends only on its own length and on sizes that are
+compiled in, so a row is computed the same way whatever the other rows are. As many programs as a
+device runs at once take the parts of all rows in turn, each with all queries of one key and value
+head: rows of 1 and of 100,000 positions can share a step. A second kernel joins the parts, always
+in the same order. Source: arXiv:2205.14135 for the running maximum and sum.
 """
 
 from dataclasses import dataclass
@@ -38,15 +38,15 @@ from model.kernels.tiles import (
 from model.kv import PagePool
 
 _JOINED: Final = 16  # parts that are joined at a time
-_ROOM_BYTES: Final = 1 << 27  # for what parts of rows leave to be joined, more only where all do
-_BEGINNING: Final = 1 / 16  # what a part takes beside its positions, of those of a whole row
+_ROOM_BYTES: Final = 1 << 27  # for parts' results, more only where the fewest parts need more
+_BEGINNING: Final = 1 / 16  # a part's fixed time, over the time of a whole row's positions
 
 
 @dataclass(frozen=True)
 class Cut:
     """How the work is cut. positions: looked at together, a power of two.
 
-    least, most: positions of a part; more where there is no room for as many parts.
+    least, most: positions of a part, which has more where there is no memory for so many parts.
     """
 
     positions: int = 64
@@ -56,11 +56,11 @@ class Cut:
     most_queries: int = 64  # of a program
     warps: int = 4
     stages: int = 3
-    part: int = 512  # numbers of a key that are multiplied with one another, each after the other
+    part: int = 512  # numbers of a key in one product; a longer key takes one after the other
 
 
 def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> Cut:
-    """What was fastest on an H200, or what its registers and shared memory take.
+    """The cut that was fastest on an H200, or that its registers and shared memory take.
 
     shared_bytes: see `paged_decode`.
     """
@@ -75,10 +75,10 @@ def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> C
 
 
 def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
-    """Parts of a row, unless it is short; long ones have a multiple of it. capacity: positions of a
-    page table.
+    """Parts of a row; a short row has fewer, a long one a multiple. capacity: of a page table.
 
-    As many as end first where all rows are alike: of more parts than programs some wait.
+    The number with which rows that are all alike end first: where there are more parts than
+    programs, some parts wait. capacity: in positions.
     """
 
     def taken(splits: int) -> float:
@@ -92,7 +92,7 @@ def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
 class _How(NamedTuple):
     """splits: see `splits_of`. most: parts of a row. programs: for each head and its queries.
 
-    given: sinks, a window.
+    given: whether there are sinks, and a window.
     """
 
     cut: Cut
@@ -103,16 +103,16 @@ class _How(NamedTuple):
 
 
 def _reach(position: Any, window: Any, how: _How) -> tuple[Any, Any, Any]:
-    """Of a row: its first position looked at, those of each part, and how many parts it has.
+    """A row's first position that is looked at, the positions of a part, and the number of parts.
 
-    Of nothing to look at there is one part, too, which says so.
+    A row with nothing to look at has one part, too, without positions.
     """
     cut, end = how.cut, position + np.int32(1)
     first = jnp.zeros_like(end)
     if window is not None:
         first = jnp.maximum(end - window, first) & np.int32(-cut.positions)
     count = jnp.maximum(end - first, np.int32(0))
-    # Where all rows are long, a multiple leaves none of the programs without a part in the end.
+    # Where all rows are long, a multiple of splits leaves no program without a part at the end.
     times = -(-count // np.int32(how.splits * cut.most))
     times = jnp.clip(times, np.int32(1), np.int32(how.most // how.splits))
     each = jnp.maximum(-(-count // (np.int32(how.splits) * times)), np.int32(cut.least))
@@ -121,10 +121,10 @@ def _reach(position: Any, window: Any, how: _How) -> tuple[Any, Any, Any]:
 
 
 class _Parts(NamedTuple):
-    """Of all rows, one row's after the other's; past the last anything.
+    """The parts of all rows, one row's after the other's; entries past the last mean nothing.
 
-    begins: which are a row's first, and how many there are. rows: of which each is. firsts, ends:
-    its positions.
+    begins: each row's first part, and at the end the number of parts. rows: the row of each part.
+    firsts, ends: its positions.
     """
 
     begins: Int32[Array, " rows_and_one"]
@@ -134,7 +134,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(positions: Int32[Array, " rows"], window: Int32[Array, ""] | None, how: _How) -> _Parts:
-    """The same for all layers that see as far, so that XLA makes it once a step."""
+    """The parts of a step: the same in all layers with the same window, so XLA makes them once."""
     first, size, used = _reach(positions, window, how)
     begins = jnp.pad(jnp.cumsum(used, dtype=jnp.int32), (1, 0))
     each = jnp.arange(len(positions) * how.most, dtype=jnp.int32)
@@ -146,7 +146,7 @@ def _parts(positions: Int32[Array, " rows"], window: Int32[Array, ""] | None, ho
 
 
 def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
-    """Queries of one head, over each part of a row that is this program's turn."""
+    """Queries of one head, over each part that is this program's turn."""
     layer_ref, position_ref, *parts_refs, table_ref, q_ref, pool_ref = refs[:9]
     others, part_of = list(refs[9:]), _Parts(*parts_refs)
     sink_ref = others.pop(0) if how.given[0] else None
@@ -154,7 +154,7 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
     out_ref, *part_refs = others
     cut, head, program = how.cut, pl.program_id(0), pl.program_id(1)
     size = max(LEAST, min(cut.most_queries, 2 ** (group - 1).bit_length()))
-    # What is more than the group is its last once more, in all that is read and written.
+    # Queries past the group's last repeat the last, in all reads and writes.
     queries = pl.program_id(2) * np.int32(size) + jnp.arange(size, dtype=jnp.int32)
     queries = jnp.minimum(queries, np.int32(group - 1))
     lanes, value_dim, page_size = lanes_of(pool_ref), out_ref.shape[3], pool_ref.shape[3]
@@ -184,7 +184,7 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
         alone = part_of.begins[row + np.int32(1)] - part_of.begins[row] == 1
         start = begin(size, of_values, None)
         if sink_ref is not None:
-            # Where parts are joined, sinks are what they are joined with.
+            # Where parts are joined, the join begins with the sinks.
             with_sinks = begin(size, of_values, sink_ref[head, queries])
             pairs = zip(with_sinks[:2], start[:2], strict=True)
             start = *(jnp.where(alone, sink, none) for sink, none in pairs), *start[2:]
@@ -215,7 +215,7 @@ def _attend_kernel(*refs: Any, how: _How, softmax: Softmax, group: int) -> None:
 
 
 def _join_kernel(*refs: Any, how: _How) -> None:
-    """All parts of what one query looks at, where there are several."""
+    """Join all parts of what one query looks at, where there are several."""
     begin_ref, _, acc_ref, top_ref, total_ref, *sink_refs, out_ref = refs
     query, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     first_part = begin_ref[row]
@@ -230,7 +230,7 @@ def _join_kernel(*refs: Any, how: _How) -> None:
         each = first_part + jnp.minimum(each, used - np.int32(1))
         tops = jnp.where(there, top_ref[head, each, query], LOW)
         new_top = jnp.maximum(top, jnp.max(tops))
-        # Where nothing was seen so far, nothing is as high as the highest.
+        # Where nothing was seen so far, the maximum is LOW, and its power would be one.
         keeps = jnp.where(there, jnp.exp2(tops - new_top), np.float32(0))
         keep = jnp.exp2(top - new_top)
         joined = []
@@ -269,7 +269,7 @@ def paged_decode(
 ) -> Float[Array, "rows kv_heads group value_dim"]:
     """See model.kernels.attention.reference.decode.
 
-    shared_bytes: memory of a program's own that the device has; 0: enough.
+    shared_bytes: shared memory of a program on the device; 0: enough.
     """
     pairs = in_pairs(pool)
     if not is_indexed(pairs):
@@ -282,7 +282,7 @@ def paged_decode(
     read = values_read(head_dim, value_dim, lanes_of(pairs))
     room = _ROOM_BYTES // (rows * heads * group * read * 4)
     most = splits * max(1, min(room // splits, -(-capacity // (splits * cut.most))))
-    # Where rows are alike each part is a program's only one.
+    # Where rows are alike, each program has one part only.
     programs = min(max(cut.programs // (heads * blocks), rows * splits), rows * most)
     how = _How(cut, splits, most, programs, (sinks is not None, window is not None))
     of_sinks = [] if sinks is None else [sinks.astype(jnp.float32)]

@@ -1,4 +1,4 @@
-"""Paged flash attention for chunks on GPUs: a tile of tokens walks the pages that one of them sees.
+"""Paged flash attention for chunks on GPUs: a tile of tokens walks the pages that any of them sees.
 
 Keys and values are read where they lie in their pages, and scores stay in registers. Pages that all
 tokens of a tile see entirely come first and are not masked. Source: arXiv:2205.14135.
@@ -49,7 +49,7 @@ class Cut:
 
 
 class Spans(NamedTuple):
-    """Of each tile, in pages of the list: those that any token sees, and all see entirely."""
+    """Of each tile, in pages of the list: those that any token sees, and that all see entirely."""
 
     firsts: Int32[Array, " tiles"]
     lasts: Int32[Array, " tiles"]
@@ -58,7 +58,7 @@ class Spans(NamedTuple):
 
 
 def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None) -> Spans:
-    """The pages each tile of so many tokens has to look at; from the first to behind the last."""
+    """The pages that each tile of so many tokens looks at: the first, and the one past the last."""
     num_pages = len(batch.page_ids)
     short = -len(batch.positions) % tile
     positions = jnp.pad(batch.positions, (0, short), mode="edge")[:, None]
@@ -70,7 +70,7 @@ def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None)
     if window is not None:
         some &= ago - np.int32(page_size - 1) < window
         whole &= ago < window
-    # What belongs to nobody may see anything.
+    # Tokens that are padding may see anything.
     nobody = ~jnp.any(own, axis=1, keepdims=True)
     any_ = jnp.any(some.reshape(-1, tile, num_pages), axis=1)
     every = any_ & jnp.all((whole | nobody).reshape(-1, tile, num_pages), axis=1)
@@ -82,7 +82,7 @@ def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None)
 
     firsts, lasts = ends(any_)
     full_firsts, full_lasts = ends(every)
-    # Between them all are seen entirely: the pages of a sequence stand together, in order.
+    # All pages between these are seen entirely: a sequence's pages stand together, in order.
     none = full_lasts == 0
     return Spans(
         firsts,
@@ -93,17 +93,17 @@ def spans_of(batch: ChunkBatch, page_size: int, tile: int, window: Array | None)
 
 
 def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, bool]) -> None:
-    """A tile of tokens, some queries of one key and value head. given: sinks, a window."""
+    """A tile of tokens, some queries of one kv head. given: whether there are sinks, a window."""
     layer_ref, span_ref, place_ref, page_ref, q_ref, pool_ref, *others, out_ref = refs
     sink_ref = others.pop(0) if given[0] else None
     window = others.pop(0)[0] if given[1] else None
     tokens, size, _ = cut.shared(group)
     num_tokens, num_heads = q_ref.shape[:2]
-    # The last tiles see most, and begin first.
+    # The last tiles see most, so they begin first.
     tile = pl.num_programs(1) - np.int32(1) - pl.program_id(1)
     head, block = pl.program_id(0) % np.int32(num_heads), pl.program_id(0) // np.int32(num_heads)
     row = jnp.arange(cut.rows, dtype=jnp.int32)
-    # What is past the last token or query is that one once more, in all that is read and written.
+    # Tokens and queries past the last repeat the last, in all reads and writes.
     token = jnp.minimum(tile * np.int32(tokens) + row // np.int32(size), np.int32(num_tokens - 1))
     query = jnp.minimum(block * np.int32(size) + row % np.int32(size), np.int32(group - 1))
     layer, lanes = layer_ref[0], lanes_of(pool_ref)
@@ -117,7 +117,7 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
     full_last = full_first + num_full * np.int32(cut.positions)
 
     def added(at: Any, end: Any, masked: bool, carry: Running) -> Running:
-        """With positions of the list from `at` on and before `end`."""
+        """Add positions of the list from `at` on and before `end`."""
         page, offsets = block_at(at, cut.positions, page_size)
         page = jnp.minimum(page, np.int32(page_ref.shape[1] - 1))
         where = page_ref[0, page], offsets, head
@@ -154,7 +154,7 @@ def _kernel(*refs: Any, cut: Cut, how: Softmax, group: int, given: tuple[bool, b
 
 
 def cut_of(head_dim: int, itemsize: int, shared_bytes: int = 0) -> Cut:
-    """What was fastest on an H200, or what its registers and shared memory take.
+    """The cut that was fastest on an H200, or that its registers and shared memory take.
 
     shared_bytes: see `paged_prefill`.
     """
@@ -163,7 +163,7 @@ def cut_of(head_dim: int, itemsize: int, shared_bytes: int = 0) -> Cut:
     if head_dim > 256:
         return Cut(queries_within(64, 32, head_dim, itemsize, shared_bytes), 32, 8, 2)
     if head_dim > 128:
-        # A block has keys and values.
+        # A block of positions has keys and values, hence twice 64.
         rows = queries_within(128, 2 * 64, head_dim, itemsize, shared_bytes)
         return Cut(rows, warps=8, stages=2)
     return Cut()
@@ -184,7 +184,7 @@ def paged_prefill(
 ) -> Float[Array, "tokens kv_heads group value_dim"]:
     """See model.kernels.attention.reference.prefill.
 
-    shared_bytes: memory of a program's own that the device has; 0: enough.
+    shared_bytes: shared memory of a program on the device; 0: enough.
     """
     pairs = in_pairs(pool)
     if not is_indexed(pairs):

@@ -3,8 +3,8 @@
 The trip count is data, so one program serves every context length. Scores, softmax and sums are
 float32. Source: arXiv:2205.14135 for the running maximum and sum; arXiv:2309.06180.
 
-On an accelerator products take operands of the model's dtype, which is what its matrix units are
-for, and blocks of decode are larger: each costs a few launches, and the host waits for the device
+On an accelerator, products take operands of the model's dtype, which is what its matrix units are
+for, and decode's blocks are larger: each costs a few launches, and the host waits for the device
 to say whether there is another (docs/adr/0045). A short page table is one block, without a loop.
 """
 
@@ -25,10 +25,10 @@ from model.products import contract
 _PREFILL_TILES: Final = (256, 1024)  # tokens at once: on a processor, on an accelerator
 _PREFILL_BLOCKS: Final = (256, 1024)  # positions at once
 _DECODE_BLOCK: Final = 128
-_LARGE_BLOCK: Final = 8192  # of decode at most, and so many positions of all rows:
-_LARGE_BLOCKS: Final = 1 << 16
-_SHORT_CONTEXT: Final = 2048
-_SHORT_CONTEXTS: Final = 1 << 18  # positions of all rows that are taken at once
+_LARGE_BLOCK: Final = 8192  # most positions of a row in a block of decode,
+_LARGE_BLOCKS: Final = 1 << 16  # and of all rows together
+_SHORT_CONTEXT: Final = 2048  # most positions of a row where page tables are one block,
+_SHORT_CONTEXTS: Final = 1 << 18  # and of all rows together
 _LOW: Final = np.float32(-1e30)
 
 
@@ -40,7 +40,7 @@ class Running(NamedTuple):
     acc: Array
 
     def add(self, scores: Array, allowed: Array, weighed: Callable[[Array], Array]) -> "Running":
-        """One more block: scores [*b, q, s], to which allowed broadcasts.
+        """Add one more block: scores [*b, q, s], to which allowed broadcasts.
 
         weighed(weights [*b, q, s]): the sum of the block's values, [*b, q, h].
         """
@@ -67,7 +67,7 @@ def _batched(a: Array, b: Array, transposed: bool) -> Array:
 
 
 def _start(queries: Array, sinks: Array | None) -> Running:
-    """Before the first block. sinks: f32, scores without a value of what broadcasts to rows."""
+    """The state before the first block. sinks: f32, scores without a value; broadcast to rows."""
     rows, acc = queries.shape[:-1], zeros_after(queries)
     if sinks is None:
         return Running(jnp.full(rows, _LOW), jnp.zeros(rows, jnp.float32), acc)
@@ -76,7 +76,7 @@ def _start(queries: Array, sinks: Array | None) -> Running:
 
 
 def _operand(q: Array, accelerator: bool) -> Array:
-    """Queries in the dtype in which products take both operands."""
+    """Queries in the dtype of products' operands."""
     return q if accelerator else q.astype(jnp.float32)
 
 
@@ -85,13 +85,13 @@ def _scale(q: Array, scale: float | None) -> np.float32:
 
 
 def prefill_tile(tokens: int, accelerator: bool) -> tuple[int, int]:
-    """Tokens in a tile, of tiles as even as they may be, and positions in a block."""
+    """Tokens in a tile, with tiles as even as possible, and positions in a block."""
     num_tiles = -(-tokens // _PREFILL_TILES[accelerator])
     return -(-tokens // num_tiles), _PREFILL_BLOCKS[accelerator]
 
 
 def short_context(rows: int, accelerator: bool) -> int:
-    """Positions that each row's page table may have at most to be one block; 0: no more than any.
+    """Most positions that each row's page table may have to be taken as one block; 0: none is.
 
     Taking all of them costs less than waiting for the device once, in every layer.
     """
@@ -113,7 +113,7 @@ def _pad(list_: Array, multiple: int, value: int) -> Array:
 
 
 def _by_tiles(attended: Callable[..., Array], tile: int, q: Array, *of_rows: Array) -> Array:
-    """attended(q, *of_rows) for so many rows at a time. What pads the last tile is -1."""
+    """attended(q, *of_rows) for `tile` rows at a time. The last tile is padded with -1."""
     rows = len(q)
     num_tiles = -(-rows // tile)
     if num_tiles == 1:
@@ -124,7 +124,7 @@ def _by_tiles(attended: Callable[..., Array], tile: int, q: Array, *of_rows: Arr
         return jnp.pad(values, padding, constant_values=-1).reshape(-1, tile, *values.shape[1:])
 
     parts = [tiled(values) for values in of_rows]
-    # What comes out takes the place of what went in: see zeros_after for what it saves.
+    # The output overwrites the input: see zeros_after for what that saves.
     out = lax.fori_loop(
         np.int32(0),
         np.int32(num_tiles),
@@ -149,8 +149,8 @@ def prefill(
 
     A pool of one plane has keys that are values too. sinks: a score of each head that takes weight
     and gives no value. window: positions that a token sees, its own included. scale: of scores;
-    None: head_dim ** -0.5. value_dim: of a value's numbers the first, which are wanted; None: all.
-    accelerator: see above. Cost follows, for each tile of tokens, the pages that any of them sees.
+    None: head_dim ** -0.5. value_dim: how many of a value's first numbers are wanted; None: all.
+    accelerator: see above. The cost of a tile of tokens follows the pages that any of them sees.
     """
     tokens, heads, group, head_dim = q.shape
     page_size = pool.shape[3]
@@ -186,8 +186,8 @@ def prefill(
             allowed = (seq.reshape(span) == seq_idx[:, None]) & (ago >= 0)
             if window is not None:
                 allowed &= ago < window
-            # XLA on CPU would work the mask out again wherever it is used, for every head: two to
-            # three times the time of the whole.
+            # XLA on CPU would compute the mask again wherever it is used, for every head, and all
+            # of it would take two to three times as long.
             allowed = lax.optimization_barrier(allowed)
             allowed = jnp.broadcast_to(allowed, (group, *allowed.shape)).reshape(-1, span)
             scores = _batched(queries, kv[0], True) * _scale(q, scale)
@@ -199,7 +199,7 @@ def prefill(
         return out.reshape(heads, group, -1, head_dim).transpose(2, 0, 1, 3).astype(q.dtype)
 
     with jax.named_scope("prefill_attention"):
-        # A token of padding belongs to no sequence in the list, which numbers them from zero.
+        # A token that pads a tile belongs to no sequence: the list numbers sequences from zero.
         return _by_tiles(attended, tile, q, batch.positions, batch.seq_idx)[..., :value_dim]
 
 
@@ -212,7 +212,7 @@ def add_by_products(
     running: Running,
     scale: np.float32,
 ) -> Running:
-    """One block of pages of every row. queries: in the dtype of products. scale: of scores."""
+    """Add one block of pages of every row. queries: in the dtype of products. scale: of scores."""
     rows, heads, _, head_dim = queries.shape
     kv = read_pages(pool, layer, ids).astype(queries.dtype)
     kv = kv.transpose(2, 0, 4, 1, 3, 5).reshape(-1, rows, heads, allowed.shape[-1], head_dim)
@@ -240,9 +240,9 @@ def decode(
     """Row b attends to positions 0 to positions[b] of the pages page_table[b]; below zero: zeros.
 
     sinks, window, scale, value_dim, accelerator: see `prefill`. add: how a block is computed. On a
-    processor each row goes by itself, and cost follows what all of them see; on an accelerator it
-    follows rows times the longest, or what lies between the earliest position that any row sees and
-    the last.
+    processor each row is computed by itself, and cost follows the positions that all rows see. On
+    an accelerator rows are computed together, and cost follows rows times the longest, or with a
+    window, rows times what lies between the earliest position that any row sees and the last.
     """
     page_size = pool.shape[3]
     capacity = page_table.shape[1] * page_size

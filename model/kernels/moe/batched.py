@@ -1,9 +1,9 @@
 """Expert products for accelerators in plain XLA: few large products, no loop over experts.
 
 A loop whose length is data makes the host wait for the device at every turn, and an expert taken
-out of its stack by an index that is data is copied before it is multiplied. So products read
-experts where they lie, or all experts are in them. Which is cheaper follows from the number of rows
-(docs/adr/0045).
+out of its stack by an index that is data is copied before it is multiplied. So products either read
+the chosen experts where they lie, or have all experts in them. Which is cheaper depends on the
+number of rows (docs/adr/0045).
 """
 
 from typing import Any, Final, NamedTuple
@@ -18,10 +18,10 @@ from model.coded import ExpertStacks, decoded
 from model.layers import gated, zeros_after
 from model.products import contract
 
-# Up to here reading an expert takes longer than multiplying as many rows with it: on an H200 up to
-# 180 rows, operations a second over bytes a second, for weights of two bytes.
+# Up to about here, reading an expert takes longer than multiplying as many rows with it: on an H200
+# up to 180 rows, operations a second over bytes a second, for weights of two bytes.
 _ROWS_FOR_ALL: Final = 256
-_ROOM: Final = 2  # for rows of an expert in one round, over its even share of them
+_ROOM: Final = 2  # places for rows of an expert in one round, as a multiple of its even share
 
 
 class _Own(NamedTuple):
@@ -37,11 +37,11 @@ class _Own(NamedTuple):
         return int(self.stacks.down.shape[0])
 
     def gate_up(self, at: Array | None = None) -> Float[Array, "experts hidden 2 f"]:
-        """Of all experts, or of these."""
+        """Weights of the first product, of all experts or of these."""
         return self._weights(self.stacks.gate_up, self.stacks.gate_up_scale, at)
 
     def down(self, at: Array | None = None) -> Float[Array, "experts f hidden"]:
-        """Of all experts, or of these."""
+        """Weights of the second product, of all experts or of these."""
         return self._weights(self.stacks.down, self.stacks.down_scale, at)
 
     def _weights(self, stack: Array, scales: Array | None, at: Array | None) -> Array:
@@ -51,7 +51,7 @@ class _Own(NamedTuple):
         return decoded(own, scales if at is None else scales[at], 1, self.dtype, native=True)
 
     def inner(self, both: Array, bias: Array | None) -> Array:
-        """What goes into the second product: both, [..., 2, f], with its bias, made one."""
+        """The second product's input: gate and up, [..., 2, f], with their bias, made one."""
         if bias is not None:
             both = both + bias.astype(jnp.float32)
         flat = both.reshape(-1, 2 * both.shape[-1])
@@ -81,7 +81,8 @@ def experts(
 def _by_pair(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     """Each row by each expert it chose, read where it lies, once for each row that chose it.
 
-    Sums of products, since XLA fuses taking an expert into a sum and not into a product.
+    Written as sums of elementwise products: XLA fuses taking an expert out of its stack into a sum,
+    but not into a matrix product.
     """
     rows, chosen = ids.shape
     first_bias, last_bias = own.stacks.gate_up_bias, own.stacks.down_bias
@@ -99,7 +100,7 @@ def _by_pair(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
 
 
 def _by_all(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
-    """All rows by all experts, in two products, of which a row takes what it chose."""
+    """All rows by all experts, in two products, from which a row takes what it chose."""
     num_experts, rows = own.num_experts, x.shape[0]
     down, first_bias, last_bias = own.down(), own.stacks.gate_up_bias, own.stacks.down_bias
     is_chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)
@@ -107,7 +108,7 @@ def _by_all(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     spread = jnp.broadcast_to(x, (num_experts, *x.shape))
     both = contract(spread, own.gate_up(), ((2,), (1,)), ((0,), (0,)))
     inner = own.inner(both, None if first_bias is None else first_bias[:, None])
-    # A row that did not choose an expert may overflow in it: nothing times infinity is no number.
+    # A row that did not choose an expert may overflow in it, and zero times infinity is NaN.
     share_of = share.T[:, :, None]
     inner = jnp.where(share_of > 0, inner * share_of, np.float32(0))
     turned = inner.transpose(1, 0, 2).reshape(rows, -1)
@@ -118,7 +119,7 @@ def _by_all(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
 
 
 def _by_rounds(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
-    """Rounds in which every expert has room for as many rows; the most chosen ones need more.
+    """Rounds in which every expert has places for equally many rows; the most chosen need several.
 
     The number of rounds is data: one, where rows are spread evenly enough.
     """
@@ -132,7 +133,7 @@ def _by_rounds(x: Array, ids: Array, weights: Array, own: _Own) -> Array:
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32), axis=0)
     counts = counts.astype(jnp.int32)
     firsts = jnp.cumsum(counts) - counts
-    # How many pairs of its expert stand before each.
+    # How many pairs of the same expert come before each pair.
     padded = jnp.pad(firsts, (0, 1))
     before = jnp.zeros_like(flat).at[order].set(jnp.arange(len(flat), dtype=jnp.int32))
     before -= padded[flat]

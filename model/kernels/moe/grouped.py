@@ -1,8 +1,8 @@
 """Expert products for GPUs as Pallas kernels: rows sorted into blocks of one expert each.
 
-A block of rows is multiplied with its expert's weights where they lie, so that an expert is read
-once for each block of its rows, one that nobody chose not at all, and skewed routing costs what its
-rows cost. Source: arXiv:2211.15841 for blocks of one expert.
+A block of rows is multiplied with its expert's weights where they lie. So an expert is read once
+for each block of its rows, an expert that no row chose is not read at all, and skewed routing costs
+what its rows cost. Source: arXiv:2211.15841 for blocks of one expert.
 """
 
 from functools import partial
@@ -22,16 +22,16 @@ from model.kernels.moe import batched, tuned
 from model.kernels.moe.sorting import Blocks, blocks
 from model.kernels.tiles import Tiles, add_products, divisor, is_indexed, within
 
-_SUM_OUTPUTS: Final = 1024  # of a row, that are summed together
+_SUM_OUTPUTS: Final = 1024  # of a row, that one program sums
 _TUNED: Final = tuned.read()
-# Rows of an expert; for more, codes are decoded once, and not block by block.
+# Rows per expert; with more, codes are decoded once instead of block by block.
 MOST_OF_CODES: Final = 256
 
 
 def tiles(
     rows: int, chosen: int, stacks: ExpertStacks, dtype: Any, shared_bytes: int = 0
 ) -> tuple[Tiles, Tiles]:
-    """Of the first product and of the second. dtype: of products. shared_bytes: see `experts`."""
+    """Tiles of the first and second product. dtype: of products. shared_bytes: see `experts`."""
     width, hidden = stacks.down.shape[2:]
     even = _even(rows, chosen, stacks)
     first, second = tuned.tiles_for(_TUNED, (weights_of(stacks), hidden, width), even)
@@ -42,14 +42,14 @@ def tiles(
 
 
 def weights_of(stacks: ExpertStacks) -> str:
-    """As the table calls them."""
+    """The kind of the weights, as the table calls it."""
     if stacks.down_scale is None:
         return tuned.NUMBERS
     return "int8" if stacks.down.dtype == jnp.int8 else "fp8"
 
 
 def _even(rows: int, chosen: int, stacks: ExpertStacks) -> float:
-    """Rows of each expert, if all have as many."""
+    """Rows of each expert, if all have equally many."""
     return rows * chosen / int(stacks.down.shape[1])
 
 
@@ -71,7 +71,7 @@ def _decoded(stacks: ExpertStacks, layer: Int32[Array, ""], dtype: Any) -> Exper
 
 
 def fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
-    """As wide as the sizes allow. What a tile takes of shared memory stays as it is."""
+    """The cut, as wide as the sizes allow. Wider numbers take no more shared memory per tile."""
     most, stages = (cut.inputs // 2, 2) if itemsize > 2 else (cut.inputs, cut.stages)
     sizes = divisor(outputs, cut.outputs), divisor(inputs, most)
     return Tiles(cut.rows, *sizes, cut.warps, stages)
@@ -80,7 +80,7 @@ def fitted(cut: Tiles, outputs: int, inputs: int, itemsize: int) -> Tiles:
 def _first_kernel(
     *refs: Any, cut: Tiles, given: tuple[bool, bool], limit: float, alpha: float, interpret: bool
 ) -> None:
-    """One tile of what goes into the second product. given: scales, biases."""
+    """One tile of the second product's input. given: whether there are scales, and biases."""
     layer_ref, expert_ref, row_ref, x_ref, w_ref, *others, out_ref = refs
     weights = Weights(w_ref, others.pop(0) if given[0] else None, interpret)
     bias_ref = others.pop(0) if given[1] else None
@@ -91,7 +91,7 @@ def _first_kernel(
     @pl.when(expert < num_experts)
     def _() -> None:
         slots = block * np.int32(cut.rows) + jnp.arange(cut.rows, dtype=jnp.int32)
-        # What stands in a slot of nobody may be anything.
+        # An unused slot may hold anything.
         rows = jnp.clip(row_ref[slots], np.int32(0), np.int32(x_ref.shape[0] - 1))
 
         def step(k: Any, halves: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _first_kernel(
 
 
 def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool], interpret: bool) -> None:
-    """One tile of an expert's output. given: scales, biases."""
+    """One tile of an expert's output. given: whether there are scales, and biases."""
     layer_ref, expert_ref, x_ref, w_ref, *others, out_ref = refs
     weights = Weights(w_ref, others.pop(0) if given[0] else None, interpret)
     bias_ref = others.pop(0) if given[1] else None
@@ -148,7 +148,7 @@ def _second_kernel(*refs: Any, cut: Tiles, given: tuple[bool, bool], interpret: 
 
 
 def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
-    """A part of a row: what its experts gave, weighed, one after the other."""
+    """A part of a row: the weighted sum of its experts' outputs, added one after the other."""
     id_ref, weight_ref, slot_ref, done_ref, out_ref = refs
     row, first = pl.program_id(0), pl.program_id(1) * np.int32(cut)
     outputs, hidden = pl.ds(first, cut), out_ref.shape[1]
@@ -156,7 +156,7 @@ def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
     total = jnp.zeros(cut, jnp.float32)
     for nth in range(chosen):
         at = row * np.int32(chosen) + np.int32(nth)
-        # What nobody wrote may be no number, which would weigh something even times nothing.
+        # An output that nothing wrote may be NaN, which even a weight of zero would not remove.
         there = inside & (id_ref[at] < num_experts)
         found = plt.load(done_ref.at[slot_ref[at], outputs], mask=there, other=0.0)
         total += found.astype(jnp.float32) * weight_ref[at]
@@ -166,7 +166,7 @@ def _sum_kernel(*refs: Any, cut: int, chosen: int, num_experts: int) -> None:
 def _summed(
     local_ids: Array, weights: Array, slots: Array, done: Array, experts: int, interpret: bool
 ) -> Array:
-    """Each row's sum. As one operation of XLA's it takes thirty times as long."""
+    """Each row's weighted sum. As one XLA operation, it takes thirty times as long."""
     num_rows, chosen = local_ids.shape
     hidden = done.shape[1]
     cut = min(_SUM_OUTPUTS, 2 ** (hidden - 1).bit_length())
@@ -191,7 +191,7 @@ def gate_up(
     alpha: float = 1.0,
     interpret: bool = False,
 ) -> Float[Array, "slots width"]:
-    """What goes into the second product; anything in slots of nobody. See `experts`."""
+    """The second product's input; unused slots hold anything. See `experts`."""
     weights = in_pairs(stacks.gate_up), stacks.gate_up_scale, stacks.gate_up_bias
     out = jax.ShapeDtypeStruct((len(sorted_.rows), stacks.down.shape[2]), x.dtype)
     args = layer.reshape(1), sorted_.experts, sorted_.rows, x
@@ -207,7 +207,7 @@ def down(
     cut: Tiles,
     interpret: bool = False,
 ) -> Float[Array, "slots hidden"]:
-    """What experts give; anything in slots of nobody. See `experts`."""
+    """The experts' outputs; unused slots hold anything. See `experts`."""
     weights = in_pairs(stacks.down), stacks.down_scale, stacks.down_bias
     out = jax.ShapeDtypeStruct((len(inner), stacks.down.shape[3]), inner.dtype)
     args = layer.reshape(1), sorted_.experts, inner
@@ -223,7 +223,7 @@ def _multiplied(
     stacks: tuple[Array, Array | None, Array | None],
     interpret: bool,
 ) -> Array:
-    """args: layer, experts of blocks, and what stands before the weights."""
+    """Run one product's kernel. args: layer, experts of blocks, and the rest before the weights."""
     weights, scales, bias = stacks
     grid = out.shape[1] // cut.outputs, out.shape[0] // cut.rows
     call = pl.pallas_call(
@@ -252,8 +252,8 @@ def experts(
 ) -> Float[Array, "rows hidden"]:
     """See model.kernels.moe.reference.experts.
 
-    cuts: of both products, with as many rows each. shared_bytes: memory of a program's own that the
-    device has; 0: enough.
+    cuts: of both products, with equally many rows. shared_bytes: shared memory of a program on the
+    device; 0: enough.
     """
     num_rows, chosen = local_ids.shape
     num_experts = stacks.down.shape[1]

@@ -16,13 +16,13 @@ from model.coded import ExpertStacks
 from model.layers import gated
 from model.products import Matrix, product
 
-_MANY: Final = 16  # rows of an expert, so that products are bound by operations
+_MANY: Final = 16  # rows of an expert from which on products are bound by operations
 
 
 def block_rows(rows: int, chosen: int, experts: int) -> int:
-    """Rows of a block: what an expert gets or, of few, twice that; a power of two, at most 128.
+    """Rows of a block: an expert's share or, if small, twice that; a power of two, at most 128.
 
-    A larger block multiplies more rows of nobody, a smaller one reads its expert once more.
+    A larger block multiplies more unused rows, a smaller one reads its expert more often.
     """
     even = -(-rows * chosen // experts)
     wanted = even if even >= _MANY else 2 * even
@@ -71,7 +71,7 @@ def experts(
         if stacks.down_bias is not None:
             done += stacks.down_bias[layer, e].astype(jnp.float32)
         # Rows past this expert's last belong to the next block, which comes later and
-        # overwrites them, or to nobody here, and then they must be zero.
+        # overwrites them, or to no expert here, and then they must be zero.
         own = start + jnp.arange(size, dtype=jnp.int32) < row_ends[e]
         done = jnp.where(own[:, None], done, np.float32(0))
         return lax.dynamic_update_slice(out, done, (start, np.int32(0)))

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int32
 
 from model.config_experts import RouterConfig
 
-LEAST: Final = np.float32(1e-20)  # of weights that are normalised: sigmoids may all be nothing
+LEAST: Final = np.float32(1e-20)  # least sum to normalise by: sigmoids may all be zero
 
 
 def best_experts(
@@ -23,10 +23,10 @@ def best_experts(
     how: RouterConfig,
     chosen: int,
 ) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
-    """Ids of those that score best, best first, and their weights; float32.
+    """Ids of the experts that score best, best first, and their weights; float32.
 
     logits: in parts to be added up. correction: added to the scores when choosing, where the router
-    has one. live: rows that are not padding, which has the number of experts for every id.
+    has one. live: rows that are not padding; every id of padding is the number of experts.
     """
     whole = jnp.sum(logits, axis=0)
     scores = jax.nn.sigmoid(whole) if how.sigmoid else jax.nn.softmax(whole, axis=-1)
@@ -44,7 +44,7 @@ def best_experts(
 def _in_best_groups(
     how: RouterConfig, choice: Float[Array, "rows experts"]
 ) -> Float[Array, "rows experts"]:
-    """Experts outside the best groups are out of the running, whatever their score."""
+    """Rule out experts outside the best groups, whatever their score."""
     groups = choice.reshape(choice.shape[0], how.num_groups, -1)
     best, _ = lax.top_k(groups, 2 if how.best_two else 1)
     _, chosen = lax.top_k(jnp.sum(best, axis=-1), how.groups_per_tok)
@@ -57,7 +57,7 @@ def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
     logit_ref, live_ref, *others, id_ref, weight_ref = refs
     row, (parts, _, num_experts) = pl.program_id(0), logit_ref.shape
     each = jnp.arange(1 << (num_experts - 1).bit_length(), dtype=jnp.int32)
-    # What is past the last expert is that one once more, and none to choose.
+    # Entries past the last expert repeat it, and cannot be chosen.
     at, left = jnp.minimum(each, np.int32(num_experts - 1)), each < num_experts
     whole = sum(logit_ref[np.int32(i), row, at] for i in range(parts))
     logits = jnp.where(left, whole, -jnp.inf)
@@ -72,7 +72,7 @@ def _kernel(*refs: Any, how: RouterConfig, chosen: int) -> None:
     for nth in range(chosen):
         best = jnp.max(jnp.where(left, choice, -jnp.inf))
         first = jnp.min(jnp.where(left & (choice >= best), each, nobody))
-        # Of scores that are no numbers none is best, and any other is as good.
+        # Where scores are NaN, none is best, and any expert that is left will do.
         expert = jnp.where(first < nobody, first, jnp.min(jnp.where(left, each, nobody)))
         id_ref[row, nth] = jnp.where(live_ref[row] != 0, expert, nobody)
         found.append(jnp.sum(jnp.where(each == expert, scores, np.float32(0))))
@@ -90,7 +90,7 @@ def best_experts_by_kernel(
     chosen: int,
     interpret: bool = False,
 ) -> tuple[Int32[Array, "rows chosen"], Float[Array, "rows chosen"]]:
-    """As `best_experts`, of a router without groups."""
+    """As `best_experts`, for a router without groups."""
     sizes = logits.shape[1], chosen
     out: Any = pl.pallas_call(
         partial(_kernel, how=how, chosen=chosen),

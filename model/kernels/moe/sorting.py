@@ -11,15 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Int32
 
-_FEW_PAIRS: Final = 2048  # that kernels sort, each of whose programs looks at all of them
+_FEW_PAIRS: Final = 2048  # most that kernels sort: each of their programs looks at all pairs
 
 
 class Blocks(NamedTuple):
-    """Where pairs of row and expert stand: in slots, so many to a block, each of one expert.
+    """Where pairs of row and expert stand: in slots, of which a block has those of one expert.
 
-    experts: the number of experts means that a block is of nobody. rows: that stand in the slots,
-    anything where a slot is of nobody. slots: of each pair, row by row; any where its expert is not
-    here.
+    experts: of each block; the number of experts means that the block is unused. rows: the row in
+    each slot; anything in unused slots. slots: of each pair, row by row; any slot where the pair's
+    expert is not here.
     """
 
     experts: Int32[Array, " blocks"]
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 def num_blocks(pairs: int, experts: int, size: int) -> int:
-    """That so many pairs fill at most: one begun for each expert that has any, the rest full."""
+    """Most blocks that so many pairs fill: one begun for each expert with any, the rest full."""
     begun = min(pairs, experts)
     return begun + (pairs - begun) // size
 
@@ -36,7 +36,7 @@ def num_blocks(pairs: int, experts: int, size: int) -> int:
 def blocks(
     local_ids: Int32[Array, "rows chosen"], experts: int, size: int, interpret: bool = False
 ) -> Blocks:
-    """Sort pairs into blocks of so many; a few by kernels."""
+    """Sort pairs into blocks of `size` slots; few pairs are sorted by kernels."""
     num_rows, chosen = local_ids.shape
     flat = local_ids.reshape(-1)
     pairs = len(flat)
@@ -52,7 +52,7 @@ def blocks(
     sorted_at = jnp.zeros_like(flat).at[order].set(at, unique_indices=True)
     place = sorted_at - jnp.pad(jnp.cumsum(counts) - counts, (0, 1))[flat]
     filled = -(-counts // np.int32(size))
-    # A sum of a matrix, as XLA's running sum takes several launches.
+    # A sum over a matrix, since XLA's running sum takes several launches.
     first = jnp.sum(jnp.where(each[:, None] > each, filled, np.int32(0)), axis=1)
     total = num_blocks(pairs, experts, size)
     slots = jnp.pad(first, (0, 1))[flat] * np.int32(size) + place
@@ -77,7 +77,7 @@ def _found(id_ref: Any, pair: Any, how: _How) -> Any:
 
 
 def _all(size: int) -> Any:
-    """A vector for so many, a power of two."""
+    """Indices from zero on, as many as the power of two that holds so many."""
     return jnp.arange(1 << (size - 1).bit_length(), dtype=jnp.int32)
 
 
@@ -111,7 +111,7 @@ def _sort_kernel(
     place = jnp.cumsum(is_own.astype(jnp.int32)) - np.int32(1)
     slots = jnp.where(is_own, first * np.int32(how.size) + place, np.int32(0))
     rows = pair // np.int32(how.chosen)
-    # Interpreted, what is not to be stored puts back what was there, and must not find a slot.
+    # Interpreted, a masked store puts back what was there, so it must not point to a slot.
     where = jnp.where(is_own, slots, np.int32(row_ref.shape[0]))
     plt.store(row_ref.at[where], rows, mask=is_own)
     is_elsewhere = (ids >= nobody) & (pair < pairs) & last
@@ -119,7 +119,7 @@ def _sort_kernel(
 
 
 def _by_kernels(flat: Int32[Array, " pairs"], how: _How, interpret: bool) -> Blocks:
-    """Counted by one, placed by another: one that did both counted all experts in each program."""
+    """One kernel counts, another places: a single one would count all experts in each program."""
     total = num_blocks(len(flat), how.experts, how.size)
 
     def run(name: str, kernel: Any, sizes: tuple[int, ...], *args: Array) -> Any:

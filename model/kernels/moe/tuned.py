@@ -1,4 +1,4 @@
-"""Tiles of experts' products by what was fastest on a GPU: a table, which bench/tune.py writes."""
+"""The table of tiles that were fastest for experts' products on a GPU; bench/tune.py writes it."""
 
 import json
 import math
@@ -9,16 +9,16 @@ from typing import Final, NamedTuple
 from model.kernels.tiles import Tiles
 
 TABLE: Final = Path(__file__).with_name("tuned.json")
-NUMBERS: Final = "numbers"  # weights that are no codes
-MEASURED_FIRST: Final = (2048, 768)  # hidden and width, of which there are all lines of every kind
+NUMBERS: Final = "numbers"  # weights that are not codes
+MEASURED_FIRST: Final = (2048, 768)  # hidden and width for which there are lines of every kind
 
 
 class Tuned(NamedTuple):
     """One line of the table.
 
-    weights: NUMBERS, or what codes are. rows: of an expert, if all get as many, at most; inf in the
-    last line of a kind. first, second: of the two products, with as many rows each. source: what it
-    was measured on, and when.
+    weights: NUMBERS, or the kind of codes. rows: of an expert at most, if all get equally many; inf
+    in the last line of a kind. first, second: of the two products, with equally many rows. source:
+    what it was measured on, and when.
     """
 
     weights: str
@@ -31,17 +31,17 @@ class Tuned(NamedTuple):
 
     @property
     def sizes(self) -> tuple[str, int, int]:
-        """Whose line it is."""
+        """The weights and sizes that the line is for."""
         return self.weights, self.hidden, self.width
 
 
 def read(path: Path = TABLE) -> tuple[Tuned, ...]:
-    """All lines, as they stand."""
+    """All lines of the table, in its order."""
     return tuple(_line(**line) for line in json.loads(path.read_text()))
 
 
 def write(lines: Iterable[Tuned], path: Path) -> None:
-    """Each on a line of its own, those of one kind by their rows."""
+    """Write each entry on a line of its own, those of one kind ordered by their rows."""
     ordered = sorted(lines, key=lambda line: (*line.sizes, line.rows))
     texts = [json.dumps(_fields(line)) for line in ordered]
     path.write_text("[\n" + ",\n".join(texts) + "\n]\n")
@@ -50,9 +50,10 @@ def write(lines: Iterable[Tuned], path: Path) -> None:
 def tiles_for(
     lines: Sequence[Tuned], sizes: tuple[str, int, int], even: float
 ) -> tuple[Tiles, Tiles]:
-    """Of the line for so many rows of an expert: of these sizes, or else of those measured first.
+    """Tiles of the line for so many rows of an expert: for these sizes, or those measured first.
 
-    sizes: what codes are or NUMBERS, hidden, width. even: rows of an expert, if all have as many.
+    sizes: kind of codes or NUMBERS, hidden, width. even: rows of an expert, if all have equally
+    many.
     """
     for own in (sizes, (sizes[0], *MEASURED_FIRST)):
         found = [line for line in lines if line.sizes == own and even <= line.rows]
