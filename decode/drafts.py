@@ -23,7 +23,7 @@ def propose(
 ) -> tuple[Int32[Array, "B K"], Bool[Array, " B"]]:
     """What may follow the first `length` tokens of each row, and which rows have drafts at all.
 
-    Where fewer than K tokens follow a match, so close is it to the end, these are repeated.
+    Where a match is so close to the end that fewer than K tokens follow it, these are repeated.
     """
     capacity, most = history.shape[1], how.max_match
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]

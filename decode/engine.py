@@ -194,7 +194,7 @@ class DecodeEngine:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each rank and group."""
+        """Pages of each group in a rank's pool."""
         return self.plan.num_pages
 
     # --- effects ------------------------------------------------------------------------------

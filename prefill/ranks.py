@@ -4,11 +4,11 @@ Pure. Each rank has pages, a prefix cache and a scheduler of its own. Prompts th
 granted are bound oldest first, each once a rank has room in its next chunk: not before, so that the
 choice weighs what the ranks have to do at that time.
 
-A prompt is bound only to a rank that has pages for it: bound to another, it would wait there while
-a rank that has pages idles. Until there is such a rank, it waits unbound, and so does every prompt
-behind it: ranks that take no new prompts run empty, so even the largest prompt gets its turn. A
-prompt whose rank is dictated, or follows from the room, waits for that rank, and no younger prompt
-is bound there first.
+The choice is among ranks that have pages for the prompt: bound to another, it would wait there
+while a rank that has pages idles. Until there is such a rank, it waits unbound, and so does every
+prompt behind it: ranks that take no new prompts run empty, so even the largest prompt gets its
+turn. A prompt whose rank is dictated, or follows from the room, waits for that rank, and no younger
+prompt is bound there first.
 
 When no rank has room, but a prompt that needs several chunks leaves part of a rank's next chunk to
 shorter ones, a prompt that fits whole into that part is bound there, past older ones that do not

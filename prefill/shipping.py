@@ -1,8 +1,8 @@
 """Which pages are sent after a chunk, under which numbers, and what is kept until they are.
 
 Pages travel under numbers: a prompt's pages are 0 to n - 1. Where layers with a window have pages
-of their own (model/page_groups.py), numbers from n on are the last of these, which decode still
-looks at. Decode says how many of them it wants by the number of pages that it grants.
+of their own (model/page_groups.py), numbers from n on are the last of those pages, the ones that
+decode still looks at. Decode says how many of them it wants by the number of pages that it grants.
 """
 
 from collections import deque

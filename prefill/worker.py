@@ -423,7 +423,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
     # --- what others may know --------------------------------------------------------------------
 
     def _refresh_load(self) -> None:
-        """Recount; evictable pages take a walk of the caches, so a busy loop rarely does it."""
+        """Count anew. It walks the caches for evictable pages: a busy loop does it now and then."""
         self._load_due_s = self.clock.monotonic_s() + LOAD_REFRESH_S
         requests, tokens = self._ranks.queued()
         ranks = self._ranks.ranks
