@@ -4,7 +4,7 @@ from bench.endings import exit_with
 
 
 def _main() -> int:
-    from bench.cli import main  # under the eyes of who hears Ctrl-C: it takes a while
+    from bench.cli import main  # it takes a while: here `exit_with` handles a Ctrl-C meanwhile
 
     return main()
 

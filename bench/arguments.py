@@ -1,4 +1,4 @@
-"""What command lines of benchmarks take: numbers in range, and the flags of a server."""
+"""Parsers for arguments of the benchmarks: numbers in a range, and the flags of a server."""
 
 import argparse
 import math
@@ -10,7 +10,7 @@ API_KEY_ENV = "KVFERRY_API_KEY"
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """Parses a number of this kind that is no less, and finite."""
+    """A parser of finite numbers of this kind that are at least `least`."""
     return _ranged(kind, lambda value: value >= least, f"at least {least}")
 
 
@@ -19,13 +19,13 @@ def _ranged(
 ) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not -math.inf < value < math.inf:  # of an int of any size, too
+        if not -math.inf < value < math.inf:  # takes an int of any size, as isfinite does not
             raise argparse.ArgumentTypeError(f"must be finite, got {value}")
         if not holds(value):
             raise argparse.ArgumentTypeError(f"must be {said}, got {value}")
         return value
 
-    parse.__name__ = kind.__name__  # what argparse calls text that is no number
+    parse.__name__ = kind.__name__  # argparse's error names it: "invalid int value"
     return parse
 
 
@@ -33,7 +33,7 @@ above_zero = _ranged(float, lambda value: value > 0, "above 0")
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parses one, or several with commas between."""
+    """Parse one integer, or several separated by commas."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -42,7 +42,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def server_args(text: str) -> list[str]:
-    """Parses flags of a server, quoted as for a shell. Where it listens is for the benchmark."""
+    """Parse a server's flags, quoted as for a shell. The benchmark chooses where it listens."""
     try:
         words = shlex.split(text)
     except ValueError as error:

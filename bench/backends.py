@@ -1,8 +1,8 @@
-"""Every kernel backend that serves a shape against the plain reference, on random inputs.
+"""Compares every kernel backend that serves a shape with the plain reference, on random inputs.
 
-What it is compared with is the reference as for a processor, of float32 queries: smaller blocks,
-and products of attention in float32. On an accelerator the reference itself takes another form,
-which is compared, too.
+Expected values come from the reference in its form for a CPU, with float32 queries: its blocks are
+smaller, and attention multiplies in float32. On an accelerator the reference takes another form,
+which is compared as well.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,18 @@ from model import kernels
 from model.kernels import Backend
 from model.programs import Program, compile_all
 
-# Of the largest number that comes out. Wrong pages or masks give more than a tenth.
+# Shares of the largest expected number. Wrong pages or masks give more than a tenth.
 TOLERANCES: Final = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 2e-2}
 
-# Of rows of all lengths: the reference reads whole page tables. Longer ones have more parts each.
+# The longest of the rows of all lengths, because the reference reads whole page tables. Longer
+# rows would only have more parts each.
 _LONGEST: Final = 1 << 15
 
 
 def compare_backends(report: Report, bench: KernelBench) -> bool:
-    """Relative distance of each backend to the reference, per operation; refusals are said.
+    """Report each backend's relative distance to the reference, per operation; print refusals.
 
-    Returns whether none is too far from it.
+    Returns whether every distance is within the tolerance.
     """
     network, shape = bench.model, bench.shape
     dims, cfg = network.dims, shape.cfg
@@ -60,7 +61,7 @@ def compare_backends(report: Report, bench: KernelBench) -> bool:
 
 
 def _of_heads(bench: KernelBench, tokens: int, size: int) -> tuple[Any, ...]:
-    """As `prefill_attention_inputs`, with keys and values of each head (model/latent.py)."""
+    """As `prefill_attention_inputs`, but with keys and values for each head (model/latent.py)."""
     _, _, _, batch, *others = bench.prefill_attention_inputs(tokens, 0)
     num_pages, heads = len(batch.page_ids), bench.model.dims.group
     batch = batch._replace(page_ids=jnp.arange(num_pages, dtype=jnp.int32))
@@ -69,7 +70,7 @@ def _of_heads(bench: KernelBench, tokens: int, size: int) -> tuple[Any, ...]:
 
 
 class _Case(NamedTuple):
-    """One operation: programs of its inputs by what rows call them, and that of the plain form."""
+    """One operation: its programs by their names in rows, and the program of the plain form."""
 
     name: str
     inputs: tuple[Any, ...]
@@ -88,7 +89,7 @@ class _Comparison:
     def add(
         self, operation: str, backends: Sequence[Backend], shape: Any, inputs: tuple[Any, ...]
     ) -> None:
-        """Have it compared, unless there is nothing to compare. Refusals are said at once."""
+        """Queue a comparison, unless there is nothing to compare. Prints refusals at once."""
         case = f"{self._shapes['shape']} {operation}"
         plain = next(backend for backend in backends if backend.name == "reference")
         compared = [backend for backend in backends if backend is not plain]
@@ -110,7 +111,7 @@ class _Comparison:
         self._cases.append(_Case(case, inputs, others, plain_inputs, expected))
 
     def all_near(self) -> bool:
-        """Report each; whether none is too far from what is expected."""
+        """Report every comparison; returns whether all are within the tolerance."""
         compile_all([one for case in self._cases for one in (case.plain, *case.others.values())])
         near = True
         for case in self._cases:

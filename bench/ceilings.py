@@ -28,7 +28,7 @@ def measure_ceilings(report: Report, dtype: str, budget_s: float = 1.0) -> Ceili
 
 
 def copy_gb_s(num_bytes: int, budget_s: float) -> float:
-    """Bytes read plus bytes written a second, for one pass over num_bytes."""
+    """GB read plus GB written a second, by passes over num_bytes."""
     held = jnp.ones(num_bytes // 4, jnp.float32)
     # An addition, since a plain copy may be elided; in place, since on a CPU fresh memory costs
     # more than the pass itself.
@@ -43,11 +43,11 @@ def copy_gb_s(num_bytes: int, budget_s: float) -> float:
 
 
 def matmul_tflop_s(size: int, dtype: str, budget_s: float) -> float:
-    """Rate of square products of this size, which come out in the dtype of what goes in.
+    """Rate of square products of this size, with a result in the dtype of the operands.
 
-    XLA for CUDA adds up in float32 all the same.
+    XLA for CUDA accumulates in float32 all the same.
     """
-    # Of equal numbers it would be faster: a GPU's clock falls with the bits that flip.
+    # Equal numbers would be faster: a GPU's clock falls with the bits that flip.
     left = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(dtype))
     product = jax.jit(
         lambda x: lax.dot_general(x, x, (((1,), (0,)), ((), ())), preferred_element_type=x.dtype)

@@ -1,4 +1,4 @@
-"""`kvferry bench ...`: one subcommand a benchmark; rows go to the screen and to --json FILE.
+"""`kvferry bench ...`: one subcommand per benchmark; rows go to the screen and to --json FILE.
 
 jax is imported only by the benchmarks that need it, so that the load client starts at once.
 """
@@ -40,7 +40,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     plotting = commands.add_parser("plot", help="draw rows as a picture")
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
-    for command in (kernels, serve, routing):  # nothing is drawn in the others
+    for command in (kernels, serve, routing):  # the others draw no random numbers
         command.add_argument("--seed", type=at_least(0), default=0)
     _add_kernels(kernels)
     _add_transfer(transfer)
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
             draw(read_rows(args.rows), args.out)
             return 0
         needs_jax = args.bench_command == "kernels"
-        if needs_jax:  # as a worker would have them
+        if needs_jax:  # as many as a worker would take
             take_threads(0, SHAPES[args.shape].cfg.hidden_size)
         report = Report(
             args.bench_command, describe(needs_jax), getattr(args, "seed", 0), args.json
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
         return serve.run(args, report)
     except (ValueError, OSError, RuntimeError, ConfigError) as error:
         if args.bench_command == "kernels" and not isinstance(error, BadRows | OSError):
-            raise  # the device's own errors want their traceback
+            raise  # an error of the device needs its traceback
         print(f"kvferry bench: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
 
@@ -237,7 +237,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _some_rows(path: Path) -> list[Row]:
-    """Raises BadRows where there are none: nothing is as good as nothing."""
+    """Read rows. Raises BadRows if there are none, as nothing could be worse than they are."""
     rows = read_rows(path)
     if not rows:
         raise BadRows(f"{path} has no rows")

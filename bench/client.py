@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 READ_LIMIT_BYTES = 1 << 20
-# A blank line. Atomic: the two halves of one line's end are no two.
+# A blank line. Atomic groups keep one "\r\n" from counting as two line ends.
 _FRAME_END = re.compile(rb"(?>\r\n|\r|\n)(?>\r\n|\r|\n)")
-# What reading JSON of another form than expected raises.
+# The errors that reading JSON of an unexpected form raises.
 MALFORMED: Final = (
     ArithmeticError,
     AttributeError,
@@ -26,15 +26,15 @@ MALFORMED: Final = (
 
 
 class NoAnswer(OSError):
-    """What came is no answer of HTTP."""
+    """The answer is not HTTP."""
 
 
 @dataclass
 class Trace:
     """What one request saw, in seconds of the client's monotonic clock.
 
-    event_s: arrival of each event that brought text. output_tokens: as the server's usage says,
-    else the number of events. cached_tokens: of the prompt, as usage says. error: empty when the
+    event_s: arrival of each event that brought text. output_tokens: from the server's usage, or
+    else the number of events. cached_tokens: of the prompt, from usage. error: empty when the
     stream ended with [DONE].
     """
 
@@ -121,7 +121,7 @@ async def stream_completion(server: Server, payload: dict[str, Any], timeout_s: 
 
 
 async def get_json(server: Server, path: str, timeout_s: float) -> tuple[int, Any]:
-    """(status, parsed body or None). Raises OSError, as TimeoutError is, without an answer."""
+    """(status, parsed body or None). Raises OSError (TimeoutError is one) without an answer."""
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(
             server.host, server.port, limit=READ_LIMIT_BYTES
@@ -151,7 +151,7 @@ async def _follow(reader: asyncio.StreamReader, trace: Trace) -> None:
     async for piece in _pieces(reader, chunked):
         now_s = time.perf_counter()
         pending += piece
-        lines_end_in_cr = b"\r" in pending  # hardly ever, and looking for both takes longer
+        lines_end_in_cr = b"\r" in pending  # rare, and the regex takes longer
         *frames, pending = _FRAME_END.split(pending) if lines_end_in_cr else pending.split(b"\n\n")
         for frame in frames:
             if data := _data_of(frame):
@@ -162,13 +162,13 @@ async def _follow(reader: asyncio.StreamReader, trace: Trace) -> None:
 
 
 def _data_of(frame: bytes) -> bytes:
-    """What its lines of data say. Half the end of the frame before may be its first line."""
+    """The data of its `data:` lines. Its first line may be half of the last frame's line end."""
     lines = [line[5:] for line in frame.splitlines() if line.startswith(b"data:")]
     return b"\n".join(line.removeprefix(b" ") for line in lines)
 
 
 def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
-    """Account for one event; returns whether it was the last. Raises ValueError for no event."""
+    """Account for one event; returns whether it was the last. Raises ValueError if it is none."""
     if data.strip() == b"[DONE]":
         return True
     try:
@@ -178,7 +178,7 @@ def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
 
 
 def _take_values(event: Any, trace: Trace, now_s: float) -> bool:
-    """As `_take_event`; raises MALFORMED, whoever's server it is."""
+    """As `_take_event`, but raises MALFORMED: the server may be any."""
     if "error" in event:
         trace.error = f"error event: {json.dumps(event['error'])[:200]}"
         return False

@@ -1,4 +1,4 @@
-"""How long the rows of a decode step are that attention is measured with."""
+"""Chooses the lengths of the rows of a decode step with which attention is measured."""
 
 from typing import Final
 
@@ -7,13 +7,13 @@ from model.buckets import pages_for
 
 _MIXED_ROWS: Final = 16
 _LONGEST: Final = 1 << 17
-_TIMES: Final = 4  # the shape's context, of a quarter of its largest batch
+_TIMES: Final = 4  # as long as the shape's context, in a quarter of its largest batch
 
 
 def mixed_contexts(page_size: int, num_pages: int, longest: int = _LONGEST) -> list[int]:
-    """Rows from 1 token to so many at most, each longer than the one before by the same factor.
+    """Lengths from 1 token to at most `longest`, each longer than the last by the same factor.
 
-    num_pages: that all of them fit into.
+    num_pages: the pages into which all rows fit together.
     """
     while longest > 1:
         rows = [round(longest ** (i / (_MIXED_ROWS - 1))) for i in range(_MIXED_ROWS)]
@@ -24,9 +24,10 @@ def mixed_contexts(page_size: int, num_pages: int, longest: int = _LONGEST) -> l
 
 
 def decode_contexts(shape: Shape, num_pages: int) -> dict[str, list[int]]:
-    """Tokens of each row, by what rows are called: steps', longer ones, and of all lengths at once.
+    """Tokens of each row, by the name of the batch: as in steps, longer, and of all lengths.
 
-    num_pages: that the rows of a batch fit into; of those that do not there is nothing.
+    num_pages: the pages there are; longer rows, and those of all lengths, are left out if they do
+    not fit.
     """
     found = {f"x{slots}": [shape.context] * slots for slots in shape.slots}
     fewer, longer = max(shape.slots) // _TIMES, _TIMES * shape.context
@@ -38,5 +39,5 @@ def decode_contexts(shape: Shape, num_pages: int) -> dict[str, list[int]]:
 
 
 def _pages_of(contexts: list[int], page_size: int) -> int:
-    """Of rows with so many tokens and the one that a step adds."""
+    """Pages of rows with these numbers of tokens and the one that a step adds to each."""
     return sum(pages_for(tokens + 1, page_size) for tokens in contexts)

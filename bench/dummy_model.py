@@ -21,7 +21,7 @@ EOS: Final = "<|endoftext|>"
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """Write config.json and the tokenizer's files into a folder that is there.
+    """Write config.json and the tokenizer's files into an existing folder.
 
     Raises ValueError for a shape that is not in WRITABLE.
     """
@@ -40,7 +40,7 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def flags_of(shape: Shape, folder: Path) -> list[str]:
-    """Arguments with which `kvferry up` serves what was written."""
+    """Arguments with which `kvferry up` serves the folder that was written."""
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
     return [*flags, "--quantization", shape.codes] if shape.codes else flags
 
@@ -81,7 +81,7 @@ def _config(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of so many tokens: all bytes, then words of letters, and last EOS."""
+    """Byte-level BPE of vocab_size tokens: all bytes, then words of letters, and last EOS."""
     vocab = {spelled(bytes([byte])): byte for byte in range(256)}
     merges = list(islice(_merges(), vocab_size - len(vocab) - 1))
     for left, right in merges:
@@ -94,7 +94,7 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """A word and a letter, without end: every word of two letters, then of three, and so on."""
+    """Endless pairs (word, letter), joined: all words of two letters, then of three, and so on."""
     words = list(ascii_lowercase)
     while True:
         longer = []

@@ -1,6 +1,6 @@
-"""How processes of a benchmark end: with the one that started them, and in a line on Ctrl-C.
+"""Ends processes of a benchmark: with the one that started them, and in one line on Ctrl-C.
 
-Standard library alone: other projects' interpreters run it too.
+It needs the standard library alone, as other projects' interpreters run it too.
 """
 
 import contextlib
@@ -17,8 +17,11 @@ EXIT_INTERRUPTED = 130  # as transfer/exit_codes.py has it
 
 @contextlib.contextmanager
 def lifeline() -> Iterator[int]:
-    """A descriptor for another process, which dies with this one, however this one dies, or at the
-    end of the block: a `kvferry` process that LIFELINE_ENV tells of it, or one that `end_with`s."""
+    """A descriptor that ends another process at the end of the block, or with this process.
+
+    It does so however this process dies. The other process is one of `kvferry` that learns the
+    descriptor from LIFELINE_ENV, or one that calls `end_with`.
+    """
     read, write = os.pipe()
     try:
         yield read
@@ -28,7 +31,7 @@ def lifeline() -> Iterator[int]:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """End this process, and those it starts in its group, with the one that holds the other end."""
+    """Have this process and its group killed when the holder of the other end closes it or dies."""
 
     def wait() -> None:
         os.read(lifeline_fd, 1)
@@ -39,10 +42,10 @@ def end_with(lifeline_fd: int) -> None:
 
 @contextlib.contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes started in the block do not hear Ctrl-C: who started them does, and ends them.
+    """Processes started in the block do not receive Ctrl-C: this process does, and ends them.
 
-    They keep to the group, so that whatever else ends that ends them. A Ctrl-C meanwhile comes at
-    the end of the block: within, a process might have been started that nobody knows of yet.
+    They stay in the process group, so that whatever else ends the group ends them. A Ctrl-C during
+    the block is raised at its end: before, a process may have started that nobody knows of yet.
     """
     came = False
 
@@ -50,7 +53,8 @@ def deaf_children() -> Iterator[None]:
         nonlocal came
         came = True
 
-    # The mask is for the children. Any thread may be who hears, and then the main one is told.
+    # The children inherit the mask. Any other thread of this process may still receive the signal,
+    # and its handler then runs in the main thread.
     handler = signal.getsignal(signal.SIGINT)
     waits = callable(handler) and threading.current_thread() is threading.main_thread()
     if waits:
@@ -68,9 +72,9 @@ def deaf_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A process that speaks in lines until its stdin ends, which is at the end of the block.
+    """A process that answers in lines until its stdin ends, at the end of the block.
 
-    Where the block fails nobody listens any more, and it is killed.
+    If the block fails, nobody listens any more, and the process is killed.
     """
     with contextlib.ExitStack() as stack:
         with deaf_children():
@@ -86,7 +90,7 @@ def child(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
 
 
 def exit_with(name: str, main: Callable[[], int]) -> NoReturn:
-    """Exit with the status that main gives. Ctrl-C is a line, once main has ended what it began."""
+    """Exit with main's status. Ctrl-C prints one line, after main has ended what it started."""
     try:
         code = main()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What of a shape fits on a device: its network there, its pages, and the batches with room."""
+"""Fits a shape to a device: its network, its pages, and the batches whose pages find room."""
 
 import math
 from dataclasses import replace
@@ -18,18 +18,18 @@ TRAVEL_PAGES: Final = 32
 
 
 def table_pages(shape: Shape, slots: int, model: Model) -> int:
-    """Pages of each page table of a step, which is that of short contexts wherever it may be."""
+    """Pages of each page table of a step: the table for short contexts, if it is long enough."""
     short = model.short_context(slots) // shape.page_size
     return max(short, context_pages(shape))
 
 
 def context_pages(shape: Shape) -> int:
-    """Of a slot with the shape's context, and one token more."""
+    """Pages of a slot with the shape's context and one more token."""
     return pages_for(shape.context + 1, shape.page_size)
 
 
 def pool_pages(shape: Shape) -> int:
-    """That every batch, chunk and transfer of the shape has enough of."""
+    """Pages that are enough for every batch, chunk and transfer of the shape."""
     return max(
         max(shape.slots) * context_pages(shape),
         max(shape.chunks) // shape.page_size,
@@ -38,16 +38,16 @@ def pool_pages(shape: Shape) -> int:
 
 
 def model_of(shape: Shape) -> Model:
-    """On the first device."""
+    """The network of the shape on the first device."""
     mesh = make_mesh(1, 1, jax.devices()[:1])
     sizes, codes = (shape.dtype, shape.page_size), shape.codes or "fp8"
     return Model.create(shape.cfg, mesh, *sizes, coded=shape.coded, codes=codes)
 
 
 def fitting(shape: Shape, memory_bytes: int) -> Shape:
-    """The shape without the batches for which pages do not fit. Raises ModelError if none is left.
+    """The shape without the batches whose pages do not fit. Raises ModelError if none is left.
 
-    A sixteenth is left for scratch.
+    A sixteenth of the memory is left for scratch.
     """
     model = model_of(shape)
     weights = sum(

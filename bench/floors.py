@@ -1,9 +1,10 @@
-"""Roofs: the bytes and products that a step cannot do without, and the time they take at best.
+"""Floors: the bytes and products that a step cannot do without, and the time they take at best.
 
 time >= max(bytes / measured copy rate, products / measured matmul rate). A decode step with B
-slots reads every dense weight once, of E experts E * (1 - (1 - k/E)**B) on average when the router
-is even, and the keys and values of its context, of which a layer with a window reads those in it.
-Biases and sinks are read, so they count as bytes; adding them is no product. Norms are left out.
+slots reads every dense weight once. Of E experts it reads E * (1 - (1 - k/E)**B) on average when
+the router is even. It reads the keys and values of its context, in a layer with a window only
+those in the window. Biases and sinks are read, so they count as bytes; adding them is no product.
+Norms are left out.
 """
 
 from collections.abc import Sequence
@@ -39,16 +40,16 @@ class Cost:
         return Cost(self.num_bytes + other.num_bytes, self.flops + other.flops)
 
     def times(self, count: int) -> "Cost":
-        """Of as many calls."""
+        """The work of `count` such calls."""
         return Cost(self.num_bytes * count, self.flops * count)
 
 
-# Numbers of weights of some parameters of a layer, by the parameters' names.
+# Number of weights in each of some parameters of a layer, by the parameter's name.
 Weights = dict[str, int]
 
 
 def attention_weights(cfg: ModelConfig) -> Weights:
-    """Of one layer's projections; of latent attention, with those into and out of its space."""
+    """Weights of one layer's projections; latent attention has those of its latent space too."""
     if cfg.latent is None:
         queries = cfg.hidden_size * cfg.num_heads * cfg.head_dim
         keys = cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
@@ -71,7 +72,7 @@ def attention_biases(cfg: ModelConfig) -> int:
 
 
 def expert_weights(cfg: ModelConfig) -> Weights:
-    """Of one expert: gate and up, down."""
+    """Weights of one expert: gate and up, down."""
     one = cfg.hidden_size * cfg.moe_intermediate_size
     return {"experts_gate_up": 2 * one, "experts_down": one}
 
@@ -87,36 +88,36 @@ def router_biases(cfg: ModelConfig) -> int:
 
 
 def shared_weights(cfg: ModelConfig) -> Weights:
-    """Of one layer's shared experts, which all tokens go to, and of their gate."""
+    """Weights of one layer's shared experts, which all tokens go to, and of their gate."""
     one = cfg.hidden_size * cfg.shared_intermediate_size
     gate = cfg.hidden_size * cfg.shared_gate
     return {"shared_gate_up": 2 * one, "shared_down": one, "shared_gate": gate}
 
 
 def dense_weights(cfg: ModelConfig) -> Weights:
-    """Of one dense layer's gate and up, down."""
+    """Weights of one dense layer: gate and up, down."""
     one = cfg.hidden_size * cfg.intermediate_size
     return {"gate_up": 2 * one, "down": one}
 
 
 def weights_cost(shape: Shape, weights: Weights, rows: int = 0) -> Cost:
-    """Reading them once, and multiplying rows with them."""
+    """The cost of reading the weights once and multiplying `rows` rows with them."""
     num_bytes = sum(count * shape.weight_bytes(name) for name, count in weights.items())
     return Cost(num_bytes, 2.0 * rows * sum(weights.values()))
 
 
 def experts_touched(cfg: ModelConfig, tokens: int) -> float:
-    """Distinct experts that `tokens` tokens choose in one layer, expected, router even."""
+    """Expected number of distinct experts that `tokens` tokens choose in a layer; router even."""
     return cfg.num_experts * (1.0 - (1.0 - cfg.num_experts_per_tok / cfg.num_experts) ** tokens)
 
 
 def kv_bytes_per_token(shape: Shape) -> int:
-    """Keys and values of one token, all layers."""
+    """Bytes of the keys and values of one token, all layers."""
     return shape.cfg.num_layers * _kv_bytes(shape)
 
 
 def step_key_bytes(shape: Shape, slots: int, context: int) -> float:
-    """Keys and values that a decode step reads, all layers."""
+    """Bytes of the keys and values that a decode step reads, all layers."""
     windowed = sum(shape.cfg.window_layers)
     keys = (shape.cfg.num_layers - windowed) * context
     keys += windowed * min(context, shape.cfg.sliding_window)
@@ -124,7 +125,7 @@ def step_key_bytes(shape: Shape, slots: int, context: int) -> float:
 
 
 def chunk_key_bytes(shape: Shape, tokens: int, prompts: int = 1) -> float:
-    """Keys and values that a chunk of prompts writes and reads, all layers."""
+    """Bytes of the keys and values that a chunk of prompts writes and reads, all layers."""
     return 2 * prompts * tokens * kv_bytes_per_token(shape)
 
 
@@ -140,10 +141,10 @@ def moe_cost(shape: Shape, tokens: int) -> Cost:
 
 
 def decode_attention_cost(shape: Shape, contexts: Sequence[int], windowed: bool = False) -> Cost:
-    """One layer's attention proper (no projections) of a decode step. windowed: in that layer.
+    """One layer's attention proper (no projections) in a decode step.
 
-    contexts: tokens of each row. A latent query is multiplied with all of a latent key and weighs
-    the key's part that is a value.
+    contexts: tokens of each row. windowed: whether the layer has a window. A latent query is
+    multiplied with a whole latent key, and its weight with the part of that key that is the value.
     """
     most = shape.cfg.sliding_window if windowed else max(contexts)
     keys = sum(min(tokens, most) for tokens in contexts)
@@ -154,10 +155,11 @@ def decode_attention_cost(shape: Shape, contexts: Sequence[int], windowed: bool 
 
 
 def prefill_attention_cost(shape: Shape, tokens: int, windowed: bool = False) -> Cost:
-    """One layer's attention proper of one prompt in one chunk.
+    """One layer's attention proper for one prompt in one chunk.
 
-    Latent keys and values may be made each head's own, once for each token, by the products that
-    lead into the latent space and out of it otherwise: then they are narrower than latent ones.
+    Latent keys and values may be expanded for each head, once per token, by the products that
+    otherwise lead queries into the latent space and results out of it. They are then narrower than
+    latent ones, so the cheaper way counts.
     """
     window = min(tokens, shape.cfg.sliding_window) if windowed else tokens
     # The first tokens see one key more each, until the window is full.
@@ -173,9 +175,10 @@ def prefill_attention_cost(shape: Shape, tokens: int, windowed: bool = False) ->
 def _attention_cost(
     shape: Shape, queries: int, keys_per_query: float, keys_read: float, head_width: int
 ) -> Cost:
-    """keys_per_query: mean over the queries. keys_read: keys fetched, over all sequences.
+    """One layer's attention proper.
 
-    head_width: of a head's query and of what it finds.
+    keys_per_query: mean over the queries. keys_read: keys fetched, over all sequences. head_width:
+    numbers in a head's query and in its result together.
     """
     size = shape.dtype_bytes
     width = shape.cfg.num_heads * head_width
@@ -186,7 +189,7 @@ def _attention_cost(
 
 
 def _kv_bytes(shape: Shape) -> int:
-    """Keys and values of one token, one layer."""
+    """Bytes of the keys and values of one token, one layer."""
     cfg = shape.cfg
     return cfg.kv_planes * cfg.num_kv_heads * cfg.head_dim * shape.page_dtype_bytes
 
