@@ -1,8 +1,8 @@
-"""The HTTP front end alone: designs of streaming beside each other, behind workers without a model.
+"""Measures the HTTP front end alone: designs of streaming compared, behind workers without a model.
 
-Two cores: every server under test has the first, what loads it the last. The designs of a cell
-are measured in turns, round by round, so that what the machine does meanwhile reaches all of them.
-Every token of every stream is accounted for: one that is lost or doubled ends the run.
+It uses two cores: the servers under test share the first, and what loads them the last. The designs
+of a cell are measured in turns, round by round, so that whatever else the machine does affects all
+of them. Every token of every stream is accounted for: one that is lost or doubled ends the run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from bench.report import Report
 
 _WARM_UP_STREAMS = 64
 _WARM_UP_STEP_S = 5e-3
-_FLOOR_PIECE_BYTES = 200  # where no real design is measured before it
+_FLOOR_PIECE_BYTES = 200  # where no real design has been measured before the floor
 
 
 def run(args: argparse.Namespace, report: Report) -> int:
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace, report: Report) -> int:
 
 
 class _Bench:
-    """Servers that are ready, and what is known of them."""
+    """Servers that are ready, which of them are warm, and how long their pieces are."""
 
     def __init__(self, ready: dict[Design, Target], path: Path, tokens: int) -> None:
-        """tokens: of a round, about. path: where clients put what they received."""
+        """tokens: of a round, about. path: where clients write the times that they measured."""
         self._ready = ready
         self._path = path
         self._tokens = tokens
@@ -62,7 +62,7 @@ class _Bench:
         self._piece_bytes = 0  # of one token; 0: not seen yet
 
     def measure(self, case: Case) -> dict[Design, list[Measured]]:
-        """Rounds of every design, in turns; one that was never loaded is warmed up first."""
+        """Rounds of every design, in turns. A server that was never loaded is warmed up first."""
         measured: dict[Design, list[Measured]] = {design: [] for design in case.designs}
         for design in case.designs:
             if self._ready[design].pid not in self._warm:
@@ -84,15 +84,15 @@ class _Bench:
         )
         measured = Measured()
         self._play(cell, design, measured)
-        # Unhurried, servers merge no pieces, unless the host stopped one for a while: the smallest
-        # are of one token. A peer spells its own way, and a floor as it is told.
+        # Servers that keep up merge no pieces unless the host stops one for a while, so the
+        # smallest pieces have one token. Peers spell in their own way, and a floor as it is told.
         target = self._ready[design]
         if design.interval <= 1 and not design.is_peer and target.floor is None:
             self._piece_bytes = min(self._piece_bytes or measured.piece_bytes, measured.piece_bytes)
         self._warm.add(target.pid)
 
     def _round(self, cell: Cell, design: Design) -> Measured:
-        """Enough requests to make up the tokens of a round; paced cells take their time anyway."""
+        """Play the cell until a round has its tokens; once if paced, which is long enough."""
         measured = Measured()
         repeats = max(1, self._tokens // (cell.num_streams * cell.output_tokens))
         forget_peak_rss(self._ready[design].pid)
@@ -102,7 +102,7 @@ class _Bench:
         return measured
 
     def _play(self, cell: Cell, design: Design, into: Measured) -> None:
-        """Every stream of the cell once."""
+        """Play every stream of the cell once, and add what was measured to `into`."""
         target = self._ready[design]
         engine, client = target.load.engine, target.load.client
         if target.floor is not None:
@@ -122,7 +122,7 @@ class _Bench:
         server_s, load_s = cpu_s(target.pid), sum(map(cpu_s, load))
         engine.tell(go=True)
         try:
-            client.hear()  # ended; what it read is looked at after the clocks
+            client.hear()  # says `ended`; it checks what it read after the clocks stop
             told = engine.hear()
         except Failed as error:
             raise Failed(f"{error}{target.who_ended()}") from error

@@ -1,4 +1,4 @@
-"""What the front end benchmark compares: designs, their paces, and what a run asks for."""
+"""Defines what the front end benchmark compares: designs, paces, and the cases of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.frontend_plan import Cell, Dialect
 
 STREAMS = (64, 256, 1024, 2048)
 INTERVALS = (1, 8)
-_LEAST_SPACING_S = 1e-3  # requests of paced cells: at most as many a second as a server takes in
+_LEAST_SPACING_S = 1e-3  # between requests of paced cells: a server can take in that many
 _CHAT = Dialect()
 _RESPONSES = Dialect("/v1/responses", opening=4)
 _CONVERSATION = [{"role": "user", "content": "Tell me of the harbour."}]
@@ -23,9 +23,9 @@ _PAYLOAD = {
 
 @dataclass(frozen=True)
 class Design:
-    """A way from a step to bytes. interval: tokens an event; 0: the server decides.
+    """A way from a step to bytes. interval: tokens per event; 0: the server decides.
 
-    module, server_args: what serves it; designs that agree in both share a process.
+    module, server_args: the server; designs with the same server share a process.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Design:
 
     @property
     def is_native(self) -> bool:
-        """Whether that is the compiled one."""
+        """Whether it is the compiled floor."""
         return self == NATIVE_FLOOR
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is another project's, run by a Python of its own."""
+        """Whether it is another project's front end, run by a Python of its own."""
         return self in PEERS
 
     @property
@@ -54,7 +54,7 @@ class Design:
         return self.module == _PRODUCT
 
     def payload(self, cell: Cell) -> dict[str, Any]:
-        """Of a request of the cell."""
+        """The JSON body of a request of the cell."""
         if self.dialect.is_chat:
             asked = {"messages": _CONVERSATION, "max_tokens": cell.output_tokens}
         else:
@@ -104,7 +104,7 @@ _USUAL = {
     "backlog": ("naive", "grouped+json", "all", "auto", "floor"),
 }
 PACES = tuple(_USUAL)
-_ROUNDS = {"saturated": 3}  # by default; one at the others, of which nearer ratios are not asked
+_ROUNDS = {"saturated": 3}  # by default; 1 at the other paces, whose ratios need not be as exact
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Case:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """What the arguments ask for: all paces of the fewest streams first.
+    """The cases that the arguments ask for: all paces of the fewest streams first.
 
     Raises ValueError when nothing is left, or a value is out of range.
     """
@@ -164,7 +164,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _designs(pace: str, names: Sequence[str], intervals: Sequence[int]) -> tuple[Design, ...]:
-    """In the order of DESIGN_NAMES; `all` once for each interval."""
+    """The designs named, in the order of DESIGN_NAMES; `all` once for each interval."""
     found: list[Design] = []
     for name in DESIGN_NAMES:
         if name not in names:
@@ -185,6 +185,6 @@ def _cell(pace: str, num_streams: int, args: argparse.Namespace) -> Cell:
     if pace == "backlog":
         return Cell(num_streams, args.output_tokens, 1, "backlog")
     step_s = (args.step_ms if pace == "paced" else args.overload_step_ms) / 1e3
-    # As often as one of so many streams ends and another takes its place.
+    # The rate at which streams end and others take their place, when so many are running.
     spacing_s = max(_LEAST_SPACING_S, args.output_tokens * step_s / num_streams)
     return Cell(num_streams, args.output_tokens, 1, "paced", step_s, spacing_s)

@@ -1,8 +1,8 @@
 """The load client of the front end benchmark: a loop over epoll that stamps and keeps bytes.
 
-It counts events as they come, by their mark alone, and reads what they say only after the round,
-so that the server is the slower end. `python -m bench.frontend_client FD`, driven by lines of JSON;
-FD is a socket on which the engine asks to be told when so many events are held.
+It counts events as they come, by their mark alone, and parses them only after the round, so that
+the server is the slower end. `python -m bench.frontend_client FD`, driven by lines of JSON; FD is
+a socket on which the engine asks to be told when the client holds a number of events.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _TAIL_BYTES = len(_MARK) - 1  # too few to hold a mark, so none is counted twice
 _LAST_CHUNK = b"0\r\n\r\n"
 _READ_BYTES = 1 << 16
 _SENDS_A_TURN = 8
-_AHEAD = 64  # connections that wait for their requests, where these are spaced
+_AHEAD = 64  # connections that wait for their requests, if requests are spaced in time
 _PATIENCE_S = 60.0
 _BETWEEN_ASKS_S = 0.1
 _GOOD = b"HTTP/1.1 200 "
@@ -50,12 +50,12 @@ _CHAT = Dialect()
 
 
 class BadStream(ValueError):
-    """A stream that does not say what it should; the message names it."""
+    """A stream does not say what it should; the message names the stream."""
 
 
 @dataclass
 class Reads:
-    """What came on one connection, read by read; times are monotonic seconds."""
+    """The bytes of one connection, read by read; times are monotonic seconds."""
 
     times_s: list[float] = field(default_factory=list)
     data: list[bytes] = field(default_factory=list)
@@ -64,11 +64,11 @@ class Reads:
 
     @classmethod
     def after(cls, opening: int) -> "Reads":
-        """Of a stream that begins with so many events without text, which are one as they count."""
+        """Reads of a stream whose first `opening` events have no text; they count as one event."""
         return cls(events=1 - opening)
 
     def add(self, now_s: float, data: bytes) -> int:
-        """Keep a read; how many events begin in it."""
+        """Keep a read; returns how many events begin in it."""
         self.times_s.append(now_s)
         self.data.append(data)
         seen = self.tail + data if self.tail else data
@@ -85,7 +85,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Heard:
-    """One stream, read: monotonic seconds of each token, f64[tokens], and how it was spelt."""
+    """One stream, parsed: monotonic seconds of each token, f64[tokens], and its pieces."""
 
     token_s: np.ndarray
     num_pieces: int
@@ -146,7 +146,7 @@ def _read_chat(event: bytes, name: str) -> tuple[str, str]:
 
 
 def _read_response(event: bytes, name: str) -> tuple[str, str]:
-    """The same of an event of Responses, of which the first and last have the id."""
+    """The same for an event of Responses; only the first and the last ones have the id."""
     value = orjson.loads(event)
     if "response" not in value:
         is_text = value["type"] == "response.output_text.delta"
@@ -167,14 +167,14 @@ class LoadClient:
         self._address = ("", 0)
         self._epoll = select.epoll()
         self._epoll.register(steering.fileno(), select.EPOLLIN)
-        self._threshold: float = math.inf  # events of this round of which the engine wants to know
+        self._threshold: float = math.inf  # events of a round at which to tell the engine
         self._total = 0
 
     def connect(self, host: str, port: int, cell: Cell) -> None:
-        """Fresh connections, all taken in by the server, which closes idle ones after a while.
+        """Open new connections and wait until the server, which closes idle ones, accepted them.
 
-        Requests that do not come all at once get theirs a little ahead. Raises OSError, and
-        BadStream when the server is not ready in time.
+        If requests are spaced in time, their connections are opened a little ahead of them. Raises
+        OSError, and BadStream when the server is not ready in time.
         """
         for connection in self._sockets:
             connection.close()  # leaves the epoll with it
@@ -187,10 +187,10 @@ class LoadClient:
             self._epoll.register(connection.fileno(), select.EPOLLIN)
 
     def _await_health(self) -> None:
-        """Workers whose leases ended while the host stood still are soon back.
+        """Wait until /health is 200: workers whose leases ended while the host stalled come back.
 
-        Connections are taken in the order they came: one answer on one that comes last, and all
-        are. It is of no stream, since most servers close one within seconds of an answer.
+        Servers accept connections in order, so an answer on one that was opened last shows that
+        all are accepted. It carries no stream: most servers close it within seconds of an answer.
         """
         end_s = time.monotonic() + _PATIENCE_S
         with socket.create_connection(self._address, timeout=_PATIENCE_S) as connection:
@@ -199,7 +199,7 @@ class LoadClient:
                 answer = http.client.HTTPResponse(connection)
                 try:
                     answer.begin()
-                    body = answer.read()  # to its end: what is left would begin the next
+                    body = answer.read()  # to its end: the rest would begin the next answer
                 except http.client.HTTPException as error:
                     raise BadStream(f"the server was asked for its health: {error!r}") from error
                 if answer.status == http.HTTPStatus.OK:
@@ -207,10 +207,10 @@ class LoadClient:
                 if time.monotonic() > end_s:
                     what = f"{answer.status} {body!r}"
                     raise BadStream(f"the server was asked for its health and said {what}")
-                time.sleep(_BETWEEN_ASKS_S)  # another's state: nobody tells when it changes
+                time.sleep(_BETWEEN_ASKS_S)  # the server does not say when it changes
 
     def _connect(self, count: int) -> None:
-        """Until there are so many."""
+        """Open connections until there are `count`."""
         while len(self._sockets) < count:
             connection = socket.create_connection(self._address, timeout=_PATIENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -304,7 +304,7 @@ class LoadClient:
     def _send(
         self, cell: Cell, requests: Sequence[bytes], sent_s: list[float], start_s: float
     ) -> float:
-        """Send a few of the requests that are due; seconds there are until the next is."""
+        """Send a few of the requests that are due; returns the seconds until the next one is."""
         for _ in range(_SENDS_A_TURN):
             if len(sent_s) == len(requests):
                 return 1.0

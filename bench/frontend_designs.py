@@ -1,10 +1,10 @@
-"""Other ways from a step to the bytes of its streams, served to be measured beside the product's.
+"""Serves other ways from a step to the bytes of its streams, to compare the product's with them.
 
-`python -m bench.frontend_designs --design NAME ...` takes the flags of `kvferry serve`. All up to
-a generation's sink is the product's own: wire, placement, order of tokens, reading of requests. So
-are the detokenizer, the spelling of events where it is not typed, and the server. Here a sink puts
-what it hears into a queue, and one task a stream, Starlette's StreamingResponse, takes it out,
-detokenizes and spells it.
+`python -m bench.frontend_designs --design NAME ...` takes the flags of `kvferry serve`. Everything
+up to a generation's sink is the product's own: wire, placement, order of tokens, reading of
+requests. So are the detokenizer, the encoding of events that are not typed, and the server. Here a
+sink puts what it hears into a queue. One task per stream, Starlette's StreamingResponse, takes it
+out, detokenizes and encodes it.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Ways:
-    """What makes a design. wake: a callback of the loop for each token, or none, but the loop
-    turns after each GROUP of streams. spell: see `_speller`."""
+    """What makes a design. wake: "token" wakes a stream by a callback of the loop for each token;
+    "group" by none, but the loop turns after each GROUP of streams. spell: see `_speller`."""
 
     wake: Literal["token", "group"]
     spell: Literal["typed", "json", "spliced"]
@@ -65,15 +65,15 @@ DESIGNS = {
     "spliced": Ways("token", "spliced"),
 }
 
-# What a sink hears, in order: tokens, then why it ended or failed.
+# What a sink hears, in order: tokens, then why the generation ended or failed.
 Heard = Tokens | FinishReason | Exception
 
 
 class QueuedChoice:
-    """The sink of one choice: hands on what it hears."""
+    """The sink of one choice: passes on what it hears."""
 
     def __init__(self, choice: Choice, put: Callable[[Heard], object]) -> None:
-        self.generation: Generation | None = None  # set by who submits
+        self.generation: Generation | None = None  # set by the caller that submits it
         self._choice = choice
         self._put = put
 
@@ -81,7 +81,7 @@ class QueuedChoice:
         self._choice.prefilled(cached_tokens, prompt_logprobs)
 
     def on_tokens(self, tokens: Tokens) -> None:
-        """One entry a token, even where the wire brought several steps at once."""
+        """Put one entry per token, even if the wire brought several steps at once."""
         for token_id in tokens.ids:
             self._put(Tokens([token_id]))
 
@@ -95,7 +95,7 @@ class QueuedChoice:
 class QueuedAnswer:
     """The only choice of one request (serving.answer.Answer), as a queue that `events` empties.
 
-    The queue holds at most an entry a token asked for, and the end.
+    The queue holds at most an entry for each token that was asked for, and the end.
     """
 
     def __init__(self, choice: Choice, events: Events, ways: Ways) -> None:
@@ -116,12 +116,12 @@ class QueuedAnswer:
             self.closed.set_result(None)
 
     def run_ended(self, running: asyncio.Task[bool]) -> None:
-        """Whoever runs the request stopped: tell it when that was for an error."""
+        """The task that runs the request ended: if by an error, put that into the queue."""
         if not running.cancelled() and (error := running.exception()) is not None:
             self._queue.put_nowait(ConnectionError(str(error)))
 
     async def written(self) -> AsyncIterator[bytes]:
-        """The response's body. Raises what the generation failed with."""
+        """The response's body. Raises the error with which the generation failed."""
         yield self._events.opening(self._choice)
         while True:
             heard = await self._queue.get()
@@ -138,7 +138,7 @@ class QueuedAnswer:
 
 
 def _speller(ways: Ways, choice: Choice, events: Events) -> Callable[[str], bytes]:
-    """Text -> event: an object or a dict for each, or text between two byte strings."""
+    """Text -> event: encoded as an object or a dict, or spliced between two byte strings."""
     if ways.spell != "spliced":
         return lambda text: events.piece(choice, Piece(text))
     frame = events.frame(choice)
@@ -151,7 +151,7 @@ class DesignedChat:
     """POST /v1/chat/completions, for streams of one plain choice."""
 
     def __init__(self, front: Front, ways: Ways) -> None:
-        """Raises ConfigError when what the design needs is not installed."""
+        """Raises ConfigError when a package that the design needs is not installed."""
         self._front = front
         self._ways = ways
         self._endpoint = ChatEndpoint()
@@ -220,7 +220,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def http_config(app: ASGIApp, config: ServeConfig) -> uvicorn.Config:
-    """As serving.api has it, but for its connections."""
+    """uvicorn's settings as in serving.api, except for how connections are handled."""
     return uvicorn.Config(
         app,
         http="httptools",

@@ -1,7 +1,7 @@
-"""A prefill and a decode worker without a model, in one process, beside the registry they are in.
+"""Plays a prefill and a decode worker without a model, in one process together with their registry.
 
-They speak the wire that real workers speak: Submit, Subscribe and one StepBatch a step for all
-streams. First tokens come from prefill as requests arrive, the others from decode, when told.
+They speak the protocol of real workers: Submit, Subscribe, and one StepBatch per step for all
+streams. First tokens come from prefill as requests arrive, the others from decode when it is told.
 `python -m bench.frontend_engine FD [FLOOR_FD]`, driven by lines of JSON; FD is a socket to the
 client. With FLOOR_FD the steps go to bench/frontend_floor instead.
 """
@@ -27,7 +27,7 @@ from transfer.rpc import RpcServer, Security
 HOST = "127.0.0.1"
 CONTEXT_LENGTH = 4096
 _SIGN_OF_LIFE_S = 0.5
-_LEASE_TTL_S = 60.0  # workers that die with their registry; a host that stands still is no death
+_LEASE_TTL_S = 60.0  # long: workers die with their registry, so only a stalled host could end one
 _LOAD = wire.Load(pages_total=1 << 20, pages_free=1 << 20, slots_total=4096, slots_free=4096)
 
 
@@ -39,7 +39,7 @@ class Worker:
         self.worker_id = f"synthetic-{role}"
         self.epoch = 1
         self.emitter = StepEmitter(self.worker_id, self.epoch)
-        # Begun by Submit, over by its last token or Abort.
+        # From Submit until the last token or Abort.
         self.rooms: dict[int, wire.Submit] = {}
         self._workers = workers
         self._streams: dict[str, Replies] = {}  # bounded by the steps of a round
@@ -70,16 +70,16 @@ class Worker:
         )
 
     async def stop(self) -> None:
-        """Serve nobody any more, at once."""
+        """Stop serving, at once."""
         await self._server.stop(0.0)
 
     def send(self) -> None:
-        """Everything the emitter has, to the streams it is for."""
+        """Send everything that the emitter has to the reply streams that it is for."""
         for api_id, batch in self.emitter.take(SYSTEM_CLOCK.monotonic_s()).items():
             assert self._streams[api_id].offer(batch), "a round is within what may wait"
 
     def over(self, rooms: Iterable[int]) -> None:
-        """These had their last token here."""
+        """Forget rooms that had their last token here."""
         for room in rooms:
             self.rooms.pop(room, None)
 
@@ -103,7 +103,7 @@ class Worker:
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         self._streams[request.api_id] = replies = Replies()
         try:
-            # A worker whose signs of life never change counts as one that stands still.
+            # A worker whose signs of life never change counts as stalled, so `turn` goes along.
             for turn in itertools.count():
                 try:
                     batch = await replies.take(_SIGN_OF_LIFE_S if turn else 0.0)
@@ -117,7 +117,7 @@ class Worker:
 
 
 class Workers:
-    """Both workers and their registry: the way of the real server."""
+    """Both workers and their registry: the `Way` to a real server."""
 
     def __init__(self, security: Security, token_ids: Sequence[int]) -> None:
         self.security = security
@@ -143,7 +143,7 @@ class Workers:
         return self._round
 
     def submitted(self, role: wire.Role, submits: Sequence[wire.Submit]) -> None:
-        """Legs arrived. At prefill their first tokens leave at once."""
+        """Legs arrived. Prefill sends their first tokens at once."""
         current = self._round
         assert current is not None, "a request outside of a round"
         streams = [stream_of(submit.request_id) for submit in submits]
@@ -181,7 +181,7 @@ class Workers:
 
 
 class FloorSteps:
-    """The way of the floor: a socket that carries stream numbers, and a token index a step."""
+    """The `Way` to the floor: over a socket, requested streams come in and steps go out."""
 
     def __init__(self, floor: socket.socket) -> None:
         self._socket = floor

@@ -1,8 +1,8 @@
-"""The floor under the front end benchmark: the same bytes from a uvloop Protocol, without HTTP.
+"""The floor of the front end benchmark: the same bytes from a uvloop Protocol, without HTTP.
 
-It knows as much of HTTP as finding where a request ends, and writes events that were prepared. The
-engine tells it steps over a socket, in place of gRPC. `python -m bench.frontend_floor FD`; with the
-path of what frontend_floor.rs was compiled to, that serves, and this only prepares its bytes.
+Of HTTP it knows only how to find the end of a request; it writes prepared events. The engine tells
+it steps over a socket instead of gRPC. `python -m bench.frontend_floor FD [BINARY]`: with BINARY,
+compiled from frontend_floor.rs, that serves, and this process only prepares its bytes.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ def _chunk(data: bytes) -> bytes:
 
 
 class Spelling:
-    """Events of a stream as bytes, each a chunk; pieces have exactly the bytes asked."""
+    """Encodes a stream's events, each as an HTTP chunk; whole pieces have exactly a given size."""
 
     def __init__(self, cell: Cell, piece_bytes: int, texts: list[str]) -> None:
-        """piece_bytes: of a whole piece with its chunk's frame; less than there must be adds 0."""
+        """piece_bytes: of a whole piece in its HTTP chunk; ignored if below the least possible."""
         self._cell = cell
         self._texts = texts
         self._encoded = [text.encode() for text in texts]
@@ -58,19 +58,19 @@ class Spelling:
         self._frames = [self._frame(stream) for stream in range(cell.num_streams)]
 
     def opening(self, stream: int) -> bytes:
-        """What goes before the first token."""
+        """The bytes before the first token."""
         return _HEAD + _chunk(self._event(stream, {"role": "assistant", "content": ""}))
 
     def around(self, stream: int) -> tuple[bytes, bytes]:
-        """What goes before and after a token's text, where each has an event of its own."""
+        """The bytes before and after a token's text, where each token has an event of its own."""
         return self._frames[stream]
 
     def closing(self, stream: int) -> bytes:
-        """What goes after the last token."""
+        """The bytes after the last token."""
         return _chunk(self._event(stream, {}, "length")) + _END
 
     def write(self, stream: int, token_idx: int) -> bytes:
-        """What there is to write once that token came; may be nothing."""
+        """The bytes to write when that token comes; there may be none."""
         cell = self._cell
         if cell.interval == 1:
             before, after = self.around(stream)
@@ -101,7 +101,7 @@ class Spelling:
 
 
 class Floor:
-    """All connections of the client, by the stream that each carries now, and the engine's."""
+    """All connections of the client, by the stream that each carries now, and the engine's one."""
 
     def __init__(self) -> None:
         self.transports: dict[int, asyncio.Transport] = {}
@@ -183,10 +183,11 @@ async def serve(engine: socket.socket) -> None:
 
 
 def native_round(cell: Cell, piece_bytes: int, texts: Sequence[str]) -> bytes:
-    """What frontend_floor.rs serves next. Raises ValueError for an interval it does not know.
+    """The round that frontend_floor.rs serves next. Raises ValueError if the interval is not 1.
 
-    u32 streams, output tokens, texts; then texts, and of each stream what goes before its first
-    token, around every one and after the last, each with its u32 length.
+    u32 numbers of streams, output tokens and texts. Then come byte strings, each behind its u32
+    length: the texts, and for each stream those before its first token, before every token, after
+    every token, and after its last.
     """
     if cell.interval != 1:
         raise ValueError(f"the native floor writes an event a token, got interval {cell.interval}")
