@@ -1,6 +1,6 @@
-"""The way of steps to another project's front end, whose messages its own module knows.
+"""Sends steps to another project's front end; a module for each project knows its messages.
 
-Runs in that project's environment, as everything does that this imports.
+Runs in that project's environment, as does everything that it imports.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ CONTEXT_LENGTH = 4096
 
 
 class Messages(Protocol):
-    """What a front end says to its engine, and hears from it. Requests are of its own type."""
+    """The messages between a front end and its engine. Requests are of the front end's own type."""
 
     async def take(self) -> list[Any]:
-        """The requests that have come since, at least one; anything else is answered here."""
+        """Wait for new requests and return them, at least one; answers anything else itself."""
         ...
 
     def name(self, request: Any) -> str:
-        """The id that the client gave it."""
+        """The id that the client gave the request."""
         ...
 
     def send(self, requests: Sequence[Any], token_ids: Sequence[int], idx: int, last: bool) -> None:
-        """Token idx of each request, in one message, as one step of a real engine leaves."""
+        """Send token idx of each request in one message, as a real engine sends a step."""
         ...
 
 
 class PeerSteps:
-    """A way (bench.frontend_steps): first tokens leave as requests come, the others when told."""
+    """A `Way` (bench.frontend_steps): first tokens leave as requests come, the others when told."""
 
     def __init__(self, messages: Messages, token_ids: Sequence[int]) -> None:
         self._messages = messages
@@ -74,7 +74,7 @@ class PeerSteps:
 
 
 def tell_addresses(notify_fd: int, from_server: str, to_server: str) -> None:
-    """Say where the engine hears this server, and where this server hears the engine."""
+    """Tell the benchmark where the engine hears this server, and where this server hears it."""
     line = json.dumps({"from_server": from_server, "to_server": to_server}) + "\n"
     os.write(notify_fd, line.encode())
     os.close(notify_fd)

@@ -1,4 +1,4 @@
-"""Front ends of other projects: whether an environment has one, and its server's process."""
+"""Runs front ends of other projects: finds one in its environment, and owns its server process."""
 
 import json
 import os
@@ -25,7 +25,7 @@ _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.arg
 
 
 def version_in(python: str, package: str) -> str:
-    """What version of a package a Python has. Raises NoServer where there is none."""
+    """The version of a package that a Python has installed. Raises NoServer if it has none."""
     try:
         words = [python, "-c", _ASK, package]
         done = subprocess.run(
@@ -40,13 +40,13 @@ def version_in(python: str, package: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that runs a module of ours by a peer's Python: offline, on the processor."""
+    """The environment in which a peer's Python runs a module of ours: offline, on the CPU."""
     ours = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return os.environ | ours
 
 
 class PeerServer:
-    """Another project's server, from its start to its end, with all processes it starts."""
+    """Another project's server, from start to end, with all processes that it starts."""
 
     def __init__(self, design: Design, python: str, model_path: Path, core: int) -> None:
         self._design = design
@@ -88,7 +88,7 @@ class PeerServer:
         return self._process.pid
 
     def addresses(self) -> dict[str, Any]:
-        """Where it hears its engine and is heard. Raises NoServer when it does not say, or ends."""
+        """The addresses of the sockets to and from its engine. Raises NoServer if it tells none."""
         ready, _, _ = select.select([self._told], [], [], _START_TIMEOUT_S)
         line = self._told.readline() if ready else ""
         if not line:
@@ -97,7 +97,7 @@ class PeerServer:
         return values
 
     def wait(self) -> None:
-        """Until it is ready. Raises NoServer."""
+        """Wait until it is ready. Raises NoServer."""
         if not wait_ready(self.server, self._process, _START_TIMEOUT_S):
             raise self._failed()
 

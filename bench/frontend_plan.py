@@ -1,4 +1,4 @@
-"""What all processes of the front end benchmark agree on: cells, tokens, events, and how they talk.
+"""What all processes of the front end benchmark share: cells, tokens, events, and how they talk.
 
 Streams are numbered from zero and named by `request_id`. Token k of stream s is entry
 (s + k) % n of a list of n tokens of five characters each, so that a token that is lost, doubled
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 TOKEN_CHARS = 5
-STEER = struct.Struct("<q")  # engine to client: tell me when you hold so many events
+STEER = struct.Struct("<q")  # engine to client: tell me when you hold this many events
 STEP = struct.Struct("<ii")  # engine to floor: token index, number of streams; then i32 each
 REQUESTED = struct.Struct("<i")  # floor to engine: this stream was asked for
 
 
-# When the next step leaves. saturated: when the client holds all but a quarter of the last. paced:
-# by the clock. backlog: at once, whatever the client has.
+# When the next step leaves. saturated: when the client holds all events but the last ones of a
+# quarter of the streams. paced: by the clock. backlog: at once, whatever the client has.
 Drive = Literal["saturated", "paced", "backlog"]
 
 
@@ -31,7 +31,7 @@ class Cell:
 
     num_streams: int
     output_tokens: int
-    interval: int  # tokens an event after the first; 0: as the server likes, so not saturated
+    interval: int  # tokens per event after the first; 0: the server decides, so not saturated
     drive: Drive = "saturated"
     step_s: float = 0.0
     spacing_s: float = 0.0  # seconds from request to request
@@ -42,12 +42,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As rows have it, before the design."""
+        """The cell's name in rows, before the design's."""
         step = f" {self.step_s * 1e3:g} ms" if self.drive == "paced" else ""
         return f"x{self.num_streams} {self.drive}{step}"
 
     def to_json(self) -> dict[str, Any]:
-        """The other way is Cell(**values)."""
+        """The inverse is Cell(**values)."""
         return asdict(self)
 
 
@@ -55,8 +55,8 @@ class Cell:
 class Dialect:
     """How a server is asked, and how it answers.
 
-    id_field: of a request, with its id. id_prefix: what answers have before that id. opening:
-    events before the first text.
+    id_field: the field of a request with its id. id_prefix: what answers put before that id.
+    opening: the number of events before the first text.
     """
 
     path: str = "/v1/chat/completions"
@@ -66,42 +66,42 @@ class Dialect:
 
     @property
     def is_chat(self) -> bool:
-        """Else it is OpenAI's Responses."""
+        """Whether it is OpenAI's chat completions; otherwise it is Responses."""
         return self.path.endswith("/chat/completions")
 
     def to_json(self) -> dict[str, Any]:
-        """The other way is Dialect(**values)."""
+        """The inverse is Dialect(**values)."""
         return asdict(self)
 
 
 def request_id(stream: int) -> str:
-    """All of one length, so that events are."""
+    """The id of a stream's request. All have one length, so that events have."""
     return f"s-{stream:06d}"
 
 
 def stream_of(name: str) -> int:
-    """The stream of a request id. Raises ValueError for another name."""
+    """The stream of a request id. Raises ValueError for anything else."""
     return int(name.removeprefix("s-"))
 
 
 def token_at(stream: int, token_idx: int, num_tokens: int) -> int:
-    """Which entry of the list of tokens it is."""
+    """The index in the list of tokens of token `token_idx` of a stream."""
     return (stream + token_idx) % num_tokens
 
 
 def text_of(stream: int, start: int, end: int, texts: Sequence[str]) -> str:
-    """What tokens start .. end - 1 of a stream say."""
+    """The text of tokens start .. end - 1 of a stream."""
     return "".join(texts[token_at(stream, k, len(texts))] for k in range(start, end))
 
 
 def pieces_of(num_tokens: int, interval: int) -> int:
-    """Events with text once so many tokens were told: the first at once, then full intervals."""
+    """Events with text after `num_tokens` tokens: the first at once, then one per full interval."""
     return 1 + (num_tokens - 1) // interval if num_tokens else 0
 
 
 def tokens_of(model_path: Path) -> tuple[list[int], list[str]]:
     """(ids, texts) of the tokens that are five plain characters."""
-    from serving.tokenizer import Tokenizer  # not where another project's server runs
+    from serving.tokenizer import Tokenizer  # not in the environment of another project's server
 
     tokenizer = Tokenizer.from_dir(model_path)
     found = [(idx, tokenizer.token_text(idx)) for idx in range(tokenizer.vocab_size)]
@@ -124,7 +124,7 @@ def say(**values: Any) -> None:
 
 
 def told() -> dict[str, Any]:
-    """The next thing asked of this process; {} when nothing more will be."""
+    """The next request to this process; {} when there will be no more."""
     line = sys.stdin.readline()
     values: dict[str, Any] = json.loads(line) if line else {}
     return values

@@ -1,4 +1,4 @@
-"""The processes of the front end benchmark: started, pinned to their cores, talked to, ended."""
+"""Starts the front end benchmark's processes, pins them to cores, talks to them and ends them."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 60.0
 
 
 class Failed(RuntimeError):
-    """A process of the benchmark ended, or a stream was not what it should be."""
+    """A process of the benchmark ended, or a stream was wrong."""
 
 
 class Child:
@@ -44,8 +44,8 @@ class Child:
         more: Sequence[str] = (),
         peer_python: str = "",
     ) -> None:
-        """more: arguments after the numbers of the sockets. peer_python: what runs it, if not ours,
-        as an engine for the server of the same module."""
+        """more: arguments after the numbers of the sockets. peer_python: if given, this Python runs
+        the module as the engine of its project's server."""
         numbers = [sock.fileno() for sock in sockets]
         self._module = module
         ours = [sys.executable, "-m", module]
@@ -71,7 +71,7 @@ class Child:
         self._process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Its next line. Raises Failed when it has an error to tell, or ended."""
+        """Its next line. Raises Failed when that is an error, or when the process ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -97,7 +97,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Load:
-    """What loads servers, on a core of its own. address: of the registry, if there is one."""
+    """The processes that load servers, on their own core. address: the registry's, if any."""
 
     engine: Child
     client: Child
@@ -106,7 +106,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Target:
-    """A server under test with what loads it. floor: when it is that."""
+    """A server under test with what loads it. floor: the floor's process, if that is the server."""
 
     server: Server
     pid: int
@@ -114,7 +114,7 @@ class Target:
     floor: Child | None = None
 
     def who_ended(self) -> str:
-        """What to add to a failure: processes of it that are gone."""
+        """Text to add to a failure: which of the processes are gone."""
         gone = [name for name in ("engine", "client") if getattr(self.load, name).has_ended]
         if not psutil.pid_exists(self.pid) or _is_zombie(self.pid):
             gone.append("server")
@@ -126,10 +126,10 @@ def _is_zombie(pid: int) -> bool:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time so far of a process and those it started that live.
+    """Seconds of processor time so far of a process and its living descendants.
 
-    By the clock that Linux has for each process, to the nanosecond (clock_getcpuclockid(3)): what
-    psutil reads counts in hundredths of a second, and a cell may be over in a few.
+    It is read from the clock that Linux has for each process, to the nanosecond
+    (clock_getcpuclockid(3)): psutil counts hundredths of a second, and a cell may last only a few.
     """
     return sum(time.clock_gettime((~each.pid << 3) | 2) for each in _family(pid))
 
@@ -140,7 +140,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def peak_rss_mb(pid: int) -> float:
-    """Most memory that was resident since `forget_peak_rss`, of a process and those it started."""
+    """Peak resident memory since `forget_peak_rss`, summed over a process and its descendants."""
     return sum(_peak_rss_mb(each.pid) for each in _family(pid))
 
 
@@ -152,7 +152,7 @@ def _peak_rss_mb(pid: int) -> float:
 
 
 def forget_peak_rss(pid: int) -> None:
-    """What is resident now counts as the peak so far, where the kernel can forget."""
+    """Reset the peak to what is resident now, where the kernel can."""
     for each in _family(pid):
         with suppress(OSError):
             Path(f"/proc/{each.pid}/clear_refs").write_text("5", encoding="ascii")
@@ -167,10 +167,10 @@ def targets(
     more_args: Sequence[str],
     pythons: Mapping[str, str],
 ) -> Iterator[dict[Design, Target]]:
-    """A ready server for each design, those with the same command in one process.
+    """A ready server for each design; designs with the same command share a process.
 
     ids, texts: tokens of the model's vocabulary. more_args: for the product's servers.
-    pythons: what runs a peer, by its name.
+    pythons: the Python that runs a peer, by the peer's name.
     Raises NoServer with the end of a log.
     """
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def targets(
 
 
 def _cores() -> tuple[int, int]:
-    """(of servers, of what loads them); the same when there is one."""
+    """(core of the servers, core of what loads them); the same if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[0], cores[-1]
 
@@ -238,7 +238,7 @@ def _load(ids: list[int], texts: list[str]) -> Iterator[Load]:
 
 @contextmanager
 def _compiled() -> Iterator[str]:
-    """What frontend_floor.rs compiles to. Raises NoServer where that cannot be done."""
+    """The path of the compiled frontend_floor.rs. Raises NoServer if it cannot be compiled."""
     if (compiler := shutil.which("rustc")) is None:
         raise NoServer("the native floor needs rustc on the PATH, got none")
     with tempfile.TemporaryDirectory() as name:
@@ -253,7 +253,7 @@ def _compiled() -> Iterator[str]:
 
 @contextmanager
 def _floor(texts: list[str], binary: str | None) -> Iterator[Target]:
-    """The floor with an engine that knows its way, and a client. binary: what serves, if not it."""
+    """The floor with an engine for it, and a client. binary: the native floor, if that serves."""
     server_core, core = _cores()
     with ExitStack() as stack:
         steers, steered = stack.enter_context(_socket_pair())
@@ -291,7 +291,7 @@ def _peer(
 def _command(
     design: Design, model_path: Path, load: Load, more_args: Sequence[str]
 ) -> tuple[str, ...]:
-    """What to run with `python -m`."""
+    """The arguments of `python -m` for a server."""
     shared = ["--model-path", str(model_path), "--registry-address", load.address]
     shared += ["--port", "0", "--max-inflight-requests", "4096"]
     more = more_args if design.is_product else []
@@ -299,7 +299,7 @@ def _command(
 
 
 class _Starting:
-    """A server from its start to its end."""
+    """A server's process, from start to end."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -338,7 +338,7 @@ class _Starting:
         self._stack.close()
 
     def wait(self, load: Load) -> Target:
-        """Until it is ready. Raises NoServer."""
+        """Wait until it is ready. Raises NoServer."""
         ready = self._notified.read()  # until it is ready, or has ended
         server = parse_url(json.loads(ready)["url"], "") if ready else None
         if server is None or not wait_ready(server, self._process, _START_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""What the front end benchmark measures of a round, and the rows that come of many."""
+"""Collects what the front end benchmark measures in a round, and makes rows of several rounds."""
 
 import os
 import shlex
@@ -25,13 +25,13 @@ UNITS = {
     "lag p99": "ms",
     "peak rss": "MB",
 }
-# Metrics of the product that stand beside another design's of the same run as well.
+# Metrics of the product that are also compared with those of other designs of the same run.
 _BESIDE_METRICS = {"paced": ("output", "ttft p50", "lag p99")}
 
 
 @dataclass
 class Measured:
-    """Sums and samples of one round. Times in seconds; cpu of one process each."""
+    """Sums and samples of one round. Times in seconds; load_cpu_s: of engine and client."""
 
     tokens: int = 0  # after each stream's first
     pieces: int = 0
@@ -44,7 +44,8 @@ class Measured:
     peak_rss_mb: float = 0.0
 
     def add(self, cell: Cell, heard: dict[str, Any], told: dict[str, Any], path: Path) -> None:
-        """All streams once. heard: of the client, with its table at path; told: of the engine."""
+        """Add one play of all streams. heard: from the client, whose table is at path; told: from
+        the engine."""
         table = np.load(path)
         sent_s, token_s = table[:, 0], table[:, 1:]
         emitted_s = np.empty_like(token_s)
@@ -58,7 +59,7 @@ class Measured:
         self.piece_bytes = heard["piece_bytes"]
 
     def values(self) -> dict[str, float]:
-        """Of each metric of UNITS."""
+        """The value of each metric of UNITS."""
         lag_s = np.concatenate(self.lag_s)
         p50_s, p99_s = np.quantile(lag_s, (0.5, 0.99), method="inverted_cdf").tolist()
         return {
@@ -112,8 +113,11 @@ def report_case(
 
 
 def _beside(design: Design, case: Case) -> list[Design]:
-    """Those with an event a token stand beside the product with one, and that beside other
-    intervals of the product."""
+    """The other designs that a design of the product is compared with.
+
+    With one token per event those are designs that have that too; at other intervals, and for
+    `auto`, it is the product with one token per event.
+    """
     if not design.is_product:
         return []
     names = ("grouped+json", *PEER_NAMES, "floor") if design.interval == 1 else ("all",)

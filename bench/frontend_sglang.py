@@ -1,8 +1,8 @@
-"""SGLang's own front end under the benchmark, and the messages of its scheduler, which it lacks.
+"""Runs SGLang's own front end under the benchmark, and plays the scheduler that it talks to.
 
-Runs in an environment that has SGLang. `... -m bench.frontend_sglang serve NOTIFY_FD MODEL PORT`:
-HTTP server, TokenizerManager and DetokenizerManager as `sglang.launch_server` starts them, at their
-defaults. `... -m bench.frontend_sglang engine FD`: what sends them tokens, as its scheduler would.
+Runs in an environment that has SGLang. `-m bench.frontend_sglang serve NOTIFY_FD LIFELINE_FD MODEL
+PORT`: HTTP server, TokenizerManager and DetokenizerManager as `sglang.launch_server` starts them,
+at their defaults. `-m bench.frontend_sglang engine FD`: sends them tokens, as its scheduler would.
 """
 
 import multiprocessing
@@ -17,12 +17,12 @@ from bench.frontend_peer_steps import CONTEXT_LENGTH, HOST, PeerSteps, tell_addr
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 
-_PROMPT_TAIL = 5  # ids of the prompt that its scheduler gives the detokenizer to begin with
+_PROMPT_TAIL = 5  # last ids of a prompt, which SGLang's scheduler sends the detokenizer at first
 
 
 def serve(notify_fd: int, model_path: str, port: str) -> None:
-    """Until killed."""
-    # Or /health asks the engine for a token, and waits a second for it.
+    """Serve until killed."""
+    # Otherwise /health asks the engine for a token and waits a second for it.
     os.environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.entrypoints.http_server import launch_server
@@ -43,7 +43,7 @@ def serve(notify_fd: int, model_path: str, port: str) -> None:
 
 
 def stand_in(*args: Any) -> None:
-    """Where SGLang's scheduler process would be: ready at once, and there as long as its parent."""
+    """Stands in for SGLang's scheduler process: ready at once, and lives as long as its parent."""
     facts = {"max_total_num_tokens": 1 << 20, "max_req_input_len": CONTEXT_LENGTH}
     args[-1].send({"status": "ready"} | facts)
     parent = multiprocessing.parent_process()
@@ -91,7 +91,7 @@ class SglangMessages:
         def each(value: Any) -> list[Any]:
             return [value] * len(requests)
 
-        # What nobody asked for is None, as its scheduler leaves it: logprobs, hidden states, ...
+        # Fields that nobody asked for (logprobs, hidden states, ...) are None, as from a scheduler.
         told = dict.fromkeys(output.__struct_fields__) | {
             "rids": [request.rid for request in requests],
             "http_worker_ipcs": each(None),

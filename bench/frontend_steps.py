@@ -1,6 +1,6 @@
-"""The steps of a round, whichever way they go: what the engines of the front end benchmark share.
+"""Paces the steps of a round: the part that all engines of the front end benchmark share.
 
-Needs numpy and uvloop alone: an engine may run in the environment of another project's server.
+It needs only numpy and uvloop, as an engine may run in the environment of another project's server.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import uvloop
 
 from bench.frontend_plan import STEER, Cell, pieces_of, say, told
 
-_PATIENCE_S = 180.0  # for the steps of a round, over what they take when paced
+_PATIENCE_S = 180.0  # for the steps of a round, beyond the time that their pace takes
 
 
 class Round:
-    """What came in and what left since the cell was told. Times are monotonic seconds."""
+    """The requests that arrived and the steps that left in a round. Times are monotonic seconds."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -30,14 +30,14 @@ class Round:
         self._num_ready = 0
 
     def begin(self, streams: Sequence[int], now_s: float) -> None:
-        """Their first tokens leave now."""
+        """The first tokens of these streams leave now."""
         for stream in streams:
             self.first_s[stream] = now_s
         self._num_begun += len(streams)
         self._check()
 
     def ready(self, num_streams: int) -> None:
-        """So many more are known to decode."""
+        """Decode has the requests of `num_streams` more streams."""
         self._num_ready += num_streams
         self._check()
 
@@ -50,7 +50,7 @@ class Way(Protocol):
     """How tokens get to the server under test."""
 
     async def start(self) -> dict[str, Any]:
-        """Connect or listen; what the parent must know."""
+        """Connect or listen; returns what the parent must know."""
         ...
 
     def begin(self, cell: Cell) -> Round:
@@ -97,7 +97,7 @@ class Pacer:
 
 
 async def serve(steering: socket.socket, way_of: Callable[[dict[str, Any]], Way]) -> None:
-    """Run rounds until nothing more is asked. way_of: makes the way of what is told first."""
+    """Run rounds until no more are asked for. way_of: makes the `Way` from the first request."""
     steering.setblocking(False)
     way = way_of(await asyncio.to_thread(told))
     say(**await way.start())

@@ -1,4 +1,4 @@
-"""Chat events as validated pydantic objects, one a chunk: how most Python front ends spell them.
+"""Encodes chat events as validated pydantic objects, one per chunk, as most Python front ends do.
 
 The fields and their order are the product's, so that designs differ in work and not in bytes.
 pydantic comes with the development dependencies; nothing that serves imports it.

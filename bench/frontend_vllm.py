@@ -1,8 +1,8 @@
-"""vLLM's own front end under the benchmark, and the messages of its engine core, which it lacks.
+"""Runs vLLM's own front end under the benchmark, and plays the engine core that it talks to.
 
-Runs in an environment that has vLLM. `... -m bench.frontend_vllm serve NOTIFY_FD MODEL PORT`:
-HTTP server, AsyncLLM and its detokenizer as `vllm serve` runs them, at their defaults.
-`... -m bench.frontend_vllm engine FD`: what sends it tokens, as its engine core would.
+Runs in an environment that has vLLM. `-m bench.frontend_vllm serve NOTIFY_FD LIFELINE_FD MODEL
+PORT`: HTTP server, AsyncLLM and its detokenizer as `vllm serve` runs them, at their defaults.
+`-m bench.frontend_vllm engine FD`: sends it tokens, as its engine core would.
 """
 
 import os
@@ -17,13 +17,13 @@ from bench.frontend_peer_steps import HOST, PeerSteps, tell_addresses
 from bench.frontend_plan import inherited_socket
 from bench.frontend_steps import run
 
-_RANK = (0).to_bytes(2, "little")  # what the only engine calls itself
-_NAME = re.compile("chatcmpl-(.*)-.*")  # vLLM's name of a request around the client's
-_ANSWERS = {"get_supported_tasks": ("generate",)}  # to what it asks beside requests; else None
+_RANK = (0).to_bytes(2, "little")  # the identity of the only engine
+_NAME = re.compile("chatcmpl-(.*)-.*")  # vLLM's name of a request, around the client's name
+_ANSWERS = {"get_supported_tasks": ("generate",)}  # to calls that are no requests; else None
 
 
 def serve(notify_fd: int, model_path: str, port: str) -> None:
-    """Until killed."""
+    """Serve until killed."""
     os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
