@@ -1,4 +1,4 @@
-"""Recorded numbers of small checkpoints against what this device computes, one device."""
+"""Compares what one device computes for small checkpoints with the numbers recorded for them."""
 
 import json
 import os
@@ -27,10 +27,11 @@ from model.weights import load_params
 FOLDER = ROOT / "tests" / "goldens"
 PAGE_SIZE = 16
 TOKENS = 144  # one padded chunk holds the longest prompt
-NUM_PAGES = 10  # of that prompt and its continuation
+NUM_PAGES = 10  # enough for that prompt and its continuation
 LOGIT_TOLERANCE = 2e-4  # as the fixtures' README has it for float32
-# The largest median of several correct ways to compute in bfloat16, of positions' mean distances to
-# float32; half as much again is a fair limit. Of experts that change, a mean would tell nothing.
+# By checkpoint, how far correct bfloat16 is from float32: the mean distance of a position's logits,
+# its median over positions, and of that the largest among several correct ways to compute. Half as
+# much again is a fair limit. A mean over positions would tell nothing, because some change experts.
 BFLOAT16_MEDIANS = {
     "deepseek_v2": 0.041,
     "deepseek_v3": 0.061,
@@ -47,9 +48,9 @@ BFLOAT16_MEDIANS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One checkpoint: largest distance of a logit, prompts, continuations that are the same.
+    """One checkpoint: largest distance of a logit, number of prompts, and of equal continuations.
 
-    median: of positions' mean distances.
+    median: over positions, of the mean distance of a position's logits.
     """
 
     error: float
@@ -59,9 +60,9 @@ class Outcome:
 
 
 def check_goldens(report: Report, dtype: str = "float32") -> bool:
-    """Run every checkpoint found and report it; whether all agree.
+    """Run every checkpoint found and report it; returns whether all agree.
 
-    dtype: in bfloat16, those whose distances are known.
+    dtype: in bfloat16, only checkpoints of BFLOAT16_MEDIANS run.
     Raises FileNotFoundError when the fixtures are not there.
     """
     found = sorted(path.parent.name for path in FOLDER.glob("*/golden.json"))
@@ -69,7 +70,7 @@ def check_goldens(report: Report, dtype: str = "float32") -> bool:
         raise FileNotFoundError(f"no golden fixtures in {FOLDER}: run from a clone")
     good = True
     chosen = [name for name in found if dtype == "float32" or name in BFLOAT16_MEDIANS]
-    # Each spends its time compiling its two programs, side by side as well.
+    # Most of the time goes into compiling two programs for each, so that too is done side by side.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         outcomes = pool.map(lambda name: check_golden(FOLDER / name, dtype), chosen)
         for name, outcome in zip(chosen, outcomes, strict=True):
@@ -142,14 +143,14 @@ def _token_logits(model: Model, params: Any, pool: Any, *row: Any) -> tuple[Any,
 
 
 def _one_token(token_id: int, position: int) -> tuple[jax.Array, ...]:
-    """What a step takes of the one sequence: ids, positions, page table, kv index."""
+    """The arguments of a step for the one sequence: ids, positions, page table, kv index."""
     kv_idx = _kv_idx(np.array([position]))
     rows = (np.array([token_id]), np.array([position]), _pages()[None], kv_idx)
     return tuple(jnp.asarray(row.astype(np.int32)) for row in rows)
 
 
 def _pages() -> np.ndarray:
-    """Pages of the one sequence, in no order."""
+    """Pages of the one sequence, shuffled."""
     return np.random.default_rng(3).permutation(NUM_PAGES).astype(np.int32)
 
 

@@ -1,15 +1,15 @@
-"""Everything worth knowing about a device in one command, for a machine that is there for minutes.
+"""Checks and measures a device in one command, for a machine that is available for minutes only.
 
     python -m bench.gpu_check               all parts, in order
     python -m bench.gpu_check --only steps  one part (repeat for more)
 
 Each part runs in a process of its own with a time limit, so that it has the device's memory to
-itself and cannot take the others along. Parts that only check numbers run beside each other, those
-that are timed alone. The last three are the steps of other shapes and what they are made of, in the
-time that is left: what that is not enough for is left out. Rows are appended as they are measured,
-by default to bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where demo
-shapes stand in for the large ones; the most telling are printed again at the end. Batches whose
-pages do not fit beside the weights are left out.
+itself and cannot take down the others. Parts that only check numbers run beside each other; parts
+that are timed run alone. The last three parts measure other shapes (steps, then what they are made
+of) in the time that is left, and leave out what there is no time for. Rows are appended as they are
+measured, by default to bench/results/gpu_check.jsonl on an accelerator and nowhere on a CPU, where
+demo shapes stand in for the large ones. The most telling rows are printed again at the end. Batches
+whose pages do not fit beside the weights are left out.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from bench.surroundings import ROOT, describe
 from bench.timing import Allowance
 from model.errors import ModelError
 
-# Seconds each part may take, and all together. Most take less than they may: what is left is for
-# those that come last, which measure what matters most first.
+# Seconds that each part may take, and all together. Most take less than their limit, and leave the
+# rest to the last parts, which measure what matters most first.
 LIMITS_S = {
     "ceilings": 30,
     "goldens": 150,
@@ -51,10 +51,10 @@ LIMITS_S = {
     "gpt-oss-20b": 90,
 }
 TOTAL_S = 460.0  # under eight minutes with a part that has to be stopped
-LEAST = 2 / 3  # of its limit: with less left a part is not begun
-ENDING_S = 10.0  # before its limit a part begins nothing more
+LEAST = 2 / 3  # of its limit: a part is not begun with less time left
+ENDING_S = 10.0  # this long before its limit a part begins nothing more
 STOP_TIMEOUT_S = 10.0
-# Parts that run beside each other, and the share of the device's memory that each then has.
+# Parts that run beside each other, with the share of the device's memory that each has then.
 BESIDE = {"goldens": 0.04, "goldens-bfloat16": 0.04, "backends": 0.82}
 ALONE = 0.92
 RESULTS = ROOT / "bench" / "results" / "gpu_check.jsonl"
@@ -62,7 +62,7 @@ assert PARTS.keys() == LIMITS_S.keys()
 
 
 def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """0 when every part that was begun ended well, and every one that was named was begun."""
+    """Returns 0 when every part that was begun ended well and every part of --only was begun."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
@@ -105,7 +105,7 @@ def _rows(path: Path) -> list[Row]:
 def _run_all(
     parts: Sequence[str], args: argparse.Namespace, clock: Callable[[], float]
 ) -> dict[str, int | None]:
-    """Exit status of every part that was begun, None of one that had to be stopped."""
+    """Exit status of every part that was begun; None if it had to be stopped."""
     end_s = clock() + TOTAL_S
     stages = stages_of(parts)
     codes: dict[str, int | None] = {}
@@ -127,16 +127,16 @@ def _run_all(
 
 
 def stages_of(parts: Sequence[str]) -> list[list[str]]:
-    """Parts in the order in which they run; those of one list run beside each other."""
+    """Parts in the order in which they run; the parts of one list run beside each other."""
     beside = [part for part in parts if part in BESIDE]
     stages = [beside if part in BESIDE else [part] for part in parts]
     return [stage for number, stage in enumerate(stages) if stage not in stages[:number]]
 
 
 def limit_of(stage: Sequence[str], left_s: float, to_come: int) -> float:
-    """Seconds that these parts may take, 0 when what is left is too little to begin them.
+    """Seconds that these parts may take; 0 when too little time is left to begin them.
 
-    to_come: these, and those that run after them. Other shapes share what is left.
+    to_come: how many stages are left, this one included. Those of other shapes share the time left.
     """
     limit_s = float(max(LIMITS_S[part] for part in stage))
     least_s = LEAST * limit_s
@@ -146,7 +146,7 @@ def limit_of(stage: Sequence[str], left_s: float, to_come: int) -> float:
 
 
 class Command(NamedTuple):
-    """What runs a part."""
+    """The command that runs a part."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -171,7 +171,7 @@ def _command(part: str, args: argparse.Namespace, limit_s: float, alone: bool) -
 
 
 def run_limited(commands: Mapping[str, Command], limit_s: float) -> dict[str, int | None]:
-    """Exit statuses of commands beside each other, None where one had to be stopped."""
+    """Run commands beside each other; returns exit statuses, None where one had to be stopped."""
     start_s = time.monotonic()
 
     def ended(process: psutil.Process) -> None:
@@ -189,10 +189,10 @@ def run_limited(commands: Mapping[str, Command], limit_s: float) -> dict[str, in
 
 @contextlib.contextmanager
 def _started(command: Command) -> Iterator[psutil.Popen]:
-    """A process that ends with the block, and with this process, with all that it started.
+    """A process that ends, with all that it started, with the block or with this process.
 
-    The next one finds the device's memory free: a server's workers have sessions of their own, and
-    are waited for.
+    A server's workers have POSIX sessions of their own, and are waited for too, so that the next
+    process finds the device's memory free.
     """
     with lifeline() as fd:
         argv = [*command.argv, "--lifeline", str(fd)]
@@ -224,8 +224,8 @@ def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> in
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     if not on_cpu and part not in BESIDE:
-        # Programs and what autotuning found, small ones too, are kept for the parts that follow.
-        # What it finds with others on the device is not to be relied on.
+        # Keep programs, small ones too, and autotuning's choices for the parts that follow. Choices
+        # made while other processes use the device are not reliable.
         jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     shape = shape_of(part, args.shape, on_cpu)
@@ -235,7 +235,7 @@ def _run_inside(part: str, args: argparse.Namespace, allowance: Allowance) -> in
     except ModelError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return 1
-    # With what came before there was a clock of ours: an interpreter, and modules.
+    # From the start of the process, so with the time to load the interpreter and modules.
     report.add(part, "part", time.time() - psutil.Process().create_time(), "s", shapes={})
     return 0 if good else 1
 

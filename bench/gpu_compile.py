@@ -1,11 +1,11 @@
-"""Steps and chunks compiled for a GPU that is not here: what they would launch, move and need.
+"""Compiles steps and chunks for a GPU that is not here, and counts what they launch, move and need.
 
     python -m bench.gpu_compile --shape qwen3-30b-a3b --json out.jsonl
 
-Needs the packages of requirements-cuda.lock and no GPU. Nothing runs, so no row is a time: launches
-and waits cost what they cost on the machine, and bytes are those that XLA's operations move, beside
+Needs the packages of requirements-cuda.lock and no GPU. Nothing runs, so no row is a run time: what
+launches and waits cost depends on the machine. Bytes are those that XLA's operations move, without
 kernels of our own. A loop whose length is data counts as one turn. Products get the tiles that XLA
-takes without trying which are fastest.
+takes when it cannot try which are fastest.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from bench.surroundings import describe
 
 GPU_SHAPES: Final = tuple(name for name, shape in SHAPES.items() if shape.dtype == "bfloat16")
 POOL_TOKENS: Final = 1 << 18
-# What XLA asks an H200 for when there is one. Source: NVIDIA's tuning guide for Hopper, and what
-# CUDA's queries say of that device.
+# What XLA would ask a real H200 for. Source: NVIDIA's tuning guide for Hopper, and what CUDA's
+# queries return for that device.
 H200: Final = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
@@ -56,7 +56,7 @@ gpu_device_info {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when all was compiled; 2 where the packages for it are missing."""
+    """Returns 0 when all was compiled, 2 when the packages for that are missing."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
     parser.add_argument("--shape", action="append", choices=GPU_SHAPES, help="may be repeated")
     parser.add_argument("--slots", action="append", type=int, help="of a step, may be repeated")
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="write compiled programs here")
     args = parser.parse_args(argv)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the one that is here
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the only device that must be here
     try:
         device = _device()
     except NotImplementedError as error:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _device() -> Any:
-    """An H200 that programs can be compiled for, and nothing else.
+    """An H200 for which programs can be compiled, but not run.
 
     Raises NotImplementedError, saying what is missing.
     """
@@ -125,7 +125,7 @@ class CompileBench:
         self.pool = abstract_pool(self.model.kv_spec(), POOL_TOKENS // shape.page_size, mesh)
 
     def step(self, slots: int) -> None:
-        """One token for every slot, at the shape's context, of slots that may be as long as it."""
+        """One token for every slot, with page tables as long as the shape's context needs."""
         from bench.fitting import table_pages
         from bench.kernels import greedy_step
 
@@ -140,7 +140,7 @@ class CompileBench:
         )
 
     def chunk(self, tokens: int) -> None:
-        """One prompt in one chunk, logits of its last token included."""
+        """One prompt in one chunk, including the logits of its last token."""
         from bench.kernels import last_logits
         from model.attention import ChunkBatch
         from model.buckets import pages_for

@@ -1,4 +1,4 @@
-"""The parts of gpu_check: what each measures, of which shape. A part imports jax when it runs."""
+"""The parts of gpu_check: what each measures, with which shape. A part imports jax when it runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from bench.shapes import SHAPES, Shape
 from bench.timing import Allowance
 
 PROFILED = (1, 64, 256)  # slots, where a shape has them
-# Parts named after their shape, and what stands in for it on a CPU.
+# Parts named after their shape, each with the shape that stands in for it on a CPU.
 OTHER_SHAPES = {
     "qwen3-30b-a3b-fp8": "demo-moe-fp8",
     "deepseek-v2-lite": "demo-latent",
@@ -19,14 +19,14 @@ Measure = Callable[[Report, Shape, float, Allowance], bool]
 
 
 def shape_of(part: str, asked: str | None, on_cpu: bool) -> Shape:
-    """What a part measures. asked: heeded by parts that are not named after a shape."""
+    """The shape that a part measures. asked: for parts that are not named after a shape."""
     if part in OTHER_SHAPES:
         return SHAPES[OTHER_SHAPES[part] if on_cpu else part]
     return SHAPES[asked or ("demo" if on_cpu else "qwen3-30b-a3b")]
 
 
 def _fitted(report: Report, shape: Shape) -> Shape:
-    """The shape with what fits on the device. Raises ModelError when nothing does."""
+    """The shape with the batches that fit on the device. Raises ModelError when none does."""
     import jax
 
     from bench.fitting import fitting
@@ -90,7 +90,7 @@ def _profile(report: Report, shape: Shape, budget_s: float, allowance: Allowance
 
 
 def _other_shape(report: Report, shape: Shape, budget_s: float, allowance: Allowance) -> bool:
-    """Of chunks the longest alone: what tells most comes first, and time may be short."""
+    """Measure the longest chunk alone, and what tells most first, as time may be short."""
     from bench.backends import compare_backends
     from bench.ceilings import measure_ceilings
     from bench.kernels import STEPS, KernelBench
@@ -107,9 +107,9 @@ def _other_shape(report: Report, shape: Shape, budget_s: float, allowance: Allow
 
 
 def _serving(report: Report, shape: Shape, budget_s: float, allowance: Allowance) -> bool:
-    """Both roles on the one device, in two processes and in one: the demo model over HTTP.
+    """Serve the demo model over HTTP, with both roles on one device, in two processes and in one.
 
-    Both servers start at once, which is compiling; each has nothing to do while the other is timed.
+    Both servers start at once, which is mostly compiling; one is idle while the other is timed.
     """
     from bench.serve import Slo, load, started_servers
     from bench.workload import WorkloadConfig

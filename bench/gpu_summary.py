@@ -1,4 +1,4 @@
-"""What a run of gpu_check found, on one screen: its most telling rows."""
+"""Summarises a run of gpu_check on one screen, by its most telling rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ _WHOLE = (" decode step ", " prefill chunk ")
 def summary(rows: Sequence[Row]) -> str:
     """Ceilings, steps and chunks beside their floor, pages, serving, numbers checked, seconds.
 
-    What was measured several times counts as it was first.
+    Of a measurement that was repeated, the first row counts.
     """
     chosen: tuple[Callable[[Row], bool], ...] = (
         lambda row: row.case == "ceiling",
@@ -40,7 +40,7 @@ def _lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _checked(rows: Iterable[Row]) -> Iterator[str]:
-    """How many checkpoints, and forms of a kernel, gave the numbers that they had to."""
+    """How many checkpoints and kernel backends gave the right numbers."""
     good: dict[str, dict[str, bool]] = {}
     for row in rows:
         if "golden" in row.shapes:

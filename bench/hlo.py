@@ -1,12 +1,12 @@
-"""What a program that XLA compiled would do, counted from its text: launches, waits, bytes.
+"""Counts what a program that XLA compiled would do, from its text: launches, waits, bytes.
 
-A launch is an instruction that is a kernel by the time the program is scheduled, or a library's
-call. Of a fusion that takes a part of an operand by a slice or a gather only that part is read, and
-of one that writes into an operand only what is new is written. A loop counts as often as it turns:
-XLA knows how often, or the caller says it, and then the host waits for the device before each turn
-and after the last, as it does once at a condition, of which the longest way counts. A kernel of our
-own has operands of which it reads what it finds it needs: it counts as a launch, and its bytes not
-at all.
+A launch is an instruction that is a kernel in the scheduled program, or a call of a library. If a
+fusion takes part of an operand by a slice or a gather, only that part counts as read; if it writes
+into an operand, only what is new counts as written. A loop's body counts once for each turn. XLA
+knows how many turns there are, or the caller says it; in the latter case the host waits for the
+device before each turn and after the last. The host also waits once at a conditional, of which the
+branch that moves most bytes counts. A kernel of our own decides as it runs which parts of its
+operands it reads, so it counts as a launch, but its bytes do not count.
 """
 
 import re
@@ -39,16 +39,16 @@ _FREE: Final = {
     "copy-done",
     "async-done",
 }
-_KERNEL: Final = 'custom_call_target="__gpu$xla.gpu.triton"'  # as Pallas lowers one
+_KERNEL: Final = 'custom_call_target="__gpu$xla.gpu.triton"'  # what Pallas lowers a kernel to
 _PARTS: Final = {"slice", "dynamic-slice", "gather"}
-# Where a kernel writes into its first operand, the operand that has what is new.
+# Instructions that write into their first operand, with the index of the operand that is written.
 _NEW: Final = {"dynamic-update-slice": 1, "scatter": 2}
 _BRANCHES: Final = re.compile(r"(?:true_computation|false_computation)=%([\w.\-]+)")
 _LISTED: Final = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Op(NamedTuple):
-    """One instruction. shape, rest: as in the text, up to the operands and behind them."""
+    """One instruction. shape, rest: the text before its kind and behind its operands."""
 
     name: str
     kind: str
@@ -65,16 +65,16 @@ class Op(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """What it was in the program that was traced."""
+        """Its `op_name`: where it was in the program that was traced."""
         found = _SCOPE.search(self.rest)
         return found.group(1) if found else ""
 
 
 @dataclass
 class Work:
-    """What running it takes, on average where turns are. bytes_by_scope: of those moved.
+    """The work of running a program. Fractions come from loops whose turns are a mean.
 
-    kernels: those of the launches that are our own.
+    bytes_by_scope: bytes moved. kernels: the launches that are kernels of our own.
     """
 
     launches: float = 0
@@ -84,11 +84,11 @@ class Work:
 
     @property
     def num_bytes(self) -> float:
-        """Read and written but by kernels of our own, in the device's memory or its caches."""
+        """Bytes read and written in memory or caches, except by kernels of our own."""
         return sum(self.bytes_by_scope.values())
 
     def add(self, other: "Work", times: float = 1) -> None:
-        """As often."""
+        """Add other work, done `times` times."""
         self.launches += other.launches * times
         self.kernels += other.kernels * times
         self.waits += other.waits * times
@@ -97,21 +97,21 @@ class Work:
 
 
 Computations = dict[str, dict[str, Op]]
-# How often a loop turns whose length is data, by its scope; the mean where it is run several times.
+# The number of turns of a loop whose length is data, by its scope; a mean if it runs several times.
 Turns = Callable[[str], float]
 
 
 def count(text: str, turns: Turns) -> Work:
     """The work of a scheduled module. text: `jax.stages.Compiled.as_text()`.
 
-    Raises ValueError where there is no entry computation.
+    Raises ValueError if there is no entry computation.
     """
     computations, entry = parse(text)
     return _work(computations, entry, turns)
 
 
 def parse(text: str) -> tuple[Computations, str]:
-    """Computations by name, their instructions in order, and which one is the entry."""
+    """(computations by name, with instructions in order; the entry computation's name)."""
     found: Computations = {}
     entry, inside = "", None
     for line in text.splitlines():
@@ -131,7 +131,7 @@ def parse(text: str) -> tuple[Computations, str]:
 
 
 def size(shape: str) -> int:
-    """Bytes of a shape, or of all parts of a tuple. A type that is not known has none."""
+    """Bytes of a shape, or of all parts of a tuple. An unknown type counts as 0."""
     bits = sum(
         _BITS.get(kind, 0) * prod(int(side) for side in sides.split(",") if side)
         for kind, sides in _SHAPE.findall(shape)
@@ -161,7 +161,7 @@ def _work(computations: Computations, name: str, turns: Turns) -> Work:
             known = _TRIPS.search(op.rest)
             times = int(known.group(1)) if known else turns(op.scope)
             total.add(_work(computations, op.called("body"), turns), times)
-            if not known:  # then the host asks before each turn, and once more
+            if not known:  # the host then asks the device before each turn, and once more
                 total.add(_work(computations, op.called("condition"), turns), times + 1)
                 total.waits += times + 1
         elif op.kind == "conditional":

@@ -1,7 +1,7 @@
-"""What this host can do at best: copying memory, and moving bytes between two processes by TCP.
+"""Measures what this host can do at best: copy memory, and move bytes between processes by TCP.
 
-The baselines that transfers stand beside, measured in the same run. `python -m bench.host_limits`
-is the receiving process of the TCP measurement; it is started from here.
+These are the baselines of transfers, measured in the same run. `python -m bench.host_limits` is the
+receiving process of the TCP measurement; this module starts it.
 """
 
 import os
@@ -35,7 +35,7 @@ class PageWork:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, two for each number."""
+        """Bytes of one page; a number has two."""
         return self.layers * 2 * self.page_size * self.kv_heads * self.head_dim * 2
 
     @property
@@ -50,7 +50,7 @@ class PageWork:
 
 
 def memcpy_gb_s(threads: int, num_bytes: int, budget_s: float) -> float:
-    """Payload copied a second by so many threads, each a block of its own."""
+    """GB copied a second by `threads` threads, each of which copies an array of its own."""
     share = num_bytes // threads
 
     # Written in full first: fresh pages cost more than the copy.
@@ -66,7 +66,7 @@ def memcpy_gb_s(threads: int, num_bytes: int, budget_s: float) -> float:
 
 
 def memcpy_cpu_s_per_gb(num_bytes: int, budget_s: float) -> float:
-    """Processor seconds for each GB that one thread copies, whoever else wants the processor."""
+    """Processor seconds per GB that one thread copies, whatever else uses the processor."""
     source, target = np.full(num_bytes, 1, np.uint8), np.full(num_bytes, 2, np.uint8)
     moved, start_s = 0, time.thread_time()
     for _ in _rounds(budget_s):
@@ -76,7 +76,7 @@ def memcpy_cpu_s_per_gb(num_bytes: int, budget_s: float) -> float:
 
 
 def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
-    """One process copies scattered pages of one pool into scattered slots of another."""
+    """GB a second of copying scattered pages of one pool to scattered places of another."""
     rng = np.random.default_rng(0)
     shape = (work.pool_pages, work.page_bytes)
     source, target = np.full(shape, 1, np.uint8), np.full(shape, 2, np.uint8)
@@ -91,10 +91,10 @@ def page_copy_gb_s(work: PageWork, budget_s: float) -> float:
 
 
 def tcp_limits(streams: int, request_bytes: int, budget_s: float) -> tuple[float, float]:
-    """GB a second over so many connections, and processor seconds for each GB at both ends.
+    """(GB a second over `streams` connections, processor seconds per GB at both ends together).
 
-    Each request is answered by one byte. Each connection sends memory of its own, as requests
-    that are outstanding together do: one that all share would stay in the caches.
+    Each request is answered by one byte. Each connection sends memory of its own, as outstanding
+    requests do: memory that all connections share would stay in the caches.
     """
     payloads = [np.ones(request_bytes, np.uint8).data for _ in range(streams)]
     moved: list[int] = []  # of all threads
@@ -114,7 +114,7 @@ def tcp_limits(streams: int, request_bytes: int, budget_s: float) -> tuple[float
 
 
 def tcp_round_trip_us(request_bytes: int, budget_s: float) -> float:
-    """Median microseconds of one request with its answer."""
+    """Median microseconds from one request to its answer."""
     payload, found = bytes(request_bytes), []
     with _connections(1) as ((connection,), _):
         for _ in _rounds(budget_s):
@@ -125,7 +125,7 @@ def tcp_round_trip_us(request_bytes: int, budget_s: float) -> float:
 
 
 def _rounds(budget_s: float) -> Iterator[None]:
-    """Once at least, then again until the time is up."""
+    """Yields once at least, then again until the time is up."""
     end_s = time.perf_counter() + budget_s
     yield
     while time.perf_counter() < end_s:
@@ -133,7 +133,7 @@ def _rounds(budget_s: float) -> Iterator[None]:
 
 
 def _request(connection: socket.socket, payload: bytes | memoryview) -> None:
-    # Header and payload in one call: apart, the kernel waits for an acknowledgement in between.
+    # Header and payload in one call: otherwise the kernel waits for an acknowledgement in between.
     sent = connection.sendmsg([HEADER.pack(len(payload)), payload]) - HEADER.size
     connection.sendall(memoryview(payload)[sent:])
     if not connection.recv(1):
@@ -141,7 +141,7 @@ def _request(connection: socket.socket, payload: bytes | memoryview) -> None:
 
 
 def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
-    """work(idx, counts) runs in so many threads and appends the bytes that it moved."""
+    """GB a second of `num` threads. work(idx, counts) runs in each and appends the bytes moved."""
     counts: list[list[int]] = [[] for _ in range(num)]
     threads = [threading.Thread(target=work, args=(idx, counts[idx])) for idx in range(num)]
     start_s = time.perf_counter()
@@ -154,7 +154,7 @@ def _threads_gb_s(num: int, work: Callable[[int, list[int]], None]) -> float:
 
 @contextmanager
 def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[], float]]]:
-    """So many connections to a receiving process, which ends with them, and its processor time."""
+    """Connections to a receiving process, which ends with them, and a reader of its CPU seconds."""
     command = [sys.executable, "-m", "bench.host_limits", str(streams)]
     with child(command) as process, ExitStack() as stack:
         asked, told = process.stdin, process.stdout
@@ -178,7 +178,7 @@ def _connections(streams: int) -> Iterator[tuple[list[socket.socket], Callable[[
 def _receive(connection: socket.socket) -> None:
     """Take requests and answer each with a byte, until the peer closes."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
-    with connection, suppress(ConnectionError):  # or is killed, with an answer unread
+    with connection, suppress(ConnectionError):  # the peer was killed with an answer unread
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while head := connection.recv(HEADER.size, socket.MSG_WAITALL):
             (left,) = HEADER.unpack(head)
@@ -196,7 +196,7 @@ def _serve(streams: int) -> None:
         for _ in range(streams):
             threads.append(threading.Thread(target=_receive, args=(listening.accept()[0],)))
             threads[-1].start()
-        for _ in sys.stdin:  # each line asks for it
+        for _ in sys.stdin:  # each line asks for the processor time
             times = os.times()
             print(times.user + times.system, flush=True)
         for thread in threads:
