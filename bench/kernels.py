@@ -1,10 +1,10 @@
-"""The device's work, piece by piece, with random weights: each beside the least time it could take.
+"""Times a device's work piece by piece, with random weights, and compares it with its floor.
 
-One device. Whole steps first (decode step, prefill chunk), then what they are made of (attention,
-experts, sampling), then pages in and out. Floors come from bench/floors with ceilings measured in
-the same run. What one layer does takes another layer's pages and weights in each call, as a step
-does: those of one would stay in an accelerator's cache, as those of attention of a few short rows
-do, which is timed in four layers.
+It uses one device. Whole steps come first (decode step, prefill chunk), then what they are made of
+(attention, experts, sampling), then pages in and out. Floors come from bench/floors with ceilings
+measured in the same run. A piece of one layer takes the pages and weights of another layer in each
+call, as a step does, since those of a single layer would stay in an accelerator's cache. Those of
+attention of a few short rows stay there all the same: it is timed in four layers only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,41 +44,41 @@ from model.sharding import replicated
 from model.transformer import Model, decode_hidden, logits, prefill_hidden, random_params
 from transfer.buffers import BufferPool
 
-# What is compiled side by side. Pieces have the pool among their arguments, and steps donate it.
+# Parts that are compiled side by side. Steps donate the pool, which pieces have as an argument.
 STEPS: Final = ("decode", "prefill")
 PIECES: Final = ("attention", "experts", "sampling")
-_TOGETHER: Final = 4  # layers of a program: more take long to trace
+_TOGETHER: Final = 4  # layers in one program at most; tracing more takes long
 
 
 def greedy_step(
     model: Model, params: Any, pool: Any, ids: Any, positions: Any, table: Any, idx: Any
 ) -> tuple[Any, Any]:
-    """One token for every slot, logits and the choice included: ids, pool."""
+    """One token for every slot, logits and greedy choice included; returns ids and pool."""
     hidden, pool = decode_hidden(model, params, pool, ids, positions, table, idx)
     scores = logits(model, params, hidden)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), pool
 
 
 def last_logits(model: Model, params: Any, pool: Any, batch: ChunkBatch) -> tuple[Any, Any]:
-    """A chunk, and the logits of its last token: logits, pool."""
+    """A chunk; returns the logits of its last token and the pool."""
     hidden, pool = prefill_hidden(model, params, pool, batch)
     return logits(model, params, hidden[-1:]), pool
 
 
 class Case(NamedTuple):
-    """One program to time, and the least that a call of it could take."""
+    """One program to time, and the least work of a call."""
 
     name: str
     program: Program
-    turns: Sequence[tuple[Any, ...]]  # arguments alike in shapes, which take turns
+    turns: Sequence[tuple[Any, ...]]  # arguments of the same shapes, used in turn
     cost: Cost
     sizes: dict[str, int]
-    tokens: int = 0  # of a whole step or chunk, which has parameters and pool before its arguments
-    layers: int = 1  # that a call does the same for, one after the other
+    tokens: int = 0  # of a whole step or chunk, which takes parameters and pool before `turns`
+    layers: int = 1  # layers that one call computes, one after the other
 
 
 class KernelBench:
-    """One network on one device: owner of its parameters and of the pool that calls donate."""
+    """One network on one device: owns its parameters and the pool that calls donate."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class KernelBench:
         self.ceilings = ceilings
         self.budget_s = budget_s
         self.allowance = allowance
-        self.compiling_s = 0.0  # the longest so far, which nothing cuts short
+        self.compiling_s = 0.0  # the longest so far: compiling cannot be cut short
         self.rng = np.random.default_rng(seed)
         self.model = model_of(shape)
         self.params = random_params(self.model, seed)
@@ -103,7 +103,7 @@ class KernelBench:
         self.pool = init_pool(self.model.kv_spec(), self.num_pages, self.model.mesh)
 
     def measure(self, parts: Iterable[str]) -> None:
-        """Rows of what these methods give: all compiled side by side, then timed one by one."""
+        """Add rows for the cases of these methods: compile all side by side, then time each."""
         start_s = self.allowance.clock()
         cases = [case for part in parts for case in getattr(self, part)()]
         compile_all([case.program for case in cases])
@@ -114,7 +114,7 @@ class KernelBench:
     # --- whole steps --------------------------------------------------------------------------
 
     def decode(self) -> list[Case]:
-        """One token for every slot, logits and greedy choice included."""
+        """One token for every slot, including logits and greedy choice."""
         cases = []
         for slots in self.shape.slots:
             cost = decode_step_cost(self.shape, slots, self.shape.context)
@@ -125,7 +125,7 @@ class KernelBench:
         return cases
 
     def prefill(self) -> list[Case]:
-        """One prompt in one chunk, logits of its last token included."""
+        """One prompt in one chunk, including the logits of its last token."""
         cases = []
         for tokens in self.shape.chunks:
             cost = prefill_chunk_cost(self.shape, tokens)
@@ -159,7 +159,7 @@ class KernelBench:
     def _prefill_attention(self, name: str, layers: Sequence[int]) -> Iterator[Case]:
         windowed, kernel = self._windowed(layers[0]), self.model.kernels.prefill_attention
         if self.shape.cfg.latent and not self.model.on_cpu:
-            return  # long chunks have keys and values of each head: model/latent.py
+            return  # long chunks then have keys and values for each head: model/latent.py
         for tokens in self.shape.chunks:
             turns = self._of_layers(self.prefill_attention_inputs(tokens, layers[0]), layers)
             cost = prefill_attention_cost(self.shape, tokens, windowed)
@@ -173,13 +173,13 @@ class KernelBench:
         for tokens in (*self.shape.slots, *self.shape.chunks):
             turns = self._of_expert_layers(self.experts_inputs(tokens))
             cost, sizes = moe_cost(self.shape, tokens), {"tokens": tokens}
-            # Of a few experts what a host takes to launch would be measured.
+            # With few pairs, a call of a single layer would measure the host's time to launch it.
             few = tokens * self.shape.cfg.num_experts_per_tok < self.shape.cfg.num_experts
             piece = self._layer_by_layer if few else self._piece
             yield piece(f"experts {tokens} tokens", kernel, turns, cost, sizes)
 
     def sampling(self) -> Iterator[Case]:
-        """Logits to ids, as a step does it that has to: greedy, and all rows with top-p."""
+        """Logits to ids, as in a step: all rows greedy, and all rows with top-p."""
         vocab, on_cpu = self.shape.cfg.vocab_size, self.model.on_cpu
         for name, asks, top_p in (("greedy", Asks.GREEDY, 1.0), ("top-p", Asks.FILTERED, 0.9)):
 
@@ -200,9 +200,9 @@ class KernelBench:
                 yield self._piece(f"sampling {name} x{slots}", draw, turns, cost, {"slots": slots})
 
     def pages(self) -> None:
-        """Pages packed, to the host, from the host, put in place: payload a second.
+        """Payload a second of pages that are packed, moved to the host and back, and put in place.
 
-        On a CPU device and host share memory, so that nothing crosses.
+        On a CPU, device and host share memory, so that nothing is moved between them.
         """
         shape = {"pages": TRAVEL_PAGES, "page_size": self.shape.page_size}
         num_bytes = TRAVEL_PAGES * self.model.kv_spec().page_bytes
@@ -219,13 +219,13 @@ class KernelBench:
         gather = Program("gather", gather_pages, (self.pool, ids)).compile()
         row("gather", self._measure(lambda: gather(self.pool, ids)))
         staged = gather(self.pool, ids)
-        # Where pages come in when they are another worker's.
+        # The kind of memory into which another worker's pages arrive.
         memory = BufferPool(0, page_runs.memory_pinner(self.model.mesh)).take(staged.nbytes)
         host = memory.view(staged.dtype).reshape(staged.shape)
         host[...] = np.asarray(staged)
 
         def to_host() -> Any:
-            # A fresh array each time: a second look at one is answered from its copy.
+            # A new array each time: JAX keeps the host's copy of one and would return that.
             return np.asarray(page_runs.to_host(gather(self.pool, ids)))
 
         if jax.devices()[0].platform != "cpu":
@@ -243,7 +243,7 @@ class KernelBench:
     # --- inputs -------------------------------------------------------------------------------
 
     def fill_pool(self) -> None:
-        """Random keys and values in every page: of zeros, any attention is right."""
+        """Put random keys and values in every page: with zeros, any attention would be right."""
         key = jax.random.key(self.report.seed)
 
         def layer(i: Any, pool: Any) -> Any:
@@ -255,7 +255,7 @@ class KernelBench:
         self.pool = fill(self.pool)
 
     def attention_layers(self) -> dict[str, list[int]]:
-        """What each kind of attention is called in rows, and the layers that have it."""
+        """The layers that have each kind of attention, by the kind's name in rows."""
         found: dict[str, list[int]] = {}
         for layer in range(self.shape.cfg.num_layers):
             name = "windowed attention" if self._windowed(layer) else "attention"
@@ -263,7 +263,7 @@ class KernelBench:
         return found
 
     def decode_attention_inputs(self, contexts: Sequence[int], layer: int) -> tuple[Any, ...]:
-        """Arguments of a decode attention kernel, of rows with so many tokens each."""
+        """Arguments of a decode attention kernel, for rows with these numbers of tokens."""
         positions, table = map(jnp.asarray, self._table(contexts))
         sizes = self.shape.page_size, self.num_pages
         rows = decode_groups(self.shape.cfg, *sizes, positions, table, positions, None)
@@ -278,7 +278,7 @@ class KernelBench:
         return (self._queries(tokens), *self._of_layer(layer, batch))
 
     def experts_inputs(self, tokens: int) -> tuple[Any, ...]:
-        """Arguments of an experts kernel, every expert as likely as the others."""
+        """Arguments of an experts kernel; all experts are equally likely."""
         cfg = self.shape.cfg
         order = self.rng.random((tokens, cfg.num_experts)).argsort(axis=1)
         ids = jnp.asarray(order[:, : cfg.num_experts_per_tok].astype(np.int32))
@@ -289,7 +289,7 @@ class KernelBench:
     # --- helpers ------------------------------------------------------------------------------
 
     def experts_of_layers(self) -> list[tuple[Any, ...]]:
-        """Arguments of an experts kernel behind rows and choices, of each layer that has some."""
+        """Arguments of an experts kernel after rows and choices, for each layer with experts."""
         return [
             (expert_stacks(stacks), jnp.int32(layer))
             for stacks in self.params["layers"]
@@ -304,7 +304,7 @@ class KernelBench:
         return bool(windows) and windows[layer]
 
     def _of_layer(self, layer: int, *rows: Any) -> tuple[Any, ...]:
-        """Arguments of an attention kernel behind its queries."""
+        """Arguments of an attention kernel after its queries."""
         cfg, dims = self.shape.cfg, self.model.dims
         sinks = self.random((dims.kv_heads, dims.group)) if cfg.sinks else None
         window = window_of(cfg, jnp.int32(layer))
@@ -318,10 +318,10 @@ class KernelBench:
         cost: Cost,
         sizes: dict[str, int],
     ) -> Case:
-        """A kernel in several layers of one kind, in one program. turns: arguments in each.
+        """A kernel in several layers of one kind, in one program. turns: arguments in each layer.
 
-        So what is the same for all layers is made once, as in a step, and no launch is waited for.
-        Each layer has something of the one before in its first argument, and comes after it.
+        As in a step, what is the same for all layers is made once, and no launch is waited for. The
+        first argument of each layer depends on the layer before, so that they run in order.
         """
         several = turns[:: -(-len(turns) // _TOGETHER)]
 
@@ -335,7 +335,7 @@ class KernelBench:
         return self._piece(name, one_by_one, [args], cost, sizes)._replace(layers=len(several))
 
     def _of_layers(self, args: tuple[Any, ...], layers: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Arguments of an attention kernel, of each of these layers, which are of one kind."""
+        """Arguments of an attention kernel for each of these layers, which are of one kind."""
         queries, pool, _, *rest = args
         return [(queries, pool, self._place(layer).layer, *rest) for layer in layers]
 
@@ -347,7 +347,7 @@ class KernelBench:
         return self.rng.integers(0, self.shape.cfg.vocab_size, count).astype(np.int32)
 
     def step_args(self, slots: int) -> tuple[Any, ...]:
-        """Arguments of `greedy_step` behind parameters and pool."""
+        """Arguments of `greedy_step` after parameters and pool."""
         positions, table = self._table([self.shape.context] * slots)
         last = table[:, self.pages_per_slot - 1]
         kv_idx = last * self.shape.page_size + positions % self.shape.page_size
@@ -355,7 +355,7 @@ class KernelBench:
         return args
 
     def chunk_args(self, tokens: int) -> tuple[Any, ...]:
-        """Arguments of `last_logits` behind parameters and pool."""
+        """Arguments of `last_logits` after parameters and pool."""
         return (self._chunk(tokens),)
 
     def _table(self, contexts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -405,7 +405,7 @@ class KernelBench:
         unit: str,
         tokens: int,
     ) -> Case:
-        """A step or a chunk of so many slots or tokens, by unit."""
+        """A step or a chunk. tokens: its number of slots or tokens; unit says which."""
         taken = (self.params, self.pool, *args)
         program = Program(name, partial(function, self.model), taken, donate=(1,))
         return Case(name, program, [args], cost, {unit: tokens}, tokens)

@@ -1,8 +1,8 @@
 """`kvferry plan`: what fits on devices that need not be here, and how fast it could be at best.
 
-Weights and pages are counted as a worker of these flags would store them; times are the floors of
-bench/floors.py on devices whose ceilings are given. What goes between devices, launches and the
-space of intermediate results are left out of the times, so a real step takes longer.
+Weights and pages are counted as a worker with these flags would store them. Times are the floors of
+bench/floors.py on devices whose ceilings are given. They leave out traffic between devices,
+launches and intermediate results, so a real step takes longer.
 """
 
 import math
@@ -38,8 +38,8 @@ from transfer.errors import ConfigError
 from transfer.worker_config import at_least, check_experts
 
 ROLES: Final = ("prefill", "decode")
-_SLOTS: Final = 256  # of a rank, as workers have by default on accelerators
-STEPS: Final = (1, 16, 64, 256)  # slots of a rank that are told of, as far as they fit
+_SLOTS: Final = 256  # of a rank: the default of workers on accelerators
+STEPS: Final = (1, 16, 64, 256)  # slots of a rank for which steps are listed, if they fit
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is served, to whom, and on what. By default about an H200; none was measured here."""
+    """The load and the devices. Defaults are about those of an H200, and were not measured."""
 
     model_path: Path
     input_tokens: int = 1024
@@ -92,7 +92,7 @@ class PlanConfig:
         return Ceilings(self.copy_gb, self.matmul_tflop)
 
     def slots(self, dp_size: int) -> int:
-        """Of each of so many ranks, at most. Raises ConfigError where they do not divide."""
+        """Most slots of each of `dp_size` ranks. Raises ConfigError if they do not divide."""
         if self.max_running_requests % dp_size:
             raise ConfigError(
                 f"--dp-size {dp_size} must divide --max-running-requests "
@@ -130,7 +130,7 @@ HELP = {
 
 @dataclass(frozen=True)
 class Group:
-    """What a worker stores, and the least time that its calls take."""
+    """What a worker stores, and the least time that its steps and chunks take."""
 
     config: GroupConfig
     shape: Shape
@@ -138,21 +138,21 @@ class Group:
     weights_bytes: int  # of a device
     page_bytes: int  # of a device, all layers
     num_pages: int  # of a rank
-    ring_pages: int  # of a request, for layers with a window; 0: as for the others
+    ring_pages: int  # of a request, for layers with a window; 0: as many as for the others
 
     @property
     def num_devices(self) -> int:
         return self.config.dp_size * self.config.tp_size
 
     def requests(self, tokens: int) -> int:
-        """Of so many positions each, how many a rank holds at once."""
+        """How many requests of `tokens` positions each a rank holds at once."""
         pages = pages_for(tokens, self.config.page_size)
         groups = self.shape.cfg.page_groups
         each = pages + min(pages, self.ring_pages) if self.ring_pages else groups * pages
         return groups * self.num_pages // each
 
     def sent_bytes(self, tokens: int) -> int:
-        """Of the pages of a prompt that prefill sends this group."""
+        """Bytes of the pages that prefill sends this group for a prompt."""
         page, cfg = self.config.page_size, self.shape.cfg
         each = pages = pages_for(tokens, page)
         if self.ring_pages:
@@ -161,21 +161,22 @@ class Group:
         return int(share * page * kv_bytes_per_token(self.shape))
 
     def step_s(self, slots: int, context: int, ceilings: Ceilings) -> float:
-        """A step of every rank with so many slots in each."""
+        """Least seconds of a step in which every rank has `slots` slots."""
         cost = decode_step_cost(self.shape, slots, context)
         return self._floor_s(cost, slots, step_key_bytes(self.shape, slots, context), ceilings)
 
     def chunk_s(self, tokens: int, prompts: int, ceilings: Ceilings) -> float:
-        """A chunk of every rank with so many prompts of so many tokens in each."""
+        """Least seconds of a chunk in which every rank has `prompts` prompts of `tokens` tokens."""
         cost = prefill_chunk_cost(self.shape, tokens, prompts)
         key_bytes = chunk_key_bytes(self.shape, tokens, prompts)
         return self._floor_s(cost, tokens * prompts, key_bytes, ceilings)
 
     def _floor_s(self, whole: Cost, rows: int, key_bytes: float, ceilings: Ceilings) -> float:
-        """whole: what a rank with experts of its own does, over its devices; key_bytes: of it.
+        """whole: the cost of a rank with experts of its own, on all its devices.
 
-        Devices that have a copy each of a key read it each. Ranks that share the experts do theirs
-        together, for the rows of all, on all devices.
+        key_bytes: the bytes of `whole` for keys and values. Each device that has a copy of a key
+        reads it. Ranks that share the experts compute them together, for the rows of all ranks on
+        all devices.
         """
         layers, tp = sum(self.shape.cfg.moe_layers), self.config.tp_size
         own = moe_cost(self.shape, rows).times(layers) if layers else Cost(0.0, 0.0)
@@ -203,7 +204,7 @@ def plan_group(
     shared = config.ep_size > config.tp_size
     codes = codes_of(cfg.quantization, config.quantization)
     dims = Dims.of(cfg, mesh, shared, config.ep_num_redundant_experts, codes=codes)
-    # "auto" keeps none on an accelerator, which devices that are asked about are.
+    # The devices of a plan are accelerators, where "auto" keeps no codes.
     dims = replace(dims, coded=dims.coded_as_published(config.quantization))
     dtype = cfg.torch_dtype if config.dtype == "auto" else config.dtype
     pages = {"auto": dtype, "fp8_e4m3": FP8}.get(config.kv_cache_dtype, config.kv_cache_dtype)
@@ -215,7 +216,7 @@ def plan_group(
     )
     page_bytes = kv_spec(cfg, dims, config.page_size, pages).all_layers_bytes // config.tp_size
     budget = int(memory_gib * 2**30 * config.mem_fraction_static)
-    # As a worker reckons until it knows the scratch memory of its programs.
+    # A sixteenth, as a worker assumes until it knows the scratch memory of its programs.
     left = budget - budget // 16 - weights
     if left < page_bytes:
         raise ModelError(
@@ -231,7 +232,7 @@ def plan_group(
 
 
 def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
-    """Print what a prefill and a decode worker of these flags would come to."""
+    """Print the plan for a prefill and a decode worker with these flags."""
     parser = flags.Parser(
         prog=prog,
         description="what fits on devices that need not be here, and how fast it is at best",
@@ -254,9 +255,9 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
 
 
 def report(plan: PlanConfig, prefill: Group, decode: Group) -> list[str]:
-    """The plan as lines. A prompt longer than a chunk is reckoned as one.
+    """The plan as lines. A prompt longer than a chunk is computed as if it were one chunk.
 
-    Raises ModelError where pages of the two differ, or a request is too long or does not fit.
+    Raises ModelError if the pages of the two differ, or a request is too long or does not fit.
     """
     for what in ("page_size", "page_dtype"):
         one, other = (getattr(group.shape, what) for group in (prefill, decode))

@@ -1,7 +1,8 @@
-"""A picture of what an event of more tokens buys: throughput against lag, from frontend's rows.
+"""Plots what events of more tokens buy: throughput against lag, from rows of `bench frontend`.
 
-The same rows make the same bytes: no date, no random ids. Lines and letters are of middle tones on
-nothing, to be read on light and dark pages. matplotlib comes with the development dependencies.
+The same rows make the same bytes: no date, no random ids. Lines and letters have middle tones on a
+transparent background, to be read on light and dark pages. matplotlib comes with the development
+dependencies.
 """
 
 import statistics
@@ -29,7 +30,7 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Point:
-    """One design at one number of streams. interval: tokens an event; 0: the server decides."""
+    """One design at one number of streams. interval: tokens per event; 0: the server decides."""
 
     num_streams: int
     interval: int
@@ -40,7 +41,7 @@ class Point:
 def points_of(rows: Sequence[Row], drive: str) -> list[Point]:
     """The product's points, by streams and interval; repeated rows count as their median.
 
-    lag_ms: p50 of the cell of longest steps that is paced; tokens_per_s: of the cell of that drive.
+    lag_ms: p50 of the paced cell with the longest steps. tokens_per_s: of the cell with that drive.
     """
     lags: dict[tuple[int, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     outputs: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -91,7 +92,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
 
 
 def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
-    """A line a number of streams through its intervals, a star for the server's own choice."""
+    """For each number of streams, a line through its intervals, and a star for the server's own."""
     streams = sorted({point.num_streams for point in points})
     for number, num_streams in enumerate(streams):
         colour = _COLOURS[number % len(_COLOURS)]

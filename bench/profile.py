@@ -1,7 +1,7 @@
-"""Where the time of a step or a chunk goes, by named scope: a trace beside the program's text.
+"""Shows where the time of a step or a chunk goes, by named scope: a trace and the program's text.
 
-Both are compiled without CUDA graphs, in which a trace finds no single kernel. On a CPU events
-are those of threads, which run side by side.
+Steps and chunks are compiled without CUDA graphs, because a trace shows no single kernels in those.
+On a CPU the events are those of threads, which run side by side, so their times overlap.
 """
 
 import tempfile
@@ -18,24 +18,25 @@ from bench.hlo import parse
 from bench.kernels import KernelBench, greedy_step, last_logits
 from model.programs import Program, compile_all
 
-STEPS: Final = 2  # traced
+STEPS: Final = 2  # calls that are traced
 _LAYER: Final = "jit(block)/"
 _AROUND: Final = {"while", "conditional", "call"}
 _LOOPS: Final = {"while", "body", "cond", "closed_call"}
-# A graph of kernels is one launch, and one event.
+# No CUDA graphs: a graph of kernels would be one launch and one event.
 _OPTIONS: Final = {"xla_gpu_enable_command_buffer": ""}
 
 
 class Spent(NamedTuple):
-    """Of one scope in one step."""
+    """What one scope took in one call."""
 
     launches: float
     seconds: float
 
 
 def profile_steps(bench: KernelBench, slots: Iterable[int], chunks: Iterable[int] = ()) -> None:
-    """Rows of greedy steps of so many slots, of chunks of so many tokens: every scope's time and
-    launches.
+    """Add rows with every scope's time and launches, for greedy steps and for chunks.
+
+    slots: of the steps. chunks: tokens of the chunks.
     """
     cases: list[tuple[str, Program, tuple[Any, ...], dict[str, int]]] = []
     for count in slots:
@@ -59,14 +60,14 @@ def _program(bench: KernelBench, function: Callable[..., Any], args: tuple[Any, 
 
 
 def _traced(bench: KernelBench, program: Program, args: tuple[Any, ...]) -> dict[str, Spent]:
-    """What each scope took of one call."""
+    """What each scope took in one call."""
     scopes = scopes_of(str(program.compiled.as_text()))
 
     def call() -> None:
         out, bench.pool = program(bench.params, bench.pool, *args)
         jax.block_until_ready(out)
 
-    call()  # what is loaded at the first run is no part of it
+    call()  # the first run also loads things, so it is not traced
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
@@ -77,7 +78,7 @@ def _traced(bench: KernelBench, program: Program, args: tuple[Any, ...]) -> dict
 def scopes_of(text: str) -> dict[str, str]:
     """The named scope of each instruction of a compiled program, by the instruction's name.
 
-    "" of what only runs others, which have their own time.
+    "" for an instruction that only runs others: those have their own times.
     """
     computations, _ = parse(text)
     return {
@@ -88,11 +89,14 @@ def scopes_of(text: str) -> dict[str, str]:
 
 
 def _scope(traced: str) -> str:
-    """Within a layer, all layers alike, or beside them. traced: what an instruction was."""
+    """The scope within a layer, the same for all layers, or "beside layers".
+
+    traced: the `op_name` of the instruction.
+    """
     _, within_layer, inside = traced.partition(_LAYER)
     if not within_layer:
         return "beside layers"
-    # The last is an operation, and what jax made functions or loops of is none of our names.
+    # The last name is an operation; names of JAX's own functions and loops are not ours.
     names = inside.split("/")[:-1]
     own = [name for name in names if name not in _LOOPS and not name.startswith("jit(")]
     return "/".join(own) or "norms and sums"
@@ -101,7 +105,7 @@ def _scope(traced: str) -> str:
 def by_scope(
     operations: Iterable[tuple[str, float]], scopes: Mapping[str, str], steps: int
 ) -> dict[str, Spent]:
-    """What each scope took of one step, most first. operations: names and seconds."""
+    """What each scope took in one step, longest first. operations: names and seconds."""
     total: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for name, seconds in operations:
         scope = scopes.get(name, "unknown")
@@ -115,19 +119,19 @@ def by_scope(
 
 
 def _operations(folder: Path, names: Container[str]) -> Iterator[tuple[str, float]]:
-    """The instructions that ran, and seconds that each took; on devices, where there are any.
+    """The instructions that ran, with seconds; those of accelerators, if there are any.
 
-    names: of all there are.
+    names: of all instructions of the program.
     """
-    # What is read of a profile lies in it, and does not keep it.
+    # Hold the profiles: planes lie in their memory, but do not keep it alive.
     profiles = [ProfileData.from_file(str(path)) for path in folder.rglob("*.xplane.pb")]
     planes = [plane for profile in profiles for plane in profile.planes]
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
         for line in plane.lines:
             for event in line.events:
-                # A kernel has a name of its own. Of a processor's events most are not instructions,
-                # and to look at what is told beside some of them ends the process (jaxlib 0.11.2).
+                # On a device an event has the kernel's name. On a CPU most events are not
+                # instructions, and to read the stats of some ends the process (jaxlib 0.11.2).
                 op = dict(event.stats).get("hlo_op") if devices else event.name
                 if op is not None and (devices or op in names):
                     yield str(op), event.duration_ns / 1e9
