@@ -1,4 +1,4 @@
-"""Rows: what every benchmark writes, how it is printed, and how two runs are compared.
+"""Rows: what every benchmark writes, how they are printed, and how two runs are compared.
 
 A row is one JSON object on one line. A number without commit, device, versions, shapes and seed
 is a rumour, so a row cannot be made without them.
@@ -92,7 +92,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raises OSError when the file cannot be written: before anything is measured."""
+        """Raises OSError if the file cannot be written, before anything is measured."""
         if self.json_path is not None:
             self.json_path.open("a", encoding="utf-8").close()
 
@@ -131,7 +131,7 @@ class Report:
         return row
 
 
-# Of what is said of a row, what nobody asked for.
+# Entries of a row's shapes that were found, not asked for.
 _FOUND = frozenset({"rounds_s", "load_average_1m", "piece_bytes"})
 HEADER = (
     f"{'bench':10} {'case':34} {'metric':22} {'value':>12} {'unit':9} {'baseline':>11} {'ratio':>7}"
@@ -167,7 +167,7 @@ def read_rows(path: Path) -> list[Row]:
         try:
             values = json.loads(line)
             row = Row(**{k: v for k, v in values.items() if k in names})
-            _ = row.shapes.keys() | row.versions.keys()  # a file may have anything there
+            _ = row.shapes.keys() | row.versions.keys()  # fails here if they are no dicts
             rows.append(row)
         except (ValueError, TypeError, AttributeError) as error:
             raise BadRows(f"{path}:{number}: not a row: {error}") from error
@@ -176,7 +176,7 @@ def read_rows(path: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class Change:
-    """One measurement in two runs; a side without it is None."""
+    """One measurement in two runs; None for a run without it."""
 
     key: tuple[str, str, str, str]
     before: float | None
@@ -192,7 +192,7 @@ class Change:
 def compare(before: Iterable[Row], after: Iterable[Row], tolerance: float = 0.05) -> list[Change]:
     """Every measurement of either run, in the order seen; repeated ones count as their median.
 
-    tolerance: relative change below which nothing is said.
+    tolerance: a relative change up to this counts as the same.
     """
     old, new = _medians(before), _medians(after)
     keys = [*old, *(key for key in new if key not in old)]
@@ -209,8 +209,7 @@ def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
 
 
 def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """What rows of the same measurement were not alike in, within a run or from one to the other,
-    besides what they found."""
+    """How rows of the same measurement differ, within a run or between runs, in what was asked."""
     told = [
         f"{side}: rows of {len(commits)} commits, {', '.join(commits)}: medians over all of them"
         for side, rows in (("before", before), ("after", after))
@@ -221,13 +220,13 @@ def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     for key in old.keys() & new.keys():
         for name in sorted({name for asked in (*old[key], *new[key]) for name in asked}):
             one, other = ({_spelt(asked, name) for asked in side[key]} for side in (old, new))
-            if len(one | other) > 1:  # what both sides mix alike is no one measurement either
+            if len(one | other) > 1:  # also if both sides mix the same values
                 counts[f"{name}: {_listed(one)} before, {_listed(other)} after"] += 1
     return told + [f"{said} (measurements: {count})" for said, count in sorted(counts.items())]
 
 
 def _conditions(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
-    """What was asked of all rows of each measurement."""
+    """The conditions that were asked for, of all rows of each measurement."""
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         asked = {name: value for name, value in row.shapes.items() if name not in _FOUND}

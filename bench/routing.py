@@ -1,4 +1,4 @@
-"""`kvferry bench routing`: time to the first token by how a prompt comes to its rank."""
+"""`kvferry bench routing`: time to the first token for each way in which a prompt gets its rank."""
 
 import statistics
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ BASELINE = "follow drawn"
 
 @dataclass(frozen=True)
 class Times:
-    """Of one run, milliseconds to the first token."""
+    """Milliseconds to the first token in one run."""
 
     mean: float
     p50: float
@@ -39,7 +39,7 @@ class Times:
 
 
 def ways(lengths: Lengths) -> dict[str, Way]:
-    """Every way by its name, the baseline first; the ways by cache only where there is one."""
+    """Every way by its name, the baseline first; cache-aware ways only for shared prefixes."""
     late: list[Method] = [m for m in METHODS if m != "follow_bootstrap_room"]
     policies = POLICIES
     if lengths == "shared":
@@ -58,13 +58,13 @@ def ways(lengths: Lengths) -> dict[str, Way]:
 
 
 def saturation(arrivals: Sequence[Arrival], cost: ChunkCost) -> float:
-    """Prompts a second that one group computes when all of them are there from the start."""
+    """Prompts a second that one group computes when all of them wait from the start."""
     at_once = at_rate(arrivals, float("inf"))
     return len(arrivals) / max(Simulation(Way("group", "total_tokens"), at_once, cost, 0).run())
 
 
 def run(report: Report, only: Sequence[Lengths], num_requests: int, num_seeds: int) -> None:
-    """Rows of every way at every load: the means over seeds, beside the baseline's."""
+    """Add rows for every way at every load: means over seeds, compared with the baseline's."""
     cost = ChunkCost()
     seeds = list(range(report.seed, report.seed + num_seeds))
     for lengths in only:

@@ -1,4 +1,4 @@
-"""What `kvferry bench routing` takes as given: prompts, when they come, and what a chunk costs."""
+"""What `kvferry bench routing` assumes: the prompts, when they come, and what a chunk costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,11 @@ BUCKETS: PrefillBuckets = prefill_buckets(CHUNK_TOKENS, MAX_SEQS, CONTEXT, PAGE_
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Seconds of one call of the chunk program, which is as long as its busiest rank needs.
+    """Seconds of one call of the chunk program, which takes as long as its busiest rank needs.
 
     All ranks of a group run one program over one padded shape, so a rank with few tokens, or none,
-    costs what the one with the most costs. Figures are of the size of Qwen3-30B-A3B on an H100.
+    costs as much as the rank with the most. The figures are about those of Qwen3-30B-A3B on an
+    H100.
     """
 
     call_s: float = 5e-3
@@ -42,13 +43,13 @@ class ChunkCost:
 
 
 def pairs_of(start: int, num_tokens: int) -> int:
-    """Pairs of tokens that attention weighs for a run of a prompt from `start`."""
+    """Pairs of tokens that attention weighs for `num_tokens` tokens of a prompt from `start` on."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One prompt; its ids are its own but for a shared prefix."""
+    """One prompt; apart from a shared prefix, its ids are its own."""
 
     at_s: float
     token_ids: np.ndarray  # i32[n]
@@ -63,7 +64,7 @@ def plan_arrivals(lengths: Lengths, num: int, seed: int) -> list[Arrival]:
     prefixes = rng.integers(0, 1 << 30, (NUM_PREFIXES, shared), dtype=np.int32)
     arrivals = []
     for number, size in enumerate(_sizes(rng, lengths, num)):
-        # No page of what follows a shared prefix is anybody else's.
+        # Ids of its own, so that no page after a shared prefix equals another prompt's.
         own = np.full(size - shared, number, np.int32)
         ids = np.concatenate([prefixes[rng.integers(NUM_PREFIXES)], own])
         arrivals.append(Arrival(float(at_s[number]), ids, shared))
@@ -71,17 +72,17 @@ def plan_arrivals(lengths: Lengths, num: int, seed: int) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], per_s: float) -> list[Arrival]:
-    """The same prompts in the same order, at another rate; inf: all of them at once."""
+    """The same prompts in the same order, at another rate; inf: all at once."""
     return [replace(arrival, at_s=arrival.at_s / per_s) for arrival in arrivals]
 
 
 def _sizes(rng: np.random.Generator, lengths: Lengths, num: int) -> np.ndarray:
-    """i64[num] tokens of the prompts, MEAN_TOKENS in the mean."""
+    """i64[num] tokens of the prompts, with a mean of MEAN_TOKENS."""
     if lengths == "constant":
         return np.full(num, MEAN_TOKENS)
     if lengths == "shared":
         return rng.integers(PREFIX_TOKENS + 1, 2 * MEAN_TOKENS - PREFIX_TOKENS, num)
     drawn = np.exp(SKEW * rng.standard_normal(num))
-    for _ in range(8):  # what is cut off above goes to the others
+    for _ in range(8):  # each turn spreads what was cut off above over the other lengths
         drawn = np.clip(drawn * (MEAN_TOKENS / drawn.mean()), 16, CONTEXT - OUTPUT_TOKENS)
     return np.round(drawn).astype(np.int64)

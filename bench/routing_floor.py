@@ -1,7 +1,7 @@
-"""What bytes alone cost on the way of the registry's routes: through a process that passes them on.
+"""The floor of routes through the registry: the same messages, as bytes, through a plain relay.
 
-The same turns at the same times, the same three ends, no protocol. Run as a program, it is the
-process in the middle.
+Turns come at the same times between the same three ends, but without a protocol. Run as a program,
+this module is the relay, the process in the middle.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _SETTLE_S = 0.2
 
 
 def measure(turns_per_s: float, seconds: float, seed: int) -> list[float]:
-    """Seconds from end to end, a message a turn, at random times."""
+    """Seconds from end to end of each message; one message per turn, at random times."""
     command = [sys.executable, "-m", __name__]
     with ExitStack() as stack:
         with deaf_children():
@@ -70,7 +70,7 @@ async def _read(reader: asyncio.StreamReader, seen_s: list[float]) -> None:
 
 
 async def _relay() -> None:
-    """Print a port; pass on what tellers write to whoever follows."""
+    """Print a port, then pass on what tellers write to all followers."""
     followers: list[asyncio.StreamWriter] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
-"""The routing experiment on real processes: the demo model, prompts a tenth as long, this machine.
+"""The routing experiment with real processes: the demo model on this host, prompts a tenth as long.
 
-Ranks and workers share the host's cores, so what can be compared are ways of choosing at the same
-rate, not ranks with workers.
+Ranks and workers share the host's cores, so the rows compare ways of choosing at the same rate, not
+ranks with workers.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from bench.routing_cost import RANKS, Arrival, at_rate, plan_arrivals
 from bench.serve import run_workload, served_model, started_server
 from bench.workload import PlannedRequest, WorkloadConfig
 
-SHORTER = 10  # times, than the simulated prompts
+SHORTER = 10  # times shorter than the simulated prompts
 OUTPUT_TOKENS = 5
 NUM_PROMPTS = 150
 LOADS = (0.7, 0.95)  # of saturation
@@ -31,7 +31,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class Served:
-    """A way of choosing: how the server is started."""
+    """A way of choosing, as the arguments of a server."""
 
     name: str
     arguments: str
@@ -39,7 +39,7 @@ class Served:
 
 METHODS = ("follow_bootstrap_room", "round_robin", "shortest_queue", "total_tokens")
 POLICIES = ("random", "round_robin", "power_of_two", "least_load")
-# The first of each is what the others are compared with.
+# The first of each list is the baseline of the others.
 LATE = [
     Served(method, f"--prefill-dp-size {RANKS} --prefill-load-balance-method {method}")
     for method in METHODS
@@ -51,7 +51,7 @@ ROUTED = [
 
 
 def run(report: Report, num_seeds: int) -> None:
-    """TTFT of every way at the same rates, which are shares of what the first way computes."""
+    """Add rows with every way's TTFT at the same rates: shares of the first way's throughput."""
     seeds = list(range(report.seed, report.seed + num_seeds))
     for ways in (LATE, ROUTED):
         rate_per_s = 0.0

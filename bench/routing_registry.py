@@ -1,7 +1,8 @@
-"""`kvferry bench routing --only registry`: how soon decode has the rank that prefill told of.
+"""`kvferry bench routing --only registry`: how soon decode knows the rank that prefill announced.
 
-A real `kvferry registry` in a process of its own; here, one loop is a prefill worker that tells and
-a decode worker that follows, over real sockets. Right after it: bytes alone on the same way.
+A real `kvferry registry` runs in a process of its own. One loop in this process plays a prefill
+worker that announces ranks and a decode worker that follows them, over real sockets. Right after
+that, bench/routing_floor measures bytes alone on the same way.
 """
 
 import asyncio
@@ -30,18 +31,18 @@ from transfer.rpc import Security
 ROOMS_PER_S = 1000
 ROOM_LIFE_S = 1.0
 RANKS = 4
-# Rooms that one turn of a worker binds: each alone as it comes, or chunks of many prompts.
+# Rooms that one turn of a worker binds: a single one as it comes, or a chunk of many prompts.
 PER_TURN = (1, 10, 100)
 _PATIENCE_S = 10.0
 _WORKER = "prefill-of-the-benchmark"
 
 
 class Failed(RuntimeError):
-    """The registry did not start, or did not tell what it was told."""
+    """The registry did not start, or did not pass on what it was told."""
 
 
 def run(report: Report, seconds: float) -> None:
-    """Rows for each number of rooms a turn. Raises Failed."""
+    """Add rows for each number of rooms per turn. Raises Failed."""
     for per_turn in PER_TURN:
         seen_s, num_messages = asyncio.run(_measure(per_turn, seconds, report.seed))
         shapes = {"rooms_per_s": ROOMS_PER_S, "rooms_per_turn": per_turn, "seconds": seconds}
@@ -56,7 +57,7 @@ def run(report: Report, seconds: float) -> None:
 
 
 async def _measure(per_turn: int, seconds: float, seed: int) -> tuple[list[float], int]:
-    """Seconds from each room's turn to its being known to decode, and messages it took."""
+    """(seconds from each room's turn until decode knows the room, number of messages for that)."""
     token = secrets.token_hex(16)
     with _registry(token) as address:
         cluster = _Cluster(address, Security(token))
@@ -95,7 +96,7 @@ class _Cluster:
         self.num_messages = 0
 
     async def play(self, per_turn: int, seconds: float, rng: random.Random) -> None:
-        """Turns at random times, ROOMS_PER_S rooms a second over all."""
+        """Play turns at random times, with ROOMS_PER_S rooms a second overall."""
         living: deque[tuple[float, range]] = deque()
         start_s = SYSTEM_CLOCK.monotonic_s()
         due_s, room = 0.0, 1
@@ -117,7 +118,7 @@ class _Cluster:
         self._publisher.feed(bound.items(), ended)
 
     async def _settled(self, bound: dict[int, int]) -> None:
-        """Tell, and wait until everything told is known."""
+        """Announce rooms, and wait until decode knows everything that was announced."""
         self._all_seen.clear()
         self._tell(bound, [])
         try:
@@ -146,7 +147,7 @@ class _Cluster:
 
 @contextlib.contextmanager
 def _registry(token: str) -> Iterator[str]:
-    """The address of a registry that runs as long. Raises Failed when it does not start."""
+    """The address of a registry that runs during the block. Raises Failed if it does not start."""
     reading, writing = os.pipe()
     command = [sys.executable, "-m", "serving.launch", "registry"]
     process = subprocess.Popen(
@@ -158,7 +159,7 @@ def _registry(token: str) -> Iterator[str]:
     os.close(writing)
     try:
         with os.fdopen(reading) as pipe:
-            told = pipe.read()  # it closes its end, or dies
+            told = pipe.read()  # until the registry closes its end, or dies
         if not told:
             raise Failed(f"the registry ended with {process.wait()}")
         yield json.loads(told)["address"]

@@ -1,4 +1,4 @@
-"""Prefill in simulated time: the system's own ranks, schedulers, balancer and router."""
+"""Simulates prefill in virtual time, with the real ranks, schedulers, balancer and router."""
 
 import heapq
 import itertools
@@ -33,7 +33,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 POOL_PAGES = 4096  # of a rank
 HEARTBEAT_S = 0.5
 LOAD_REFRESH_S = 0.2
-PASSED_ON_S = 0.25  # at most, from the registry to the router
+PASSED_ON_S = 0.25  # at most, until a heartbeat reaches the router through the registry
 DECODE_STEP_S = 0.02
 
 
@@ -47,10 +47,10 @@ def _rank(cached: bool) -> Rank:
 
 
 class Group:
-    """Ranks that compute in lock step; decode grants at once."""
+    """Ranks that compute in lock step; decode is assumed to grant at once."""
 
     def __init__(self, ranks: Sequence[Rank], method: Method | None) -> None:
-        """method: by which the worker binds prompts itself; None: each comes with its rank."""
+        """method: how the worker binds prompts to ranks; None: each prompt comes with its rank."""
         self.ranks = ranks
         self.busy = False
         self._queue = None if method is None else Ranks(ranks, method)
@@ -77,9 +77,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Way:
-    """How a prompt comes to its rank: a method of the worker's balancer, or the router's policy.
+    """How a prompt gets its rank: by a method of the worker's balancer, or by the router's policy.
 
-    random_rooms: rooms are drawn, as where every client makes its own; otherwise they count up.
+    random_rooms: rooms are random, as if every client made its own; otherwise they count up.
     """
 
     layout: Layout
@@ -145,7 +145,7 @@ class Simulation:
         self._begin_chunk(group)
 
     def _refresh(self) -> None:
-        """Count now and then what caches could give, as the worker does."""
+        """Count the pages that caches could give up, every LOAD_REFRESH_S, as the worker does."""
         for group in self._groups:
             group.refresh()
         self._at(self.now_s + LOAD_REFRESH_S, self._refresh)
@@ -161,7 +161,7 @@ class Simulation:
         return int(pair.prefill.info.worker_id)
 
     def _beat(self, at: int) -> None:
-        """A heartbeat of that rank leaves; the router has it a little later."""
+        """That rank sends a heartbeat, which reaches the router a little later."""
         rank = self._ranks[at]
         requests, tokens = rank.scheduler.queued()
         load = wire.Load(
@@ -185,7 +185,7 @@ class Simulation:
         self._at(self.now_s + took_s, lambda: self._end_chunk(group, chunks))
 
     def _end_chunk(self, group: Group, chunks: Sequence[tuple[Piece, ...]]) -> None:
-        """First tokens leave; decode has had all pages but the last, so prefill is done."""
+        """First tokens leave. Decode already has all pages but the last, so prefill is done."""
         group.busy = False
         for rank, pieces in zip(group.ranks, chunks, strict=True):
             for piece in pieces:

@@ -1,8 +1,8 @@
-"""Load over HTTP against a server that runs, or one started for the occasion: TTFT, TPOT, ITL.
+"""Loads a server over HTTP, a running one or one started for this, and reports TTFT, TPOT and ITL.
 
 All times are stamped at the client: TTFT is from the request's first byte out to the first text
 in. goodput is the rate of requests that met every SLO. Percentiles are interpolated, as numpy does
-by default. ITL is from event to event, whatever number of tokens an event has.
+by default. ITL is from event to event, however many tokens an event has.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from transfer.flags import LIFELINE_ENV
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 
-_VOCAB_SIZE = 1000  # that of any model is larger
-_SEEDS_OF_A_CASE = 1 << 16  # seeds that near are those of other runs
+_VOCAB_SIZE = 1000  # every model's is larger
+_SEEDS_OF_A_CASE = 1 << 16  # between seeds of cases; smaller steps of --seed are for other runs
 
 
 class NoServer(RuntimeError):
@@ -48,7 +48,7 @@ class NoServer(RuntimeError):
 
 @dataclass(frozen=True)
 class Slo:
-    """Bounds that a request must meet to count as good; None is no bound."""
+    """Bounds that a request must meet to count as good; None for no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -72,8 +72,8 @@ async def run_workload(
 ) -> tuple[list[Trace], float]:
     """Send all planned requests; returns their traces, in order, and the seconds it all took.
 
-    Paced by arrival times when the config has a rate; otherwise by `concurrency` in flight. An
-    answer of another length than was asked for has failed.
+    Requests are paced by arrival times when the config has a rate, otherwise by `concurrency` in
+    flight. An answer of another length than was asked for counts as failed.
     """
     start_s = time.perf_counter()
     limit = asyncio.Semaphore(config.concurrency)
@@ -118,7 +118,7 @@ def report_traces(
     slo: Slo,
     shapes: dict[str, Any],
 ) -> None:
-    """Rows of one run. Latencies are of requests that ended well; the others are counted."""
+    """Add the rows of one run. Latencies are of requests that ended well; others are counted."""
     good = [trace for trace in traces if trace.ok]
 
     def row(metric: str, value: float, unit: str) -> None:
@@ -181,7 +181,7 @@ def started_server(arguments: list[str]) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def started_servers(arguments: Sequence[list[str]]) -> Iterator[list[Server]]:
-    """As `started_server`, several that start at once. Raises NoServer when one did not."""
+    """Like `started_server`, for several that start at once. Raises NoServer if one does not."""
     with contextlib.ExitStack() as stack:
         with ThreadPoolExecutor(len(arguments)) as pool:
             starting = [pool.submit(stack.enter_context, started_server(own)) for own in arguments]
@@ -189,7 +189,7 @@ def started_servers(arguments: Sequence[list[str]]) -> Iterator[list[Server]]:
 
 
 def wait_ready(server: Server, process: subprocess.Popen[bytes] | None, timeout_s: float) -> bool:
-    """Whether /health answered 200 in time; gives up at once when the process has ended."""
+    """Whether /health answers 200 in time; gives up at once when the process has ended."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process is not None and process.poll() is not None:
@@ -218,14 +218,14 @@ def served_model(server: Server) -> str:
 
 
 def name_devices(report: Report, server: Server) -> None:
-    """Have rows from here on name the accelerators of the server, where it has some."""
+    """Have rows from now on name the server's accelerators, if it has any."""
     devices = devices_of(server)
     if devices:
         report.surroundings = replace(report.surroundings, device=devices)
 
 
 def devices_of(server: Server) -> str:
-    """The accelerators that its workers say they have; "" where there is none, or nobody says."""
+    """The accelerators that a server's workers report; "" if they have or report none."""
     try:
         _, body = asyncio.run(get_json(server, "/get_server_info", timeout_s=10.0))
         found = {str(worker["devices"]) for worker in body["workers"]}
@@ -256,7 +256,7 @@ def load(
 ) -> list[Trace]:
     """Warm up, then run the workload and report it. server_said: what rows say of the server.
 
-    Raises ValueError for a negative warm_up, NoServer when there is none.
+    Raises ValueError for a negative warm_up, NoServer when there is no server.
     """
     if warm_up < 0:
         raise ValueError(f"warm_up must be at least 0, got {warm_up}")
@@ -307,7 +307,7 @@ def configs_of(args: argparse.Namespace) -> list[WorkloadConfig]:
 
 
 def case_of(config: WorkloadConfig, server: str) -> str:
-    """What rows of this workload are called. server: what sets apart the one started for it."""
+    """The case name in rows of this workload. server: added to it to tell servers apart."""
     paced = f"rate {config.rate_per_s}" if config.rate_per_s else f"x{config.concurrency}"
     repeating = "" if config.repeat_token is None else " repeating"
     return f"{config.input_tokens}/{config.output_tokens} {paced}{repeating}{server}"
@@ -320,7 +320,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
     if args.url and args.server_args:
         raise ValueError("--server-args is for a server that is started, and --url names another")
     told = [] if args.url else [args.shape, shlex.join(args.server_args)]
-    apart = "".join(f", {text}" for text in told if text)  # from rows of the case without
+    apart = "".join(f", {text}" for text in told if text)  # tells the case from that without flags
     ok = True
     with contextlib.ExitStack() as stack:
         if args.url:
@@ -336,7 +336,7 @@ def run(args: argparse.Namespace, report: Report) -> int:
 
 @contextlib.contextmanager
 def _started(args: argparse.Namespace, report: Report, case: str) -> Iterator[tuple[Server, str]]:
-    """The server that the arguments ask for, and what rows say of it; reports when it was ready."""
+    """The server that the arguments ask for, and what rows say of it; reports its time to ready."""
     arguments, more = args.server_args, []
     with tempfile.TemporaryDirectory() as parent:
         if args.shape:

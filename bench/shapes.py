@@ -1,4 +1,4 @@
-"""Named shapes: the networks and batch sizes that benchmarks and tests speak of, each once."""
+"""Named shapes: the networks and batch sizes that benchmarks and tests use, each defined once."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,22 +25,22 @@ class Shape:
     context: int
     chunks: tuple[int, ...]
     page_dtype: str = ""  # "": as dtype
-    codes: str = ""  # which layers' weights are, "fp8" or "int8", if any (model/coded.py)
+    codes: str = ""  # "fp8" or "int8" if layers' weights are kept as codes (model/coded.py)
 
     @property
     def coded(self) -> tuple[str, ...]:
-        """Which of them are."""
+        """The layers' parameters whose weights are kept as codes."""
         return self._dims.coded_as_published(self.codes)
 
     def weight_bytes(self, name: str) -> float:
-        """Bytes of one weight of a parameter of layers, its part of a scale as on one device."""
+        """Bytes of one weight of a layers' parameter, with its share of a scale on one device."""
         if name not in self.coded:
             return float(self.dtype_bytes)
         return 1 + 4 / float(self._dims.coded_inputs[name].group)
 
     @property
     def _dims(self) -> Any:
-        from model.sharding import Dims  # which starts JAX
+        from model.sharding import Dims  # imports JAX
 
         return Dims(self.cfg, 1, 1)
 
@@ -56,7 +56,7 @@ class Shape:
 
 
 def deepseek_yarn(mscale: float) -> RopeConfig:
-    """DeepSeek's rotary settings. mscale: mscale and mscale_all_dim alike, so cosines keep size."""
+    """DeepSeek's rotary settings. mscale: also for mscale_all_dim, so cosines keep their size."""
     grown = 0.1 * mscale * math.log(40.0) + 1.0
     return RopeConfig("yarn", 1e4, 40.0, original_max_position=4096, softmax_factor=grown**2)
 
@@ -175,8 +175,8 @@ DEMO_GPT_OSS = replace(
     ),
 )
 
-# Between the demos, which lie in a processor's caches, and models that want a GPU: 663 MB and
-# 1.1 GB in float32, whose weights a CPU reads from memory at every step.
+# Between the demos, which fit into a CPU's caches, and models that need a GPU: 663 MB and 1.1 GB in
+# float32, so that a CPU reads the weights from memory at every step.
 MIDDLE = Shape(
     name="middle",
     cfg=replace(
@@ -300,7 +300,7 @@ DEEPSEEK_V2_LITE = Shape(
     chunks=(2048, 8192),
 )
 
-# Of the weights once they are read: in the checkpoint the experts are MXFP4.
+# With the weights as they are once read; in the checkpoint the experts are MXFP4.
 GPT_OSS_20B = Shape(
     name="gpt-oss-20b",
     cfg=ModelConfig(
@@ -339,7 +339,7 @@ GPT_OSS_20B = Shape(
 
 
 def with_codes(shape: Shape, codes: str = "fp8") -> Shape:
-    """The same, its layers' weights kept as codes of a byte (model/coded.py)."""
+    """The same shape with its layers' weights kept as codes of one byte (model/coded.py)."""
     return replace(shape, name=f"{shape.name}-{codes}", codes=codes)
 
 

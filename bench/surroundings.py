@@ -1,4 +1,4 @@
-"""What a row must say beside its number: commit, device, versions."""
+"""Finds out what a row must say beside its number: commit, device, versions."""
 
 import importlib.metadata
 import platform
@@ -14,7 +14,7 @@ PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda13-plugin", "nvidia-cudnn-cu13", 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Commit (with `-dirty` where files differ), device in words, versions of what decides."""
+    """Commit (with `-dirty` if files differ), device in words, versions of relevant packages."""
 
     commit: str
     device: str
@@ -64,7 +64,7 @@ def commit() -> str:
     """Short commit of this tree, `unknown` outside a clone."""
     try:
         short = _git("rev-parse", "--short=12", "HEAD")
-        # A results file that grows while it is measured changes nothing that is measured.
+        # Results grow while rows are measured, but change nothing of what is measured.
         changed = _git("status", "--porcelain", "-uno", "--", ".", ":!bench/results")
         return short + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""What the server's own timelines add to a load's rows: where the time to the first token went."""
+"""Adds rows from the server's own timelines to a load: where the time to the first token went."""
 
 import asyncio
 import math
@@ -15,9 +15,9 @@ _TIMEOUT_S = 10.0
 
 
 async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[Any]:
-    """Timelines of these requests, as far as the server still has, or ever had, them.
+    """Timelines of these requests, if the server keeps timelines and still has them.
 
-    They are whatever it answered: `report_timelines` leaves out those that tell nothing.
+    They are whatever the server answered: `report_timelines` leaves out what it cannot read.
     """
     limit = asyncio.Semaphore(_AT_ONCE)
 
@@ -37,13 +37,13 @@ async def read_timelines(server: Server, request_ids: Sequence[str]) -> list[Any
 def report_timelines(
     report: Report, case: str, timelines: Sequence[Any], shapes: dict[str, Any]
 ) -> None:
-    """Rows of the requests whose one attempt is told of in full; none when there are none.
+    """Add rows for the requests with a single, completely reported attempt; none without those.
 
-    Medians over requests: of the server's time to the first token, the share in which prefill
-    waited for decode's pages, and the share in which it handed computed pages to the data plane,
-    as if nothing had been computed meanwhile: no more than that can the transfer have added. Then
-    how much of the transfer's time was before the last chunk was computed, and what was after it,
-    which the second token waits for.
+    They are medians over requests. Two are shares of the server's time to the first token: in one,
+    prefill waited for decode's grant; in the other, it handed computed pages to the data plane,
+    counted as if nothing had been computed meanwhile, so it bounds what the transfer added. Two
+    more say what share of the transfer's time passed before the last chunk was computed, and how
+    long the rest took, for which the second token waits.
     """
     told = [parts for timeline in timelines if (parts := _told(timeline)) is not None]
     if not told:
@@ -60,7 +60,7 @@ def report_timelines(
 
 
 def _told(timeline: Any) -> tuple[float, ...] | None:
-    """What it says of `_parts`; None too where it is no timeline, as another server's may be."""
+    """The timeline's `_parts`; None also if it is no timeline, as another server's may not be."""
     try:
         parts = _parts(timeline)
     except MALFORMED:
@@ -69,7 +69,7 @@ def _told(timeline: Any) -> tuple[float, ...] | None:
 
 
 def _parts(timeline: dict[str, Any]) -> tuple[float, ...] | None:
-    """(chunks, grant wait %, handing over %, share overlapped, ms left) of one request."""
+    """(chunks, grant wait %, handing over %, share overlapped, ms left) of one request, or None."""
     ttft_ms = timeline["first_write_ms"]
     attempts = timeline["choices"][0]["attempts"]
     if len(attempts) != 1 or not ttft_ms:

@@ -1,6 +1,6 @@
-"""How long a call takes: warm-up, then batches long enough for the clock, then the median.
+"""Times calls: warm-up, then batches long enough for the clock, then the median.
 
-And how much of it there is time for.
+It also limits how many measurements are begun in the time that there is.
 """
 
 import math
@@ -16,7 +16,7 @@ _BATCHES = 5
 
 @dataclass(frozen=True)
 class Allowance:
-    """Until when something may measure, by a clock."""
+    """Until when measurements may go on, by a clock."""
 
     end_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
@@ -27,9 +27,9 @@ class Allowance:
         out: TextIO,
         least_s: Callable[[], float] = lambda: 0.0,
     ) -> list[T]:
-        """Do tasks in order, which is that of what they tell: what they gave.
+        """Do tasks in order, the most telling first; returns their results.
 
-        Each is begun while more than least_s is left. Those left out are named.
+        A task is begun only while more than least_s is left. Prints the names of those left out.
         """
         done: list[T] = []
         for number, task in enumerate(tasks.values()):
@@ -51,7 +51,7 @@ def seconds_per_call(
 
     call: starts the work, and may return before it is done. wait: waits for what a call returned.
     Calls of one batch follow each other without waiting, as in a busy engine.
-    budget_s: about how long all batches together may take.
+    budget_s: about how long all batches may take together.
     """
     for _ in range(WARM_UPS):
         wait(call())

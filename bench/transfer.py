@@ -1,4 +1,4 @@
-"""KV pages between two processes of one host, beside memcpy and raw loopback of the same run.
+"""Times KV pages between two processes of a host, beside memcpy and raw loopback of the same run.
 
 A request copies scattered pages of this process's pool into scattered pages of the other's, and is
 done when this process holds the acknowledgement. Digests of the pages are compared afterwards.
@@ -50,12 +50,12 @@ CPU = "CPU s/GB"
 
 @dataclass(frozen=True)
 class Way:
-    """What a request consists of, and what a row's name says of it."""
+    """What a request consists of. said: its words in names of rows."""
 
     said: str = ""
-    on_device: bool = False  # pools of JAX, and the programs that the workers run
-    gathered: bool = False  # staged before, as by a device that does it beside the processor
-    placed: bool = True  # else it is done when pages lie where a device fetches them
+    on_device: bool = False  # pools are JAX arrays, and programs are those of the workers
+    gathered: bool = False  # pages are gathered beforehand, as if by a device beside the processor
+    placed: bool = True  # else a request is done when pages lie where a device would fetch them
 
 
 HOST = Way()
@@ -68,16 +68,16 @@ WAYS = (
 
 
 def connections_of(outstanding: int) -> int:
-    """Data connections that so many requests at a time have by default."""
+    """Data connections that a worker has by default for `outstanding` requests at a time."""
     return min(outstanding, default_connections())
 
 
 class TransferFailed(RuntimeError):
-    """Pages did not arrive, or not as they were sent."""
+    """Pages did not arrive, or arrived changed."""
 
 
 class Peer:
-    """The other process, from here: its address, and a line of questions and answers."""
+    """The other process, seen from here: its address, and questions and answers in lines."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -113,12 +113,12 @@ class Sender:
     def __init__(
         self, work: PageWork, address: str, outstanding: int, backend: str, way: Way = HOST
     ) -> None:
-        """As many connections as a prefill worker opens by default for so many requests."""
+        """It has as many connections as a prefill worker by default for `outstanding` requests."""
         self._work = work
         self._address = address
         self.pool = pool_of(work, 1, way.on_device)
         self._ids = [page_ids(work, room) for room in range(AHEAD)]
-        # Cut and packed before: between two requests that is not the transfer's time.
+        # Cut and packed beforehand, as this time between requests is not the transfer's.
         self._cut = [(runs_of(ids, work.page_bytes), wire.pack_i32(ids)) for ids in self._ids]
         heads = work.kv_heads
         self._runs = plan_heads(heads, 1, heads, 1, heads)
@@ -130,7 +130,7 @@ class Sender:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for idx in range(outstanding):
             self._free.put(idx)
-        self._sent: dict[int, tuple[float, int]] = {}  # room -> when, place in flight
+        self._sent: dict[int, tuple[float, int]] = {}  # room -> when sent, index in flight
         self.taken_s: list[float] = []
         self.ids: np.ndarray  # pages of the last request
         self.failures: list[str] = []
@@ -153,7 +153,7 @@ class Sender:
             self._sender = TcpSender(**common)
 
     def send_one(self) -> int:
-        """Start one request, once fewer than the allowed number are outstanding."""
+        """Start a request as soon as fewer than the allowed number are outstanding."""
         return self._start(self._take())
 
     def _start(self, idx: int) -> int:
@@ -170,7 +170,7 @@ class Sender:
             stored_kv_heads=self._work.kv_heads,
         )
         self._sent[room] = (time.perf_counter(), idx)
-        # A run leaves while the next one is gathered.
+        # A run is sent while the next one is gathered.
         page_start = 0
         for pages in self._gathered[idx] if self._gathered else self.pool.gather(runs):
             self._sender.send_pages(grant, page_start, [pages], self._runs)
@@ -180,10 +180,10 @@ class Sender:
         return room
 
     def send_for(self, budget_s: float) -> None:
-        """Send requests for so long.
+        """Send requests for `budget_s` seconds.
 
-        Gathered ones follow from the answers to those before them, in the thread that hears these:
-        two threads that take turns with one interpreter would be measured too.
+        If pages are gathered beforehand, the thread that hears an acknowledgement starts the next
+        request. Otherwise the time of two threads that share one interpreter would be measured too.
         """
         end_s = time.perf_counter() + budget_s
         if self._gathered:
@@ -219,7 +219,7 @@ class Sender:
         now_s = time.perf_counter()
         if event.kind == "lost":
             self.failures.append(f"lost: {event.message}")
-            self._free.put(0)  # wakes who waits, to see the failure
+            self._free.put(0)  # wakes the waiting thread, which sees the failure
             return
         sent_s, idx = self._sent.pop(event.room)
         if event.kind == "acked":
@@ -239,22 +239,25 @@ def run(
     backends: Sequence[str] = BACKENDS,
     rounds: int = 1,
 ) -> None:
-    """Measure the workloads named. Raises ValueError for an unknown one, and without a round,
-    ConfigError where nixl is asked for and not here."""
+    """Measure the named workloads.
+
+    Raises ValueError for an unknown workload or for rounds below 1, ConfigError if nixl is asked
+    for and not installed.
+    """
     if rounds < 1:
         raise ValueError(f"rounds: at least 1, got {rounds}")
     for name in names:
         if name not in WORKLOADS:
             raise ValueError(f"workload {name!r}; known: {', '.join(WORKLOADS)}")
     if "nixl" in backends:
-        nixl_agent.bindings()  # or the other process fails, and not in a line
+        nixl_agent.bindings()  # fails here in one line, as the other process would not
     for name in names:
         for outstanding in (1,) if name == "small" else OUTSTANDING:
             measure(report, WORKLOADS[name], outstanding, budget_s, backends, rounds)
 
 
 class Metric(NamedTuple):
-    """What a row is called, and the one that it is compared with."""
+    """The name of a row, and of the row that it is compared with."""
 
     name: str
     unit: str
@@ -269,9 +272,9 @@ def measure(
     backends: Sequence[str] = BACKENDS,
     rounds: int = 1,
 ) -> None:
-    """One workload with so many requests outstanding, and its baselines: medians of the rounds.
+    """Measure one workload with `outstanding` requests, and its baselines: medians over rounds.
 
-    A round takes everything in turn, so that what the host does meanwhile meets all alike.
+    A round measures everything in turn, so that whatever else the host does affects all alike.
     """
     case = f"{work.name} x{outstanding}"
     shapes = asdict(work) | {
@@ -333,7 +336,7 @@ def _round(
 
 
 def _named(backend: str) -> str:
-    """As rows call it: what UCX may use decides how NIXL moves pages."""
+    """A backend's name in rows. NIXL's has UCX_TLS, which decides how NIXL moves pages."""
     transports = os.environ.get("UCX_TLS")
     return f"{backend} (UCX_TLS={transports})" if backend == "nixl" and transports else backend
 
@@ -341,9 +344,9 @@ def _named(backend: str) -> str:
 def transfer(
     work: PageWork, outstanding: int, budget_s: float, backend: str, way: Way = HOST
 ) -> tuple[list[float], float, float]:
-    """Seconds of each request, of all, and of processor time of both sides.
+    """(seconds of each request, seconds of all, processor seconds of both sides).
 
-    Raises TransferFailed when pages were lost or arrived other than they were sent.
+    Raises TransferFailed when pages were lost or arrived changed.
     """
     with receiving_process(work, backend, way.on_device) as peer:
         sender = Sender(work, peer.address, outstanding, backend, way)
@@ -357,12 +360,12 @@ def transfer(
             start_s = time.perf_counter()
             sender.send_for(budget_s)
             sender.drain()
-            peer_cpu_s = peer.ask("cpu")["cpu_s"]  # once what came is in place
+            peer_cpu_s = peer.ask("cpu")["cpu_s"]  # answered once pages are in place
             whole_s = time.perf_counter() - start_s
             cpu_s = time.process_time() + peer_cpu_s - cpu_s
             taken_s = list(sender.taken_s)
-            # One more, alone: of requests beside each other the last to end is the one that is
-            # seen where their pages are the same.
+            # One more request, alone: if requests that run side by side share destination pages,
+            # those hold what the last to end wrote.
             peer.ask("place 1")
             room = sender.send_one()
             sender.drain()

@@ -1,8 +1,9 @@
 """The decode side of the transfer benchmark: a process that puts pages in place and acknowledges.
 
-Started by bench/transfer, which speaks with it in lines: `place 0` lets pages lie where they came
-to and `place 1` puts them in place again, `digest ROOM` is answered with a digest of that room's
-pages, `quit` with what the process cost.
+bench/transfer starts it and talks to it in lines. After `place 0` pages stay where they arrived,
+after `place 1` they are put in place again. `digest ROOM` is answered with a digest of that room's
+pages, `cpu` with the processor seconds so far, once pages are in place. `quit` ends the process,
+whose answer has its processor seconds, the number of lost rooms and the receiver's counters.
 """
 
 import json
@@ -25,7 +26,7 @@ from transfer.shm import ShmReceiver
 from transfer.tcp import TcpReceiver
 
 EPOCH = 1
-AHEAD = 64  # rooms expected before they are heard of
+AHEAD = 64  # rooms that the receiver expects before anything of them arrives
 STALL_TIMEOUT_S = 10.0
 RECEIVERS: dict[str, Callable[..., TcpReceiver]] = {
     "nixl": NixlReceiver,
@@ -45,17 +46,17 @@ WORKLOADS = {
 
 
 def page_ids(work: PageWork, room: int) -> np.ndarray:
-    """Pages of a room, scattered; both processes work them out for themselves."""
+    """Pages of a room, scattered; both processes compute them for themselves."""
     return np.random.default_rng(room % AHEAD).permutation(work.pool_pages)[: work.num_pages]
 
 
 def spec_of(work: PageWork) -> KVSpec:
-    """The pages of a workload as the backends know them."""
+    """The pages of a workload, as backends are told of them."""
     return KVSpec(work.layers, work.kv_heads, work.head_dim, work.page_size, "bfloat16")
 
 
 class Peer:
-    """Owner of the destination pool."""
+    """The decode side; owns the destination pool."""
 
     def __init__(self, work: PageWork, token: str, backend: str, *devices: str) -> None:
         self._work = work
@@ -84,15 +85,15 @@ class Peer:
         return address
 
     def settle(self) -> None:
-        """Wait until pages that came are in place."""
+        """Wait until the pages that arrived are in place."""
         self._pool.settle()
 
     def digest(self, room: int) -> str:
-        """Of what a room put in place."""
+        """Digest of the pages of a room."""
         return self._pool.digest(self._ids[room % AHEAD])
 
     def close(self) -> dict[str, Any]:
-        """Stop; returns what there is to say."""
+        """Stop; returns processor seconds, the number of lost rooms and the receiver's counters."""
         self._receiver.close()
         times = os.times()
         counters = dict(self._receiver.counters)

@@ -1,6 +1,6 @@
-"""The pools that the transfer benchmark copies between: pages in host memory, or on CPU devices.
+"""The pools between which the transfer benchmark copies: pages in host memory, or on CPU devices.
 
-A sender gathers runs of scattered pages, a receiver puts them in place.
+A sender gathers runs of scattered pages, and a receiver puts them in place.
 """
 
 import threading
@@ -15,10 +15,10 @@ import xxhash
 from bench.host_limits import PageWork
 from transfer.buffers import BufferPool
 
-RUN_BYTES = 4 << 20  # gathered, sent and put in place at once; a page, where that is more
+RUN_BYTES = 4 << 20  # gathered, sent and put in place at once; one page, if that is larger
 _IDLE_BYTES = 256 << 20
-_GATHERS_AHEAD = 2  # dispatched before the first of them is sent
-_PLACED_AHEAD = 4  # dispatched before one waits for them, as decode/engine.py does
+_GATHERS_AHEAD = 2  # gathers that are dispatched before the first of them is sent
+_PLACED_AHEAD = 4  # writes that are dispatched before waiting for them, as decode/engine.py does
 
 
 class Pool(Protocol):
@@ -29,15 +29,15 @@ class Pool(Protocol):
         ...
 
     def place(self, ids: np.ndarray, pages: np.ndarray) -> None:
-        """Begin to write such pages (any thread)."""
+        """Begin to write packed pages to the places `ids` (any thread)."""
         ...
 
     def settle(self) -> None:
-        """Wait until all of them are written."""
+        """Wait until all pages are written."""
         ...
 
     def digest(self, ids: np.ndarray) -> str:
-        """Of the pages' bytes, in the order of ids."""
+        """Digest of the pages' bytes, in the order of ids."""
         ...
 
 
@@ -48,15 +48,15 @@ def new_pool(work: PageWork, fill: int) -> np.ndarray:
 
 
 def digest(pool: np.ndarray, ids: np.ndarray) -> str:
-    """Of the pages' bytes, in the order of ids."""
+    """Digest of the pages' bytes, in the order of ids."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(np.take(pool, ids, axis=2)).data)
 
 
 class HostPool:
-    """Pages in numpy arrays; numpy stands for compiled programs."""
+    """Pages in numpy arrays; numpy stands in for compiled programs."""
 
     def __init__(self, pages: np.ndarray) -> None:
-        """pages: u16, see `new_pool`; used from now on."""
+        """pages: u16, see `new_pool`; not copied."""
         self._pages = pages
         self._buffers = BufferPool(_IDLE_BYTES)
 

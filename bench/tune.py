@@ -1,12 +1,12 @@
-"""Which tiles experts' products are fastest with on this GPU: writes the table that kernels read.
+"""Finds the fastest tiles for products of experts on this GPU; writes the table that kernels read.
 
     python -m bench.tune --shape qwen3-30b-a3b --shape qwen3-30b-a3b-fp8 --out tuned.json
 
-From the tiles of the table on, whatever differs from them in one or two numbers is tried, and the
-best of it is where the next round starts, until nothing is better. Tiles that give other numbers
-are left out. Codes are multiplied with as many rows and inputs at a time as numbers are, so that
-what is added up comes in the same order: shapes of numbers come first. Few rows of one expert each
-are not measured: a host launches no faster than they are multiplied.
+The search starts from the tiles of the table. Each round tries all tiles that differ from the best
+so far in one or two numbers, until nothing is faster. Tiles whose products differ are left out.
+Codes are multiplied with as many rows and inputs at a time as numbers are, so that sums are added
+up in the same order: name shapes of numbers first. A few rows that each have experts of their own
+are not measured, because the host takes at least as long to launch their products.
 """
 
 import argparse
@@ -37,29 +37,29 @@ from model.kernels.moe.sorting import Blocks, blocks
 from model.kernels.tiles import LEAST, Tiles
 from model.programs import Program
 
-# Rows of an expert at most, of a line of the table, and of how many the line is measured.
+# Most rows of an expert for which a line of the table is, and the rows with which it is measured.
 ROWS: Final = {1.0: 1, 8.0: 4, 24.0: 16, 96.0: 64, math.inf: 512}
-_LAYERS: Final = 8  # of weights that no cache holds
+_LAYERS: Final = 8  # enough weights that no cache holds them
 _ROUNDS: Final = 3
-_GAIN: Final = 0.985  # of the time: what is less is noise
-_MOST_SHARED: Final = 232448  # bytes of a program's own: an H200's
+_GAIN: Final = 0.985  # of the time; a smaller gain is noise
+_MOST_SHARED: Final = 232448  # bytes of shared memory that a program may have on an H200
 _MOST_SUMS: Final = 128  # that a thread keeps
 _MOST_ROWS: Final = 128
-_NEAR: Final = 0.02  # of the largest number
+_NEAR: Final = 0.02  # most difference, as a share of the largest number
 
 
 class Timed(NamedTuple):
-    """Of one layer's product."""
+    """Time of one layer's product with some tiles."""
 
     seconds: float
     cut: Tiles
 
 
 class Work(NamedTuple):
-    """One of the two products. halves: as many weights of a tile are multiplied side by side.
+    """One of the two products. halves: weights whose tiles are multiplied side by side.
 
-    function: (rows or what is between, blocks, stacks, layer, cut) -> slots. outputs, inputs: of
-    the weights. given: what is multiplied, by the rows of a block.
+    function: (rows or the first product's results, blocks, stacks, layer, cut) -> slots. outputs,
+    inputs: of the weights. given: rows of a block -> what is multiplied, and its blocks.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Work(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every line asked for was measured; 2 where experts are not multiplied in tiles."""
+    """Returns 0 if every line asked for was measured, 2 if experts are not multiplied in tiles."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     moe = [name for name, shape in SHAPES.items() if shape.cfg.num_experts]
     parser.add_argument("--shape", action="append", choices=moe, required=True, help="repeatable")
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shallow(shape: Shape) -> Shape:
-    """As many layers as have the experts that take turns, and little to remember."""
+    """The shape with just the layers whose experts take turns, and a small pool."""
     cfg = shape.cfg
     ends = np.flatnonzero(np.cumsum(cfg.moe_layers) == min(_LAYERS, sum(cfg.moe_layers)))
     layers = int(ends[0]) + 1
@@ -109,7 +109,7 @@ class Tuning:
     """Experts of one shape on one device."""
 
     def __init__(self, bench: KernelBench) -> None:
-        """Raises NotImplementedError where experts are multiplied in another way."""
+        """Raises NotImplementedError if experts are multiplied in another way."""
         kernel = bench.model.kernels.experts
         if not isinstance(kernel, partial) or kernel.func is not grouped.experts:
             raise NotImplementedError("experts are multiplied in tiles on GPUs alone")
@@ -122,7 +122,7 @@ class Tuning:
         self.of_codes = stacks.down_scale is not None
 
     def tune(self, rows: float, lines: list[tuned.Tuned]) -> list[tuned.Tuned]:
-        """The table with a line for experts of so many rows at most."""
+        """The table with a newly measured line for experts of at most `rows` rows."""
         even = min(ROWS[rows], grouped.MOST_OF_CODES) if self.of_codes else ROWS[rows]
         tokens = even * self.cfg.num_experts // self.cfg.num_experts_per_tok
         start = tuned.tiles_for(lines, self.sizes, float(even))
@@ -151,7 +151,7 @@ class Tuning:
         best: list[Timed],
         before: float,
     ) -> list[tuned.Tuned]:
-        """A row of what was found, and the table with it. rows: of the line, and measured."""
+        """Report what was found; returns the table with it. rows: of the line, and measured."""
         seconds, cuts = sum(one.seconds for one in best), [one.cut for one in best]
         name, report = self.bench.shape.name, self.bench.report
         shapes = {"shape": name, "tokens": tokens, "first": str(cuts[0]), "second": str(cuts[1])}
@@ -182,7 +182,7 @@ class Tuning:
         )
 
     def _fitted(self, works: Sequence[Work], cuts: Sequence[Tiles]) -> Iterator[tuple[Work, Tiles]]:
-        """As kernels would take them."""
+        """Each product with its tiles, fitted as the kernels would fit them."""
         for work, cut in zip(works, cuts, strict=True):
             yield work, grouped.fitted(cut, work.outputs, work.inputs, self._size)
 
@@ -191,7 +191,7 @@ class Tuning:
         return int(jnp.dtype(self.bench.model.dtype).itemsize)
 
     def _descended(self, work: Work, cut: Tiles) -> Timed:
-        """Round by round, from these tiles on."""
+        """The fastest tiles found by a search, round by round, from these tiles on."""
         (best,) = self._time(work, [cut])
         for _ in range(_ROUNDS):
             found = self._time(work, [best.cut, *self._near(work, best.cut)])
@@ -202,7 +202,7 @@ class Tuning:
         return best
 
     def _near(self, work: Work, cut: Tiles) -> list[Tiles]:
-        """One or two of its numbers other than they are, but for its rows."""
+        """Tiles that fit and differ from `cut` in one or two numbers other than its rows."""
         changes: list[dict[str, int]] = [
             {name: value}
             for name, values in {
@@ -228,7 +228,10 @@ class Tuning:
         return is_small and least >= LEAST and cut.stages >= 2
 
     def _time(self, work: Work, cuts: Sequence[Tiles]) -> list[Timed]:
-        """Of those that compile, and give what the first one does, which has to."""
+        """Time the tiles that compile and whose product is near that of the first.
+
+        Raises RuntimeError if the first fails.
+        """
         rows, sorted_ = jax.device_put(work.given(cuts[0].rows))
         turns = [(rows, sorted_, *own) for own in self.layers]
         programs = [Program(str(cut), partial(work.function, cut=cut), turns[0]) for cut in cuts]
@@ -238,10 +241,10 @@ class Tuning:
         expected: Any = None
         for cut, program, error in zip(cuts, programs, errors, strict=True):
             if not error:
-                # What stands in slots of nobody may be anything.
+                # Slots that belong to no row may hold anything, so only the others are compared.
                 out = np.asarray(program(*turns[0])[sorted_.slots], np.float32)
                 expected = out if expected is None else expected
-                # Of what is no number nothing is near.
+                # Written with `not`, so that NaN counts as far.
                 if not np.abs(out - expected).max() <= _NEAR * np.abs(expected).max():
                     error = "gives other numbers"
             if error and not timed:
@@ -261,7 +264,7 @@ def _in_turn(program: Program, turns: Sequence[tuple[Any, ...]]) -> Callable[[],
 
 
 def _compiled(program: Program) -> str:
-    """What the compiler says against it; nothing where all is well."""
+    """Compile; returns the first line of the compiler's error, or "" if there is none."""
     try:
         program.compile()
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:

@@ -13,9 +13,10 @@ class WorkloadConfig:
     """What to send and when.
 
     input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
-    times the mean, 0 sends exactly the mean. shared_prefix_tokens: the same for every request.
-    rate_per_s: Poisson arrivals; None keeps `concurrency` requests in flight instead. repeat_token:
-    id that answers consist of, by bias: what drafts of tokens gain at most; None: as drawn.
+    times the mean, 0 sends exactly the mean. shared_prefix_tokens: tokens at the start of every
+    prompt, the same in all. rate_per_s: Poisson arrivals; None keeps `concurrency` requests in
+    flight instead. repeat_token: the id of which a bias makes answers consist, which shows the most
+    that drafts of tokens can gain; None: no bias.
     Raises ValueError naming the flag that makes no sense.
     """
 
@@ -58,7 +59,7 @@ class PlannedRequest:
 
 
 def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
-    """The same config gives the same requests, whatever serves them."""
+    """The requests of a workload. The same config gives the same requests for any server."""
     rng = np.random.default_rng(config.seed)
     prefix = rng.integers(0, config.vocab_size, config.shared_prefix_tokens)
     arrivals = np.zeros(config.num_requests)
@@ -82,7 +83,7 @@ def plan_requests(config: WorkloadConfig) -> list[PlannedRequest]:
 
 
 def plan_warm_up(config: WorkloadConfig, count: int) -> list[PlannedRequest]:
-    """Requests like those of the load, of other tokens: a prefix cache learns none that count."""
+    """Requests like those of the load, but of other tokens: prefix caches learn nothing of it."""
     return plan_requests(replace(config, num_requests=count, seed=config.seed + _WARM_UP_SEEDS))
 
 
