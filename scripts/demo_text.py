@@ -1,4 +1,4 @@
-"""The text that the demo model speaks: ferries, harbours, pages and caches, from templates."""
+"""Writes the text that the demo model learns, about ferries, harbours, pages and caches."""
 
 import re
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ What happens in {weather}?
 Where is the {crew}?
 """
 
-# Common words, for the vocabulary alone: prompts in plain English should not fall into letters.
+# Common words, only for the vocabulary: prompts in plain English should not break into letters.
 COMMON = """\
 about above across act add afraid again against age agree air all allow almost alone along also
 always among amount animal another answer any appear apply area arm army around arrive art ask

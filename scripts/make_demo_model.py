@@ -2,8 +2,8 @@
 
     python scripts/make_demo_model.py [FOLDER]
 
-It is there so that the commands work without a download, and it is a real checkpoint: the
-files, names and network are those of Qwen3MoeForCausalLM. Nothing is trained by gradient:
+With this model the commands work without a download. It is a real checkpoint: the files,
+names and network are those of Qwen3MoeForCausalLM. Nothing is trained by gradient descent:
 
     1. A text about ferries, harbours, pages and caches is written (demo_text.py).
     2. A byte-level BPE vocabulary is learned from it.
@@ -35,7 +35,7 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 192, 8, 4, 32
 EXPERTS, CHOSEN, EXPERT_DIM = 16, 4, 64
 ROPE_THETA, EPS = 10000.0, 1e-6
 
-# Where things are in the residual stream.
+# The parts of the residual stream.
 OWN = slice(0, 48)  # signs of the token itself
 ONE = 48  # always 1
 BACK = (slice(49, 81), slice(81, 113), slice(113, 128))  # signs of the tokens 1, 2, 3 back
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """\
 
 
 def learn_vocabulary(documents: list[str]) -> tokenizers.Tokenizer:
-    """A byte-level BPE of VOCAB entries, special tokens at its end."""
+    """A byte-level BPE of VOCAB entries, with the special tokens last."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,13 +96,13 @@ def learn_vocabulary(documents: list[str]) -> tokenizers.Tokenizer:
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """u16: the upper halves of the nearest float32 that have only an upper half."""
+    """u16[...]: bfloat16 bits, the upper halves of float32, rounded to nearest even."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
-    """f64 of what the file will hold."""
+    """f64 of the bfloat16 values that the file will hold."""
     return (to_bfloat16(array).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
@@ -111,7 +111,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Rotary position of x[tokens, heads, HEAD_DIM], the halves being the pairs."""
+    """Rotary positions applied to x[tokens, heads, HEAD_DIM]; pairs are entries of both halves."""
     half = HEAD_DIM // 2
     angles = np.arange(x.shape[0])[:, None] * frequencies()[None, :]
     cos, sin = np.cos(angles)[:, None, :], np.sin(angles)[:, None, :]
@@ -140,7 +140,7 @@ def attend(x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def expert_features(x: np.ndarray, w: dict[str, np.ndarray]) -> np.ndarray:
-    """f64[tokens, EXPERTS * EXPERT_DIM]: what the down projections see, times its weight."""
+    """f64[tokens, EXPERTS * EXPERT_DIM]: inputs of the down projections times router weights."""
     scores = x @ w["gate"].T
     chosen = np.argsort(-scores, axis=-1, kind="stable")[:, :CHOSEN]
     best = np.take_along_axis(scores, chosen, axis=-1)
@@ -161,7 +161,7 @@ def attention_weights(layer: int, random: np.random.RandomState) -> dict[str, np
         "q_proj": random.randn(HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
         "k_proj": random.randn(KV_HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
         "v_proj": random.randn(KV_HEADS * HEAD_DIM, HIDDEN) / np.sqrt(HIDDEN),
-        # Enough that every key and value moves the text, not so much that it falls apart.
+        # Large enough for every key and value to change the text, too small to break it.
         "o_proj": 0.25 * random.randn(HIDDEN, HEADS * HEAD_DIM) / np.sqrt(HIDDEN),
         "q_norm": 1 + 0.1 * random.randn(HEAD_DIM),
         "k_norm": 1 + 0.1 * random.randn(HEAD_DIM),
@@ -172,11 +172,14 @@ def attention_weights(layer: int, random: np.random.RandomState) -> dict[str, np
 
 
 def look_back(w: dict[str, np.ndarray]) -> None:
-    """Heads 0, 2, 4 see the tokens 1, 2, 3 back: every key is the same vector, the query is
-    that vector turned back by so many positions, and the norms make the softmax sharp."""
+    """Make heads 0, 2, 4 see the tokens 1, 2, 3 back.
+
+    Every key is the same vector, the query is that vector rotated by so many positions, and the
+    norms make the softmax sharp.
+    """
     w["input_layernorm"][:] = 1
     w["q_norm"][:] = w["k_norm"][:] = 8
-    # Each token has OWN and ONE at size 1 and nothing else, so the norm multiplies by this.
+    # Each token has entries of size 1 in OWN and ONE and no others, so the norm multiplies by this.
     scale = 1 / np.sqrt((OWN.stop + 1) / HIDDEN)
     w["o_proj"][OWN] = w["o_proj"][ONE] = 0
     for distance, place in enumerate(BACK, start=1):
@@ -196,7 +199,7 @@ def look_back(w: dict[str, np.ndarray]) -> None:
 
 
 def expert_weights(layer: int, random: np.random.RandomState) -> dict[str, np.ndarray]:
-    """Random features of the token and of as many tokens back as the layer's number."""
+    """Random features of a token and of as many tokens before it as the layer's number."""
     reach = np.zeros(HIDDEN)
     reach[OWN] = reach[ONE] = 1
     for place in BACK[:layer]:
@@ -248,7 +251,7 @@ def build(texts: list[list[int]]) -> dict[str, np.ndarray]:
         hits = np.argmax(x[:, NEXT] @ codes.T, axis=-1) == next_ids
         print(f"layer {layer}: next token of the text found in {hits[has_next].mean():.0%}")
 
-    # A next token that is certain gets a logit of about 16, and a frequent one a little more.
+    # A certain next token gets a logit of about 16, and a frequent one a little more.
     common = np.log(np.maximum(np.bincount(ids, minlength=VOCAB), 0.02))
     one = np.mean(rms_norm(x, np.ones(HIDDEN))[:, ONE])
     lm_head = np.zeros((VOCAB, HIDDEN))
@@ -258,11 +261,12 @@ def build(texts: list[list[int]]) -> dict[str, np.ndarray]:
 
 
 def next_codes(ids: np.ndarray, next_ids: np.ndarray, random: np.random.RandomState) -> np.ndarray:
-    """f64[VOCAB, NEXT], of mean square 1: what the stream shall show before each token.
+    """f64[VOCAB, NEXT], of mean square 1: the code that the stream should show before each token.
 
-    Part random signs, part the signs of the company a token keeps: tokens that stand in the
-    same places have much in common, so where many could follow, any of them is likely and the
-    others are not. Source of the idea: random indexing, Kanerva et al., CogSci 2000.
+    A code is partly the token's own random signs, partly the sum of its neighbours' signs. Tokens
+    that stand in the same places have similar codes. So where many tokens could follow, any of
+    them is likely and others are not. Source of the idea: random indexing, Kanerva et al.,
+    CogSci 2000.
     """
     shape = (VOCAB, NEXT.stop - NEXT.start)
     own, before, after = (random.choice([-1.0, 1.0], shape) for _ in range(3))
@@ -300,8 +304,10 @@ def write_json(file: Path, value: object) -> None:
 
 
 def write_tensors(file: Path, tensors: dict[str, np.ndarray]) -> None:
-    """The safetensors format: length of the header, header, data. numpy has no bfloat16, so
-    the library, which takes numpy arrays only, cannot write these."""
+    """Write the safetensors format: length of the header, header, data.
+
+    The library takes only numpy arrays, which have no bfloat16, so it cannot write these.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, array in sorted(tensors.items()):
