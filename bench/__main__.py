@@ -4,7 +4,7 @@ from bench.endings import exit_with
 
 
 def _main() -> int:
-    from bench.cli import main  # it takes a while: here `exit_with` handles a Ctrl-C meanwhile
+    from bench.cli import main  # slow, so imported where `exit_with` handles Ctrl-C
 
     return main()
 

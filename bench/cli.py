@@ -237,7 +237,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _some_rows(path: Path) -> list[Row]:
-    """Read rows. Raises BadRows if there are none, as nothing could be worse than they are."""
+    """The rows of a file. Raises BadRows if it has none: an empty comparison would always pass."""
     rows = read_rows(path)
     if not rows:
         raise BadRows(f"{path} has no rows")

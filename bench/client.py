@@ -178,7 +178,7 @@ def _take_event(data: bytes, trace: Trace, now_s: float) -> bool:
 
 
 def _take_values(event: Any, trace: Trace, now_s: float) -> bool:
-    """As `_take_event`, but raises MALFORMED: the server may be any."""
+    """As `_take_event`, but raises any of MALFORMED, as any server may be at the other end."""
     if "error" in event:
         trace.error = f"error event: {json.dumps(event['error'])[:200]}"
         return False

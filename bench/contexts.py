@@ -1,4 +1,4 @@
-"""Chooses the lengths of the rows of a decode step with which attention is measured."""
+"""Chooses the context lengths of the decode rows with which attention is measured."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Fits a shape to a device: its network, its pages, and the batches whose pages find room."""
+"""Fits a shape to a device: its network, its pages, and the batches whose pages fit."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ TRAVEL_PAGES: Final = 32
 
 
 def table_pages(shape: Shape, slots: int, model: Model) -> int:
-    """Pages of each page table of a step: the table for short contexts, if it is long enough."""
+    """Pages of each page table of a step: those for short contexts, or more if needed."""
     short = model.short_context(slots) // shape.page_size
     return max(short, context_pages(shape))
 

@@ -1,4 +1,4 @@
-"""Measures the HTTP front end alone: designs of streaming compared, behind workers without a model.
+"""Measures the HTTP front end alone, in several designs, behind workers without a model.
 
 It uses two cores: the servers under test share the first, and what loads them the last. The designs
 of a cell are measured in turns, round by round, so that whatever else the machine does affects all

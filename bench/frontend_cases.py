@@ -10,7 +10,7 @@ from bench.frontend_plan import Cell, Dialect
 
 STREAMS = (64, 256, 1024, 2048)
 INTERVALS = (1, 8)
-_LEAST_SPACING_S = 1e-3  # between requests of paced cells: a server can take in that many
+_LEAST_SPACING_S = 1e-3  # between requests of paced cells, so that a server can take them in
 _CHAT = Dialect()
 _RESPONSES = Dialect("/v1/responses", opening=4)
 _CONVERSATION = [{"role": "user", "content": "Tell me of the harbour."}]

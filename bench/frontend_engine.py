@@ -103,7 +103,7 @@ class Worker:
     async def _subscribe(self, request: wire.Subscribe) -> AsyncIterator[wire.StepBatch]:
         self._streams[request.api_id] = replies = Replies()
         try:
-            # A worker whose signs of life never change counts as stalled, so `turn` goes along.
+            # A worker whose signs of life never change counts as stalled, so `turn` is in them.
             for turn in itertools.count():
                 try:
                     batch = await replies.take(_SIGN_OF_LIFE_S if turn else 0.0)

@@ -74,7 +74,7 @@ class PeerSteps:
 
 
 def tell_addresses(notify_fd: int, from_server: str, to_server: str) -> None:
-    """Tell the benchmark where the engine hears this server, and where this server hears it."""
+    """Tell the benchmark where the engine hears this server, and where the server hears it."""
     line = json.dumps({"from_server": from_server, "to_server": to_server}) + "\n"
     os.write(notify_fd, line.encode())
     os.close(notify_fd)

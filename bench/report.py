@@ -209,7 +209,7 @@ def _medians(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], float]:
 
 
 def differences(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """How rows of the same measurement differ, within a run or between runs, in what was asked."""
+    """How rows of the same measurement differ, within a run or between runs, besides in results."""
     told = [
         f"{side}: rows of {len(commits)} commits, {', '.join(commits)}: medians over all of them"
         for side, rows in (("before", before), ("after", after))

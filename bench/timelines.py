@@ -60,7 +60,7 @@ def report_timelines(
 
 
 def _told(timeline: Any) -> tuple[float, ...] | None:
-    """The timeline's `_parts`; None also if it is no timeline, as another server's may not be."""
+    """The timeline's `_parts`; None also if another server answered something else."""
     try:
         parts = _parts(timeline)
     except MALFORMED:

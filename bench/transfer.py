@@ -113,7 +113,7 @@ class Sender:
     def __init__(
         self, work: PageWork, address: str, outstanding: int, backend: str, way: Way = HOST
     ) -> None:
-        """It has as many connections as a prefill worker by default for `outstanding` requests."""
+        """Uses the connections that a prefill worker has by default for `outstanding` requests."""
         self._work = work
         self._address = address
         self.pool = pool_of(work, 1, way.on_device)
@@ -183,7 +183,7 @@ class Sender:
         """Send requests for `budget_s` seconds.
 
         If pages are gathered beforehand, the thread that hears an acknowledgement starts the next
-        request. Otherwise the time of two threads that share one interpreter would be measured too.
+        request: the turns that two threads take in one interpreter would be measured too.
         """
         end_s = time.perf_counter() + budget_s
         if self._gathered:

@@ -1,4 +1,4 @@
-"""Writes the text that the demo model learns, about ferries, harbours, pages and caches."""
+"""Writes the demo model's text from templates: ferries, harbours, pages and caches."""
 
 import re
 from collections.abc import Iterator

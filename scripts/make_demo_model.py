@@ -174,8 +174,8 @@ def attention_weights(layer: int, random: np.random.RandomState) -> dict[str, np
 def look_back(w: dict[str, np.ndarray]) -> None:
     """Make heads 0, 2, 4 see the tokens 1, 2, 3 back.
 
-    Every key is the same vector, the query is that vector rotated by so many positions, and the
-    norms make the softmax sharp.
+    Every key is the same vector, the query is that vector rotated back by as many positions, and
+    the norms make the softmax sharp.
     """
     w["input_layernorm"][:] = 1
     w["q_norm"][:] = w["k_norm"][:] = 8
