@@ -19,7 +19,7 @@ from bench.frontend_processes import (
     Target,
     cpu_s,
     forget_peak_rss,
-    peak_rss_mb,
+    peak_rss_mib,
     targets,
 )
 from bench.frontend_rows import Measured, report_case
@@ -98,7 +98,7 @@ class _Bench:
         forget_peak_rss(self._ready[design].pid)
         for _ in range(1 if cell.drive == "paced" else repeats):
             self._play(cell, design, measured)
-        measured.peak_rss_mb = peak_rss_mb(self._ready[design].pid)
+        measured.peak_rss_mib = peak_rss_mib(self._ready[design].pid)
         return measured
 
     def _play(self, cell: Cell, design: Design, into: Measured) -> None:

@@ -139,12 +139,12 @@ def _family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def peak_rss_mb(pid: int) -> float:
+def peak_rss_mib(pid: int) -> float:
     """Peak resident memory since `forget_peak_rss`, summed over a process and its descendants."""
-    return sum(_peak_rss_mb(each.pid) for each in _family(pid))
+    return sum(_peak_rss_mib(each.pid) for each in _family(pid))
 
 
-def _peak_rss_mb(pid: int) -> float:
+def _peak_rss_mib(pid: int) -> float:
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

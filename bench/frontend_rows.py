@@ -23,7 +23,7 @@ UNITS = {
     "ttft p99": "ms",
     "lag p50": "ms",
     "lag p99": "ms",
-    "peak rss": "MB",
+    "peak rss": "MiB",
 }
 # Metrics of the product that are also compared with those of other designs of the same run.
 _BESIDE_METRICS = {"paced": ("output", "ttft p50", "lag p99")}
@@ -41,7 +41,7 @@ class Measured:
     ttft_s: list[float] = field(default_factory=list)
     lag_s: list[np.ndarray] = field(default_factory=list)
     piece_bytes: int = 0
-    peak_rss_mb: float = 0.0
+    peak_rss_mib: float = 0.0
 
     def add(self, cell: Cell, heard: dict[str, Any], told: dict[str, Any], path: Path) -> None:
         """Add one play of all streams. heard: from the client, whose table is at path; told: from
@@ -71,7 +71,7 @@ class Measured:
             "ttft p99": float(np.percentile(self.ttft_s, 99)) * 1e3,
             "lag p50": p50_s * 1e3,
             "lag p99": p99_s * 1e3,
-            "peak rss": self.peak_rss_mb,
+            "peak rss": self.peak_rss_mib,
         }
 
 

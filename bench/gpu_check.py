@@ -63,7 +63,11 @@ assert PARTS.keys() == LIMITS_S.keys()
 
 def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """Returns 0 when every part that was begun ended well and every part of --only was begun."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")

@@ -57,7 +57,11 @@ gpu_device_info {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when all was compiled, 2 when the packages for that are missing."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_compile", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shape", action="append", choices=GPU_SHAPES, help="may be repeated")
     parser.add_argument("--slots", action="append", type=int, help="of a step, may be repeated")
     parser.add_argument("--chunk", action="append", type=int, help="tokens, may be repeated")

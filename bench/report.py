@@ -36,6 +36,7 @@ UNITS: dict[str, Direction] = {
     "% TTFT": "lower",
     "GB": "neither",
     "MB": "neither",
+    "MiB": "neither",
     "GFLOP": "neither",
     "count": "neither",
     "text": "neither",

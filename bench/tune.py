@@ -72,7 +72,11 @@ class Work(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if every line asked for was measured, 2 if experts are not multiplied in tiles."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     moe = [name for name, shape in SHAPES.items() if shape.cfg.num_experts]
     parser.add_argument("--shape", action="append", choices=moe, required=True, help="repeatable")
     parser.add_argument("--rows", action="append", type=float, choices=[*ROWS], help="of an expert")

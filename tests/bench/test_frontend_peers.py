@@ -14,7 +14,7 @@ from bench.frontend_cases import PEERS, all_of
 from bench.frontend_peer_steps import PeerSteps
 from bench.frontend_peers import version_in
 from bench.frontend_plan import Cell, request_id
-from bench.frontend_processes import cpu_s, peak_rss_mb
+from bench.frontend_processes import cpu_s, peak_rss_mib
 
 IDS = [70, 71, 72]
 
@@ -69,13 +69,13 @@ def test_the_version_is_that_of_the_python_that_was_named():
 
 
 def test_a_server_is_measured_with_the_processes_it_started():
-    alone_mb, alone_s = peak_rss_mb(os.getpid()), cpu_s(os.getpid())
+    alone_mib, alone_s = peak_rss_mib(os.getpid()), cpu_s(os.getpid())
     words = [sys.executable, "-c", "print(sum(range(10**6)), flush=True); input()"]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert peak_rss_mb(os.getpid()) > alone_mb + 1
+        assert peak_rss_mib(os.getpid()) > alone_mib + 1
         assert cpu_s(os.getpid()) >= alone_s + cpu_s(child.pid) > alone_s
         child.communicate(b"end")
 

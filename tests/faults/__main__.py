@@ -16,7 +16,11 @@ from tests.faults.play import Played, play
 
 def main() -> int:
     """Play one campaign and say what was seen. 1 when a promise was not kept."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--backend", choices=("tcp", "shm", "nixl", "auto"), default="tcp")

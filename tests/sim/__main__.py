@@ -9,7 +9,11 @@ from tests.sim.simulation import play
 
 def main() -> None:
     """Play seeds and show what happened in them."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sim",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("count", nargs="?", type=int, default=1000, help="seeds to play")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play this one alone")
