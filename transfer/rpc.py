@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Read once, at the import: what gRPC's C core has to say comes to us as exceptions as well.
+# gRPC's C core reads this once, at import. What it would log also reaches us as exceptions.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -31,15 +31,15 @@ from transfer.errors import (
 )
 
 log = logging.getLogger(__name__)
-# It reports each stream that ends with its server as an unhandled error; ours are told below.
+# It reports every stream that ends with its server as an unhandled error; we log our own below.
 logging.getLogger("grpc").setLevel(logging.CRITICAL + 1)
 
 SERVICE = "kvferry.v1"
 _CALLS = "Calls"  # the stream of calls in order
 _TOKEN_KEY = "kvferry-token"
-_LAST_S = 1.0  # for gRPC's own tasks, where a process ends
+_LAST_S = 1.0  # for gRPC's own tasks to end, when a process ends
 _GRPC_TASKS = ("_schedule_rpc_coro", "_handle_exceptions")
-_LAST_TURNS = 50  # of the loop, for handlers to end: they release what they hold, and little more
+_LAST_TURNS = 50  # of the loop, for handlers to release what they hold
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
@@ -55,9 +55,9 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
-_HANDSHAKE_S = 5.0  # for TLS, and then for what HTTP/2 begins with; a minute, left alone
-# What a peer may send ahead of a slow reader. Left alone, gRPC takes in megabytes: seconds of
-# steps, one message each, where transfer.replies could have made them one.
+_HANDSHAKE_S = 5.0  # for TLS, and again for HTTP/2's settings; a minute if not set
+# How much a peer may send ahead of a slow reader. By default gRPC takes in megabytes: seconds of
+# steps, one message each, which transfer.replies could have merged into one.
 _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     *_OPTIONS,
     ("grpc.http2.bdp_probe", 0),
@@ -83,9 +83,9 @@ class Security:
         return Certificate(self.cert_file, self.key_file).grpc_credentials()
 
     def check_reached(self, hosts: Mapping[str, str]) -> None:
-        """hosts: by flag, those that peers reach this process by.
+        """Raise ConfigError unless the certificate, if there is one, names every host.
 
-        Raises ConfigError unless the certificate, if there is one, names each.
+        hosts: by flag, the hosts by which peers reach this process.
         """
         if self.cert_file is None or self.key_file is None:
             return
@@ -109,15 +109,15 @@ class _Call(wire.Message, frozen=True):
 
 
 class _Answer(wire.Message, frozen=True):
-    """To the oldest call of the stream that has none yet."""
+    """The answer to the oldest unanswered call of the stream."""
 
     data: bytes  # the reply, encoded; b"" when the call failed
-    status: str = ""  # why it failed: a name of gRPC's status codes, and a text
+    status: str = ""  # why it failed: the name of a gRPC status code; `message` has the text
     message: str = ""
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    """Turns away who does not know the token, before anything of a message is taken in."""
+    """Turns away callers that do not know the token, before it reads any of their message."""
 
     def __init__(self, token: str, clock: Clock) -> None:
         self._token = token.encode()
@@ -133,7 +133,7 @@ class _Guard(grpc.aio.ServerInterceptor):
         given = str(dict(handler_call_details.invocation_metadata or ()).get(_TOKEN_KEY, ""))
         if hmac.compare_digest(given.encode(), self._token):
             return await continuation(handler_call_details)
-        return self._refusal  # a stream's, whatever was called: it reads only what it asks for
+        return self._refusal  # a stream handler for every method: it reads only on request
 
     async def _refuse(
         self, _messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -148,8 +148,8 @@ class RpcServer:
     def __init__(
         self, security: Security, clock: Clock = SYSTEM_CLOCK, most_connections: int = 0
     ) -> None:
-        """most_connections: at once. 0: as many as leave this process files enough, of which it is
-        told when they run short; for the one server that strangers reach."""
+        """most_connections: at once. 0, for the one server that strangers reach: half of the files
+        that this process may open, with a warning in its log when they run short."""
         self._security = security
         self._clock = clock
         self._most_connections = most_connections
@@ -163,7 +163,7 @@ class RpcServer:
     def unary(self, name: str, request: type[msgspec.Struct], handler: UnaryHandler) -> None:
         """Register `handler(request) -> reply` under `name`, before start().
 
-        It serves calls of their own (RpcClient.call) and those in order (OrderedCalls).
+        It serves single calls (RpcClient.call) and ordered ones (OrderedCalls).
         """
 
         async def behave(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -194,7 +194,7 @@ class RpcServer:
             except Exception as error:
                 await _abort_unexpected(name, error, context)
             finally:
-                # The peer's going away must reach the handler's own finally at once.
+                # When the peer goes away, the handler's own `finally` must run at once.
                 close = getattr(replies, "aclose", None)
                 if close is not None:
                     await close()
@@ -204,10 +204,10 @@ class RpcServer:
     async def start(self, host: str, port: int, flag: str = "port") -> int:
         """Listen; port 0 picks one. Returns the port. Raises ConfigError when it is taken.
 
-        flag: that says which.
+        flag: the flag that sets the port.
         """
-        # A number for gRPC, on which nobody listens: it is content with any one of the addresses of
-        # a name, or of `::`, and would be the second server on the others.
+        # gRPC gets a numeric address that was free. Given a name, or `::`, it would settle for any
+        # one of its addresses, and be the second server on the others.
         with ports.bind(host, port, flag) as sock:
             numeric = str(sock.getsockname()[0])
         bound = await self.start_at(host_port(numeric, port))
@@ -216,9 +216,9 @@ class RpcServer:
         return bound
 
     async def start_at(self, address: str) -> int:
-        """Listen at host:port or unix:path, where the socket of a server that is gone is replaced.
+        """Listen at host:port or unix:path; a socket left at the path by a dead server is replaced.
 
-        Returns the port; means nothing for a path. Raises ConfigError when it is taken.
+        Returns the port, which has no meaning for a path. Raises ConfigError when it is taken.
         """
         guard = _Guard(self._security.token, self._clock)
         server = grpc.aio.server(options=self._options(), interceptors=[guard])
@@ -241,7 +241,7 @@ class RpcServer:
         return int(bound)
 
     def _options(self) -> list[tuple[str, Any]]:
-        """Strangers are given up soon, and do not take the files that this process needs itself."""
+        """Drop strangers soon, and leave this process the files that it needs itself."""
         handshake_ms = int(_HANDSHAKE_S * 1000)
         most = self._most_connections or open_files.for_control()
         return [
@@ -258,15 +258,15 @@ class RpcServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
-            # gRPC does not wait for handlers whose call the peer has cancelled just now, and has
-            # its tasks print a traceback when the loop closes under them.
+            # gRPC does not wait for handlers whose call the peer has just cancelled, and its tasks
+            # print a traceback when the loop closes under them.
             for _ in range(_LAST_TURNS):
                 await asyncio.sleep(0)
 
     async def _answer_calls(
         self, calls: AsyncIterator[bytes], _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """One client's calls in order, each handled once the one before it was answered."""
+        """One client's calls in order; each is handled after the one before it was answered."""
         async for data in calls:
             yield wire.encode(await self._answer(data))
 
@@ -286,9 +286,9 @@ class RpcServer:
 
 
 async def to_the_end[T](main: Coroutine[Any, Any, T]) -> T:
-    """What a process's main comes to, once gRPC has let go of every call that it answered.
+    """Run a process's main, then wait until gRPC has let go of every call that it answered.
 
-    A busy host may take more turns for that than `RpcServer.stop` gives it.
+    On a busy host that may take more turns of the loop than `RpcServer.stop` allows.
     """
     try:
         return await main
@@ -317,9 +317,10 @@ class RpcClient:
         return grpc.aio.secure_channel(self.address, self._credentials, options=_CLIENT_OPTIONS)
 
     async def renew(self) -> None:
-        """Begin anew with another connection; calls under way are Unavailable.
+        """Start over with another connection; calls under way raise Unavailable.
 
-        A connection that is being made is waited for, 20 s long, whoever has the port by now.
+        Otherwise gRPC waits up to 20 s for an attempt to connect, even if another process has
+        the port by now.
         """
         old, self._channel = self._channel, self._open()
         await old.close(None)
@@ -358,7 +359,7 @@ class RpcClient:
             call.cancel()
 
     def in_order(self) -> "OrderedCalls":
-        """Calls that share one stream; ends with this client."""
+        """Calls that share one stream, which ends with this client."""
 
         def open_stream() -> Any:
             method = self._channel.stream_stream(f"/{SERVICE}/{_CALLS}")
@@ -368,22 +369,22 @@ class RpcClient:
 
     @property
     def is_backing_off(self) -> bool:
-        """Whether calls fail at once, without a look at who may be there by now.
+        """Whether calls fail at once, without an attempt to connect.
 
-        For as long as `grpc.max_reconnect_backoff_ms` after an attempt to connect that failed.
+        For up to `grpc.max_reconnect_backoff_ms` after a failed attempt.
         """
         return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     async def close(self, grace_s: float | None = None) -> None:
-        """Calls under way have that long to end; None: they are Unavailable."""
+        """Give calls under way grace_s to end; None: they raise Unavailable at once."""
         await self._channel.close(grace_s)
 
 
 class OrderedCalls:
-    """Calls to one peer over one stream, one at a time: a message each way, and no more.
+    """Calls to one peer over one stream, one at a time, each of one message each way.
 
-    A call of its own costs either end several times that. The stream opens with the first call; it
-    is given up when a call on it fails, and the next one opens another.
+    A separate gRPC call costs either end several times as much. The first call opens the stream; a
+    call that fails ends it, and the next call opens another.
     """
 
     def __init__(self, address: str, open_stream: Callable[[], Any]) -> None:
@@ -395,7 +396,7 @@ class OrderedCalls:
     async def call[M: msgspec.Struct](
         self, name: str, request: msgspec.Struct, reply: type[M], timeout_s: float
     ) -> M:
-        """As RpcClient.call, after all that were made before; their time does not count."""
+        """As RpcClient.call, after all earlier calls; waiting for them is not timed."""
         what = f"{name} at {self._address}"
         data = wire.encode(_Call(name, wire.encode(request)))
         async with self._turn:
@@ -406,7 +407,7 @@ class OrderedCalls:
         return wire.decode(answer.data, reply)
 
     async def _exchange(self, data: bytes, what: str, timeout_s: float) -> bytes:
-        """The next message of the stream, which is of no use any more when this raises."""
+        """Write data, read the next message. When this raises, the stream is no longer usable."""
         if self._stream is None or self._stream.done():
             self._stream = self._open_stream()
         stream = self._stream
@@ -417,10 +418,10 @@ class OrderedCalls:
                 answer = await stream.read()
         except TimeoutError as error:
             raise Unavailable(f"{what}: no answer in time") from error
-        except asyncio.InvalidStateError as error:  # it ended before it was written to
+        except asyncio.InvalidStateError as error:  # the stream ended before the write
             raise Unavailable(f"{what}: {await stream.details()}") from error
         except grpc.aio.AioRpcError as error:
-            # What a handler says comes in an answer; this is the stream's own end.
+            # A handler's errors come in an answer; this error ended the stream itself.
             raise _translate(error, what, Unavailable) from error
         except asyncio.CancelledError:
             if _is_cancelled():
@@ -434,7 +435,7 @@ class OrderedCalls:
         return answer
 
     def reset(self) -> None:
-        """End the stream; a call under way is Unavailable."""
+        """End the stream; a call under way raises Unavailable."""
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None
@@ -467,7 +468,7 @@ async def _accept(
 
 
 async def _abort_unexpected(name: str, error: Exception, context: grpc.aio.ServicerContext) -> None:
-    """A handler's bug: told here, since gRPC's own logger is silenced, and to the caller."""
+    """Log a handler's bug, since gRPC's own logger is silenced, and report it to the caller."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     await context.abort(grpc.StatusCode.INTERNAL, _unexpected(name, error))
@@ -479,8 +480,8 @@ def _unexpected(name: str, error: Exception) -> str:
 
 
 def _is_cancelled() -> bool:
-    """Whether a CancelledError is meant for the caller. gRPC ends the calls of a channel that is
-    closed so, too."""
+    """Whether a CancelledError is meant for the caller: gRPC also raises it in the calls of a
+    channel that is closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,10 +1,9 @@
 """The `tcp` backend: a few connections per pair of workers, one thread for each end of each.
 
-Signs of life: while rooms are open, the sender asks for one three times in stall_timeout_s, its
-own or the receiver's if that is shorter, so that each end hears from the other whatever prefill
-is doing. An end that hears nothing for its stall_timeout_s, or can move nothing for so long, calls
-the connection lost, and with it its rooms; the API process sends them elsewhere. Nothing is resent
-here.
+Signs of life: while rooms are open, the sender pings three times per stall_timeout_s (the shorter
+of the two ends' values), so that each end hears from the other whatever prefill is doing. An end
+that hears nothing, or can move no bytes, for its own stall_timeout_s gives up the connection and
+the rooms on it; the API process sends them elsewhere. Nothing is resent here.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ CONNECT_TIMEOUT_S = 2.0
 MAX_CONNECTIONS = 1024
 MAX_STRANGERS_OF_HOST = 64  # connections that have not shown the token yet
 _IDLE_WAIT_S = 60.0
-_ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken
+_ACCEPT_AGAIN_S = 0.1  # after a failed accept
 _IDLE_BUFFER_BYTES = 256 << 20
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -119,7 +118,7 @@ class TcpLane(Lane):
             if not self._closing:
                 if self._connection is None:
                     unreached.tell(error)
-                else:  # without rooms it is only a peer that left
+                else:  # without rooms, a peer has merely left
                     count = len(self.rooms)
                     level = logging.WARNING if count else logging.INFO
                     log.log(level, "page connection closed with %d rooms: %s", count, message)
@@ -161,21 +160,21 @@ class TcpLane(Lane):
             return connection, welcome.offer
 
     def _turn(self, connection: Connection) -> None:
-        """Send a job and read what came; with none, wait, and see that the peer lives."""
+        """Send a job and read any answer; with no job, wait, and check that the peer is alive."""
         took_s = self._send_next(connection)
         if took_s is None:
             if connection.wait(self._ask(connection)):
                 self._read(connection)
             return
         if self._asked_s is not None:
-            # Time in which the peer took bytes is no silence, and its answer waits behind them.
+            # While the peer takes bytes it is not silent; it answers a PING only after them.
             self._asked_s += took_s
         if connection.wait(0.0):
             self._read(connection)
         self._ask(connection)
 
     def _send_next(self, connection: Connection) -> float | None:
-        """Seconds that it took; None when there was nothing to send."""
+        """Send the next job. Returns the seconds it took; None when there was nothing to send."""
         with self.leaving:
             connection.flush()
             job = self.sender.next_job(self, self.takes_pages)
@@ -189,14 +188,14 @@ class TcpLane(Lane):
         return took_s
 
     def _ask(self, connection: Connection) -> float:
-        """Send a PING when it is time; how long to wait for bytes. Raises PeerLost on silence."""
+        """Send a PING if one is due. Returns the seconds to wait. Raises PeerLost on silence."""
         if not self.rooms:
             self._asked_s = None
             return _IDLE_WAIT_S
         now_s = SYSTEM_CLOCK.monotonic_s()
         stall_s = self.sender.stall_timeout_s
         if self._asked_s is not None and now_s - self._asked_s > stall_s - self._beat_s:
-            if not connection.wait(0.0):  # after a pause of this process the answer may be there
+            if not connection.wait(0.0):  # if this process was paused, the answer may be here
                 raise PeerLost(f"no sign of life for {stall_s:g} s")
         elif now_s >= self._ask_next_s:
             connection.send(Frame(Kind.PING))
@@ -211,7 +210,7 @@ class TcpLane(Lane):
         if frame.kind is not Kind.PONG:
             self.heard(frame, meta)
 
-    # --- what transfer.slots does otherwise -------------------------------------------------------
+    # --- overridden in transfer.slots -------------------------------------------------------------
 
     @property
     def takes_pages(self) -> bool:
@@ -252,7 +251,7 @@ class TcpReceiver(Receiver):
         stall_timeout_s: float = 3.0,
         pin: PinMemory | None = None,
     ) -> None:
-        """pin: memory in which pages come."""
+        """pin: called for memory that receives pages."""
         super().__init__(kv, tp_size, on_pages, on_finish, on_lost)
         self.security = security
         self.stall_timeout_s = stall_timeout_s
@@ -298,19 +297,19 @@ class TcpReceiver(Receiver):
             feeder.close()
 
     def listen(self, listener: socket.socket, feeder: "type[TcpFeeder]") -> None:
-        """Take connections of a listening socket, which is ours from now on."""
+        """Accept connections on a listening socket, which this receiver owns from now on."""
         self._listeners.append(listener)
         threading.Thread(
             target=self._accept, args=(listener, feeder), name="page listener", daemon=True
         ).start()
 
     def joined(self, feeder: "TcpFeeder") -> bool:
-        """Count a connection in; False when there are too many, or when closed."""
+        """Add a connection; False when there are too many, or the receiver is closed."""
         with self._lock:
             others = self._connections
             if self._closed or len(others) >= MAX_CONNECTIONS:
                 return False
-            # Or the silent ones of one host would soon be all that there is room for.
+            # Otherwise silent connections from one host could use up all the places.
             strangers = sum(of.connection is None and of.name == feeder.name for of in others)
             if strangers >= MAX_STRANGERS_OF_HOST:
                 return False
@@ -328,7 +327,7 @@ class TcpReceiver(Receiver):
             try:
                 sock, address = listener.accept()
             except OSError as error:
-                # Of one connection, or of this process's open files: the next may be taken.
+                # This connection failed, or files ran out: a later accept may succeed.
                 if not self._closing.is_set():
                     complaint.tell(error)
                 self._closing.wait(_ACCEPT_AGAIN_S)
@@ -401,7 +400,7 @@ class TcpFeeder:
         receiver = self.receiver
         sock = self._sock
         try:
-            # Within the host a sender speaks no TLS: nobody listens on the way.
+            # Within a host there is no TLS: nobody can listen in on a Unix socket.
             if receiver.context is not None and sock.family != socket.AF_UNIX:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock = receiver.context.wrap_socket(sock, server_side=True)
@@ -422,7 +421,7 @@ class TcpFeeder:
             self._read(connection)
 
     def _awaited(self, connection: Connection) -> bool:
-        """Wait for a frame, if the peer owes one only so long; whether it is there."""
+        """Wait for a frame; whether one is there. Raises PeerLost if one is owed for too long."""
         stall_s = self.receiver.stall_timeout_s
         busy = self.receiver.busy(self)
         wait_s = stall_s / 3 if busy else _IDLE_WAIT_S
@@ -430,7 +429,7 @@ class TcpFeeder:
         if connection.wait(wait_s):
             return True
         now_s = SYSTEM_CLOCK.monotonic_s()
-        # For as long as this process stood still, and perhaps the peer as well, nothing was due.
+        # Time for which this process, and perhaps the peer too, stood still does not count.
         self._heard_s += max(0.0, now_s - until_s)
         if busy and now_s - self._heard_s > stall_s:
             raise PeerLost(f"no sign of life for {stall_s:g} s")
@@ -442,19 +441,19 @@ class TcpFeeder:
         frame = incoming.frame
         if frame.kind is Kind.PING and not frame.payload_len:
             if not connection.receive_elsewhere(incoming, NO_PAYLOAD):
-                self.receiver.damaged()  # another frame's kind may be what was damaged
+                self.receiver.damaged()  # it may have been a frame of another kind
             self.receiver.count("pings")
             self.replies.append((Frame(Kind.PONG), b""))
             return
         self.take(connection, incoming)
 
-    # --- what transfer.slots does otherwise -------------------------------------------------------
+    # --- overridden in transfer.slots -------------------------------------------------------------
 
     def greeted(self, connection: Connection) -> None:
-        """The sender is known."""
+        """The sender has proved that it knows the token."""
 
     def before_waiting(self, connection: Connection) -> None:
-        """Every reply that was queued is sent."""
+        """All queued replies are sent, and the thread is about to wait."""
 
     def ended(self) -> None:
         """The connection is closed."""
@@ -477,7 +476,7 @@ class TcpFeeder:
         receiver.take(self, incoming.frame, incoming.meta, payload, intact)
 
     def _begin(self) -> None:
-        """Rooms travel by this connection, not by one that it led to."""
+        """Mark that pages come on this TCP connection. Raises Incompatible if shm is required."""
         offer = self.receiver.offer
         if offer is not None and offer.is_demand:
             raise Incompatible(f"{self.name} sends by tcp, this side takes pages by shm only")

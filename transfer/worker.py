@@ -5,8 +5,8 @@ touches schedulers, pages and the device; everything reaches it through one inbo
 through `Worker.publish`, one wake-up of the loop for each step. Data-plane threads of the
 transfer backend only post to the inbox.
 
-A failure of the engine thread ends the process: its rooms move to another worker, and a
-half-working one would be worse than none.
+A failure of the engine thread ends the process: its rooms move to another worker. A half-working
+worker would be worse than none.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from transfer.signals import on_signals
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S = 2.0  # for readers to take the last of it
+FAREWELL_S = 2.0  # for readers to take the last messages
 HEARTBEAT_S = 0.5  # idle streams carry a sign of life this often
 
 
@@ -51,7 +51,7 @@ class Inbox:
             self._ready.notify()
 
     def drain(self, timeout_s: float) -> list[Any]:
-        """All that is there; waits up to timeout_s for the first."""
+        """All events that have come; waits up to timeout_s for the first."""
         with self._ready:
             if not self._events and timeout_s > 0:
                 self._ready.wait(timeout_s)
@@ -81,7 +81,7 @@ class ApiGone:
 
 @dataclass(frozen=True)
 class Drain:
-    """Hand on what has not begun; nothing comes after it."""
+    """Hand on the rooms that have not begun; no further submit follows."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Ask:
 
 
 class Worker(ABC):
-    """What prefill and decode fill in. `build` .. `load` run on the thread each one names."""
+    """Base of the prefill and decode workers; each method below names the thread it runs on."""
 
     role: wire.Role
     drain_timeout_s = 30.0
@@ -124,7 +124,7 @@ class Worker(ABC):
     def check_fit(self, info: wire.WorkerInfo) -> None:
         """Raise Incompatible if the registry would refuse such a worker (build thread).
 
-        For `build` to call before what takes minutes. Says nothing where there is no registry yet.
+        `build` calls it before the work that takes minutes. Passes where there is no registry yet.
         """
         assert self._loop is not None
         assert self._registry is not None
@@ -137,11 +137,11 @@ class Worker(ABC):
 
     @abstractmethod
     def turn(self) -> bool:
-        """Do one step's work (engine thread). True: more can be done at once."""
+        """Do one step's work (engine thread). True: there is more to do right away."""
 
     @abstractmethod
     def load(self) -> wire.Load:
-        """What there is to do (loop thread; reads plain counters only)."""
+        """This worker's load (loop thread; reads plain counters only)."""
 
     def rank_loads(self) -> tuple[wire.Load, ...]:
         """Each data-parallel rank's part of `load`, () when there is one (loop thread)."""
@@ -164,16 +164,16 @@ class Worker(ABC):
         """Close the data plane (loop thread, after the engine has stopped)."""
 
     def registry_tasks(self, registry: RegistryClient) -> list[Coroutine[Any, Any, None]]:
-        """What goes on with the registry beside the lease (loop thread, before the engine)."""
+        """Tasks with the registry other than the lease (loop thread, before the engine starts)."""
         return []
 
     def register_methods(self, server: RpcServer) -> None:  # noqa: B027  (not every role has some)
         """Add the role's own methods (before start)."""
 
     async def dismiss(self, is_well: bool) -> None:  # noqa: B027  (few have members)
-        """Have the other members of the group, if any, leave (loop thread).
+        """Make the other members of the group, if any, leave (loop thread).
 
-        is_well: as this process was told to; else for an error that ends it.
+        is_well: this process leaves because it was told to; otherwise because of an error.
         """
 
     # --- running -----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Worker(ABC):
     async def run(self, registry_address: str, on_ready: Callable[[str], None]) -> None:
         """Serve until told to leave. Raises what the build or the engine raised.
 
-        SIGTERM drains; SIGINT, or SIGTERM again, or before ready, ends at once.
+        SIGTERM drains. SIGINT, a second SIGTERM, or a SIGTERM before it is ready ends at once.
         """
         self._loop = asyncio.get_running_loop()
         told = {signal.SIGINT: self.leaving.over.set, signal.SIGTERM: self._terminated}
@@ -191,7 +191,7 @@ class Worker(ABC):
             raise self._engine_error
 
     def drain(self) -> wire.DrainReply:
-        """Begin to leave (loop thread): tell everybody, take nothing new, finish what has begun."""
+        """Begin to leave (loop thread): tell the registry, take nothing new, finish begun rooms."""
         began = not self.leaving.draining
         if began:
             self.leaving.drain(self.drain_timeout_s, self.num_held)
@@ -203,20 +203,20 @@ class Worker(ABC):
     def fail_process(self, error: BaseException) -> None:
         """End this process; its rooms move to other workers (loop thread).
 
-        error: what comes first of all, also where the engine failed for it before it was known.
+        error: the cause; it replaces an error that the engine raised because of it.
         """
         self._engine_error = error
         self.leaving.over.set()
 
     def publish(self, batches: dict[str, wire.StepBatch]) -> None:
-        """Send each API process its batch: one wake-up of the loop (engine thread)."""
+        """Send each API process its batch, with one wake-up of the loop (engine thread)."""
         if batches and self._loop is not None:
             self.on_loop(self._deliver, batches)
 
     def on_loop(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something on the loop (any thread); nothing once that is closed.
+        """Run something on the loop (any thread); do nothing once the loop is closed.
 
-        The engine ends by itself, perhaps when the process has already left all the rest behind.
+        The engine thread ends by itself, perhaps after the rest of the process has shut down.
         """
         assert self._loop is not None
         try:
@@ -267,7 +267,7 @@ class Worker(ABC):
             self._stopping.set()
             for task in tasks:
                 task.cancel()
-            # First: a registry that hangs must not keep rooms from moving.
+            # First, since a registry that hangs must not keep rooms from moving.
             self._end_streams()
             await self.dismiss(self._engine_error is None and sys.exception() is None)
             with contextlib.suppress(KvferryError):
@@ -282,7 +282,7 @@ class Worker(ABC):
             self.leaving.over.set()
 
     def _end_streams(self) -> None:
-        """Drained, each reader learns with its last message that it has lost nothing here."""
+        """End the reply streams; when drained, a last message says that nothing was lost here."""
         if self.leaving.drained:
             farewell = wire.StepBatch(
                 self.worker_id(),
@@ -330,7 +330,7 @@ class Worker(ABC):
         return wire.SubmitReply(tuple(refused))
 
     def refusal(self, submit: wire.Submit) -> wire.Refusal | None:
-        """Why this submit cannot be taken, judged without the engine; None = it can."""
+        """Why this submit cannot be taken, decided without the engine; None = it can."""
         mine = submit.prefill if self.role == "prefill" else submit.decode
         if mine.epoch != self.epoch:
             return _refuse(submit, Code.STALE, f"epoch {mine.epoch}, this worker has {self.epoch}")
@@ -392,7 +392,7 @@ class Worker(ABC):
 
     def _sign_of_life(self) -> wire.StepBatch:
         worker_id = self.worker_id()
-        # Its own turns, so that a standing engine shows while the loop still says this.
+        # It carries the engine's progress, so that a stuck engine shows although the loop runs.
         return wire.StepBatch(worker_id, self.epoch, self.progress, self.clock.monotonic_s())
 
     @abstractmethod
@@ -418,9 +418,9 @@ class Worker(ABC):
                 busy = self.turn()
                 self.progress += 1
                 if not busy:
-                    # jaxlib lets go of arrays that devices have taken at its next call, or at a
-                    # collection. While nothing is computed there is neither, and the memory of
-                    # pages that came stays taken, for want of which their sender may be waiting.
+                    # jaxlib releases host arrays that devices have copied at its next call or at
+                    # a garbage collection. An idle engine has neither, and the memory of received
+                    # pages would stay taken while their sender may be waiting for it.
                     gc.collect(0)
                 if self.handing_on and not self.num_held():
                     self.handing_on = False
@@ -434,7 +434,7 @@ class Worker(ABC):
             self.on_loop(stop.set)
 
     def _take_events(self, timeout_s: float) -> None:
-        """And keep none of them: their pages are memory that is wanted elsewhere."""
+        """Handle the events; keep none, since the memory of their pages is needed elsewhere."""
         for event in self.inbox.drain(timeout_s):
             self._dispatch(event)
 
@@ -446,7 +446,7 @@ class Worker(ABC):
 
 
 async def _logged(task: Coroutine[Any, Any, None]) -> None:
-    """Something that the worker can do without; why it ended is told."""
+    """Run a task that the worker can do without; log why it ended."""
     try:
         await task
     except Exception:
@@ -459,7 +459,8 @@ def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
 
 
 def _malformed(submit: wire.Submit) -> str:
-    """What no API process of ours would send, since it would end the engine; "" = nothing."""
+    """What is wrong with a submit that would crash the engine, as no API process sends it; "" =
+    nothing."""
     num_tokens, rest = divmod(len(submit.token_ids), 4)
     if rest or not 0 < submit.num_prompt_tokens <= num_tokens:
         return f"{len(submit.token_ids)} bytes of token ids, {submit.num_prompt_tokens} of prompt"
