@@ -1,10 +1,10 @@
-"""The registry: who serves what, where, and for how long that is believed.
+"""The registry: which workers serve what, where, and until when their leases last.
 
-`Leases` is the pure part. A worker's lease lasts ttl_s after each heartbeat; registering again
-replaces, never adds; an older incarnation (lower epoch) is refused while the newer one lives.
-Workers that could not work together are refused at registration, with both values named. The
-registry holds nothing that cannot be told to it again: when it restarts, workers register anew and
-running rooms never notice.
+`Leases` is the pure part. A worker's lease lasts ttl_s after each heartbeat. Registering again
+replaces the lease and never adds one; an older incarnation (lower epoch) is refused while the newer
+one lives. Workers that could not work together are refused at registration, with both values named.
+The registry holds nothing that it cannot be told again: when it restarts, workers register anew
+and running rooms do not notice.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ CALL_TIMEOUT_S = 2.0
 RETRY_S = 0.2
 LOAD_REFRESH_S = 0.25  # watchers see new load figures at most this often
 WATCH_IDLE_S = 1.0  # and a view at least this often, as a sign of life
-SILENCE_S = 5.0  # of a registry: it, or the connection to it, is no good any more
+SILENCE_S = 5.0  # after which a registry, or the connection to it, is taken for dead
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class _Lease:
     draining: bool
     until_s: float
     ranks: tuple[wire.Load, ...] = ()
-    rival: int = 0  # the latest epoch below that wanted its place
-    outlived: int = 0  # the rival after whose coming this one showed that it lives
+    rival: int = 0  # the latest lower epoch that tried to register
+    outlived: int = 0  # the rival after whose attempt this incarnation sent a heartbeat
 
 
 class Leases:
@@ -62,11 +62,11 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
 
     def register(self, info: wire.WorkerInfo, epoch: int, now_s: float) -> None:
-        """Take a worker in.
+        """Register a worker.
 
-        Raises Superseded when a later life of it lives, Unavailable while that is not known (its
-        clock may have gone back, and the later one be dead), Incompatible when it does not fit
-        those that are here.
+        Raises Superseded when a higher epoch of it is alive, Unavailable while that is not certain
+        (its host's clock may have gone back, and the higher epoch be dead), Incompatible when it
+        does not fit the registered workers.
         """
         known = self._leases.get(info.worker_id)
         if known is not None and known.epoch > epoch:
@@ -79,7 +79,7 @@ class Leases:
             self.revision += 1
 
     def heartbeat(self, beat: wire.Heartbeat, now_s: float) -> bool:
-        """Prolong a lease; False when there is none of that epoch."""
+        """Renew a lease; False when there is none of that epoch."""
         lease = self._leases.get(beat.worker_id)
         if lease is None or lease.epoch != beat.epoch:
             return False
@@ -96,13 +96,13 @@ class Leases:
         return True
 
     def prolong(self, for_s: float, now_s: float) -> None:
-        """Nobody listened for so long: no worker's fault."""
+        """Extend all leases by for_s, during which the registry did not listen."""
         for worker_id, lease in self._leases.items():
             until_s = min(lease.until_s + for_s, now_s + self.ttl_s)
             self._leases[worker_id] = replace(lease, until_s=until_s)
 
     def deregister(self, worker_id: str, epoch: int) -> bool:
-        """A worker says goodbye; False when it had none: another incarnation is left alone."""
+        """End a worker's lease; False when it had none. Another incarnation's lease stays."""
         lease = self._leases.get(worker_id)
         if lease is None or lease.epoch != epoch:
             return False
@@ -154,7 +154,7 @@ def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
 
 
 def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
-    """Why a worker would be refused beside the others of a view; None if it would not be."""
+    """Why a worker would be refused beside the others in a view; None if it would not be."""
     try:
         for member in view.members:
             if member.info.worker_id != info.worker_id:
@@ -165,7 +165,7 @@ def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | Non
 
 
 class RegistryServer:
-    """`Leases` and routes behind RPC, with views and news pushed to watchers."""
+    """Serves `Leases` and routes over RPC, and pushes changes to watchers."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class RegistryServer:
         self._server.unary("FindRoutes", wire.Empty, self._find_routes)
 
     async def start(self, host: str, port: int, routes_port: int = 0) -> int:
-        """Listen; returns the port. Raises ConfigError when it or that of routes is taken."""
+        """Listen; returns the port. Raises ConfigError when it or the routes' port is taken."""
         self._routes_port = await self._feeds.start(host, routes_port)
         try:
             bound = await self._server.start(host, port)
@@ -254,12 +254,12 @@ class RegistryServer:
         while True:
             await asyncio.sleep(pause_s)
             before_s, looked_s = looked_s, self._clock.monotonic_s()
-            if looked_s - before_s > 3 * pause_s:  # this process stood still, not the workers
+            if looked_s - before_s > 3 * pause_s:  # this process stood still, the workers did not
                 self.leases.prolong(looked_s - before_s, looked_s)
             self.expire()
 
     def expire(self) -> None:
-        """Forget the workers and routes whose time is over."""
+        """Forget the workers and routes that have expired."""
         with self._pushing():
             gone = self.leases.expire(self._clock.monotonic_s())
         for name in gone:
@@ -269,7 +269,7 @@ class RegistryServer:
 
     @contextlib.contextmanager
     def _pushing(self) -> Iterator[None]:
-        """Wake the watchers when a worker came or went inside."""
+        """Wake the watchers if a worker came or went inside the `with`."""
         before = self.leases.revision
         yield
         if self.leases.revision != before:
@@ -297,13 +297,13 @@ class RegistryClient:
         self._lease: tuple[str, int] | None = None
         self._hurry = asyncio.Event()
         self.registered = asyncio.Event()
-        self.on_registered: Callable[[], None] = lambda: None  # each time
+        self.on_registered: Callable[[], None] = lambda: None  # called at each registration
 
     async def check_fit(self, info: wire.WorkerInfo) -> None:
-        """Raise what `run_worker` would for a worker that does not fit those that are registered.
+        """Raise what `run_worker` would for a worker that does not fit the registered ones.
 
-        One that has died may be listed until its lease ends, so a misfit has to stay for a while.
-        Where the registry cannot be asked all is well: `run_worker` waits for it.
+        A dead worker is listed until its lease ends, so only a misfit that lasts SILENCE_S counts.
+        When the registry cannot be reached, the check passes: `run_worker` waits for it.
         """
         misfit: Incompatible | None = None
         stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
@@ -327,9 +327,9 @@ class RegistryClient:
         """Register and send heartbeats until cancelled.
 
         load(): current load, and whether the worker is draining. ranks(): as in wire.Heartbeat.
-        An unreachable registry is tried again for ever. Raises Incompatible, Unauthenticated or
-        BadMessage at once; of a worker that was taken in before, Superseded alone: it serves, and
-        whoever came first after a restart of the registry is not to end it.
+        Retries an unreachable registry for ever. Raises Incompatible, Unauthenticated or BadMessage
+        at once. A worker that was registered before raises Superseded only: it is serving, and a
+        worker that registers first after a restart of the registry must not end it.
         """
         complaint = self._complaint()
         known = False
@@ -370,7 +370,7 @@ class RegistryClient:
         self._hurry.clear()
 
     async def deregister(self) -> None:
-        """Say goodbye, if registered. Raises RpcError when the registry does not answer."""
+        """Deregister, if registered. Raises RpcError when the registry does not answer."""
         lease, self._lease = self._lease, None
         try:
             if lease is not None:
@@ -386,8 +386,8 @@ class RegistryClient:
     ) -> None:
         """Call on_view with each view until cancelled; reconnects for ever.
 
-        on_begin: called before each stream of views, which may be of a registry that restarted.
-        An error of ours out of on_view is told, and the next view comes with the next connection.
+        on_begin: called before each stream of views; the registry may have restarted in between.
+        A KvferryError from on_view is logged, and the next view comes with the next connection.
         """
         complaint = self._complaint()
         while True:
@@ -404,7 +404,7 @@ class RegistryClient:
     async def _watch_once(
         self, on_view: Callable[[wire.ClusterView], None], complaint: Complaint
     ) -> None:
-        """Until the stream ends. Raises TimeoutError when it is silent for too long."""
+        """Follow one stream until it ends. Raises TimeoutError when it is silent for too long."""
         stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
         async with contextlib.aclosing(stream):
             while True:
@@ -418,9 +418,9 @@ class RegistryClient:
     async def connect_routes(
         self, peer_id: str, epoch: int = 0, follows: bool = False
     ) -> RouteLink:
-        """A connection to tell this worker's routes over, once it is registered; or to follow all.
+        """Open a connection that tells this worker's routes, or one that follows all routes.
 
-        Raises RpcError.
+        Waits until the worker is registered, unless it only follows. Raises RpcError.
         """
         if not follows:
             await self.registered.wait()
@@ -434,9 +434,9 @@ class RegistryClient:
         watcher_id: str = "watcher",
         on_news: Callable[[wire.Routes], None] = lambda _: None,
     ) -> None:
-        """Keep a table like the registry's until cancelled; reconnects for ever.
+        """Keep a copy of the registry's table until cancelled; reconnects for ever.
 
-        on_news: called with what the table has just taken in.
+        on_news: called with each message after it was applied to the table.
         """
         complaint = self._complaint()
         while True:
@@ -455,7 +455,7 @@ class RegistryClient:
     async def _follow(
         self, link: RouteLink, table: RouteTable, on_news: Callable[[wire.Routes], None]
     ) -> None:
-        """Take in what comes. Raises RpcError."""
+        """Apply messages as they arrive. Raises RpcError."""
         while True:
             routes = wire.decode(await link.receive(), wire.Routes)
             now_s = self._clock.monotonic_s()
@@ -464,7 +464,7 @@ class RegistryClient:
             on_news(routes)
 
     def _complaint(self) -> Complaint:
-        """Of one of the calls that go on for ever: another's may fail in another way."""
+        """A complaint for one endless task: each task may fail in a way of its own."""
         return Complaint(log, f"registry {self._client.address}: trying again")
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The receiving side of every backend: who may write where, and what has come of it."""
+"""The receiving side of every backend: checks frames, and collects each room's pages."""
 
 import logging
 import math
@@ -33,10 +33,10 @@ class _Run:
 class _Expected:
     epoch: int
     num_pages: int
-    delivered: bytearray  # 1 for each page that was
+    delivered: bytearray  # 1 for each delivered page
     runs: dict[tuple[int, int], _Run] = field(default_factory=dict)
     finished: bool = False
-    spoiled: bool = False  # a frame was refused: the sender has given the room up
+    spoiled: bool = False  # a frame was refused, so the sender gives the room up
     feeder: "Feeder | None" = None
 
 
@@ -51,7 +51,7 @@ class Feeder(Protocol):
     """One connection, as the source of a room's frames."""
 
     def reply(self, frame: Frame, meta: bytes = b"") -> None:
-        """Send a small frame to the sender, now or soon (any thread, which does not wait)."""
+        """Send a small frame to the sender, now or soon (any thread; never waits)."""
         ...
 
 
@@ -61,10 +61,10 @@ def _check_kind(frame: Frame) -> None:
 
 
 class Inbound:
-    """Rooms that may be written to, and their pages as they come. Not thread-safe.
+    """Rooms that may be written to, and their pages as they arrive. Not thread-safe.
 
-    Invariant: a page is delivered at most once, whole, and only from frames that were checked;
-    a room is fed by one connection, the first whose frame was accepted.
+    Invariant: a page is delivered at most once, whole, and only from checked frames; a room is
+    fed by one connection, the first whose frame was accepted.
     """
 
     def __init__(self, kv: KVSpec, tp_size: int) -> None:
@@ -75,7 +75,7 @@ class Inbound:
         self._local_heads = kv.num_kv_heads // tp_size
         stored = kv.stored_dtype
         self._dtype = np.dtype(ml_dtypes.bfloat16 if stored == "bfloat16" else stored)
-        # Of one head of one page, all layers.
+        # Bytes of one head of one page, all layers.
         self._head_bytes = math.prod(self._shape(1, 1)) * self._dtype.itemsize
         self._rooms: dict[int, _Expected] = {}
         self._owed: Counter[Feeder] = Counter()  # unfinished rooms of each connection
@@ -102,7 +102,7 @@ class Inbound:
         return None if expected is None else expected.feeder
 
     def fed_by(self, feeder: Feeder) -> tuple[int, ...]:
-        """Rooms of this connection that are not finished; `owes` says whether there are any."""
+        """Unfinished rooms of this connection; `owes` says whether there are any."""
         return tuple(
             room
             for room, expected in self._rooms.items()
@@ -113,9 +113,9 @@ class Inbound:
         return feeder in self._owed
 
     def check(self, frame: Frame, feeder: Feeder) -> None:
-        """Judge a PAGES, FINISH or CANCEL header.
+        """Check a PAGES, FINISH or CANCEL header.
 
-        Raises FrameRefused; what stands before the colon is the reason that is counted.
+        Raises FrameRefused; the text before the colon is the reason that is counted.
         """
         expected = self._rooms.get(frame.room)
         if expected is None:
@@ -156,7 +156,7 @@ class Inbound:
             raise FrameRefused(f"replayed: pages {frame.page_start}..{end} came before")
 
     def _overlaps(self, frame: Frame, expected: _Expected) -> bool:
-        """Whether some of these heads of these pages are here, or the pages are cut otherwise."""
+        """Whether some of these heads are here already, or pages overlap a run cut differently."""
         key = (frame.page_start, frame.num_pages)
         for (start, count), run in expected.runs.items():
             if (start, count) == key:
@@ -168,7 +168,7 @@ class Inbound:
         return False
 
     def spoil(self, frame: Frame, feeder: Feeder) -> None:
-        """After a refusal take nothing more of the room, if it was its own connection's frame."""
+        """After a refusal, take nothing more for the room if its own connection sent the frame."""
         expected = self._rooms.get(frame.room)
         if expected is None or expected.epoch != frame.epoch:
             return
@@ -177,7 +177,7 @@ class Inbound:
             expected.runs.clear()  # nothing will complete them, and their memory may be lent
 
     def pages(self, frame: Frame, payload: np.ndarray) -> Arrived | None:
-        """Take a checked frame's payload, u8[n], for good; the run it completes, if any."""
+        """Take over a checked frame's payload, u8[n]; returns the run it completes, if any."""
         expected = self._rooms[frame.room]
         values = payload.view(self._dtype).reshape(self._shape(frame.num_pages, frame.num_heads))
         key = (frame.page_start, frame.num_pages)
@@ -212,7 +212,7 @@ class Inbound:
         self._settled(expected)
 
     def _new_run(self, num_pages: int) -> _Run:
-        # Memory that is never written costs nothing: whole shards replace theirs.
+        # Memory that is never written costs nothing: a payload of a whole shard replaces it.
         shape = self._shape(num_pages, self._local_heads)
         return _Run(
             [np.empty(shape, self._dtype) for _ in range(self._tp_size)],
@@ -225,7 +225,7 @@ class Inbound:
 
 
 class Receiver(ABC):
-    """Base of every transfer.backend.PageReceiver. A backend brings connections (feeders)."""
+    """Base of every transfer.backend.PageReceiver. A backend adds connections (feeders)."""
 
     def __init__(
         self, kv: KVSpec, tp_size: int, on_pages: OnPages, on_finish: OnFinish, on_lost: OnLost
@@ -265,9 +265,9 @@ class Receiver(ABC):
     # --- the connections' calls ------------------------------------------------------------------
 
     def admits(self, feeder: Feeder, frame: Frame) -> bool:
-        """Judge a frame by its header, before its payload is read. False: refused, skip it.
+        """Check a frame's header before its payload is read. False: refused, skip the payload.
 
-        Raises BadMessage for a frame that is not a sender's.
+        Raises BadMessage for a kind of frame that senders do not send.
         """
         _check_kind(frame)
         try:
@@ -281,10 +281,10 @@ class Receiver(ABC):
     def take(
         self, feeder: Feeder, frame: Frame, meta: bytes, payload: np.ndarray, intact: bool
     ) -> None:
-        """Judge and deliver a frame. payload: u8[payload_len].
+        """Check and deliver a frame. payload: u8[payload_len].
 
-        intact: whether its digest was right. Raises BadMessage when it was not, and for a frame
-        that is not a sender's.
+        intact: whether its digest was right. Raises BadMessage when it was not, and for a kind of
+        frame that senders do not send.
         """
         if not intact:
             self.damaged()
@@ -296,7 +296,7 @@ class Receiver(ABC):
             if kind is Kind.FINISH:
                 first = wire.decode(meta, FirstToken)
             with self._lock:
-                # If it was admitted, again: the room may have ended while the payload came.
+                # Even if `admits` checked it: the room may have ended while the payload came.
                 self._inbound.check(frame, feeder)
                 if kind is Kind.PAGES:
                     arrived = self._inbound.pages(frame, payload)
@@ -319,8 +319,8 @@ class Receiver(ABC):
     def damaged(self) -> NoReturn:
         """A frame's digest is wrong: raises BadMessage, which ends the connection.
 
-        Its room may be what was damaged, and the one that it was for would wait for it for ever;
-        so every room of the connection is over.
+        The frame's room number may be what was damaged, and the room it was meant for would wait
+        for ever; so every room of the connection is over.
         """
         self.count("refused_digest")
         raise BadMessage("digest: what came is not what was sent")
@@ -331,7 +331,7 @@ class Receiver(ABC):
             return self._inbound.owes(feeder)
 
     def left(self, feeder: Feeder, message: str) -> None:
-        """A connection ended: its unfinished rooms will get no more pages."""
+        """A connection has ended: its unfinished rooms will get no more pages."""
         with self._lock:
             rooms = self._inbound.fed_by(feeder)
             for room in rooms:
@@ -344,16 +344,16 @@ class Receiver(ABC):
             self.counters[what] += 1
 
     def _refuse(self, feeder: Feeder, frame: Frame, error: FrameRefused | BadMessage) -> None:
-        """Count it and tell the sender, whose room is over; ours ends by its own rules."""
+        """Count a refusal and tell the sender, whose room is over; ours ends by its own rules."""
         reason = "malformed" if isinstance(error, BadMessage) else str(error).partition(":")[0]
         if frame.kind is Kind.CANCEL and reason in ("unknown_room", "order"):
-            return  # the room is over already, as it is to be
+            return  # the room is over already, which is what the sender wants
         with self._lock:
             self.counters[f"refused_{reason}"] += 1
             self._inbound.spoil(frame, feeder)
         if frame.kind is Kind.CANCEL:
             return  # nobody waits for an answer to it
-        # A request that ends early leaves frames on their way: no fault of anyone.
+        # A request that ends early leaves frames on their way: that is no error.
         level = logging.DEBUG if reason == "unknown_room" else logging.WARNING
         log.log(level, "frame of room %d refused: %s", frame.room, error)
         code = Code.GONE if reason == "unknown_room" else Code.STALE

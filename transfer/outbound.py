@@ -1,4 +1,4 @@
-"""The sending side of every backend: what is queued, and how each room ends exactly once."""
+"""The sending side of every backend: queues frames, and ends each room exactly once."""
 
 import contextlib
 import threading
@@ -19,12 +19,12 @@ from transfer.layout import HeadRun
 from transfer.pairs import Pairs
 
 _RUN_LENGTHS = geometric(1, MAX_RUN_PAGES, 4)  # as decode compiles them for most models
-_AT_ONCE_BYTES = 64 << 10  # what the thread that brings a job may copy and send itself
+_AT_ONCE_BYTES = 64 << 10  # the most that a thread which queues a job may copy and send itself
 _REMEMBERED_ROOMS = 1 << 16  # ended rooms for which late calls are ignored
 
 
 class Job(NamedTuple):
-    """A frame to send. payload only for PAGES: [layers, planes, n, page_size, heads, head_dim]."""
+    """A frame to send. payload: of PAGES only, [layers, planes, n, page_size, heads, head_dim]."""
 
     frame: Frame
     meta: bytes = b""
@@ -34,27 +34,27 @@ class Job(NamedTuple):
 
 @dataclass(eq=False)
 class Lane(ABC):
-    """What is on its way to one receiver. Changed under the sender's lock only.
+    """What is on its way to one receiver. Changed only under the sender's lock.
 
-    Rooms take turns, a run of pages each, so that a long prompt does not hold up short ones. A
-    run's frames for several shards stay together: the receiver keeps the memory of all until the
-    last is there, and would have none left with one of each of many runs.
+    Rooms take turns, one run of pages at a time, so that a long prompt does not hold up short
+    ones. A run's frames for several shards stay together: the receiver keeps the memory of all of
+    them until the last arrives, and would run out if it held one frame of each of many runs.
     """
 
     address: str
-    queued_bytes: int = 0  # handed over, and not yet sent
+    queued_bytes: int = 0  # handed over and not yet sent
     cancels: deque[Job] = field(default_factory=deque)
     queues: dict[int, deque[Job]] = field(default_factory=dict)  # by room, none empty; next first
     rooms: dict[int, int] = field(default_factory=dict)  # open room -> epoch
     max_frame_bytes: int = 0  # 0: the sender's
     shipped: dict[int, Shipped] = field(default_factory=dict)  # of the open rooms
     # Held from choosing a job until it is sent, so that jobs leave in the order in which they
-    # were chosen. Taken before the sender's lock, or only if it is free.
+    # were chosen. Taken before the sender's lock, or without waiting.
     leaving: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def way(self) -> str:
-        """How pages travel, as timelines call it."""
+        """How pages travel: the name that timelines show."""
         return "tcp"
 
     @abstractmethod
@@ -66,20 +66,20 @@ class Lane(ABC):
         """Stop for good (any thread)."""
 
     def try_send(self, job: Job) -> bool:
-        """Send a small job if that needs no waiting; by who holds `leaving`. False: not sent."""
+        """Send a small job if that needs no waiting; its caller holds `leaving`. False: unsent."""
         return False
 
 
 class Sender(ABC):
     """Base of every transfer.backend.PageSender. A backend opens lanes and empties them.
 
-    Invariant: a room is open in at most one lane, so its frames keep their order. It leaves by
-    ACK, NACK, the lane's loss (one event each) or cancel (none), and what is queued for it
-    afterwards is dropped.
+    Invariant: a room is open in at most one lane, so its frames keep their order. It ends with
+    an ACK, a NACK, the loss of its lane (one event each) or `cancel` (no event); whatever is queued
+    for it afterwards is dropped.
     """
 
     def __init__(self, on_event: OnEvent, max_frame_bytes: int, connections: int = 1) -> None:
-        """connections: lanes to one receiver at most."""
+        """connections: the most lanes to one receiver."""
         assert max_frame_bytes > 0
         assert connections > 0
         self.clock: Clock = SYSTEM_CLOCK
@@ -104,7 +104,7 @@ class Sender(ABC):
         with self._lock:
             if self._closed or grant.data_address in self._lanes:
                 return
-            # Where none can be opened now, the room that has pages tries again, and is told.
+            # If no lane can be opened now, the first room with pages tries again and is told.
             with contextlib.suppress(Unavailable):
                 self._lane_of(grant)
 
@@ -130,7 +130,7 @@ class Sender(ABC):
             epoch = lane.rooms.pop(room)
             shipped = lane.shipped.pop(room)
             self._drop_jobs(lane, room)
-            # Ahead of other rooms: it may free what they wait for.
+            # Ahead of other rooms: a cancel may free pages that they wait for.
             lane.cancels.append(Job(Frame(Kind.CANCEL, room, epoch)))
         lane.wake()
         return shipped
@@ -155,7 +155,7 @@ class Sender(ABC):
             return self._pairs.told()
 
     def close(self) -> None:
-        """Drop everything; no event follows."""
+        """Drop everything; no events follow."""
         with self._lock:
             self._closed = True
             lanes = list(self._all_lanes())
@@ -166,10 +166,10 @@ class Sender(ABC):
         return (lane for lanes in self._lanes.values() for lane in lanes)
 
     def _lane_of(self, grant: wire.Grant) -> Lane:
-        """The room's lane; for a new room the one with the least to send.
+        """The room's lane; for a new room, the lane with the least to send.
 
-        One more is opened only while every other has rooms: a pair that is seldom busy keeps to
-        one connection. Raises Unavailable when there is none and none can be opened.
+        Another lane is opened only when every existing one has rooms, so a pair that is seldom
+        busy keeps to one connection. Raises Unavailable when there is none and none can be opened.
         """
         lanes = self._lanes.get(grant.data_address, [])
         for lane in lanes:
@@ -190,7 +190,7 @@ class Sender(ABC):
         return min(lanes, key=lambda lane: (lane.queued_bytes, len(lane.rooms)))
 
     def _queue(self, grant: wire.Grant, cut: Callable[[int], list[Job]]) -> None:
-        """cut(max_frame_bytes): what is to be sent."""
+        """Queue the jobs that cut(max_frame_bytes) returns."""
         with self._lock:
             if self._closed or grant.room in self._over:
                 return
@@ -202,7 +202,7 @@ class Sender(ABC):
                 lost = SenderEvent("unsent", grant.room, str(error), shipped=Shipped())
             else:
                 jobs = cut(lane.max_frame_bytes or self._max_frame_bytes)
-                was_idle = not lane.rooms  # and its thread asked for no signs of life
+                was_idle = not lane.rooms  # so its thread sends no PINGs
                 is_next = self._put(lane, grant, jobs)
         if lost is not None:
             self._on_event(lost)
@@ -210,7 +210,7 @@ class Sender(ABC):
             lane.wake()
 
     def _put(self, lane: Lane, grant: wire.Grant, jobs: list[Job]) -> bool:
-        """Whether the one job may leave at once, and the caller holds `lane.leaving` for that."""
+        """Queue jobs. True: the one job may leave at once; the caller holds `lane.leaving`."""
         room = grant.room
         if room not in lane.rooms:
             lane.rooms[room] = grant.epoch
@@ -229,7 +229,7 @@ class Sender(ABC):
         return False
 
     def _send_at_once(self, lane: Lane, job: Job) -> bool:
-        """By this thread instead of the lane's, if the lane can; else the job is queued."""
+        """Send a job from this thread, not the lane's, if the lane can; otherwise queue it."""
         begun_s = self.clock.monotonic_s()
         try:
             is_sent = lane.try_send(job)
@@ -238,7 +238,7 @@ class Sender(ABC):
                     self._sent(lane, job, begun_s)
                 elif job.frame.room in lane.rooms:
                     lane.queues.setdefault(job.frame.room, deque()).appendleft(job)
-                else:  # it ended meanwhile
+                else:  # the room has ended meanwhile
                     self._queued(lane, -job.num_bytes)
         finally:
             lane.leaving.release()
@@ -247,7 +247,7 @@ class Sender(ABC):
     # --- the lanes' calls ------------------------------------------------------------------------
 
     def next_job(self, lane: Lane, with_pages: bool = True) -> Job | None:
-        """What to send next, unless it is pages for which there is no room. Then call `sent`."""
+        """The next job to send; call `sent` after it. with_pages: whether pages can be sent now."""
         with self._lock:
             if lane.cancels:
                 return lane.cancels.popleft()
@@ -257,14 +257,14 @@ class Sender(ABC):
                     if not (queue and _are_one_run(job, queue[0])):
                         del lane.queues[room]
                         if queue:
-                            lane.queues[room] = queue  # behind the others
+                            lane.queues[room] = queue  # behind the other rooms
                     return job
             return None
 
     def sent(self, lane: Lane, job: Job, begun_s: float) -> float:
-        """The job has left, or never will: then the lane is lost next.
+        """The job has left, or failed to: then `lost` follows for the lane.
 
-        begun_s: when it began to be written. Returns how long that took, in seconds.
+        begun_s: when writing it began. Returns how long writing took, in seconds.
         """
         with self._lock:
             return self._sent(lane, job, begun_s)
@@ -309,7 +309,7 @@ class Sender(ABC):
             self.counters[what] += 1
 
     def lost(self, lane: Lane, message: str) -> None:
-        """The lane has ended, and its open rooms with it; the next call opens a new one."""
+        """The lane has ended, and its open rooms with it; the next job opens a new lane."""
         with self._lock:
             lanes = self._lanes.get(lane.address, [])
             if lane in lanes:
@@ -350,9 +350,9 @@ def cut_frames(
     runs: Sequence[HeadRun],
     max_frame_bytes: int,
 ) -> list[Job]:
-    """The frames of a run of pages, of at most max_frame_bytes unless one page has more.
+    """The frames of a run of pages, each of at most max_frame_bytes unless one page has more.
 
-    Cuts are at the same pages for all shards, so that the receiver can put shards together.
+    All shards are cut at the same pages, so that the receiver can put them together.
     """
     num_layers, planes, num_pages, page_size, _, head_dim = shards[0].shape
     head_bytes = num_layers * planes * page_size * head_dim * shards[0].itemsize
@@ -382,24 +382,24 @@ def cut_frames(
 
 
 def _are_one_run(job: Job, following: Job) -> bool:
-    """Whether two jobs of one room have the same pages, for different heads."""
+    """Whether two jobs of one room have the same pages, of different heads."""
     if job.payload is None or following.payload is None:
         return False
     return job.frame.page_start == following.frame.page_start
 
 
 def _pages_per_frame(num_pages: int, most: int) -> int:
-    """All, or as many as decode puts in place without padding them, which would copy them."""
+    """All, or a number that decode writes without padding: padding would copy the pages."""
     if num_pages <= most:
         return num_pages
     return max((size for size in _RUN_LENGTHS if size <= most), default=1)
 
 
 def segments(pages: np.ndarray | None) -> list[memoryview]:
-    """The bytes of pages in order, in as few contiguous pieces as there are; None has none.
+    """The bytes of pages in order, in as few contiguous pieces as possible; none for None.
 
-    pages: [layers, planes, n, page_size, heads, head_dim], of any dtype. Copied only when heads
-    were cut out of it; a cut of pages is sent from where it lies.
+    pages: [layers, planes, n, page_size, heads, head_dim], of any dtype. Copied only when it is a
+    slice of heads; a slice of pages is sent from where it lies.
     """
     if pages is None:
         return []

@@ -1,4 +1,4 @@
-"""What both roles do alike: hold rooms, tell first tokens, end rooms, and present themselves."""
+"""What both roles have in common: holding rooms, telling first tokens, ending rooms, reporting."""
 
 import dataclasses
 import logging
@@ -36,13 +36,13 @@ from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
-API_GONE = "api_gone"  # why a room ended of which nobody is left to hear
-# A room in one of these has cost nothing yet but its place in a queue.
+API_GONE = "api_gone"  # why a room ended whose API process is gone: nobody is told
+# States in which a room has cost nothing yet but its place in a queue.
 _NOT_BEGUN = (State.QUEUED, State.GRANTED)
 
 
 def micros(seconds: float) -> int:
-    """As offsets of a wire.LegRecord are told."""
+    """Seconds to microseconds, the unit of offsets in a wire.LegRecord."""
     return round(seconds * 1e6)
 
 
@@ -54,7 +54,7 @@ class HeldRoom:
     room: Room
     received_s: float = field(init=False)  # monotonic, when the submit reached this process
     constraint: Constraint | None = field(init=False, default=None)  # once its grammar is compiled
-    # Of a prompt that is computed here, where they are asked.
+    # Of a prompt that is computed here, if the request wants them.
     logprobs: CollectedLogprobs | None = field(init=False, default=None)
 
     @property
@@ -64,7 +64,7 @@ class HeldRoom:
 
 @dataclass(frozen=True)
 class GrammarReady:
-    """A grammar was compiled, or cannot be."""
+    """A grammar was compiled, or could not be."""
 
     room: int
     outcome: Outcome
@@ -101,27 +101,27 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
     @abstractmethod
     def take(self, submit: wire.Submit, room: Room) -> H:
-        """Queue a room that came."""
+        """Queue a new room."""
 
     @abstractmethod
     def release(self, held: H) -> None:
-        """Give back all that the room owns. Its state is final."""
+        """Give back everything that the room owns. Its state is final."""
 
     @abstractmethod
     def leg_of(self, held: H, stages: dict[str, int], ending: str) -> wire.LegRecord:
-        """What the room's leg was like. Called after `release`."""
+        """The record of the room's leg. Called after `release`."""
 
     @abstractmethod
     def request_tokens(self, submit: wire.Submit) -> int:
-        """Tokens for which this role needs pages, at worst."""
+        """Tokens for which this role needs pages, in the worst case."""
 
     @abstractmethod
     def grammar_ready(self, held: H) -> None:
-        """What waited for the room's grammar may go on."""
+        """The room's grammar is compiled: continue what waited for it."""
 
     @abstractmethod
     def first_drawn(self, held: H, first: FirstToken) -> None:
-        """A prompt was computed here, and its client is told the first token."""
+        """A prompt was computed here, and its first token goes out to the client."""
 
     @abstractmethod
     def handle_own(self, event: Any) -> None:
@@ -130,9 +130,9 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     # --- members --------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Wait for the other members of this group, if it has any. Before the first array.
+        """Wait for the other members of this group, if it has any; before the first array.
 
-        Raises as transfer.group.join does (build thread).
+        Runs on the build thread. Raises what transfer.group.join raises.
         """
         if self._leader is not None:
             assert self._loop is not None
@@ -144,7 +144,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             server.unary("StillThere", Follow, self._leader.still_there)
 
     def lead(self, calls: Calls) -> None:
-        """Have the other members of this group make every call, from here on."""
+        """Make the other members of this group repeat every call from here on."""
         if self._leader is not None:
             members.texts_of_all(host_port(self.host, self.port))
             self._leader.wait_for_all()
@@ -181,10 +181,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                 self.handle_own(event)
 
     def open_room(self, submit: wire.Submit, received_s: float) -> None:
-        """Hold a room that came, unless there are too many."""
+        """Hold a new room, unless there are too many."""
         if submit.room in self._held:
             return  # the same submit, delivered twice
-        # By this clock alone: those of two hosts, and how one is set meanwhile, do not matter.
+        # Only this host's monotonic clock counts: other hosts' clocks, and clock changes, do not.
         times = self.clock.monotonic_s(), received_s + submit.left_s, received_s - submit.age_s
         room = Room(submit.room, self.side, *times)
         if self._rooms.add(room):
@@ -237,10 +237,10 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         """The data-parallel rank of this worker that the submit asks for; -1: any."""
         return submit.routed_dp_rank if self.role == "decode" else submit.disagg_prefill_dp_rank
 
-    # --- prompts that are computed here ----------------------------------------------------------
+    # --- prompts computed here -------------------------------------------------------------------
 
     def collect_logprobs(self, chunk: ChunkInFlight[ToldPrompt]) -> None:
-        """Keep what a chunk says of prompts whose logprobs are asked."""
+        """Keep the prompt logprobs that a chunk computed, for the rooms that want them."""
         if chunk.prompt_logprobs is None:
             return
         arrays = [np.asarray(array) for array in chunk.prompt_logprobs]
@@ -250,14 +250,14 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
                 held.logprobs.add(placed.piece, placed.token_row, arrays)
 
     def tell_first_tokens(self, chunk: ChunkInFlight[ToldPrompt], sampled: SampleOut) -> None:
-        """Of prompts that end in the chunk; rooms that ended meanwhile are passed over."""
+        """Tell the first tokens of prompts that end in the chunk; skip rooms that have ended."""
         out = SampleOut(*map(np.asarray, sampled))
         by_api: dict[str, list[FirstRow]] = {}
         for placed in chunk.pieces:
             prompt, row = placed.piece.prompt, placed.row
             held = self._held.get(prompt.room)
-            # One that ended and came again has not begun, but for what came twice: the API gives
-            # no number to two rooms.
+            # A room that ended and was submitted again has not begun. That happens only when a
+            # submit is delivered twice: the API process never reuses a room number.
             if not placed.piece.is_last or held is None or not self.has_begun(held):
                 continue
             submit = held.submit
@@ -276,7 +276,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
     # --- endings --------------------------------------------------------------------------------
 
     def end(self, room: int) -> None:
-        """The room came to its good end."""
+        """The room ended well."""
         self._close(room, State.DONE)
 
     def fail(self, room: int, code: Code, message: str) -> None:
@@ -287,18 +287,18 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             self.drop(room, code.value)
 
     def fail_undrawn(self, room: int) -> None:
-        """Its logits are no distribution: better no token than any token."""
+        """Fail a room whose logits are no distribution: no token is better than any token."""
         message = f"the model's output in {self.worker_id()} is not finite: no token can be drawn"
         self.fail(room, Code.INTERNAL, message)
 
     def drop(self, room: int, why: str) -> None:
-        """End a room early, in whatever state. Unknown rooms are ignored."""
+        """End a room early, whatever its state. Unknown rooms are ignored."""
         if room in self._held:
             self.counters[f"rooms_{why}"] += 1
             self._close(room, State.FAILED, why)
 
     def expire(self) -> None:
-        """Drop what nobody waits for any more."""
+        """Fail the rooms whose deadline has passed."""
         for room in self._rooms.expired(self.clock.monotonic_s()):
             self.fail(room.room, Code.DEADLINE, f"deadline passed in {self.role}")
 
@@ -307,7 +307,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         return held.room.state not in _NOT_BEGUN
 
     def _hand_on(self) -> None:
-        """Give back what has not begun, to go to another worker; what has begun is finished."""
+        """Fail the rooms that have not begun, which move to another worker; finish the others."""
         self.handing_on = True
         for room in [r for r, held in self._held.items() if not self.has_begun(held)]:
             self.fail(room, Code.DRAINING, f"{self.worker_id()} drains")
@@ -333,7 +333,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         if self._grammars is not None:
             self._grammars.close()
 
-    # --- what others may know --------------------------------------------------------------------
+    # --- what other threads and processes see ----------------------------------------------------
 
     def worker_id(self) -> str:
         return self.config.worker_id or f"{self.role}-{host_port(self.host, self.port)}"
@@ -345,7 +345,7 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
         return len(self._held)
 
     def resolved(self, opened: OpenedModel, num_pages: int, **more: Any) -> None:
-        """Replace what the flags left open by what it came to, and say so."""
+        """Replace the defaults that the flags left open by the values in force, and log them."""
         kv = opened.kv
         self._grammars = Grammars(self.config.model_path, opened.model.cfg)
         self._experts_counted = opened.experts.counters
@@ -400,13 +400,13 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
 
 @dataclass(frozen=True)
 class PoolFacts:
-    """What a worker's bookkeeping knows of the model."""
+    """What a worker's bookkeeping needs to know of the model."""
 
     page_size: int
     context_length: int
     logical_kv_heads: int
     stored_kv_heads: int
-    window: int = 0  # positions that layers see whose pages are apart; 0: none have them apart
+    window: int = 0  # positions seen by windowed layers with pages of their own; 0: none have any
 
     @staticmethod
     def of(opened: OpenedModel) -> "PoolFacts":
@@ -429,7 +429,7 @@ class PoolFacts:
 
 
 def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
-    """The answer to Flush: what no running request holds is forgotten."""
+    """Evict the cached pages that no running request holds. Returns the answer to Flush."""
     flushed = sum(cache.flush() for cache in caches)
     left = sum(map(len, caches))
     message = f"{flushed} pages flushed"
@@ -441,7 +441,7 @@ def flush_caches(caches: Sequence[PrefixCache]) -> wire.FlushReply:
 def open_configured(
     config: WorkerConfig, chunk_size: int = 0, before_weights: BeforeWeights = at_once
 ) -> OpenedModel:
-    """Load the model that the flags name. Raises ModelError, the soonest it can."""
+    """Load the model that the flags name. Raises ModelError as early as it can."""
     opened = open_model(
         config.model_path,
         dtype=config.dtype,
