@@ -1,18 +1,18 @@
-"""What moves pages: the frame, and the two ends that every backend has.
+"""The data plane's interface: the frame, and the two ends that every backend has.
 
 A sender (prefill) pushes frames into rooms that the receiver (decode) expects:
 
-    CHALLENGE <-   HELLO ->   WELCOME <-         each proves to know the cluster token
-    PAGES ->  ...  FINISH ->  ACK <-             one room, well
+    CHALLENGE <-   HELLO ->   WELCOME <-         each end proves that it knows the cluster token
+    PAGES ->  ...  FINISH ->  ACK <-             one room, all well
     PAGES ->  NACK <-                            refused: unknown, stale, corrupt, out of range
     CANCEL ->                                    the sender gives the room up
     PING ->   PONG <-                            signs of life while rooms are open
-    MEMORY <-   CREDIT <-                        shared memory: here it is; write there again
+    MEMORY <-   CREDIT <-                        the receiver's slots; slots that are free again
 
 Frames of one room are in order on one connection. A frame is header, meta, payload and digest
-(xxh3-64 of all before it). The digest comes last so that both ends can work it out while the
-payload passes through their caches; lengths are checked against the room before they are used.
-Where the payload lies in memory that both ends share, header, meta and digest travel without it,
+(xxh3-64 of all before it). The digest comes last so that both ends can compute it while the
+payload passes through their caches. Lengths are checked against the room before they are used.
+When the payload lies in memory that both ends share, header, meta and digest travel without it,
 and the digest covers a sample of it.
 """
 
@@ -43,14 +43,14 @@ _DIGEST = struct.Struct("<Q")
 DIGEST_BYTES = _DIGEST.size
 NO_PAYLOAD = memoryview(b"")
 _WHOLE_BYTES = 64 << 10
-_SAMPLED_EACH = 4096  # a page of memory, the least that is mapped, kept or lost as one
-_SAMPLE_BYTES = 64  # a line of the caches, the least that is read
+_SAMPLED_EACH = 4096  # a page of memory, the least that is mapped, kept or lost as a unit
+_SAMPLE_BYTES = 64  # a cache line, the least that is read
 _LINE = np.dtype(f"V{_SAMPLE_BYTES}")
 _LINES_EACH = _SAMPLED_EACH // _SAMPLE_BYTES
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     CHALLENGE = 1
     HELLO = 2
@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     payload_len: int = 0
 
     def pack(self, meta_len: int | None = None, payload_len: int | None = None) -> bytes:
-        """HEADER_BYTES bytes. meta_len, payload_len: instead of its own."""
+        """HEADER_BYTES bytes. meta_len, payload_len: used instead of the frame's own."""
         return _HEADER.pack(
             MAGIC,
             wire.WIRE_VERSION,
@@ -102,14 +102,14 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
     @staticmethod
     def unpack(data: bytes | bytearray | memoryview) -> "Frame":
-        """Raises BadMessage when these are not a header of ours with sane lengths."""
+        """Raises BadMessage unless data is a header of ours with sane lengths."""
         if len(data) != HEADER_BYTES:
             raise BadMessage(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
         return Frame.unpack_from(data, 0)
 
     @staticmethod
     def unpack_from(data: bytes | bytearray | memoryview, at: int) -> "Frame":
-        """As `unpack`, of the HEADER_BYTES from there on."""
+        """As `unpack`, of the HEADER_BYTES bytes that begin at `at`."""
         magic, version, number, *rest = _HEADER.unpack_from(data, at)
         if magic != MAGIC:
             raise BadMessage(f"a frame begins with {MAGIC!r}, got {magic!r}")
@@ -127,7 +127,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 class Digest:
-    """What a frame ends with, worked out piece by piece."""
+    """The digest at the end of a frame, computed piece by piece."""
 
     def __init__(self, head: bytes) -> None:
         """head: header and meta."""
@@ -142,12 +142,12 @@ class Digest:
 
 
 def digest_at_once(head: bytes, payload: memoryview, is_sampled: bool = False) -> bytes:
-    """What a frame ends with whose payload is here. head: header and meta.
+    """The digest of a frame whose whole payload is in memory. head: header and meta.
 
-    is_sampled: the payload lies in memory that both ends share. It counts whole up to 64 KiB; of
-    more, the beginning of each 4 KiB and the end. That tells another frame's bytes, late ones
-    and missing ones from the right ones at no cost. Single bits are the memory's own to keep,
-    as they are in the pages' pools.
+    is_sampled: the payload lies in memory that both ends share. Up to 64 KiB all of it counts; of
+    more, the beginning of each 4 KiB and the end. That detects bytes of another frame, late bytes
+    and missing ones at no cost. Single flipped bits are left to the memory itself, as in the page
+    pools.
     """
     if len(payload) <= _WHOLE_BYTES:
         whole = b"".join((head, payload)) if len(payload) else head
@@ -163,7 +163,7 @@ def digest_at_once(head: bytes, payload: memoryview, is_sampled: bool = False) -
 
 
 def whole_frame(frame: Frame, meta: bytes = b"", payload: Sequence[memoryview] = ()) -> bytearray:
-    """A frame as it travels. Its lengths are set here, whatever they were."""
+    """A frame as it travels. Its lengths are set here, whatever `frame` has."""
     head = frame.pack(len(meta), sum(len(part) for part in payload)) + meta
     data = bytearray().join((head, *payload))
     data += digest_at_once(bytes(data), NO_PAYLOAD)
@@ -173,18 +173,18 @@ def whole_frame(frame: Frame, meta: bytes = b"", payload: Sequence[memoryview] =
 def without_payload(
     frame: Frame, meta: bytes = b"", payload: memoryview = NO_PAYLOAD, is_sampled: bool = False
 ) -> bytes:
-    """A frame as it travels when its payload, if any, is found as meta says."""
+    """A frame as it travels when meta says where its payload, if any, lies."""
     head = frame.pack(len(meta), len(payload)) + meta
     return head + digest_at_once(head, payload, is_sampled)
 
 
 class FirstToken(wire.Message, frozen=True):
-    """Meta of FINISH: where decode goes on."""
+    """Meta of FINISH: where decode continues."""
 
     token_id: Count
     token_idx: Count
     num_tokens: Count  # tokens whose kv the pages hold
-    # RUNNING; or STOP, LENGTH: nothing to decode.
+    # RUNNING; STOP and LENGTH leave nothing to decode.
     finished: Annotated[int, msgspec.Meta(ge=wire.RUNNING, le=wire.LENGTH)] = wire.RUNNING
 
 
@@ -197,7 +197,7 @@ class Refused(wire.Message, frozen=True):
 
 @dataclass(slots=True)
 class Shipped:
-    """What left for one room. Times are monotonic seconds; 0.0: not yet."""
+    """What was sent for one room. Times are monotonic seconds; 0.0: not yet."""
 
     way: str = ""  # tcp, shm, ...
     num_bytes: int = 0
@@ -205,14 +205,14 @@ class Shipped:
     first_s: float = 0.0  # the first page frame begins to leave
     last_s: float = 0.0
     acked_s: float = 0.0
-    page_ends: dict[int, float] = field(default_factory=dict)  # pages before this one left then
+    page_ends: dict[int, float] = field(default_factory=dict)  # end of a frame's pages -> when sent
 
 
 @dataclass(slots=True)
 class SenderEvent:
-    """How a room's transfer ended, told once for each room that was not cancelled.
+    """How a room's transfer ended: one event for each room that was not cancelled.
 
-    lost: the receiver is not there any more. unsent: this side could open no connection.
+    lost: the connection to the receiver is gone. unsent: this side could open no connection.
     """
 
     kind: Literal["acked", "nacked", "lost", "unsent"]
@@ -232,7 +232,7 @@ class PageSender(Protocol):
     """Prefill's end. Methods may be called from any thread and never block."""
 
     def open(self, grant: wire.Grant) -> None:
-        """Begin to connect, unless that is done: pages of this grant will follow."""
+        """Begin to connect, unless connected: pages of this grant will follow."""
         ...
 
     def send_pages(
@@ -255,9 +255,9 @@ class PageSender(Protocol):
         ...
 
     def cancel(self, room: int) -> Shipped | None:
-        """Drop what is queued of a room and tell the receiver. No event follows.
+        """Drop what is queued for a room and tell the receiver. No event follows.
 
-        Returns what had left; None for a room that is not open.
+        Returns what had been sent; None for a room that is not open.
         """
         ...
 
@@ -267,17 +267,17 @@ class PageSender(Protocol):
         ...
 
     def behind(self, most_bytes: int) -> frozenset[str]:
-        """Data addresses for which more than so many bytes are queued."""
+        """Data addresses for which more than most_bytes are queued."""
         ...
 
     @property
     def transfers(self) -> tuple[wire.TransferPair, ...]:
-        """What was written to whom, for the receivers used last."""
+        """Totals written per receiver, for the receivers used last."""
         ...
 
     @property
     def counters(self) -> Counter[str]:
-        """Connections by the way that pages take."""
+        """Connections, counted by how their pages travel."""
         ...
 
     def close(self) -> None: ...
@@ -288,9 +288,9 @@ class PageReceiver(Protocol):
 
     on_pages(room, page_start, shards): a run of pages is complete; one array per shard,
         [layers, planes, n, page_size, heads of the shard, head_dim], now the callee's.
-    on_finish(room, first): all pages of the grant were delivered, and this is where to go on.
+    on_finish(room, first): all pages of the grant were delivered; decode continues from `first`.
     on_lost(rooms, message, code): rooms whose pages will not be completed. GONE: the sender
-        gave them up. PEER_LOST: it is not there any more.
+        gave them up. PEER_LOST: the connection to the sender is gone.
     """
 
     @property
@@ -311,7 +311,7 @@ class PageReceiver(Protocol):
         ...
 
     def ack(self, room: int) -> None:
-        """Tell the sender that all arrived. Call before forget."""
+        """Tell the sender that all pages arrived. Call before forget."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""One data connection: frames over a blocking socket, a wake-up for its thread."""
+"""One data connection: frames over a blocking socket, and a wake-up for its thread."""
 
 import array
 import contextlib
@@ -25,17 +25,17 @@ from transfer.backend import (
 from transfer.clock import SYSTEM_CLOCK
 from transfer.errors import BadMessage, PeerLost
 
-# Large enough that calls cost nothing, small enough to be digested while in the core's cache.
+# Large enough that the cost of calls vanishes, small enough to be digested while in cache.
 _CHUNK_BYTES = 512 << 10
 _READ_AHEAD_BYTES = 4096
 _IOV_MAX = 64
-# A wait that was shorter than this is followed by one that begins with so much of looking again
-# and again: waking up takes longer, and a peer that answers at once does so next time, too. Both
-# are longer than a peer takes that sleeps itself: else one pause would leave both ends sleeping,
-# each answer late because the other end had slept (docs/adr/0046).
+# After a wait shorter than _SHORT_WAIT_S, the next wait begins with _LOOK_S of polling: waking up
+# from sleep takes longer, and a peer that answered at once tends to do so again. Both are longer
+# than the answer of a peer that has to wake up itself. Otherwise one pause would leave both ends
+# sleeping, each late to answer because the other had slept (docs/adr/0046).
 _LOOK_S = 50e-6
 _SHORT_WAIT_S = 150e-6
-# While no room is open nobody asks for signs of life: the kernel gives up a host that is gone.
+# While no room is open there are no PINGs: the kernel detects a host that is gone.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -46,7 +46,7 @@ _TCP_OPTIONS = (
 
 
 class Incoming(msgspec.Struct, frozen=True, gc=False):
-    """A frame whose payload, if any, and digest are still to be read."""
+    """A frame whose payload (if any) and digest are still to be read."""
 
     frame: Frame
     meta: bytes
@@ -54,15 +54,15 @@ class Incoming(msgspec.Struct, frozen=True, gc=False):
 
 
 class Connection:
-    """Used by one thread, but for `try_send`, `wake` and `shutdown`.
+    """Frames over one socket. Used by one thread, except for `try_send`, `wake` and `shutdown`.
 
     A read or write that moves nothing for timeout_s raises PeerLost, as does the end of the
     connection.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, takes_fd: bool = False) -> None:
-        """takes_fd: one may come along; what others pass, the kernel drops."""
-        with contextlib.suppress(OSError):  # a socket of this host has no such options
+        """takes_fd: accept one file descriptor; otherwise the kernel drops any that is passed."""
+        with contextlib.suppress(OSError):  # a Unix socket has no such options
             for option in _TCP_OPTIONS:
                 sock.setsockopt(*option)
         self._sock = sock
@@ -74,12 +74,12 @@ class Connection:
         self._timeout_s = timeout_s
         self._deadline_s: float | None = None
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES + (1 << 17)))
-        self._low = self._high = 0  # bytes of _ahead that were read and not used
-        # Between wake and close: a closed number may be reused. A collection inside `wake` may
-        # free memory that was lent, which wakes again.
+        self._low = self._high = 0  # bytes of _ahead that were read and not yet used
+        # Keeps `wake` and `close` apart: a closed descriptor's number may be reused. Reentrant,
+        # since a garbage collection inside `wake` may free lent memory, which wakes again.
         self._lock = threading.RLock()
         self._sending = threading.Lock()
-        self._rest: list[memoryview] = []  # of a frame that the kernel took in part
+        self._rest: list[memoryview] = []  # of a frame that the kernel took only in part
         self._looks = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -95,20 +95,20 @@ class Connection:
         """End a `wait` of the owning thread."""
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # it is full of wake-ups
+                with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
                     os.write(self._wake_write, b"x")
 
     def shutdown(self) -> None:
         """Make every read and write of the owning thread fail."""
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(OSError):  # the peer was faster
+                with contextlib.suppress(OSError):  # the peer has closed it already
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     def try_send(self, data: bytes | bytearray) -> bool:
         """Send a small frame if that needs no waiting. False: nothing was sent.
 
-        A failure is left to the owning thread to see.
+        A failure of the socket is left for the owning thread to see.
         """
         if self._is_tls or not self._sending.acquire(blocking=False):
             return False
@@ -129,11 +129,11 @@ class Connection:
 
     @property
     def has_more(self) -> bool:
-        """Whether something was read that is not used yet."""
+        """Whether bytes were read that are not used yet."""
         return self._high > self._low
 
     def wait(self, timeout_s: float) -> bool:
-        """Until there is something to read, `wake` was called, or time is up. True: readable."""
+        """Wait for bytes to read, for `wake`, or for timeout_s. True: there are bytes to read."""
         if self._high > self._low:
             return True
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
@@ -164,12 +164,12 @@ class Connection:
                 self._send_all([])
 
     def send_whole(self, data: bytes) -> None:
-        """Send a frame that is all here."""
+        """Send a frame that is complete in memory."""
         with self._sending:
             self._send_all([memoryview(data)])
 
     def send(self, frame: Frame, meta: bytes = b"", payload: Sequence[memoryview] = ()) -> None:
-        """Send one frame; its lengths and digest are worked out here."""
+        """Send one frame; its lengths and digest are computed here."""
         head = frame.pack(len(meta), sum(len(part) for part in payload)) + meta
         digest = Digest(head)
         batch, batch_bytes = [memoryview(head)], 0
@@ -198,14 +198,14 @@ class Connection:
             self._send_all([memoryview(data)[sent:]])
 
     def take_fd(self) -> int:
-        """The descriptor that came with what was read; the caller's. Raises BadMessage."""
+        """The file descriptor that came along; the caller owns it. Raises BadMessage if none."""
         fd, self._passed_fd = self._passed_fd, None
         if fd is None:
             raise BadMessage("no file descriptor came along")
         return fd
 
     def receive(self) -> Incoming:
-        """The next header and its meta. Raises BadMessage when what came is no frame."""
+        """The next header and its meta. Raises BadMessage for bytes that are no frame."""
         low = self._ahead_by(HEADER_BYTES)
         frame = Frame.unpack_from(self._ahead, low)
         head_bytes = HEADER_BYTES + frame.meta_len
@@ -215,7 +215,7 @@ class Connection:
         return Incoming(frame, head[HEADER_BYTES:], head)
 
     def receive_small(self) -> tuple[Frame, bytes]:
-        """A whole frame without payload. Raises BadMessage when it has one, or came changed."""
+        """A whole frame without payload. Raises BadMessage for a payload or a wrong digest."""
         incoming = self.receive()
         if incoming.frame.payload_len:
             raise BadMessage(f"{incoming.frame.kind.name} with a payload")
@@ -224,7 +224,7 @@ class Connection:
         return incoming.frame, incoming.meta
 
     def receive_payload(self, incoming: Incoming, payload: memoryview) -> bool:
-        """Read the payload into this (u8[payload_len]) and the digest: whether it is right."""
+        """Read payload (u8[payload_len]) and digest. Returns whether the digest is right."""
         digest = Digest(incoming.head)
         for at in range(0, len(payload), _CHUNK_BYTES):
             chunk = payload[at : at + _CHUNK_BYTES]
@@ -235,11 +235,11 @@ class Connection:
     def receive_elsewhere(
         self, incoming: Incoming, payload: memoryview, is_sampled: bool = False
     ) -> bool:
-        """Read the digest of a frame whose payload is here already: whether it is right."""
+        """Read the digest of a frame whose payload is here. Returns whether it is right."""
         return self._ends_with(digest_at_once(incoming.head, payload, is_sampled))
 
     def skip_payload(self, incoming: Incoming) -> bool:
-        """Read the payload, which nobody wants, and the digest: whether it is right."""
+        """Read and discard the payload, and read the digest. Returns whether it is right."""
         left = incoming.frame.payload_len
         digest = Digest(incoming.head)
         scratch = memoryview(bytearray(min(left, _CHUNK_BYTES)))
@@ -258,7 +258,7 @@ class Connection:
         self._deadline_s = None
 
     def close(self) -> None:
-        # No other thread may be sending: a closed number may be reused.
+        # No other thread may be sending: a closed descriptor's number may be reused.
         with self._sending, self._lock:
             if self._closed:
                 return
@@ -272,13 +272,13 @@ class Connection:
     # --- bytes ----------------------------------------------------------------------------------
 
     def _ends_with(self, digest: bytes) -> bool:
-        """Read a digest: whether it is this one."""
+        """Read a digest. Returns whether it is this one."""
         low = self._ahead_by(DIGEST_BYTES)
         self._low = low + DIGEST_BYTES
         return self._ahead[low : self._low] == digest
 
     def _ahead_by(self, count: int) -> int:
-        """Have so many bytes here, and what comes with them; where in _ahead they begin."""
+        """Read ahead until count bytes are in _ahead. Returns where they begin."""
         low, high = self._low, self._high
         if high - low >= count:
             return low
@@ -317,8 +317,8 @@ class Connection:
         return count
 
     def _receive_fd(self, view: memoryview, flags: int) -> int:
-        """As recv_into, and keep a descriptor that comes along; one in a connection's life."""
-        room = socket.CMSG_LEN(array.array("i").itemsize)  # with its padding it would hold two
+        """As recv_into, and keep a file descriptor that comes along; one per connection."""
+        room = socket.CMSG_LEN(array.array("i").itemsize)  # CMSG_SPACE, padded, would hold two
         count, rights, _, _ = self._sock.recvmsg_into([view], room, flags)
         for level, kind, data in rights:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -348,7 +348,7 @@ class Connection:
 def connection_over(
     sock: socket.socket, timeout_s: float, takes_fd: bool = False
 ) -> Iterator[Connection]:
-    """A connection over a socket, for a block in which it begins; closed when that fails."""
+    """A connection over a socket, which is closed if the body of the `with` raises."""
     with contextlib.ExitStack() as stack:
         stack.callback(sock.close)
         connection = Connection(sock, timeout_s, takes_fd)
@@ -358,10 +358,10 @@ def connection_over(
 
 
 def _set_timeout(sock: socket.socket, timeout_s: float, is_tls: bool) -> None:
-    """For reads and writes that move nothing.
+    """Set the timeout of reads and writes that move nothing.
 
-    The kernel's own timeouts leave the socket blocking, so one call can bring a whole chunk;
-    Python's make it non-blocking underneath, which TLS needs.
+    The kernel's timeouts leave the socket blocking, so one call can read a whole chunk. Python's
+    timeouts make it non-blocking underneath, which TLS needs.
     """
     if is_tls:
         sock.settimeout(timeout_s)

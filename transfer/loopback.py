@@ -1,8 +1,8 @@
-"""The `loopback` backend: both ends in one process, moved by hand, with faults at will.
+"""The `loopback` backend: both ends in one process, driven by hand, with injected faults.
 
 Frames are bytes here too and pass the same checks as on a socket. Nothing moves until `pump`,
-which is one tick: what senders and receivers queued before is delivered in order, except for
-what a fault drops, delays or changes. No threads, no clock: a run repeats exactly.
+which is one tick: it delivers in order what senders and receivers have queued, except for what
+a fault drops, delays or changes. There are no threads and no clock: a run repeats exactly.
 """
 
 import hmac
@@ -31,7 +31,7 @@ from transfer.rpc import Security
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one frame on its way. change: edits the frame's bytes in place."""
+    """What goes wrong with one frame on its way. change: edits the frame's bytes in place."""
 
     drop: bool = False
     delay_ticks: int = 0
@@ -53,7 +53,7 @@ class LoopbackNetwork:
     """Everything on its way between the senders and receivers that it connects."""
 
     def __init__(self, fault: Callable[[Frame], Fault] | None = None) -> None:
-        """fault: judges every frame, in the order in which they are sent."""
+        """fault: called with every frame, in the order in which they are sent."""
         self.fault = fault
         self._receivers: dict[str, LoopbackReceiver] = {}
         self._links: list[_Link] = []
@@ -133,7 +133,7 @@ class _Link(Lane):
         self._ended = False
 
     def wake(self) -> None:
-        """Jobs wait for the next tick."""
+        """Do nothing: jobs wait for the next tick."""
 
     def close(self) -> None:
         self.end("connection closed by the peer")
@@ -143,7 +143,7 @@ class _Link(Lane):
             self._network.put(self, False, frame, whole_frame(frame, meta))
 
     def flush(self) -> None:
-        """Put what is queued on its way."""
+        """Send what is queued."""
         if self._receiver is None:
             self.end(f"{self.address}: nobody listens")
             return
@@ -158,7 +158,7 @@ class _Link(Lane):
             self._network.put(self, True, job.frame, data)
 
     def deliver(self, packet: _Packet) -> None:
-        """Read one frame at its end; what no end can read ends the connection."""
+        """Hand one frame to its end; a frame that cannot be read ends the connection."""
         if self._ended:
             return
         try:

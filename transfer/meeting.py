@@ -1,10 +1,10 @@
-"""Where processes of one group meet before they have a mesh: node 0 hears who came, and compares.
+"""Where the nodes of a group meet before they have a mesh: node 0 checks their settings.
 
-JAX's own coordinator asks for no token and compares nothing, and a node too many has it end a group
-that serves. So it listens where only nodes of this group are told, once all of them are there. This
-place is open until node 0 ends, so that a node that comes later hears that it is not awaited. Those
-that met keep their streams to it: JAX takes 20 s to see that one is gone, and ends the rest by a
-signal.
+JAX's own coordinator asks for no token and compares no settings, and one node too many makes it end
+a group that is serving. So it starts only once all nodes are here, at an address that only they are
+told. This meeting stays open until node 0 ends, so that a late node is told that it is too late.
+Nodes that met keep their streams to node 0: JAX takes 20 s to notice that a node is gone, and then
+ends the others by a signal.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 300.0  # for all nodes to come up
 _RETRY_S: Final = 0.5  # while node 0 is not there
-_MORE_CONNECTIONS: Final = 64  # to where nodes meet: of strangers, who are soon gone
-_FAREWELL_S: Final = 1.0  # for others to have left before node 0
-_LAST_WORDS_S: Final = 0.3  # for a node to say why it ends, before node 0 ends for that
+_MORE_CONNECTIONS: Final = 64  # places for strangers, who are dropped soon
+_FAREWELL_S: Final = 1.0  # for the others to leave before node 0
+_LAST_WORDS_S: Final = 0.3  # for a node to log why it ends, before node 0 ends because of it
 _DIGITS: Final = 16  # of a digest
-_PACKAGES: Final = ("model", "transfer", "prefill", "decode")  # of which nodes run
-# What each process of a group may have its own of.
+_PACKAGES: Final = ("model", "transfer", "prefill", "decode")  # whose code nodes run
+# Settings that may differ between the processes of a group.
 _OWN: Final = frozenset(
     (
         "registry_address",
@@ -48,25 +48,25 @@ _OWN: Final = frozenset(
         "model_path",
         "served_model_name",
         "expert_distribution_file",
-        "init_expert_location",  # what is in it counts
+        "init_expert_location",  # the file's content is compared instead
     )
 )
 
 
 class Meet(wire.Message, frozen=True):
-    """A node other than node 0 is there, waits for all, and stays."""
+    """A node other than node 0 has come, waits for the others, and stays."""
 
     node_rank: int
-    visit: str  # drawn by each process: whose call broke may call again
-    settings: tuple[tuple[str, str], ...]  # what all must have alike
+    visit: str  # drawn at random by each process, which may call again when its call broke
+    settings: tuple[tuple[str, str], ...]  # that all nodes must have alike
 
 
 class Met(wire.Message, frozen=True):
-    """All are there; or this node is not awaited. A second one: node 0 leaves."""
+    """All nodes are here, or this one is refused. A second Met: node 0 leaves."""
 
     coordinator: str = ""  # host:port, where JAX will listen; "" = refused
     refusal: str = ""
-    is_late: bool = False  # nothing is wrong with it but that
+    is_late: bool = False  # refused only because the group has met already
 
 
 class Meeting:
@@ -77,24 +77,24 @@ class Meeting:
     ) -> None:
         """address: host:port, --dist-init-addr. num_nodes: node 0 included.
 
-        on_lost(node_rank): a node is gone that all have met.
+        on_lost(node_rank): a node is gone after all had met.
         """
         self._address, self._num_nodes, self._on_lost = address, num_nodes, on_lost
         self._settings: Mapping[str, str] = {}
-        self._came: dict[int, Meet] = {}  # by rank, those whose streams are open
+        self._came: dict[int, Meet] = {}  # by rank, of nodes whose streams are open
         self._coordinator = ""
         self._complete = asyncio.Event()
         self._over = asyncio.Event()
         self._none_left = asyncio.Event()
-        # Beside the worker's own server: each node once or, as it comes again, twice.
+        # Apart from the worker's own server. Twice, since a node may come again.
         self._server = RpcServer(security, most_connections=2 * num_nodes + _MORE_CONNECTIONS)
         self._server.stream("Meet", Meet, self._meet)
 
     async def all_came(self, settings: Mapping[str, str], patience_s: float = PATIENCE_S) -> str:
-        """Open, and wait for all. Returns where JAX is to listen, host:port.
+        """Listen, and wait for all nodes. Returns where JAX is to listen, host:port.
 
-        settings: node 0's own. Raises ConfigError when it cannot listen there, Unavailable when a
-        node does not come.
+        settings: node 0's own. Raises ConfigError when node 0 cannot listen at its address,
+        Unavailable when a node does not come.
         """
         self._settings = settings
         host, port = _host_and_port(self._address)
@@ -111,13 +111,13 @@ class Meeting:
         return self._coordinator
 
     def let_go(self) -> None:
-        """Tell all nodes that this one leaves. None is lost from here on."""
+        """Tell all nodes that node 0 leaves. From here on, no node counts as lost."""
         self._over.set()
 
     async def close(self) -> None:
-        """Stop listening, if it does, when nodes have left that were met, or had their time.
+        """Wait for the nodes that met to leave, for at most _FAREWELL_S, then stop listening.
 
-        Theirs is before this process ends: JAX's coordinator, gone first, has them end by a signal.
+        They must go before this process: once JAX's coordinator is gone, a signal ends them.
         """
         self.let_go()
         if self._complete.is_set() and self._came:
@@ -126,7 +126,7 @@ class Meeting:
         await self._server.stop(0.0)
 
     async def _meet(self, request: Meet) -> AsyncIterator[Met]:
-        """An answer once all are there, and another when this process leaves."""
+        """Answer once all nodes are here, and again when node 0 leaves."""
         refused = self._refused(request)
         if refused is not None:
             log.warning("a node that came is refused: %s", refused.refusal)
@@ -144,9 +144,9 @@ class Meeting:
             yield Met(self._coordinator)
             await self._over.wait()
             yield Met()
-            await self._none_left.wait()  # this one among them: until its stream breaks
+            await self._none_left.wait()  # includes this node: lasts until its stream breaks
         finally:
-            if self._came.get(rank) is request:  # not where the same process called again
+            if self._came.get(rank) is request:  # False if the same process called again
                 self._left(rank)
 
     def _left(self, rank: int) -> None:
@@ -188,15 +188,15 @@ class Visit:
         self._address, self._node_rank = address, node_rank
         self._client = RpcClient(address, security)
         self._staying: asyncio.Task[None] | None = None
-        self._stream: AsyncIterator[Met]  # open as long as this process is there
-        self.over = asyncio.Event()  # node 0 was met, and is gone or leaves
+        self._stream: AsyncIterator[Met]  # stays open while this process runs
+        self.over = asyncio.Event()  # node 0, once met, is gone or leaves
 
     async def all_came(self, settings: Mapping[str, str], patience_s: float = PATIENCE_S) -> str:
-        """Wait at node 0, which may start later, for all. Returns where JAX will listen.
+        """Wait for all nodes at node 0, which may start later. Returns where JAX will listen.
 
-        Raises ConfigError when node 0 refuses this node, Incompatible when they do not understand
-        each other, Unauthenticated without its token, Unavailable when the group has met without
-        this node, or not in time.
+        Raises ConfigError when node 0 refuses this node, Incompatible when their versions differ,
+        Unauthenticated with another token, Unavailable when the group has met without this node or
+        does not meet in time.
         """
         request = Meet(self._node_rank, secrets.token_hex(8), tuple(settings.items()))
         heard = ""
@@ -231,7 +231,7 @@ class Visit:
         await self._client.close()
 
     async def _stay(self) -> None:
-        """Until node 0 is gone, or says that it leaves."""
+        """Wait until node 0 is gone, or says that it leaves."""
         try:
             await anext(self._stream, None)
         except RpcError as error:
@@ -241,14 +241,15 @@ class Visit:
 
 
 def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
-    """What all nodes of a group must have alike, by the name that the operator knows.
+    """The settings that all nodes of a group must have alike, by names that the operator knows.
 
-    What explains other differences comes first. Raises ModelError for a checkpoint that cannot be
-    served, ConfigError for a file that cannot be read.
+    Settings that explain other differences come first. Raises ModelError for a checkpoint that
+    cannot be served, ConfigError for a file that cannot be read.
     """
     settings = {"role": role, "version of kvferry": code_digest()}
     settings["version of messages"] = str(wire.WIRE_VERSION)
-    # Programs of other versions may talk in another order: nobody would notice, but by the answers.
+    # Programs compiled by other versions may communicate in another order, and silently compute
+    # wrong answers.
     settings |= {f"version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
     settings["--nnodes"] = str(config.nnodes)
     flags_alike = {name: value for name, value in vars(config).items() if name not in _OWN}
@@ -261,9 +262,9 @@ def settings_of(config: WorkerConfig, role: wire.Role) -> dict[str, str]:
 
 @functools.cache
 def code_digest() -> str:
-    """16 hex digits over the code that nodes run alike.
+    """16 hex digits: a digest of the code that all nodes run.
 
-    What they call, and in what order, has no version of its own; other code may answer wrongly.
+    The order in which nodes make calls has no version of its own; other code may answer wrongly.
     """
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
@@ -274,7 +275,7 @@ def code_digest() -> str:
 
 
 def _location(location: str) -> str:
-    """Of experts: nodes may have the file in places of their own."""
+    """--init-expert-location by content: each node may have the file at a path of its own."""
     if location == TRIVIAL:
         return location
     try:
@@ -293,6 +294,6 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _free_address(host: str) -> str:
-    """host:port, on which nobody listens now: JAX takes no 0, and says nobody which it got."""
+    """host:port where nobody listens now. JAX cannot pick a port itself and report it."""
     with ports.bind(host, 0, "--dist-init-addr") as sock:
         return host_port(host, sock.getsockname()[1])

@@ -1,14 +1,14 @@
 """The `nixl` backend: NIXL writes pages into memory that the receiver registered, over RDMA or UCX.
 
 A sender connects by TCP as always, and everything but the bytes of pages goes that way. After the
-greeting the receiver registers slots (transfer/staging.py) and says in MEMORY how they are
-reached; the sender copies pages into registered memory of its own, has NIXL write them into a
-slot, and when that is done sends the frame that names it. Checks, rooms, pings and endings are
-those of transfer/tcp.py.
+handshake the receiver registers slots (transfer/staging.py) and says in MEMORY how to reach them.
+The sender copies pages into registered memory of its own, has NIXL write them into a slot, and
+then sends the frame that names the slot. Checks, rooms, pings and endings are those of
+transfer/tcp.py.
 
-NIXL does not notice a frozen peer, may keep a write under way for ever and cannot call one back.
-So a write has a deadline, after which the connection is lost; the memory that it reads from is
-kept until it is over, and that which it may still change is never used for anything else.
+NIXL does not notice a frozen peer, may keep a write under way for ever and cannot cancel one.
+So a write has a deadline, after which the connection is lost. The memory that the write reads is
+kept until the write is over; memory that it may still change is never used for anything else.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _JOIN_S = 2.0
 
 
 class RemoteMemory(wire.Message, frozen=True):
-    """Meta of MEMORY: slots, from an address of the receiver's, and how NIXL gets there."""
+    """Meta of MEMORY: slots from an address of the receiver on, and how NIXL reaches them."""
 
     shape: SlotShape
     address: int
@@ -50,7 +50,7 @@ class RemoteMemory(wire.Message, frozen=True):
 
 
 def _anonymous(num_bytes: int) -> mmap.mmap:
-    """Memory of nobody else, which takes up what was written. Raises OSError."""
+    """Private memory; only pages that were written take up RAM. Raises OSError."""
     return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -62,20 +62,20 @@ def _address(memory: mmap.mmap) -> int:
 class Callers:
     """Threads that call NIXL.
 
-    Closing waits for them: an interpreter that ends takes its threads down where they next touch
-    it, and inside a call of a C++ library that can abort the process.
+    `join` waits for them before the process ends: the interpreter kills its threads at exit, and
+    inside a call of a C++ library that can abort the process.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def add(self, thread: threading.Thread) -> None:
-        """One that was started, or is about to be."""
+        """Add a thread that was started, or is about to be."""
         begun = (known for known in self._threads if known.ident is None or known.is_alive())
         self._threads = [*begun, thread]
 
     def join(self) -> None:
-        """Until all of them are over, _JOIN_S at most."""
+        """Wait until all of them have ended, for at most _JOIN_S."""
         end_s = SYSTEM_CLOCK.monotonic_s() + _JOIN_S
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
@@ -86,10 +86,10 @@ class Callers:
 
 
 class RemoteSlots(FillableSlots):
-    """Writes pages into the receiver's memory, from memory that is registered for that."""
+    """Writes pages into the receiver's memory, from registered memory of this end."""
 
     def __init__(self, agent: Agent, memory: RemoteMemory, wait: Callable[[Write], None]) -> None:
-        """wait: until a write is done; raises PeerLost. Raises OSError or PeerLost."""
+        """wait: waits until a write is done, or raises PeerLost. Raises OSError or PeerLost."""
         super().__init__(memory.shape)
         self._agent = agent
         self._wait = wait
@@ -114,13 +114,13 @@ class RemoteSlots(FillableSlots):
         return self._write is not None and not self._write.is_over
 
     def move_on(self) -> None:
-        """See whether the write is over by now."""
+        """Check whether the write is over by now."""
         if self._write is not None:
-            with contextlib.suppress(PeerLost):  # that is over, too
+            with contextlib.suppress(PeerLost):  # then the write is over, too
                 self._write.done()
 
     def close(self) -> None:
-        """Give memory back, now or once the write that reads from it is over."""
+        """Release the memory, now or once the write that reads it is over."""
         super().close()
         if self.is_under_way:
             ABANDONED.add(self)
@@ -130,7 +130,7 @@ class RemoteSlots(FillableSlots):
 
 
 class Abandoned:
-    """Memory of connections that are lost while a write may still read from it."""
+    """Memory of lost connections that a write may still read."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -145,7 +145,7 @@ class Abandoned:
             self._kept.append(slots)
 
     def clear(self) -> None:
-        """Close those whose write is over. Raises PeerLost when too many are left."""
+        """Close the slots whose write is over. Raises PeerLost when too many are left."""
         with self._lock:
             for slots in list(self._kept):
                 slots.move_on()
@@ -164,7 +164,7 @@ ABANDONED = Abandoned(_MOST_ABANDONED)
 
 
 def _probe_sending(sender_id: str) -> None:
-    """Raises ConfigError unless there is an agent that registers a frame's memory."""
+    """Raises ConfigError unless NIXL works and registers the memory of one frame."""
     agent = Agent(sender_id, is_target=False)
     staging = _anonymous(FRAME_BYTES)
     try:
@@ -193,7 +193,7 @@ class NixlSender(TcpSender):
         stall_timeout_s: float = 3.0,
         connections: int = 1,
     ) -> None:
-        """Raises ConfigError where NIXL is not here, or does not work."""
+        """Raises ConfigError where NIXL is not installed, or does not work."""
         _probe_sending(sender_id)
         _say_what_tls_leaves_out(security)
         super().__init__(
@@ -234,7 +234,7 @@ class _NixlLane(SlotLane):
 
     def connect(self) -> Connection:
         ABANDONED.clear()
-        # First: without an agent, decode would have lent memory for nothing.
+        # First, since decode would lend memory for nothing if no agent can be made.
         agent = Agent(self.sender.sender_id, is_target=False)
         connection, _ = self.dial()
         try:
@@ -249,7 +249,7 @@ class _NixlLane(SlotLane):
         return connection
 
     def _lent(self, connection: Connection) -> RemoteMemory:
-        """What the receiver says of its memory. Raises Incompatible when it says nothing."""
+        """Receive the description of the receiver's memory. Raises Incompatible if none comes."""
         try:
             with connection.all_within(HANDSHAKE_TIMEOUT_S):
                 frame, meta = connection.receive_small()
@@ -262,7 +262,7 @@ class _NixlLane(SlotLane):
         return wire.decode(meta, RemoteMemory)
 
     def _wait(self, connection: Connection, write: Write) -> None:
-        """Until a write is done, hearing the peer meanwhile. Raises PeerLost."""
+        """Wait until a write is done, and read from the peer meanwhile. Raises PeerLost."""
         stall_s = self.sender.stall_timeout_s
         begun_s = SYSTEM_CLOCK.monotonic_s()
         pause_s = _LEAST_PAUSE_S
@@ -282,17 +282,17 @@ class _NixlLane(SlotLane):
 
 # --- the receiver's end ---------------------------------------------------------------------------
 
-# Memory that was told of stays mapped while this process lives, so that its addresses are never
-# those of anything else: with some transports a frozen sender writes to them when it wakes,
-# whatever was unregistered. What it takes up is given back.
+# Memory that a sender was told of stays mapped while this process lives, so that its addresses are
+# never reused: with some transports a frozen sender writes to them when it wakes, although they
+# were unregistered. The RAM behind them is given back.
 _FORMER: list[mmap.mmap] = []
 
 
 class RegisteredSlots(LentSlots):
-    """Slots that one sender may write to."""
+    """Slots that one sender may write to by NIXL."""
 
     def __init__(self, agent: Agent, shape: SlotShape, on_freed: Callable[[], None]) -> None:
-        """Raises OSError when memory cannot be had or registered."""
+        """Raises OSError when memory cannot be allocated or registered."""
         memory = _anonymous(shape.num_bytes)
         super().__init__(shape, memory, on_freed)
         self._agent = agent
@@ -301,15 +301,15 @@ class RegisteredSlots(LentSlots):
         self._former: mmap.mmap | None = None
 
     def told(self) -> RemoteMemory:
-        """What the sender needs to know. Raises OSError when NIXL cannot say it."""
+        """What the sender needs to know. Raises OSError when NIXL cannot describe the memory."""
         if not self._is_told:
             self._is_told = True
-            _FORMER.append(self._memory)  # from now on, however this connection ends
+            _FORMER.append(self._memory)  # kept from now on, however this connection ends
         description = self._agent.describe(self._registered)
         return RemoteMemory(self.shape, _address(self._memory), description)
 
     def close(self) -> None:
-        """Let nobody write here any more; what was read in is gone with the last view of it."""
+        """End writes to this memory; received pages stay until the last view of them is gone."""
         self._agent.release(self._registered)
         if self._is_told:
             self._former = self._memory
@@ -321,8 +321,8 @@ class RegisteredSlots(LentSlots):
         self._give_back()
 
     def _give_back(self) -> None:
-        """The kernel has what the memory took up, once nobody reads it. Any thread, any number
-        of times."""
+        """Give the RAM back to the kernel once nobody reads it (any thread, any number of
+        times)."""
         former = self._former
         if former is not None and len(self._freed) == sum(self._held):
             former.madvise(mmap.MADV_DONTNEED)
@@ -344,7 +344,7 @@ class NixlReceiver(TcpReceiver):
         stall_timeout_s: float = 3.0,
         staging_bytes: int = 0,
     ) -> None:
-        """Raises ConfigError where NIXL is not here, or when staging_bytes is too small."""
+        """Raises ConfigError where NIXL is not installed, or when staging_bytes is too small."""
         super().__init__(
             security, host, port, kv, tp_size, on_pages, on_finish, on_lost, stall_timeout_s
         )
@@ -383,7 +383,7 @@ class _NixlFeeder(SlotFeeder):
     in_one_memory = False
 
     def greeted(self, connection: Connection) -> None:
-        """Register memory and tell of it. Raises OSError when there is none."""
+        """Register memory and describe it to the sender. Raises OSError when there is none."""
         receiver = self.receiver
         self.slots = slots = RegisteredSlots(receiver.agent, receiver.shape, self.slot_freed)
         connection.send(Frame(Kind.MEMORY), wire.encode(slots.told()))

@@ -1,11 +1,11 @@
 """Memory of the receiver that a sender fills: slots, each owned by one end at a time.
 
-The receiver makes it (`LentSlots`), for each connection anew, and the sender knows which slots
-are its own (`FillableSlots`). Within a host both map the memory (`SharedSlots`, `BorrowedSlots`);
-transfer/nixl.py has another way.
+The receiver allocates it anew for each connection (`LentSlots`), and the sender keeps track of the
+slots that it owns (`FillableSlots`). Within a host both map the memory (`SharedSlots`,
+`BorrowedSlots`); transfer/nixl.py reaches it in another way.
 
-Shared memory passes by its descriptor. No file names it, so it is gone when both have let go of
-it, however they end. It is sealed: neither end can shrink it under the other's feet.
+Shared memory is passed as a file descriptor. No file names it, so it is gone once both ends have
+released it, however they end. It is sealed: neither end can shrink it while the other uses it.
 
 Invariant: a slot is the sender's until a frame names it, and the receiver's from then on until a
 CREDIT names it. What a sender writes late, after its connection was given up, lands in memory
@@ -33,14 +33,14 @@ _SEALS = (
     | getattr(fcntl, "F_SEAL_SEAL", 0)
 )
 _ENOUGH_BYTES = 128 << 20
-# Of memory that was lent, so that its slots hear of their end even after their connection's.
+# References to lent views, kept so that `_free` runs even after the connection is gone.
 _VIEWS: dict[int, "weakref.ref[np.ndarray]"] = {}
 _MOST_CREDITED = 8192  # in one message, whose size has a bound
-_LEAST_FREED = 4  # slots that are told free together: one message for several frames
+_LEAST_FREED = 4  # slots that one CREDIT reports at least: one message for several frames
 
 
 class SlotShape(wire.Message, frozen=True):
-    """Meta of MEMORY: num_slots slots of slot_bytes, one behind the other."""
+    """Meta of MEMORY: num_slots consecutive slots of slot_bytes each."""
 
     slot_bytes: int
     num_slots: int
@@ -51,7 +51,7 @@ class SlotShape(wire.Message, frozen=True):
 
 
 class InSlot(wire.Message, frozen=True):
-    """Meta of PAGES whose payload lies in the receiver's memory, from the slot's beginning."""
+    """Meta of PAGES whose payload lies in the receiver's memory, at the beginning of a slot."""
 
     slot: int
 
@@ -63,12 +63,12 @@ class Credit(wire.Message, frozen=True):
 
 
 def can_share_memory() -> bool:
-    """Whether this platform has sealed memory without a name."""
+    """Whether this platform has sealed anonymous memory files."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def slot_shape(page_bytes: int, tp_size: int, frame_bytes: int, staging_bytes: int) -> SlotShape:
-    """Slots for frames of frame_bytes, or of one shard's page where that is more.
+    """Slots that hold frame_bytes, or one shard's page if that is more.
 
     page_bytes: of one page of one shard. staging_bytes: of all slots; 0 = enough. Raises
     ConfigError when it holds fewer than two frames for each shard: a run of pages is kept until
@@ -89,7 +89,7 @@ class LentSlots:
     """The receiver's end: gives views of what the sender wrote."""
 
     def __init__(self, shape: SlotShape, memory: mmap.mmap, on_freed: Callable[[], None]) -> None:
-        """memory: shape.num_bytes. on_freed: there are enough freed slots to tell of (any
+        """memory: shape.num_bytes. on_freed: called when enough slots for a CREDIT are free (any
         thread)."""
         self.shape = shape
         self._memory = memory
@@ -100,17 +100,17 @@ class LentSlots:
         self._least_freed = max(1, min(_LEAST_FREED, shape.num_slots // 4))
 
     def take(self, slot: int, num_bytes: int) -> np.ndarray:
-        """u8[num_bytes] of a slot that the sender filled; it is freed with the last view of it.
+        """u8[num_bytes] of a slot that the sender filled; freed with the last view of it.
 
-        Raises BadMessage for a slot that the sender may not have written.
+        Raises BadMessage for a slot that the sender did not own.
         """
         if not 0 <= slot < self.shape.num_slots or self._held[slot]:
             raise BadMessage(f"slot {slot} of {self.shape.num_slots} is not the sender's")
         if num_bytes > self.shape.slot_bytes:
             raise BadMessage(f"{num_bytes} bytes in a slot of {self.shape.slot_bytes}")
         self._held[slot] = 1
-        # A view through the buffer protocol stays the base of every view made of it, so its
-        # own end is the end of them all.
+        # A view made through the buffer protocol stays the base of every view made of it, so it
+        # is collected only after all of them.
         start = slot * self.shape.slot_bytes
         lent = np.frombuffer(memoryview(self._bytes), np.uint8, num_bytes, start)
         view = weakref.ref(lent, partial(self._free, slot))
@@ -118,7 +118,7 @@ class LentSlots:
         return lent
 
     def close(self) -> None:
-        """Let go of the memory; it is gone with the last view of it."""
+        """Release the memory, which is gone with the last view of it."""
         del self._memory, self._bytes
         self._on_freed = None
 
@@ -131,7 +131,7 @@ class LentSlots:
             told()
 
     def credit(self) -> Credit | None:
-        """What to tell the sender, or None while that is not worth a message (one thread)."""
+        """The next CREDIT; None while too few slots are free for a message (one thread)."""
         if len(self._freed) < self._least_freed:
             return None
         slots = [self._freed.popleft() for _ in range(min(len(self._freed), _MOST_CREDITED))]
@@ -146,7 +146,7 @@ class SharedSlots(LentSlots):
     def __init__(
         self, shape: SlotShape, on_freed: Callable[[], None], pin: PinMemory | None = None
     ) -> None:
-        """Raises OSError when there is no such memory."""
+        """Raises OSError when the memory cannot be allocated."""
         self.fd = os.memfd_create("kvferry-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, shape.num_bytes)
@@ -160,19 +160,19 @@ class SharedSlots(LentSlots):
             pin(self._bytes)
 
     def close_fd(self) -> None:
-        """The sender has the descriptor, and this end its mapping."""
+        """Close the descriptor: the sender has it, and this end has its mapping."""
         os.close(self.fd)
 
 
 class FillableSlots(ABC):
-    """The sender's end: which slots are its own.
+    """The sender's end: keeps track of the slots that it owns.
 
-    Used by one thread at a time, but for `take_back`, which another may call meanwhile.
+    Used by one thread at a time, except for `take_back`, which another may call meanwhile.
     """
 
     def __init__(self, shape: SlotShape) -> None:
         self._shape = shape
-        # The last that came back is written first: it is in the caches still.
+        # The slot that came back last is written first: it is still in the caches.
         self._free = list(reversed(range(shape.num_slots)))
 
     @property
@@ -180,18 +180,18 @@ class FillableSlots(ABC):
         return len(self._free)
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so much can be written now."""
+        """Whether num_bytes can be written now."""
         return bool(self._free) and num_bytes <= self._shape.slot_bytes
 
     @abstractmethod
     def write(self, pages: np.ndarray) -> tuple[int, memoryview]:
-        """Bring pages of any shape and dtype into a free slot; (slot, the bytes that it has).
+        """Write pages of any shape and dtype into a free slot; returns (slot, its bytes).
 
-        Raises BadMessage when they are more than a slot holds.
+        Raises BadMessage when the pages do not fit in a slot.
         """
 
     def keep(self, slot: int) -> None:
-        """The frame that was to name a slot did not leave."""
+        """Take back a slot whose frame was not sent."""
         self._free.append(slot)
 
     def close(self) -> None:
@@ -199,9 +199,9 @@ class FillableSlots(ABC):
         self._free.clear()
 
     def take_back(self, credit: Credit) -> None:
-        """Raises BadMessage for a slot that was not given away."""
+        """Own these slots again. Raises BadMessage for a slot that was not given away."""
         slots = wire.unpack_i32(credit.slots).tolist()
-        free = set(self._free)  # what is written meanwhile leaves it, and no credit names that yet
+        free = set(self._free)  # a slot taken meanwhile leaves it, but no credit names that one yet
         if len(set(slots)) != len(slots) or not all(
             0 <= slot < self._shape.num_slots and slot not in free for slot in slots
         ):
@@ -209,7 +209,7 @@ class FillableSlots(ABC):
         self._free.extend(slots)
 
     def _next(self, num_bytes: int) -> int:
-        """A free slot, which is given away with that. Raises BadMessage."""
+        """Take a free slot to give away. Raises BadMessage when num_bytes exceed a slot."""
         if num_bytes > self._shape.slot_bytes:
             raise BadMessage(
                 f"a frame of {num_bytes} bytes, the receiver's slots have {self._shape.slot_bytes}"
@@ -221,7 +221,7 @@ class BorrowedSlots(FillableSlots):
     """The sender's end of shared memory: writes pages where the receiver reads them."""
 
     def __init__(self, fd: int, shape: SlotShape) -> None:
-        """fd: of the memory; closed here. Raises BadMessage when it is not what shape says."""
+        """fd: of the memory; closed here. Raises BadMessage when it does not match shape."""
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise BadMessage("the memory of the receiver is not sealed")
@@ -244,5 +244,5 @@ class BorrowedSlots(FillableSlots):
 
 
 def copy_bytes(pages: np.ndarray, target: np.ndarray) -> None:
-    """target: u8[pages.nbytes]; pages may be a cut of a larger array."""
+    """Copy pages, maybe a slice of a larger array, to target, u8[pages.nbytes]."""
     np.copyto(target.view(pages.dtype).reshape(pages.shape), pages)
