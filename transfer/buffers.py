@@ -1,4 +1,4 @@
-"""Payload buffers that are used again once nobody holds a view of them."""
+"""Payload buffers that are reused once nobody holds a view of them."""
 
 import mmap
 import threading
@@ -8,10 +8,10 @@ from typing import Final
 
 import numpy as np
 
-# Told of memory, u8[n], that devices will read again and again, before anything is in it; raises
-# nothing.
+# Called with memory, u8[n], that devices will read many times, before anything is written to it.
+# Raises nothing.
 PinMemory = Callable[[np.ndarray], None]
-_LEAST_PINNED: Final = 1 << 20  # copied sooner than memory is pinned
+_LEAST_PINNED: Final = 1 << 20  # smaller buffers are copied sooner than they are pinned
 
 
 class BufferPool:
@@ -19,14 +19,14 @@ class BufferPool:
 
     Fresh memory is faulted in page by page, which costs as much as the copy into it. Buffers
     come in powers of two; a buffer returns when the last array that views it is gone, whoever
-    holds it. At most max_idle_bytes wait for use.
+    held it. At most max_idle_bytes are kept idle.
     """
 
     def __init__(self, max_idle_bytes: int, pin: PinMemory | None = None) -> None:
-        """pin: of what is worth it."""
+        """pin: called for buffers that are worth pinning."""
         self.max_idle_bytes = max_idle_bytes
         self.pin = pin
-        self._lock = threading.RLock()  # a collection inside `take` may give back
+        self._lock = threading.RLock()  # a garbage collection inside `take` may give back a buffer
         self._idle: dict[int, list[np.ndarray]] = {}
         self._idle_bytes = 0
 
@@ -44,8 +44,8 @@ class BufferPool:
                 self._idle_bytes -= size
         if memory is None:
             memory = self._fresh(size)
-        # A view through the buffer protocol stays the base of every view made of it, so its
-        # own end is the end of them all.
+        # A view made through the buffer protocol stays the base of every view made of it, so it
+        # is collected only after all of them.
         lent = np.frombuffer(memoryview(memory), np.uint8)
         weakref.finalize(lent, self._give_back, memory).atexit = False
         return lent[:num_bytes]
@@ -53,7 +53,7 @@ class BufferPool:
     def _fresh(self, size: int) -> np.ndarray:
         if self.pin is None or size < _LEAST_PINNED:
             return np.empty(size, np.uint8)
-        # Pages of its own: no page may be pinned twice.
+        # On memory pages of its own: no memory page may be pinned twice.
         memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.pin(memory)
         return memory

@@ -1,4 +1,4 @@
-"""The certificate that a process shows to its peers, read again once its files were renewed."""
+"""The certificate that a process shows to its peers, reloaded when its files change."""
 
 import contextlib
 import logging
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 class Certificate:
     """A certificate and its key, in PEM files.
 
-    Connections that begin after the files were replaced see the new one; those that are open keep
-    what they have. Files that cannot be used are told of, and what was read before stays.
+    Connections that begin after the files were replaced see the new certificate; open connections
+    keep theirs. If the new files cannot be used, a warning is logged and the old certificate stays.
     """
 
     def __init__(self, cert_file: Path, key_file: Path) -> None:
-        """Raises ConfigError when they cannot be used."""
+        """Raises ConfigError when the files cannot be used."""
         self._cert_file = cert_file
         self._key_file = key_file
         self._complaint = Complaint(log, "the certificate was not renewed")
@@ -29,12 +29,12 @@ class Certificate:
         self._context = self._load()
 
     def ssl_context(self) -> ssl.SSLContext:
-        """TLS of a server that shows the newest."""
+        """The context of a TLS server that shows the newest certificate."""
         self._context.sni_callback = self._choose
         return self._context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """The same for a server of gRPC."""
+        """The same for a gRPC server."""
         return grpc.dynamic_ssl_server_credentials(self._pair(), self._renewed_pair)
 
     # --- for each handshake -----------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Certificate:
         connection.context = self._context
 
     def _renewed_pair(self) -> "grpc.ServerCertificateConfiguration | None":
-        """None: gRPC goes on with what it has, as it does with a pair that does not fit."""
+        """The new pair, or None: gRPC keeps what it has, as with a pair that does not match."""
         if not self._is_renewed():
             return None
         try:
@@ -77,7 +77,7 @@ class Certificate:
     # --- files ------------------------------------------------------------------------------------
 
     def _stamps(self) -> list[tuple[int, int] | None]:
-        """Other ones when a file was written or replaced; None: there is none now."""
+        """Stamps that change when a file is written or replaced; None for a missing file."""
         stamps: list[tuple[int, int] | None] = []
         for path in (self._cert_file, self._key_file):
             try:
@@ -106,9 +106,9 @@ class Certificate:
 
 
 def check_names(cert_file: Path, key_file: Path, host: str) -> None:
-    """Whether who reaches this process by that host would take the certificate, its issuer aside.
+    """Check that peers connecting to this host would accept the certificate, its issuer aside.
 
-    Raises ConfigError, with what TLS says, when not.
+    Raises ConfigError, with the reason that TLS gives, if not.
     """
     ours = Certificate(cert_file, key_file).ssl_context()
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -127,7 +127,7 @@ def check_names(cert_file: Path, key_file: Path, host: str) -> None:
 
 
 def read_pem(path: Path) -> bytes:
-    """Raises ConfigError."""
+    """The bytes of a PEM file. Raises ConfigError."""
     try:
         return path.read_bytes()
     except OSError as error:

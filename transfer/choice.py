@@ -1,4 +1,4 @@
-"""The two ends of the backend that a worker's flags ask for."""
+"""Opens either end of the transfer backend that a worker's flags choose."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from transfer.shm import ShmReceiver, ShmSender
 from transfer.tcp import TcpReceiver, TcpSender
 from transfer.worker_config import WorkerConfig
 
-_MOST_CONNECTIONS = 2  # by default: a third adds no GB/s that stands out
+_MOST_CONNECTIONS = 2  # by default: a third adds no noticeable throughput
 
 
 def default_connections() -> int:
-    """Data connections of a pair of workers: one for each two processors available.
+    """Data connections of a pair of workers: one for each two processors available, at most 2.
 
-    Both ends of one keep two processors busy where a pair is on one host; a second would only
-    take its turns with the first, out of cold caches.
+    When a pair is on one host, the two ends of a connection keep two processors busy; a second
+    connection would only take turns with the first, with cold caches.
     """
     return max(1, min(_MOST_CONNECTIONS, processors.available() // 2))
 
@@ -30,7 +30,7 @@ def open_sender(
     sender_id: str,
     on_event: OnEvent,
 ) -> PageSender:
-    """Prefill's end. connections: to each decode worker at most.
+    """Prefill's end. connections: the most to each decode worker.
 
     Raises ConfigError when TLS files or the backend cannot be used.
     """
@@ -59,8 +59,8 @@ def open_receiver(
 ) -> PageReceiver:
     """Decode's end, not started.
 
-    pin: memory in which pages come; NIXL locks its own. more: host, port, kv and the callbacks of
-    TcpReceiver.
+    pin: called for memory that receives pages; NIXL pins its own. more: host, port, kv and the
+    callbacks of TcpReceiver.
 
     Raises ConfigError when TLS files, the backend or staging_bytes cannot be used.
     """

@@ -1,4 +1,4 @@
-"""When each chunk of a prompt was computed and sent, and how that is told."""
+"""When each chunk of a prompt was computed and sent, and how a LegRecord says so."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from transfer import wire
 from transfer.backend import Shipped
 from transfer.role import micros
 
-MAX_CHUNKS = 256  # told of one prompt; what comes after them widens the last
+MAX_CHUNKS = 256  # reported for one prompt; later chunks are added to the last one
 
 
 @dataclass(slots=True)
@@ -15,15 +15,15 @@ class ChunkTimes:
 
     num_tokens: int
     dispatched_s: float
-    page_end: int  # its pages are before this one; 0: it completes none
-    computed_s: float = 0.0  # known here; the device may have been done earlier
-    shipped_s: float = 0.0  # its pages are the data plane's
+    page_end: int  # one past the chunk's last page; 0: it completes none
+    computed_s: float = 0.0  # known here to be computed; the device may have been done earlier
+    shipped_s: float = 0.0  # its pages were handed to the data plane
 
 
 def next_chunk(
     chunks: list[ChunkTimes], num_tokens: int, dispatched_s: float, page_end: int
 ) -> ChunkTimes:
-    """The times of the chunk after these; the last of these once there are too many."""
+    """Append a chunk and return its times; once there are MAX_CHUNKS, widen the last one."""
     if len(chunks) == MAX_CHUNKS:
         last = chunks[-1]
         last.num_tokens += num_tokens
@@ -34,7 +34,7 @@ def next_chunk(
 
 
 def told_times(chunks: list[ChunkTimes], shipped: Shipped | None, since_s: float) -> bytes:
-    """As wire.LegRecord.chunks."""
+    """The bytes of wire.LegRecord.chunks."""
     rows = []
     for chunk in chunks:
         times = (chunk.dispatched_s, chunk.computed_s, chunk.shipped_s, _left_s(chunk, shipped))
@@ -43,7 +43,7 @@ def told_times(chunks: list[ChunkTimes], shipped: Shipped | None, since_s: float
 
 
 def told_shipment(shipped: Shipped | None, since_s: float) -> wire.Shipment | None:
-    """As wire.LegRecord.shipment; None when nothing was sent."""
+    """The value of wire.LegRecord.shipment; None when nothing was sent."""
     if shipped is None or not shipped.num_frames:
         return None
     times = (shipped.first_s, shipped.last_s, shipped.acked_s)

@@ -1,4 +1,4 @@
-"""The only door to time: a clock that is passed in, so that tests and the simulator own it."""
+"""The only source of time: a clock that is passed in, so that tests and the simulator own it."""
 
 import time
 from typing import Protocol
@@ -8,15 +8,15 @@ class Clock(Protocol):
     """Reads time; nothing here waits."""
 
     def now_s(self) -> float:
-        """Unix time in seconds, to be shown: hosts set theirs as they like, and while they run."""
+        """Unix time in seconds, to be shown: hosts' clocks differ, and may be set at any time."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds that only grow, for all that waits or is measured; comparable within one host."""
+        """Seconds that only grow, for waits and measurements; comparable within one host."""
         ...
 
     def thread_cpu_s(self) -> float:
-        """Seconds of processor time that the calling thread has used."""
+        """Seconds of CPU time that the calling thread has used."""
         ...
 
 
@@ -52,7 +52,7 @@ class ManualClock:
         self._monotonic_s += seconds
 
     def set_ahead(self, seconds: float) -> None:
-        """Set the wall clock, back when seconds < 0; no time passes."""
+        """Move the wall clock, back when seconds < 0; no time passes."""
         self._ahead_s += seconds
 
 

@@ -1,7 +1,7 @@
-"""Tells of what goes wrong again and again: each way of it once, until it has gone well.
+"""Logs failures that recur: each kind once, until the operation succeeds again.
 
-Of ways that follow each other fast some are left out: they come again. What strangers do, as often
-as they like, is counted.
+Different failures in quick succession are not all logged: they come again. What strangers do, as
+often as they like, is counted.
 """
 
 import logging
@@ -15,7 +15,7 @@ _QUIET_S = 1.0  # between two lines: a peer may go wrong in a new way each time
 
 
 class Complaint:
-    """One thing that is tried for ever."""
+    """Logs the failures of one operation that is retried for ever."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log = log
@@ -23,19 +23,19 @@ class Complaint:
         self._told, self._told_s = "", -_QUIET_S
 
     def tell(self, error: Exception | str) -> None:
-        """It went wrong."""
+        """The operation failed."""
         now_s = SYSTEM_CLOCK.monotonic_s()
         if str(error) != self._told and now_s - self._told_s >= _QUIET_S:
             self._told, self._told_s = str(error), now_s
             self._log.warning("%s: %s", self._what, error)
 
     def settle(self) -> None:
-        """It went well: the same again will be news."""
+        """The operation succeeded: the same failure will be news again."""
         self._told, self._told_s = "", -_QUIET_S
 
 
 class Complaints:
-    """A complaint for each of many that are tried for ever, by name (any thread)."""
+    """A Complaint for each of many operations that are retried for ever, by name (any thread)."""
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log = log
@@ -43,17 +43,17 @@ class Complaints:
         self._named: dict[str, Complaint] = {}
 
     def of(self, name: str) -> Complaint:
-        """The one of this name, whose lines begin with what goes wrong and the name."""
+        """The Complaint of this name; its lines begin with `what` and the name."""
         if name not in self._named and len(self._named) >= _MOST_NAMES:
-            self._named.clear()  # some is told twice then
+            self._named.clear()  # some failures are logged twice then
         return self._named.setdefault(name, Complaint(self._log, f"{self._what}: {name}"))
 
 
 class Tally:
-    """One thing that strangers do: the first is told of, and of more once a minute at most."""
+    """Counts one thing that strangers do: logs the first, then at most one line a minute."""
 
     def __init__(self, log: logging.Logger, what: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        """what: with a %d where their number goes."""
+        """what: the message, with a %d for the number of times."""
         self._log = log
         self._what = what
         self._clock = clock
@@ -61,7 +61,7 @@ class Tally:
         self._told_s = -math.inf
 
     def tell(self, last: str) -> None:
-        """Once more, by that peer."""
+        """It happened again, this time by peer `last`."""
         self._untold += 1
         now_s = self._clock.monotonic_s()
         since_s = now_s - self._told_s

@@ -1,4 +1,4 @@
-"""Collects what one step brings and packs it into one StepBatch for each API process."""
+"""Collects the results of one step and packs them into one StepBatch for each API process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,19 +27,19 @@ class Rows:
 
 
 class ToldPrompt(ChunkPrompt, Protocol):
-    """What is told of a prompt by whoever computed it."""
+    """What the worker that computed a prompt tells of it."""
 
     @property
     def room(self) -> int: ...
 
     @property
     def num_cached(self) -> int:
-        """Tokens that a prefix of an earlier one stood for."""
+        """Tokens found in the prefix cache."""
         ...
 
 
 def prefilled(prompt: ToldPrompt, logprobs: CollectedLogprobs | None) -> wire.RoomEvent:
-    """What comes with its first token. logprobs: None when nobody asked."""
+    """The event that comes with a prompt's first token. logprobs: None when nobody asked."""
     return wire.RoomEvent(
         prompt.room,
         "prefilled",
@@ -49,7 +49,7 @@ def prefilled(prompt: ToldPrompt, logprobs: CollectedLogprobs | None) -> wire.Ro
 
 
 class FirstRow(NamedTuple):
-    """A request's first token of an attempt, drawn by whoever computed its prompt."""
+    """An attempt's first token, drawn by the worker that computed its prompt."""
 
     row: int  # of the draw
     submit: wire.Submit
@@ -57,7 +57,7 @@ class FirstRow(NamedTuple):
 
 
 def first_rows(firsts: Sequence[FirstRow], out: SampleOut) -> Rows:
-    """Their rows. out: of the draw, on the host."""
+    """The rows of first tokens. out: of the draw, on the host."""
     at = np.array([first.row for first in firsts], np.int32)
     submits = [first.submit for first in firsts]
     wants = np.array([submit.sampling.num_top_logprobs for submit in submits], np.int32)
@@ -102,7 +102,7 @@ class StepEmitter:
         self._pending.setdefault(api_id, _Pending()).events.append(event)
 
     def leg(self, api_id: str, leg: wire.LegRecord) -> None:
-        """A leg is over."""
+        """Add the record of a leg that is over."""
         self._pending.setdefault(api_id, _Pending()).legs.append(leg)
 
     def take(self, now_s: float) -> dict[str, wire.StepBatch]:

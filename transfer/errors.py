@@ -3,10 +3,10 @@
     KvferryError
     ├── ConfigError              refuse to start: one line, exit code 2
     ├── RpcError                 a control call did not succeed
-    │   ├── Unavailable          the peer is not there, or went away in the middle
+    │   ├── Unavailable          the peer is not there, or went away during the call
     │   ├── Unauthenticated      wrong or missing cluster token
     │   ├── Incompatible         both sides work, but not with each other
-    │   │   └── Superseded       a later life of this worker is known
+    │   │   └── Superseded       a later epoch of this worker is alive
     │   └── BadMessage           malformed, foreign or of another version
     ├── TransferError            pages did not arrive
     │   ├── PeerLost             the connection died
@@ -30,9 +30,9 @@ class Code(enum.StrEnum):
     ABORTED = "aborted"
     PEER_LOST = "peer_lost"
     SHUTTING_DOWN = "shutting_down"
-    DRAINING = "draining"  # handed on by a worker that leaves: nobody's fault
+    DRAINING = "draining"  # handed on by a worker that is leaving: no error
     STALE = "stale"
-    GONE = "gone"  # the other worker gave the room up, and says itself why
+    GONE = "gone"  # the other worker gave the room up, and reports the reason itself
     INTERNAL = "internal"
 
     @property
@@ -61,7 +61,7 @@ class RpcError(KvferryError):
 
 
 class Unavailable(RpcError):
-    """The peer is not there, or went away in the middle."""
+    """The peer is not there, or went away during the call."""
 
 
 class Unauthenticated(RpcError):
@@ -73,7 +73,7 @@ class Incompatible(RpcError):
 
 
 class Superseded(Incompatible):
-    """A later life of the same worker is known."""
+    """A later epoch of the same worker is alive."""
 
 
 class BadMessage(RpcError):
@@ -89,7 +89,7 @@ class PeerLost(TransferError):
 
 
 class FrameRefused(TransferError):
-    """A frame whose epoch, room, range or order is wrong."""
+    """A frame has a wrong epoch, room, range or order."""
 
 
 class RequestError(KvferryError):

@@ -1,4 +1,4 @@
 """Statuses that every process exits with. Imports nothing: a command needs them before all else."""
 
-EXIT_CONFIG = 2  # what the operator can mend; nobody tries again
+EXIT_CONFIG = 2  # the operator has to fix it; nothing restarts the process
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as shells have it

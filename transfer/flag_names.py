@@ -1,10 +1,10 @@
-"""What was meant by a flag that there is not: by what others call it, or by how it is spelt."""
+"""Suggests the flag meant by an unknown one: by its name in other systems, or by its spelling."""
 
 import difflib
 from collections.abc import Collection
 from typing import Final
 
-# Names of SGLang and vLLM, as of 2026. Some are spelt like a flag of ours that is another thing.
+# Names of SGLang and vLLM, as of 2026. Some are spelt like a flag of ours that means another thing.
 _ELSEWHERE: Final = {
     "--api-server-count": "--api-workers",
     "--block-size": "--page-size",
@@ -29,7 +29,7 @@ _ROLES: Final = "--disaggregation-mode"
 
 
 def hint(flag: str, known: Collection[str]) -> str:
-    """What to say of a flag that is none of the known ones; "" for nothing."""
+    """What to add to the error about an unknown flag; "" for nothing."""
     if flag == _ROLES:
         return "; each role is a command: kvferry prefill, kvferry decode, kvferry up for all"
     ours = _ELSEWHERE.get(flag)

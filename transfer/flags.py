@@ -28,13 +28,13 @@ from transfer.flag_names import hint
 from transfer.rpc import Security
 
 TOKEN_ENV = "KVFERRY_CLUSTER_TOKEN"
-_SECRETS = {"api_key": "KVFERRY_API_KEY"}  # by field; a command line is for all to read
+_SECRETS = {"api_key": "KVFERRY_API_KEY"}  # by field; anybody can read a command line
 NOTIFY_ENV = "KVFERRY_NOTIFY_FD"
 LIFELINE_ENV = "KVFERRY_LIFELINE_FD"
 
 MIN_TOKEN_CHARS = 16
 
-_orphaned: list[Callable[[], None]] = []  # what when_orphaned was given
+_orphaned: list[Callable[[], None]] = []  # callbacks of when_orphaned
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,9 +47,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse, but a misspelt flag is told before the one it leaves missing.
+        """As argparse, but report a misspelt flag before the required one that it leaves missing.
 
-        So is a word that is no UTF-8: names and paths travel in messages and answers.
+        An argument that is no UTF-8 is an error: names and paths travel in messages and answers.
         """
         words = list(sys.argv[1:] if args is None else args)
         for word in words:
@@ -131,7 +131,7 @@ def _value_options(hint: Any) -> dict[str, Any]:
 
 
 def _number_or_word(hint: Any) -> dict[str, Any]:
-    """For a number, or one of a few words: int | Literal["auto"]."""
+    """Options for a number or one of a few words: int | Literal["auto"]."""
     number, literal = get_args(hint)
     words = get_args(literal)
 
@@ -146,7 +146,7 @@ def _number_or_word(hint: Any) -> dict[str, Any]:
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    """A list of texts, which is JSON as in vLLM: any text can be in it."""
+    """A list of texts, given as JSON (as in vLLM) so that it can hold any text."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -158,14 +158,14 @@ def _texts(text: str) -> tuple[str, ...]:
 
 
 def path(text: str) -> Path:
-    """Of a flag. An empty one, as of an unset variable, would be the folder that we are in."""
+    """A flag's path. An empty one, as from an unset variable, would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got ''")
     return Path(text)
 
 
 def _finite(text: str) -> float:
-    """nan passes every comparison and inf every limit: neither is a size or a time."""
+    """A float other than nan and inf, which would pass comparisons and limits unnoticed."""
     try:
         value = float(text)
     except ValueError:
@@ -176,7 +176,7 @@ def _finite(text: str) -> float:
 
 
 def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", **more: Any) -> C:
-    """The config of these arguments; prefixed ones win over plain ones, `more` over both.
+    """The config from these arguments; prefixed ones win over plain ones, `more` over both.
 
     Raises ConfigError from the config's own validation.
     """
@@ -190,7 +190,7 @@ def config_from[C](config: type[C], args: argparse.Namespace, prefix: str = "", 
 
 
 def argv_of(config: Any) -> list[str]:
-    """A config as the flags that make it again; defaults are left out, and `secrets_of` it."""
+    """The flags that reproduce a config, without defaults and without its secrets."""
     argv: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -207,7 +207,7 @@ def argv_of(config: Any) -> list[str]:
 
 
 def secrets_of(config: Any) -> tuple[tuple[str, str], ...]:
-    """The environment that goes with `argv_of`."""
+    """The config's secrets as environment variables, to go with `argv_of`."""
     names = _SECRETS.keys() & {field.name for field in dataclasses.fields(config)}
     return tuple((_SECRETS[name], getattr(config, name)) for name in names)
 
@@ -258,7 +258,7 @@ def security_from(args: argparse.Namespace) -> Security:
 
 
 def _check_tls(ca_file: Path, cert_file: Path, key_file: Path) -> None:
-    """Read the files once before anything starts: later a bad one looks like a lost peer."""
+    """Read the files before anything starts: later, a bad file would look like a lost peer."""
     for file in (ca_file, cert_file, key_file):
         if not file.is_file():
             raise ConfigError(f"TLS: {file} is not a file")
@@ -287,9 +287,9 @@ def tls_argv_of(security: Security) -> list[str]:
 
 
 def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
-    """Run a process's main and exit: 0 well, 2 for what the operator can mend, 1 otherwise.
+    """Run a process's main and exit: 0 for success, 2 if the operator has to fix it, 1 otherwise.
 
-    Exits at once when it returns: engine and I/O threads hold nothing worth waiting for.
+    Exits at once when main returns: engine and I/O threads hold nothing worth waiting for.
     """
     terminal.open_missing()
     _watch_lifeline()
@@ -298,7 +298,7 @@ def run_main(prog: str, main: Callable[[], None]) -> NoReturn:
         open_files.raise_limit()
         # Under `kvferry up` the parent adds the name.
         logs.set_up("" if NOTIFY_ENV in os.environ else prog)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # another, while modules loaded
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # replaces the import-time one
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except (ConfigError, ModelError, Incompatible, Unauthenticated) as error:
@@ -339,18 +339,18 @@ def notify_ready(**facts: Any) -> None:
 
 
 def announce(worker_id: str) -> None:
-    """A worker is registered and takes work."""
+    """Report that a worker is registered and takes work."""
     logging.getLogger(__name__).info("%s is ready", worker_id)
     notify_ready(worker_id=worker_id)
 
 
 def when_orphaned(clean_up: Callable[[], None]) -> None:
-    """Do this, in a thread, before dying with a supervisor that cannot do it any more."""
+    """Call clean_up, in a thread, before dying with a supervisor that can no longer do it."""
     _orphaned.append(clean_up)
 
 
 def _watch_lifeline() -> None:
-    """Die with the supervisor, however it dies: its end of the pipe closes."""
+    """Die with the supervisor, however it dies: its end of the pipe closes then."""
     number = os.environ.get(LIFELINE_ENV)
     if number is None:
         return

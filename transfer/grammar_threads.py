@@ -1,15 +1,15 @@
-"""Threads that read grammars: llguidance goes down the stack with each rule that names another."""
+"""Threads with large stacks to read grammars: llguidance recurses for each nested rule."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-# The deepest grammars of wire.MAX_GRAMMAR_BYTES touch a third; a process dies of one too deep.
+# The deepest grammars of wire.MAX_GRAMMAR_BYTES use a third; an overflow would kill the process.
 _STACK_BYTES: Final = 512 << 20
 
 
 def grammar_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """Threads that are started here: for others the size of a stack is as it was."""
+    """A pool whose threads are all started here; other threads keep their stack size."""
     started = threading.Barrier(count + 1)
     before = threading.stack_size(_STACK_BYTES)
     try:

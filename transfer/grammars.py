@@ -1,7 +1,7 @@
-"""Grammars that say which tokens a request may draw: compiled beside the engine, a mask a token.
+"""Grammars that limit which tokens a request may draw: compiled off the engine, a mask per token.
 
-The work is llguidance's. What it is given was checked by an API process (serving/grammar.py), and
-is bounded here all the same: a grammar that takes too much ends its own request.
+llguidance does the work. An API process has checked each grammar (serving/grammar.py), but its cost
+is bounded here as well: a grammar that takes too much ends its own request.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ from transfer.grammar_threads import grammar_threads
 
 log = logging.getLogger(__name__)
 
-MAX_COMPILED = 32  # grammars that are kept for the next request
+MAX_COMPILED = 32  # compiled grammars kept for later requests
 _THREADS = 2  # that compile
-_TERSE = "<non-verbose/>"  # behind errors, where llguidance is not to say more
+_TERSE = "<non-verbose/>"  # llguidance appends it to errors unless they are to be verbose
 
 
 class Constraint:
     """One request's place in its grammar. Used by one thread at a time."""
 
     def __init__(self, matcher: llguidance.LLMatcher, first_mask: np.ndarray) -> None:
-        """first_mask: u32[words], what its next token may be."""
+        """first_mask: u32[words], the tokens that may come next."""
         self.matcher = matcher
         self.first_mask = first_mask
 
     def take(self, token_id: int) -> bool:
-        """A token was drawn, and does not end the text. False when the grammar cannot go on.
+        """Take a drawn token that does not end the text. False when the grammar cannot go on.
 
-        That may be for a limit (transfer/grammar_limits.py) that only the drawn token meets.
+        A limit may be the reason (transfer/grammar_limits.py), which only the drawn token exceeds.
         """
         return self.matcher.consume_token(token_id)
 
     @property
     def failure(self) -> RequestError:
-        """Why it cannot go on."""
+        """Why the grammar cannot go on."""
         why = " ".join(self.matcher.get_error().replace(_TERSE, "").split())
         why = why or "no token of this model's can follow"
         return RequestError(Code.BAD_REQUEST, f"the grammar cannot be followed: {why}")
@@ -58,7 +58,7 @@ Outcome = Constraint | RequestError
 
 
 class Grammars:
-    """Every grammar of one worker. `begin` and `masks` are the engine thread's."""
+    """All grammars of one worker. The engine thread calls `begin` and `masks`."""
 
     def __init__(self, model_path: Path, config: ModelConfig) -> None:
         self._model_path = model_path
@@ -73,15 +73,15 @@ class Grammars:
     def begin(
         self, submit: wire.Submit, is_wanted: Callable[[], bool], tell: Callable[[Outcome], None]
     ) -> None:
-        """Compile the grammar of a request and go to where its tokens so far have come.
+        """Compile a request's grammar and advance it over the tokens generated so far.
 
-        is_wanted, tell: called by another thread; who is not wanted any more is not told.
+        is_wanted, tell: called by another thread; nothing is told of a room not wanted any more.
         """
-        with contextlib.suppress(RuntimeError):  # closed: nobody is left to hear of it
+        with contextlib.suppress(RuntimeError):  # closed: nobody is left to be told
             self._threads.submit(self._begin, submit, is_wanted, tell)
 
     def masks(self, constraints: Sequence[Constraint]) -> np.ndarray:
-        """What may come next: u32[n, words]. No bit is set where a grammar cannot go on."""
+        """Masks of the tokens that may come next, u32[n, words]; 0 if a grammar cannot go on."""
         masks = np.zeros((len(constraints), self._num_words), np.int32)
         pairs = [(each.matcher, row) for row, each in enumerate(constraints)]
         fill_next_token_bitmask_par(self._masking, pairs, masks)
@@ -131,14 +131,14 @@ class Grammars:
         return self._begun(matcher)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """At the beginning of a grammar. Raises RequestError."""
+        """A matcher at the beginning of a grammar. Raises RequestError."""
         with self._lock:
             known = self._compiled.get(grammar)
             if known is not None:
                 self._compiled.move_to_end(grammar)
                 return known.deep_copy()
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-        self._begun(matcher)  # what its first mask takes is part of what is kept
+        self._begun(matcher)  # so that the cached matcher includes the work for its first mask
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > MAX_COMPILED:

@@ -1,9 +1,9 @@
 """A group of several processes with one mesh: the leader tells the other members every call.
 
-The leader is a worker like any other; the other members (transfer/member.py) hold their parts of
-the weights and pages, and have the device do what they are told, in order. Nobody else speaks to
-them. The group lives and dies as one: a member that is lost takes the leader with it, which is a
-worker that died, and members whose leader is gone end.
+To other processes the leader is a worker like any other. The other members (transfer/member.py)
+hold their parts of the weights and pages, and make the calls that the leader tells them, in order.
+Nobody else talks to them. The group lives and dies as one: when a member is lost, the leader ends,
+which looks like a worker that died; when the leader is gone, its members end.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
-FOLLOW_TIMEOUT_S = 60.0  # from a leader's last program compiled to the last member's
+FOLLOW_TIMEOUT_S = 60.0  # from the leader's last compiled program to the last member's
 SIGN_OF_LIFE_S = 0.5  # from either end
 SILENCE_S = (
-    3.0  # and who gives none for so long is lost: killed peers break the stream, hung do not
+    3.0  # after which a peer counts as lost: a killed one breaks the stream, a hung one does not
 )
-_FAREWELL_S = 3.0  # for members to have left before their leader
-# JAX's service ends with the leader, and aborts a member that is not gone by then: this long they
-# may take from the last that is heard of them to their ends.
+_FAREWELL_S = 3.0  # for members to leave before their leader
+# JAX's service ends with the leader and aborts members that still run: the time that a member may
+# take from its last message to its exit.
 _ENDING_S = 0.5
 
 AllCame = Callable[[Mapping[str, str]], Coroutine[Any, Any, str]]
 
 
 class Follow(wire.Message, frozen=True):
-    """A member other than the leader is ready to be told calls; or is still there."""
+    """From a member other than the leader: it is ready for calls, or still alive."""
 
     node_rank: int
     compiles_after_ready: int = 0
 
 
 class HostArray(wire.Message, frozen=True):
-    """A small array of the host."""
+    """A small array in host memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,10 +61,10 @@ class DeviceCall(wire.Message, frozen=True):
 
 
 class DeviceCalls(wire.Message, frozen=True):
-    """Calls in order; none is a sign of life."""
+    """Calls in order; an empty message is a sign of life."""
 
     calls: tuple[DeviceCall, ...] = ()
-    is_last: bool = False  # the group leaves
+    is_last: bool = False  # the group leaves well
 
 
 def packed_call(name: str, key: int, arrays: Sequence[np.ndarray]) -> DeviceCall:
@@ -74,7 +74,7 @@ def packed_call(name: str, key: int, arrays: Sequence[np.ndarray]) -> DeviceCall
 
 
 def arrays_of(call: DeviceCall) -> list[np.ndarray]:
-    """Raises BadMessage for what are no arrays."""
+    """The arrays of a call. Raises BadMessage when they are malformed."""
     try:
         return [np.frombuffer(a.data, a.dtype).reshape(a.shape) for a in call.arrays]
     except (ValueError, TypeError) as error:
@@ -84,10 +84,10 @@ def arrays_of(call: DeviceCall) -> list[np.ndarray]:
 def join(
     config: WorkerConfig, role: wire.Role, all_came: AllCame, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Make one mesh of this process's group. Once, before the first array (build thread).
+    """Join this process's group into one mesh. Once, before the first array (build thread).
 
-    all_came(settings): of this process's end of transfer/meeting.py, for the loop. Raises what it
-    raises, ModelError when nodes cannot have one mesh, NodeLost when another does not come into it.
+    all_came(settings): this process's end of transfer/meeting.py; runs on the loop. Raises what it
+    raises, ModelError when the nodes cannot form a mesh, NodeLost when another does not join it.
     """
     log.info("node %d of %d joins %s", config.node_rank, config.nnodes, config.dist_init_addr)
     met = asyncio.run_coroutine_threadsafe(all_came(settings_of(config, role)), loop)
@@ -95,12 +95,12 @@ def join(
 
 
 class Leader:
-    """The leader's end. Used on the loop, but where it says otherwise."""
+    """The leader's end. Used on the loop, except where a method says otherwise."""
 
     def __init__(
         self, num_members: int, on_lost: Callable[[int], None], clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        """num_members: the leader included. on_lost(node_rank): a member is gone."""
+        """num_members: includes the leader. on_lost(node_rank): a member is gone."""
         self._num_members = num_members
         self._on_lost = on_lost
         self._clock = clock
@@ -111,19 +111,19 @@ class Leader:
         self._none_follows = asyncio.Event()
 
     def wait_for_all(self) -> None:
-        """Until every member follows (build thread). Raises Unavailable when one does not."""
+        """Wait until every member follows (build thread). Raises Unavailable when one does not."""
         log.info("all is compiled; %d other nodes have to follow", self._num_members - 1)
         if not self._all_follow.wait(FOLLOW_TIMEOUT_S):
             missing = sorted(set(range(1, self._num_members)) - set(self._feeds))
             raise Unavailable(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")
 
     def tell(self, name: str, key: int, arrays: Sequence[np.ndarray]) -> None:
-        """Have every member make this call (engine thread)."""
+        """Tell every member to make this call (engine thread)."""
         assert self._loop is not None, "members follow first"
         self._loop.call_soon_threadsafe(self._offer, packed_call(name, key, arrays))
 
     async def feed(self, request: Follow) -> AsyncIterator[DeviceCalls]:
-        """What one member is told."""
+        """The stream of calls to one member. Raises BadMessage for a node that cannot follow."""
         rank = request.node_rank
         if not 0 < rank < self._num_members or rank in self._feeds or self._leaving:
             raise BadMessage(f"node {rank} of {self._num_members} cannot follow now")
@@ -136,19 +136,19 @@ class Leader:
         try:
             while not feed.is_over and rank in self._feeds:
                 yield await feed.take()
-            if feed.is_over and feed.is_well:  # the member closes it, when it ends
+            if feed.is_over and feed.is_well:  # the member closes the stream when it ends
                 await asyncio.sleep(_FAREWELL_S)
         finally:
             listening.cancel()
             self._gone(rank, feed)
 
     async def _listen(self, rank: int, feed: "_Feed") -> None:
-        """Until a member is silent for too long. Beside its feed, which stands while it is full."""
+        """Watch a member until it is silent for too long. A task apart, since a feed may stall."""
         looked_s = self._clock.monotonic_s()
         while True:
             await asyncio.sleep(SIGN_OF_LIFE_S)
             before_s, looked_s = looked_s, self._clock.monotonic_s()
-            if looked_s - before_s > 2 * SIGN_OF_LIFE_S:  # this process was
+            if looked_s - before_s > 2 * SIGN_OF_LIFE_S:  # this process stood still itself
                 feed.heard_s = looked_s
             if looked_s - feed.heard_s > SILENCE_S:
                 log.error("node %d said nothing for %g s", rank, SILENCE_S)
@@ -178,14 +178,14 @@ class Leader:
 
     @property
     def compiles_after_ready(self) -> int:
-        """Of all the others, as far as they have said (any thread)."""
+        """Summed over all other members, as last reported (any thread)."""
         return sum(feed.compiles_after_ready for feed in list(self._feeds.values()))
 
     async def dismiss(self, is_well: bool = True) -> None:
-        """Tell all to leave, and wait until they have.
+        """Tell all members to leave, and wait until they have.
 
-        is_well: this process leaves as it was told; else the others end as it does, with an error,
-        so that whatever starts them starts all of them again.
+        is_well: this process leaves because it was told to. Otherwise the members end with an error
+        as it does, so that whatever starts them starts all of them again.
         """
         self._leaving = True
         for feed in self._feeds.values():
@@ -201,15 +201,15 @@ class Leader:
 
 
 class _Feed:
-    """What waits to leave for one member."""
+    """The calls that wait to be sent to one member."""
 
     def __init__(self) -> None:
-        self.is_over = False  # the last was taken
-        self.heard_s = 0.0  # of its member, monotonic
+        self.is_over = False  # the last message was taken
+        self.heard_s = 0.0  # when its member was last heard, monotonic
         self.compiles_after_ready = 0  # in its member
         self._calls: list[DeviceCall] = []
         self._ending = False
-        self.is_well = False  # what is told last
+        self.is_well = False  # is_last of the last message
         self._changed = asyncio.Event()
 
     def offer(self, call: DeviceCall) -> None:
@@ -221,7 +221,7 @@ class _Feed:
         self._changed.set()
 
     async def take(self) -> DeviceCalls:
-        """All that waits; nothing, now and then, when nothing does."""
+        """All waiting calls; an empty message every SIGN_OF_LIFE_S while none waits."""
         try:
             await asyncio.wait_for(self._changed.wait(), SIGN_OF_LIFE_S)
         except TimeoutError:

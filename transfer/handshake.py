@@ -1,4 +1,4 @@
-"""How a data connection begins: both ends prove to know the token, and may agree on another way."""
+"""How a data connection begins: both ends prove that they know the token, and may agree on shm."""
 
 import hmac
 import os
@@ -17,7 +17,7 @@ NONCE_BYTES = 32
 
 
 class Hello(wire.Message, frozen=True):
-    """Meta of HELLO: who sends, and proof that it knows the token."""
+    """Meta of HELLO: the sender's name, and proof that it knows the token."""
 
     sender_id: str
     proof: bytes
@@ -29,13 +29,13 @@ class Offer(wire.Message, frozen=True):
 
     host_identity: str
     socket_name: str
-    is_demand: bool = False  # pages are taken this way only
+    is_demand: bool = False  # the receiver takes pages this way only
 
 
 class Welcome(wire.Message, frozen=True):
     """Meta of WELCOME: proof that the receiver knows the token too.
 
-    stall_timeout_s: after which a sender that owes something and says nothing is lost to it.
+    stall_timeout_s: the receiver gives up a sender that owes frames and is silent for so long.
     """
 
     proof: bytes
@@ -58,7 +58,7 @@ def greet(
         raise BadMessage(f"expected HELLO, got {frame.kind.name}")
     hello = wire.decode(meta, Hello)
     if not hmac.compare_digest(hello.proof, proof_of(security, b"sender", nonce)):
-        # Without the name it gave: a stranger would choose what is logged, and how much.
+        # Not the name it gave: a stranger must not choose what is logged, or how much.
         raise Unauthenticated("it does not know the cluster token")
     welcome = Welcome(proof_of(security, b"receiver", hello.nonce), offer, stall_timeout_s)
     connection.send(Frame(Kind.WELCOME), wire.encode(welcome))
@@ -66,7 +66,7 @@ def greet(
 
 
 def introduce(connection: Connection, security: Security, sender_id: str) -> Welcome:
-    """The sender's part. Returns what the receiver told.
+    """The sender's part. Returns the receiver's WELCOME.
 
     Raises Unauthenticated, BadMessage or PeerLost.
     """
@@ -87,9 +87,9 @@ def introduce(connection: Connection, security: Security, sender_id: str) -> Wel
 
 
 def proof_of(security: Security, side: bytes, nonce: bytes) -> bytes:
-    """What only who knows the token can answer to a nonce.
+    """The answer to a nonce that proves knowledge of the token.
 
-    side: which end, on which kind of connection, so that no answer serves as another.
+    side: names the end and the kind of connection, so that no answer can be replayed as another.
     """
     return hmac.new(security.token.encode(), side + nonce, sha256).digest()
 
@@ -104,7 +104,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def client_context(security: Security) -> ssl.SSLContext | None:
-    """TLS of the sender; None when the cluster goes without. Raises ConfigError."""
+    """The sender's TLS context; None when the cluster does without. Raises ConfigError."""
     if security.ca_file is None:
         return None
     try:
@@ -116,7 +116,7 @@ def client_context(security: Security) -> ssl.SSLContext | None:
 
 
 def server_context(security: Security) -> ssl.SSLContext | None:
-    """TLS of the receiver; None when the cluster goes without. Raises ConfigError."""
+    """The receiver's TLS context; None when the cluster does without. Raises ConfigError."""
     if security.cert_file is None or security.key_file is None:
         return None
     return Certificate(security.cert_file, security.key_file).ssl_context()

@@ -1,4 +1,4 @@
-"""Which heads of which prefill shard go to which decode shard, and whether a pair fits at all.
+"""Which heads of which prefill shard go to which decode shard, and whether a pair can work at all.
 
 Pure. Both sides shard pages over kv heads. A side with more shards than the model has kv heads
 stores each head several times: stored head j of S holds logical head j * H // S.
@@ -24,11 +24,11 @@ class HeadRun:
 def plan_heads(
     num_kv_heads: int, src_shards: int, src_stored: int, dst_shards: int, dst_stored: int
 ) -> tuple[HeadRun, ...]:
-    """Cover every stored head of the destination exactly once, in the longest runs.
+    """Cover every stored head of the destination exactly once, in runs as long as possible.
 
-    num_kv_heads: of the model. *_stored: heads stored over all shards of a side. Where several
-    source shards hold a head, destinations take turns among them. Raises Incompatible when the
-    numbers do not divide.
+    num_kv_heads: of the model. *_stored: heads stored over all shards of a side. When several
+    source shards hold a head, the destination's copies take turns among them. Raises Incompatible
+    when the numbers do not divide.
     """
     for name, shards, stored in (
         ("prefill", src_shards, src_stored),
@@ -70,7 +70,7 @@ def _joins(last: HeadRun, run: HeadRun) -> bool:
 
 
 def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
-    """Raises Incompatible, naming the field and both values, when they cannot work together."""
+    """Raises Incompatible, naming the field and both values, if the pair cannot work together."""
     pairs = [
         ("wire version", prefill.wire_version, decode.wire_version),
         ("model digest", prefill.model_digest, decode.model_digest),
@@ -96,7 +96,7 @@ def check_pair(prefill: WorkerInfo, decode: WorkerInfo) -> None:
 
 
 def _check_backends(prefill: WorkerInfo, decode: WorkerInfo) -> None:
-    """Raises Incompatible when one side demands a way of pages that the other does not have."""
+    """Raises Incompatible when one side requires a backend that the other does not have."""
     backends = (prefill.transfer_backend, decode.transfer_backend)
     if "nixl" in backends:
         pairs = [("transfer backend", prefill.transfer_backend, decode.transfer_backend)]

@@ -1,4 +1,4 @@
-"""How a process leaves: at once, or drained: nothing new, what has begun finished, then gone."""
+"""How a process leaves: at once, or drained, when it takes nothing new and finishes the rest."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-# Who chose this process before it heard is refused in so many words, not cut off.
+# A peer that chose this process before it heard of the drain gets a refusal, not a cut connection.
 LINGER_S = 1.0
 
 
@@ -21,7 +21,7 @@ class Leaving:
         self._waiting: asyncio.Task[None] | None = None
 
     def drain(self, timeout_s: float, num_left: Callable[[], int]) -> None:
-        """Begin to leave: over when `emptied` was called, at the latest after timeout_s.
+        """Begin to leave: over once `emptied` was called, at the latest after timeout_s.
 
         num_left: requests still held, for the log.
         """
@@ -42,7 +42,7 @@ class Leaving:
             pass
         if self.over.is_set():  # told again, to end at once
             return
-        # Nothing left is drained, even when there was no time to linger.
+        # With nothing left it has drained, even if there was no time to linger.
         self.drained = self._empty.is_set()
         if self.drained:
             log.info("drained")

@@ -12,12 +12,12 @@ from transfer.errors import ConfigError
 LEVEL_ENV = "KVFERRY_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
-# Of a terminal, and what else ends a line somewhere.
+# Control characters of a terminal, and anything else that may end a line.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\N{LINE SEPARATOR}\N{PARAGRAPH SEPARATOR}]")
 
 
 def set_up(name: str) -> None:
-    """name: of the process, in each line; "" leaves it out. Raises ConfigError for a bad level."""
+    """Set up logging; `name` is in each line, if not "". Raises ConfigError for a bad level."""
     asked = os.environ.get(LEVEL_ENV) or "INFO"
     level = asked.upper()
     if level not in LEVELS:
@@ -40,22 +40,22 @@ def _warned(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """What a library says by Python's own means, mostly of a cache that cannot be written."""
+    """Log a library's Python warning, mostly about a cache that cannot be written."""
     logging.getLogger("py.warnings").warning("%s: %s", category.__name__, message)
 
 
 class _Lines(logging.Handler):
-    """To stderr, for which nobody waits."""
+    """Writes to stderr without waiting."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             terminal.complain(self.format(record))
-        except Exception:  # arguments that do not fit the message
+        except Exception:  # the arguments do not fit the message
             self.handleError(record)
 
 
 class _Formatter(logging.Formatter):
-    """A message is one line, whatever it quotes: ids of requests are their clients' own words."""
+    """Keeps a message on one line, whatever it quotes: clients choose the ids of requests."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return _escaped(super().formatMessage(record))

@@ -1,4 +1,4 @@
-"""A process of a group that does not lead it: weights, pages and programs, and calls to make."""
+"""A process of a group that does not lead it: makes the calls that the leader tells it."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from transfer.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
-_INTERRUPTED_S = 2.0  # who interrupts a group interrupts its leader too
+_INTERRUPTED_S = 2.0  # for the leader, interrupted too, to say when to leave
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Built:
 
 
 class Member:
-    """One such process."""
+    """One member process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Member:
         security: Security,
         build: Callable[[], Calls],
     ) -> None:
-        """build(): loads and compiles as the leader does, on a thread of its own."""
+        """build(): loads and compiles as the leader does, on its own thread."""
         self._config, self._role, self._security = config, role, security
         self._build_engine = build
         self._compiles = CompileCounter()
@@ -67,9 +67,9 @@ class Member:
     async def run(self, on_ready: Callable[[str], None]) -> None:
         """Follow until the leader leaves. Raises what the build, a call or the leader's end raises.
 
-        SIGTERM is the leader's, who drains and then says when to leave; after SIGINT the leader has
-        a moment to say so. Either again, or before there are calls to make, ends at once; where
-        the leader is followed already that is an error, since it takes the leader along.
+        SIGTERM is left to the leader, which drains and then says when to leave. After SIGINT the
+        leader has _INTERRUPTED_S to say so. A second signal, or one before this process is built,
+        ends it at once; once it follows the leader that is an error, since the leader ends too.
         """
         config = self._config
         self._over = asyncio.Event()
@@ -87,7 +87,7 @@ class Member:
             await self._visit.close()
 
     async def _parts(self, stopped: "asyncio.Task[Any]") -> _Built | None:
-        """What was built; None when this process is to leave. Raises Unavailable without node 0."""
+        """What was built; None when told to leave. Raises Unavailable when node 0 is gone."""
         built = asyncio.wrap_future(in_daemon_thread(self._build, "build"))
         alone = asyncio.create_task(self._visit.over.wait())
         waiting: set[asyncio.Future[Any]] = {built, stopped, alone}
@@ -154,7 +154,7 @@ class Member:
         log.info("node %d leaves with its leader", rank)
 
     async def _next(self, batches: AsyncGenerator[DeviceCalls, None]) -> bool:
-        """Take what the leader says next; whether it was the last. Raises Unavailable."""
+        """Queue the leader's next calls. True: they were the last. Raises Unavailable."""
         try:
             async with asyncio.timeout(SILENCE_S):
                 told = await anext(batches)
@@ -167,7 +167,7 @@ class Member:
         return told.is_last
 
     async def _live(self, client: RpcClient) -> None:
-        """Signs of life; whether they arrive shows in the stream of calls."""
+        """Send signs of life; errors are ignored, since the stream of calls breaks as well."""
         while True:
             with contextlib.suppress(RpcError):
                 living = Follow(self._config.node_rank, self._compiles.after_ready)
@@ -175,7 +175,7 @@ class Member:
             await asyncio.sleep(SIGN_OF_LIFE_S)
 
     def _make_calls(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
-        """The engine thread; a call that fails ends the process, and with it the group."""
+        """The engine thread: a call that fails ends the process, and with it the group."""
         try:
             while True:
                 call = self._queue.get()

@@ -1,9 +1,9 @@
-"""NIXL as far as pages need it: an agent, memory registered with it, one write at a time.
+"""The part of NIXL that pages need: an agent, memory registered with it, one write at a time.
 
-The optional packages come for one CUDA version each; pages are moved between memories of the
-hosts, so any of them will do. What is used is their binding to the library rather than the class
-on top of it: that class starts a thread which polls without a pause, a whole processor for every
-agent. Told a delay, the same thread sleeps until there is something to do.
+Each optional package is for one CUDA version. Pages move between host memories, so any of the
+packages will do. This module uses their bindings to the library, not the class on top of them:
+that class starts a thread that polls without a pause and takes a whole processor for every agent.
+Given a delay, the same thread sleeps until there is something to do.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def find() -> str:
 
 
 def bindings() -> ModuleType:
-    """Raises ConfigError when no package is installed, or it cannot be loaded."""
+    """NIXL's bindings. Raises ConfigError when no package is installed or it cannot be loaded."""
     package = find()
     try:
         return importlib.import_module(f"{package}._bindings")
@@ -49,12 +49,12 @@ def bindings() -> ModuleType:
 
 
 class Agent:
-    """One end for NIXL (any thread; calls take turns)."""
+    """One NIXL agent (any thread; calls take turns)."""
 
     def __init__(self, name: str, is_target: bool) -> None:
-        """is_target: others write here, which with some transports needs a thread that helps.
+        """is_target: others write here, which with some transports needs a helper thread.
 
-        Raises ConfigError when NIXL is not here, or has no way to move anything.
+        Raises ConfigError when NIXL is not installed, or has no usable transport.
         """
         self._lib = bindings()
         config = self._lib.nixlAgentConfig()
@@ -62,9 +62,9 @@ class Agent:
         config.pthrDelay = _WAKE_AT_LEAST_US
         config.useListenThread = False
         config.syncMode = self._lib.NIXL_THREAD_SYNC_STRICT
-        # A worker that was started anew is another one.
+        # Unique, since a restarted worker is another agent.
         self.name = f"{name}-{os.getpid()}-{secrets.token_hex(8)}"
-        # It has a class for each status, and throws what it has no class for as RuntimeError.
+        # NIXL has an exception class for each status, and throws all else as RuntimeError.
         kinds = [kind for kind in vars(self._lib).values() if isinstance(kind, type)]
         thrown = [kind for kind in kinds if issubclass(kind, Exception)]
         self.failures: tuple[type[Exception], ...] = (RuntimeError, *thrown)
@@ -77,7 +77,7 @@ class Agent:
             ) from error
 
     def register(self, address: int, num_bytes: int) -> Any:
-        """A handle of this memory, which must stay. Raises OSError when it cannot be had."""
+        """Register memory, which must stay mapped; returns its handle. Raises OSError."""
         memory = self._lib.nixlRegDList(self._lib.DRAM_SEG, [(address, num_bytes, 0, "")])
         try:
             self._agent.registerMem(memory, [])
@@ -86,7 +86,7 @@ class Agent:
         return memory
 
     def release(self, memory: Any) -> None:
-        """Registered memory cannot be written to any more, where that is the hardware's to say."""
+        """Unregister memory: where hardware enforces it, peers cannot write there any more."""
         try:
             self._agent.deregisterMem(memory, [])
         except self.failures as error:
@@ -101,7 +101,7 @@ class Agent:
         return told
 
     def meet(self, description: bytes) -> str:
-        """The name of the peer that described itself so. Raises PeerLost for what is none."""
+        """Load a peer's description; returns the peer's name. Raises PeerLost if it is invalid."""
         try:
             told: bytes = self._agent.loadRemoteMD(description)
         except self.failures as error:
@@ -109,16 +109,16 @@ class Agent:
         return told.decode()
 
     def part(self, peer: str) -> None:
-        """Leave a peer."""
+        """Forget a peer."""
         try:
             self._agent.invalidateRemoteMD(peer)
         except self.failures as error:
             log.debug("NIXL did not know %s any more: %r", peer, error)
 
     def write(self, peer: str, source: int, target: int, num_bytes: int) -> "Write":
-        """Begin to write registered memory at source into a peer's at target.
+        """Begin to write registered memory at address source to a peer's address target.
 
-        Raises PeerLost when that cannot begin: then nothing is under way.
+        Raises PeerLost when the write cannot begin: then nothing is under way.
         """
         lib = self._lib
         try:
@@ -137,26 +137,26 @@ class Agent:
             raise PeerLost(f"NIXL cannot write: {error!r}") from error
 
     def status(self, handle: int) -> Any:
-        """Move things on, and say how a write stands. Raises one of `failures`."""
+        """Drive NIXL's progress; returns a write's status. Raises one of `failures`."""
         return self._agent.getXferStatus(handle)
 
     def forget(self, handle: int) -> None:
-        """A write that is over."""
+        """Release a write that is over."""
         try:
             self._agent.releaseXferReq(handle)
         except self.failures as error:
             log.debug("NIXL keeps a write that is over: %r", error)
 
     def is_under_way(self, status: Any) -> bool:
-        """Whatever is not known to be over may go on."""
+        """Whether a write with this status may go on: only success is known to be the end."""
         return bool(status != self._lib.NIXL_SUCCESS)
 
 
 class Write:
     """One write, until it is over.
 
-    A write under way cannot be called back: NIXL forgets it only at the risk of the memory that
-    it reads from, so that has to stay.
+    A write under way cannot be cancelled: releasing it in NIXL does not make it safe to free the
+    memory that it reads, so that memory has to stay.
     """
 
     def __init__(self, agent: Agent, handle: int, status: Any) -> None:
@@ -166,7 +166,7 @@ class Write:
         self._judge(status)
 
     def done(self) -> bool:
-        """Whether every byte is at the receiver. Raises PeerLost when that cannot be any more."""
+        """Whether every byte has reached the receiver. Raises PeerLost when the write failed."""
         if not self.is_over:
             try:
                 self._judge(self._agent.status(self._handle))

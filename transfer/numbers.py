@@ -1,4 +1,4 @@
-"""Integers of messages that end up in arrays: others are refused as the message is read."""
+"""Types of integers in messages that end up in arrays: decoding refuses values out of range."""
 
 from typing import Annotated
 

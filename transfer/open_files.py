@@ -1,7 +1,7 @@
 """How many files and sockets this process may have open at once.
 
-Most systems let a process have 1,024, and more for the asking, for the sake of programs that hand
-many of them to select(2). None of ours does.
+Most systems let a process have 1,024 and raise that on request; the limit is low for the sake of
+programs that use select(2). None of ours does.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from transfer.errors import ConfigError
 log = logging.getLogger(__name__)
 
 WANTED = 65_536
-_LEAST = 64  # below, libraries fail by themselves, and not in a line
+_LEAST = 64  # with fewer, libraries fail in ways of their own instead of with one line
 _LOOK_S = 2.0
 _MINUTE_S = 60.0
 _OPEN = Path("/proc/self/fd")
 
 
 def raise_limit() -> None:
-    """Take as many as the hard limit lets us have, WANTED at most. Children inherit it.
+    """Raise the soft limit to the hard limit, but at most to WANTED. Children inherit it.
 
-    Raises ConfigError where it is too low to serve at all.
+    Raises ConfigError when the hard limit is too low to serve at all.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _count(hard) < _LEAST:
@@ -37,19 +37,19 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """How many there may be."""
+    """How many files this process may have open."""
     return _count(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def for_control() -> int:
-    """How many of them connections to a control port may take."""
+    """How many files the connections to a control port may take."""
     return limit() // 2
 
 
 async def tell_when_short(clock: Clock) -> None:
-    """Warn while a control port may be full, once a minute at most. Until cancelled.
+    """Warn while a control port may be full, at most once a minute, until cancelled.
 
-    gRPC, which has it, closes what comes then and says nothing.
+    When it is full, gRPC closes new connections and says nothing.
     """
     shortage = Shortage(clock)
     while True:
@@ -58,14 +58,14 @@ async def tell_when_short(clock: Clock) -> None:
 
 
 class Shortage:
-    """As many are open as control ports may take, by whatever: they are not full before that."""
+    """Warns when as many files are open, of any kind, as a control port's connections may take."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._told_s = -math.inf
 
     def look(self) -> None:
-        """Tell of it, once a minute at most."""
+        """Warn if files are short, at most once a minute."""
         num, now_s = _num_open(), self._clock.monotonic_s()
         if num >= for_control() and now_s - self._told_s >= _MINUTE_S:
             self._told_s = now_s
@@ -77,9 +77,9 @@ class Shortage:
 
 
 def _num_open() -> int:
-    """0 where this system does not tell."""
+    """Number of open files; 0 where the system does not tell."""
     try:
-        # The size of that folder on newer kernels: to go through 10,000 names takes 50 ms.
+        # Newer kernels give it as the folder's size; listing 10,000 names takes 50 ms.
         return _OPEN.stat().st_size or sum(1 for _ in _OPEN.iterdir())
     except OSError as error:
         return limit() if error.errno in (errno.EMFILE, errno.ENFILE) else 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 class PagePool:
     """Hands out pages 0 .. num_pages-1. A page is free, or held by one or more references.
 
-    Invariant: free pages have count 0 and stand once in the free list; all others have a
+    Invariant: free pages have count 0 and are in the free list once; all others have a
     count above 0; num_free + num_held == num_pages.
     """
 
@@ -28,7 +28,7 @@ class PagePool:
         return self._count[page]
 
     def reserve(self, num_pages: int) -> tuple[int, ...] | None:
-        """Take pages with one reference each, or None and nothing taken when too few are free."""
+        """Take pages with one reference each; None, with none taken, when too few are free."""
         assert num_pages >= 0
         if num_pages > len(self._free):
             return None
@@ -38,13 +38,13 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference on pages that are held."""
+        """Add one reference to pages that are held."""
         for page in pages:
             assert self._count[page] > 0, f"page {page} is free"
             self._count[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less; the last one frees the page."""
+        """Drop one reference; the last one frees the page."""
         for page in pages:
             assert self._count[page] > 0, f"page {page} is free already"
             self._count[page] -= 1
@@ -52,7 +52,7 @@ class PagePool:
                 self._free.append(page)
 
     def check(self) -> None:
-        """The invariant, in full."""
+        """Check the whole invariant."""
         assert len(set(self._free)) == len(self._free)
         assert all(self._count[page] == 0 for page in self._free)
         assert sum(count > 0 for count in self._count) == self.num_held

@@ -1,4 +1,4 @@
-"""What a sender moved, by the way it went and to whom: the figures of the transfer metrics."""
+"""What a sender moved, by backend and receiver: the figures behind the transfer metrics."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Pairs:
         self._pairs: dict[tuple[str, str], _Pair] = {}  # the one used last at the end
 
     def add(self, backend: str, address: str, num_bytes: int, took_s: float) -> None:
-        """A frame of pages took so long to write, without what it waited before."""
+        """Add a frame of pages that took took_s to write, without any wait before that."""
         pair = self._pairs.pop((backend, address), None) or _Pair()
         self._pairs[backend, address] = pair
         pair.num_bytes += num_bytes
@@ -41,6 +41,6 @@ class Pairs:
 
 
 def _rate(recent: deque[tuple[int, float]]) -> float:
-    """Bytes a second; 0.0 while no time was seen to pass."""
+    """Bytes a second; 0.0 while no time has been measured."""
     seconds = sum(took_s for _, took_s in recent)
     return sum(num_bytes for num_bytes, _ in recent) / seconds if seconds else 0.0

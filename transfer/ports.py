@@ -1,4 +1,4 @@
-"""Addresses of this host, taken: by one rule of what a name stands for, whoever listens there."""
+"""Binds addresses of this host, by one rule for what a name stands for, whatever listens there."""
 
 import contextlib
 import socket
@@ -8,11 +8,11 @@ from transfer.errors import ConfigError
 
 
 def bind(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.socket:
-    """A socket bound to the one address that the host's name stands for: IPv6 where it is a number.
+    """A socket bound to one address: IPv6 for a numeric IPv6 host, otherwise the name's IPv4.
 
-    Raises ConfigError, naming the flag, when somebody listens there. Others may be bound beside it
-    until one of them listens: `listen` tells which of them has it.
-    reuse_port: beside sockets of this user that listen, and were bound so.
+    Raises ConfigError, naming the flag, when a socket listens there. Others may be bound to the
+    address as well until one of them listens; `listen` raises for the rest.
+    reuse_port: share the address with listening sockets of this user that were bound the same way.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
@@ -24,7 +24,7 @@ def bind(host: str, port: int, flag: str, reuse_port: bool = False) -> socket.so
 
 
 def listen(sock: socket.socket, host: str, port: int, flag: str, backlog: int) -> socket.socket:
-    """The bound socket, which listens now. Raises ConfigError as `bind`, and closes it then."""
+    """Make a bound socket listen; returns it. On failure closes it and raises ConfigError."""
     with _taking(sock, host, port, flag):
         sock.listen(backlog)
     return sock

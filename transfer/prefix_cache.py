@@ -2,7 +2,7 @@
 
 Invariant: the cache holds one reference on each of its pages. A page with no other reference
 may be evicted. A page is only found through its whole chain, so within a chain a page is never
-older than the pages behind it, and eviction from the old end takes the tail first.
+older than the pages after it, and evicting the oldest first takes the tail first.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from transfer.pages import PagePool
 
 
 def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
-    """Tokens of a prompt that a cached prefix may stand for.
+    """Tokens of a prompt that a cached prefix may replace.
 
-    logprobs_start: positions from there on need logits; -1 = none.
+    logprobs_start: positions from there on need logprobs; -1 = none.
     """
     reusable = num_tokens - 1  # the last token's logits must be computed
     if logprobs_start >= 0:
@@ -29,31 +29,31 @@ def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
 
 @dataclass(slots=True)
 class Sharing:
-    """A prompt as the prefix caches of all ranks see it. A page is digested once, when it is asked
-    for: to find that nothing of a prompt is cached takes one of them."""
+    """A prompt as the prefix caches of all ranks see it. Each page is digested once, on demand: one
+    digest is enough to find that nothing of a prompt is cached."""
 
     token_ids: np.ndarray  # i32[n]
     salt: str
-    num_reusable: int  # tokens that a cached prefix may stand for
+    num_reusable: int  # tokens that a cached prefix may replace
     _digests: list[bytes] = field(default_factory=list, init=False, repr=False)
     _rest: Iterator[bytes] | None = field(default=None, init=False, repr=False)
 
     def first(self, cache: "PrefixCache", num_pages: int) -> list[bytes]:
-        """Digests of so many of its full pages; of fewer where there are fewer."""
+        """Digests of the first num_pages full pages, or of all if there are fewer."""
         self._digests += islice(self._rest_in(cache), max(num_pages - len(self._digests), 0))
         return self._digests[:num_pages]
 
     def cached(self, cache: "PrefixCache") -> list[bytes]:
-        """Digests of the longest prefix that is cached and may stand for its beginning."""
+        """Digests of the longest cached prefix, within num_reusable tokens."""
         limit = max(self.num_reusable, 0) // cache.page_size
         return self._digests[: cache.cached_pages(islice(self._each(cache), limit))]
 
     def begins_with(self, chain: Sequence[bytes]) -> bool:
-        """Whether its first page is this chain's; of one whose pages nobody has asked for, no."""
+        """Whether its first page is this chain's first; False if no page was digested yet."""
         return bool(chain) and self._digests[:1] == [chain[0]]
 
     def _rest_in(self, cache: "PrefixCache") -> Iterator[bytes]:
-        """Digests that are still to be made; all caches make the same."""
+        """The digests still to be made, which are the same for all caches."""
         if self._rest is None:
             self._rest = cache.chain(self.token_ids, self.salt)
         return self._rest
@@ -68,7 +68,7 @@ class Sharing:
 class PrefixCache:
     """Prefixes of prompts that are or were computed, page by page.
 
-    A chain is digests of a prompt's full pages from the first on, see `chain`.
+    A chain is the digests of a prompt's full pages from the first on, see `chain`.
     """
 
     def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
@@ -82,15 +82,15 @@ class PrefixCache:
 
     @property
     def pages(self) -> Collection[int]:
-        """All that it holds a reference on, oldest first."""
+        """All pages that the cache holds a reference on, oldest first."""
         return self._pages.values()
 
     def chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
-        """Of these tokens, i32[n], page by page. Empty where nothing is kept."""
+        """Digests of these tokens, i32[n], page by page. Empty when the cache is disabled."""
         return self._chain(token_ids, salt) if self._enabled else iter(())
 
     def share(self, prefix: Sequence[bytes]) -> tuple[int, ...]:
-        """Share the pages of a prefix that is cached.
+        """Share the pages of a cached prefix.
 
         The caller owns one reference on each page returned.
         """
@@ -100,7 +100,7 @@ class PrefixCache:
         return pages
 
     def cached_pages(self, chain: Iterable[bytes]) -> int:
-        """Pages of the longest cached prefix. Changes nothing, the order of eviction neither."""
+        """Pages of the longest cached prefix. Changes nothing, not even the order of eviction."""
         num_pages = 0
         for digest in chain:
             if digest not in self._pages:
@@ -113,7 +113,7 @@ class PrefixCache:
 
         A prefix that is known already keeps its page: the newcomer's copy stays the caller's.
         """
-        for digest, page in zip(chain, pages, strict=False):  # none where nothing is kept
+        for digest, page in zip(chain, pages, strict=False):  # chain is empty when disabled
             if digest not in self._pages:
                 self._pool.share((page,))
                 self._pages[digest] = page
@@ -132,7 +132,7 @@ class PrefixCache:
         return len(victims)
 
     def can_evict(self, num_pages: int, besides: Collection[bytes] = ()) -> bool:
-        """Whether so many pages could be freed that are not of this chain. Changes nothing."""
+        """Whether num_pages could be evicted without pages in `besides`. Changes nothing."""
         if num_pages > len(self._pages):
             return False
         for digest, page in self._pages.items():
@@ -142,7 +142,7 @@ class PrefixCache:
         return num_pages <= 0
 
     def flush(self) -> int:
-        """Evict all that nobody holds."""
+        """Evict all pages that nobody else holds; returns how many."""
         return self.evict(len(self._pages))
 
     def num_evictable(self) -> int:
@@ -155,7 +155,7 @@ class PrefixCache:
 
     def _chain(self, token_ids: np.ndarray, salt: str) -> Iterator[bytes]:
         """One digest per full page, each over all tokens up to its end."""
-        # A salt of any length counts for as many bytes, so none passes for tokens.
+        # Hashed first to a fixed length, so that no salt can pass for tokens.
         state = hashlib.sha256(hashlib.sha256(salt.encode()).digest())
         data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = 4 * self.page_size

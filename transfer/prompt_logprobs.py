@@ -1,4 +1,4 @@
-"""Logprobs of one prompt, collected chunk by chunk and told whole."""
+"""Logprobs of one prompt, collected chunk by chunk and sent whole."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from transfer import wire
 
 
 class CollectedLogprobs:
-    """Of the positions from `start` on that belong to the prompt itself."""
+    """Logprobs of the positions from `start` on that belong to the prompt itself."""
 
     def __init__(self, start: int, num_prompt_tokens: int) -> None:
-        """num_prompt_tokens: without those of earlier attempts, which were told already."""
+        """num_prompt_tokens: without tokens of earlier attempts, which the client already has."""
         self._start = max(start, 1)  # nothing precedes the first token
         self._num_prompt_tokens = num_prompt_tokens
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -20,10 +20,10 @@ class CollectedLogprobs:
     def add(self, piece: Piece[ChunkPrompt], token_row: int, arrays: Sequence[np.ndarray]) -> None:
         """Take a piece's part of a chunk.
 
-        token_row: of the piece's first token. arrays: f32[T], i32[T, 20], f32[T, 20], of the
-        whole chunk.
+        token_row: row of the piece's first token. arrays: logprobs f32[T], top ids i32[T, 20] and
+        top logprobs f32[T, 20] of the whole chunk.
         """
-        # Row r tells of the token after it: position piece.start + r + 1.
+        # Row r is about the token after it: position piece.start + r + 1.
         skip = max(self._start - (piece.start + 1), 0)
         last = min(piece.end, self._num_prompt_tokens - 1) - piece.start
         if skip < last:
@@ -32,7 +32,7 @@ class CollectedLogprobs:
             self._parts.append((logprobs, top_ids, tops))
 
     def told(self, token_ids: np.ndarray) -> wire.PromptLogprobs:
-        """All of them, once the last piece is there. token_ids: i32[n], of the prompt."""
+        """All logprobs, once the last piece was added. token_ids: i32[n], of the prompt."""
         ids = token_ids[self._start : self._num_prompt_tokens]
         if not self._parts:
             return wire.PromptLogprobs(self._start, wire.pack_i32(ids[:0]), b"", b"", b"")
@@ -50,5 +50,5 @@ class CollectedLogprobs:
 def told_logprobs(
     collected: CollectedLogprobs | None, token_ids: np.ndarray
 ) -> wire.PromptLogprobs | None:
-    """What is told with the first token; None when nobody asked."""
+    """The message sent with the first token; None when nobody asked for logprobs."""
     return None if collected is None else collected.told(token_ids)

@@ -1,4 +1,4 @@
-"""What waits to leave a worker for one API process: steps that waited leave as one message."""
+"""A worker's reply stream to one API process: steps that have to wait leave as one message."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,24 +8,25 @@ import msgspec
 from transfer import wire
 from transfer.runs import gathered
 
-# A reader that is so far behind has lost its place: its requests are dropped, and it is told so.
+# A reader that falls further behind loses its stream: its rooms are dropped, and it sees the end.
 MAX_ROWS = 1 << 20
 MAX_EVENTS = 1 << 18
 MAX_EVENT_BYTES = 1 << 29
-# Of the rows of one message, so that a loop handles it in one go: 131,072 rows without logprobs, 64
-# of each of 2,048 streams. Those with logprobs cost the reader more, and have more bytes.
+# Bytes of rows in one message, bounded so that the reader's loop handles it in one go: 131,072 rows
+# without logprobs, which is 64 for each of 2,048 streams. Rows with logprobs cost the reader more,
+# and have more bytes.
 _ROW_BYTES_PER_MESSAGE = 1 << 20
-# Of prompts' logprobs in one message, unless one prompt has more: gRPC takes 256 MiB.
+# Bytes of prompt logprobs in one message, unless one prompt has more: gRPC takes 256 MiB.
 _EVENT_BYTES_PER_MESSAGE = 16 << 20
-_ROW_BYTES_IN_RUNS = 8  # 4 a token and 17 a run: fewer where runs have five tokens or more
+_ROW_BYTES_IN_RUNS = 8  # 4 a token and 17 a run: less for runs of five tokens or more
 
 
 class Replies:
     """The reply stream of one API process. Used on the event loop.
 
-    While the reader keeps up, each step is one message. When gRPC's flow control holds one back,
-    the steps behind it gather and leave together, so a reader that fell behind gets many tokens
-    of a stream at once, which cost it little more than one.
+    While the reader keeps up, each step is one message. When gRPC's flow control holds a message
+    back, the steps behind it leave together, so a reader that fell behind gets many tokens of a
+    stream at once, which cost it little more than one.
     """
 
     def __init__(self) -> None:
@@ -52,17 +53,17 @@ class Replies:
         return True
 
     def end(self) -> None:
-        """Nothing more comes; what waits is dropped."""
+        """End the stream; drop the steps that wait."""
         self._ended = True
         self._changed.set()
 
     def finish(self) -> None:
-        """Nothing more comes; what waits still leaves."""
+        """End the stream once the steps that wait have left."""
         self._finishing = True
         self._changed.set()
 
     async def take(self, timeout_s: float) -> wire.StepBatch | None:
-        """What waits, as one message; None once ended. Raises TimeoutError when nothing came."""
+        """The waiting steps as one message; None once ended. Raises TimeoutError if none comes."""
         if not (self._waiting or self._ended or self._finishing):
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), timeout_s)
@@ -86,10 +87,10 @@ class Replies:
 
 
 def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
-    """Consecutive steps of one worker for one API process, as one; it has the first one's time.
+    """Merge consecutive steps of one worker for one API process; the result has the first's time.
 
-    A room's rows stay in order; without logprobs they leave as runs. Rows of a step without
-    logprobs get zeros where others have some: nobody asked for these. Events go after all rows but
+    A room's rows stay in order; without logprobs they become runs. If some steps have logprobs, the
+    rows of the others get zeros, which nobody reads. Events apply after all rows, except
     "prefilled", as in each step alone.
     """
     first = batches[0]
@@ -106,7 +107,7 @@ def merge(batches: Sequence[wire.StepBatch]) -> wire.StepBatch:
 
 
 def _runs(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
-    """Their rows, gathered."""
+    """The rows of steps without logprobs, as runs."""
     rooms = wire.unpack_i64(b"".join([batch.rooms for batch in batches]))
     if not len(rooms):
         return {}  # events alone
@@ -125,7 +126,7 @@ def _runs(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
 
 
 def _rows(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
-    """Their rows, one after the other, with logprobs."""
+    """The rows of all steps, one after the other, with logprobs."""
     top_rows: list[bytes] = []
     start = 0
     for batch in batches:
@@ -146,7 +147,7 @@ def _rows(batches: Sequence[wire.StepBatch]) -> dict[str, bytes]:
 
 
 def _row_bytes(batch: wire.StepBatch) -> int:
-    """Of all arrays of its rows, once they leave with others."""
+    """Bytes of all row arrays, once the step is merged with others."""
     if not batch.logprobs:
         return _ROW_BYTES_IN_RUNS * batch.num_rows
     always = len(batch.rooms) + len(batch.token_ids) + len(batch.token_idx) + len(batch.finish)
@@ -155,7 +156,7 @@ def _row_bytes(batch: wire.StepBatch) -> int:
 
 
 def _parts(batch: wire.StepBatch) -> list[wire.StepBatch]:
-    """A step, before it in messages of their own its longest events where those are too much.
+    """A step, or if its events are too long for one message: a message for each long one, then it.
 
     Only "prefilled" is long, and it applies before the rows in any case.
     """
@@ -169,7 +170,7 @@ def _parts(batch: wire.StepBatch) -> list[wire.StepBatch]:
 
 
 def _event_bytes(batch: wire.StepBatch) -> int:
-    """Of prompts' logprobs; other events have next to none."""
+    """Bytes of prompt logprobs; other events have next to none."""
     return sum([_logprob_bytes(event.prompt_logprobs) for event in batch.events])
 
 

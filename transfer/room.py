@@ -3,7 +3,7 @@
     prefill:  QUEUED -> GRANTED -> COMPUTING -> SENDING -> DONE
     decode:   QUEUED -> RESERVED -> RECEIVING -> READY -> DECODING -> DONE
 
-From every state but DONE a room may turn FAILED; DONE and FAILED are final.
+From every state but DONE a room may become FAILED; DONE and FAILED are final.
 """
 
 import enum
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 
 class Side(enum.Enum):
-    """Whose view of the room it is."""
+    """The role whose view of the room this is."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class State(enum.Enum):
-    """Where a room stands."""
+    """The state of a room."""
 
     QUEUED = "queued"
     GRANTED = "granted"  # prefill: decode has pages for it
     COMPUTING = "computing"  # prefill: its first chunk is dispatched
-    SENDING = "sending"  # prefill: all computed, pages on their way
+    SENDING = "sending"  # prefill: all is computed, pages are on their way
     RESERVED = "reserved"  # decode: slot and pages are taken
     RECEIVING = "receiving"  # decode: the first pages came, or it computes them itself
     READY = "ready"  # decode: all pages and the first token are here
@@ -47,7 +47,7 @@ LEGAL: dict[Side, dict[State, tuple[State, ...]]] = {
         State.QUEUED: (State.RESERVED, State.FAILED),
         State.RESERVED: (State.RECEIVING, State.FAILED),
         State.RECEIVING: (State.READY, State.FAILED),
-        # A request that its first token ends never enters the batch.
+        # A request that ends with its first token never enters the batch.
         State.READY: (State.DECODING, State.DONE, State.FAILED),
         State.DECODING: (State.DONE, State.FAILED),
     },
@@ -56,13 +56,13 @@ LEGAL: dict[Side, dict[State, tuple[State, ...]]] = {
 
 @dataclass(slots=True)
 class Room:
-    """One request's transfer on one side. Times are given by the caller."""
+    """One attempt's transfer on one side. The caller provides all times."""
 
     room: int
     side: Side
     opened_s: float  # monotonic
     deadline_s: float  # monotonic
-    arrival_s: float  # monotonic, of the client's request: the oldest goes first
+    arrival_s: float  # monotonic, when the client's request arrived: the oldest goes first
     state: State = State.QUEUED
     entered_s: dict[State, float] = field(default_factory=dict)  # monotonic
 
@@ -70,7 +70,7 @@ class Room:
         self.entered_s[State.QUEUED] = self.opened_s
 
     def advance(self, state: State, now_s: float) -> None:
-        """Move on. now_s: monotonic. An illegal move is our bug."""
+        """Enter a state. now_s: monotonic. An illegal transition is our bug."""
         legal = LEGAL[self.side].get(self.state, ())
         assert state in legal, f"room {self.room} on {self.side.value}: {self.state} -> {state}"
         self.state = state
@@ -100,7 +100,7 @@ class RoomTable:
         return self._rooms.get(room)
 
     def remove(self, room: int) -> None:
-        """Let go of a room that has ended."""
+        """Forget a room that has ended."""
         removed = self._rooms.pop(room)
         assert removed.state.is_final, f"room {room} removed in {removed.state}"
 

@@ -1,4 +1,4 @@
-"""How routes reach the registry and leave it: news of one worker in, pushed to every reader."""
+"""How routes reach the registry and leave it: a worker tells its routes, followers get them all."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ from transfer.rpc import Security
 log = logging.getLogger(__name__)
 
 MAX_LINKS = 4096  # of one registry
-MAX_STRANGERS = 256  # of these, that have not proved anything yet
+MAX_STRANGERS = 256  # links whose peer has not proved that it knows the token yet
 RETRY_S = 0.2
-_BYTES_PER_ROOM = 12  # of a message that tells of it
+_BYTES_PER_ROOM = 12  # in a message with its route
 
 
 class RouteFeeds:
-    """The registry's side: one table, those who tell it, and those who follow. Used on its loop."""
+    """The registry's side: one table, workers that update it, and followers. Used on its loop."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RouteFeeds:
         await asyncio.gather(*(link.closed() for link in links))
 
     def put(self, routes: wire.Routes, data: bytes) -> bool:
-        """News of a worker, and as they came; False when it has no lease and may not tell."""
+        """Apply a worker's routes, and push data, their encoded form. False: it has no lease."""
         known = self._has_lease(routes.worker_id, routes.epoch)
         if known and self._table.apply(routes, self._clock.monotonic_s()):
             for follower in self._followers:
@@ -88,7 +88,7 @@ class RouteFeeds:
             else:
                 log.debug("too many connections for routes: one was refused")
         except Unavailable as error:
-            log.debug("%s", error)  # it went, which is how each of them ends
+            log.debug("%s", error)  # the peer is gone: every link ends that way
         except RpcError as error:
             complaint.tell(error)
         finally:
@@ -103,7 +103,7 @@ class RouteFeeds:
             self._num_strangers -= 1
 
     async def _hear(self, link: RouteLink, hello: RouteHello) -> None:
-        """Take in what a worker tells, until it goes or has no lease any more."""
+        """Apply what a worker tells, until it goes or has no lease any more."""
         while self._has_lease(hello.peer_id, hello.epoch):
             data = await link.receive()
             routes = wire.decode(data, wire.Routes)
@@ -112,9 +112,9 @@ class RouteFeeds:
             self.put(routes, data)
 
     async def _feed(self, link: RouteLink) -> None:
-        """Tell all that is known, and what comes, until the reader goes.
+        """Send a follower the whole table and then every change, until it goes.
 
-        One that falls behind is cut off: it comes again, and is told everything anew.
+        A follower that falls behind is cut off: it reconnects and gets everything anew.
         """
         link.expect_behind(_BYTES_PER_ROOM * self._table.max_rooms)
         for routes in self._table.snapshot():
@@ -128,7 +128,7 @@ class RouteFeeds:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """One socket, so one port for all that the host's name stands for; `::` takes IPv4 too."""
+    """Listen on one socket, so that one port serves the host's name; `::` takes IPv4 too."""
     if ":" not in host:
         return socket.create_server((host, port))
     both = socket.has_dualstack_ipv6()
@@ -136,7 +136,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class TurnRoutes:
-    """What one turn of an engine has to tell of its rooms. Used on the engine thread."""
+    """The route changes of one turn of an engine. Used on the engine thread."""
 
     def __init__(self) -> None:
         self._bound: list[tuple[int, int]] = []
@@ -149,7 +149,7 @@ class TurnRoutes:
         self._ended.append(room)
 
     def take(self) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """Rooms with their ranks, and rooms that are over; None when there are neither."""
+        """Rooms with their ranks, and rooms that ended; None when there are neither."""
         if not (self._bound or self._ended):
             return None
         taken = self._bound, self._ended
@@ -158,35 +158,34 @@ class TurnRoutes:
 
 
 class RoutePublisher:
-    """Tells the registry of one worker's routes. Used on the worker's loop.
+    """Tells the registry one worker's routes. Used on the worker's loop.
 
-    While the registry is away nothing is kept but what is live, and all of that is told once it is
-    back.
+    While the registry is away only live routes are kept; all of them are told once it is back.
     """
 
     def __init__(
         self, worker_id: str, epoch: int, connect: Callable[[str, int], Awaitable[RouteLink]]
     ) -> None:
-        """connect(worker_id, epoch): raises RpcError, as RegistryClient.connect_routes."""
+        """connect(worker_id, epoch): as RegistryClient.connect_routes; raises RpcError."""
         self._news = RouteNews(worker_id, epoch)
         self._connect = lambda: connect(worker_id, epoch)
         self._link: RouteLink | None = None
         self._complaint = Complaint(log, "routes are not told")
 
     def feed(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
-        """Of one turn: rooms with their ranks, and rooms that are over."""
+        """Add the changes of one turn: rooms with their ranks, and rooms that ended."""
         self._news.add(bound, ended)
         if self._link is not None:
-            self._complaint.settle()  # it stands: what comes next is news
+            self._complaint.settle()  # the link works, so the next failure is news
         self._tell()
 
     def registered(self) -> None:
-        """The registry has just taken this worker in, and may know none of its routes."""
+        """The registry has just registered this worker, and may know none of its routes."""
         self._news.tell_all()
         self._tell()
 
     async def run(self) -> None:
-        """Keep a connection until cancelled."""
+        """Keep a connection open until cancelled."""
         while True:
             try:
                 await self._serve(await self._connect())

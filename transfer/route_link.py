@@ -1,8 +1,8 @@
-"""The connections that carry routes: both ends prove to know the token, then send frames.
+"""The connections that carry routes: both ends prove that they know the token, then send frames.
 
-Beside the calls of `transfer/rpc.py`, since routes are small and come one by one: a call costs
-either end several changes of threads, a frame here one write and one read of the loop. A frame is
-its length (u32, little-endian) and so many bytes.
+They are separate from the calls of `transfer/rpc.py` since routes are small and come one by one. A
+call costs either end several thread switches; a frame here costs one write and one read of the
+loop. A frame is its length (u32, little-endian) followed by that many bytes.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from transfer.errors import BadMessage, ConfigError, Unauthenticated, Unavailabl
 from transfer.handshake import HANDSHAKE_TIMEOUT_S, NONCE_BYTES, client_context, proof_of
 from transfer.rpc import Security
 
-# What a peer may leave unread before it is cut off, beside what it was told at the start.
+# Bytes that a peer may leave unread before it is cut off, besides the initial table.
 MAX_BEHIND_BYTES = 4 << 20
 _MAX_FRAME_BYTES = 256 << 20
-_MAX_STRANGER_BYTES = 4096  # of a frame of whoever has proved nothing yet
+_MAX_STRANGER_BYTES = 4096  # of a frame from a peer that has not proved anything yet
 _LENGTH = struct.Struct("<I")
-# A host that is gone says nothing: it is given up after five seconds.
+# A host that is gone goes silent: it is given up after five seconds.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
@@ -38,7 +38,7 @@ class RouteHello(wire.Message, frozen=True):
     """Who connects, and what for."""
 
     peer_id: str
-    epoch: int  # of the worker that tells; of no meaning to one that follows
+    epoch: int  # of a worker that tells its routes; unused for a follower
     follows: bool
     proof: bytes
     nonce: bytes
@@ -50,7 +50,7 @@ class RouteLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
-        self._writer = writer  # kept: its end would be the connection's
+        self._writer = writer  # kept: its collection would close the connection
         self._transport = writer.transport
         self._most_unread = MAX_BEHIND_BYTES
         for option in _KEEPALIVE:
@@ -58,11 +58,11 @@ class RouteLink:
 
     @property
     def is_over(self) -> bool:
-        """Whether this side has ended it, or knows of its end."""
+        """Whether this side has closed the connection, or knows that it is closed."""
         return self._transport.is_closing()
 
     def expect_behind(self, num_bytes: int) -> None:
-        """Let the peer have so many more bytes unread."""
+        """Let the peer leave num_bytes more unread."""
         self._most_unread = MAX_BEHIND_BYTES + num_bytes
 
     def send(self, data: bytes) -> None:
@@ -74,7 +74,7 @@ class RouteLink:
             self.close()
 
     async def receive(self, most: int = _MAX_FRAME_BYTES) -> bytes:
-        """The next frame. Raises BadMessage above `most` bytes, Unavailable at the end."""
+        """The next frame. Raises BadMessage above `most` bytes, Unavailable when closed."""
         with _as_unavailable():
             (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if size > most:
@@ -82,11 +82,11 @@ class RouteLink:
             return await self._reader.readexactly(size)
 
     def close(self) -> None:
-        """End it at once: whoever comes again is told everything."""
+        """Close at once; a peer that reconnects is told everything anew."""
         self._transport.abort()
 
     async def closed(self) -> None:
-        """Until it is over, for whatever reason."""
+        """Wait until the connection is closed, for whatever reason."""
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
@@ -97,7 +97,7 @@ async def open_link(
     """Connect to a registry. Raises Unavailable, Unauthenticated or BadMessage."""
     with _as_unavailable(f"routes of the registry at {host}:{port}"):
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            # Read anew each time, so a file that is being replaced is no end of it.
+            # The CA file is read each time: one that is being replaced fails this attempt only.
             streams = await asyncio.open_connection(host, port, ssl=client_context(security))
             link = RouteLink(*streams)
             try:

@@ -1,8 +1,8 @@
-"""Which data-parallel rank of which prefill worker has which room: the table, and news for it.
+"""Which data-parallel rank of which prefill worker has which room: the table, and its updates.
 
 Pure. The registry keeps one table, and each decode worker a copy. Nothing waits for a route: a
-grant goes to the prefill worker, which knows the rank itself. So a table may forget: it has at most
-max_rooms rooms, the oldest go first, and none outlives ttl_s.
+grant goes to the prefill worker, which knows the rank itself. So a table may forget routes: it
+holds at most max_rooms rooms, drops the oldest first, and keeps none longer than ttl_s.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ TTL_S = 600.0
 
 @dataclass(slots=True)
 class _Owner:
-    """One incarnation of a worker, with its rooms in the order in which they end by age."""
+    """One incarnation of a worker, with its rooms in the order in which they expire."""
 
     epoch: int
     number: int  # of the latest Routes
@@ -40,7 +40,7 @@ class RouteTable:
         return self._num_rooms
 
     def get(self, worker_id: str, epoch: int, room: int) -> int | None:
-        """The rank that this incarnation bound the room to, as far as is known."""
+        """The rank that this incarnation bound the room to; None if unknown."""
         owner = self._owners.get(worker_id)
         if owner is None or owner.epoch != epoch:
             return None
@@ -48,7 +48,7 @@ class RouteTable:
         return None if route is None else route[0]
 
     def apply(self, routes: wire.Routes, now_s: float) -> bool:
-        """Take news in; False when it was stale: of an older life, or overtaken.
+        """Apply a message; False when it was stale: from an older epoch, or overtaken.
 
         Raises BadMessage when rooms and ranks do not pair.
         """
@@ -64,7 +64,7 @@ class RouteTable:
         rooms, num_before, until_s = owner.rooms, len(owner.rooms), now_s + self.ttl_s
         for room, rank in found.items():
             if room in rooms:
-                del rooms[room]  # told again, it is the newest
+                del rooms[room]  # inserted again below, as the newest
             rooms[room] = rank, until_s
         for room in ended:
             rooms.pop(room, None)
@@ -74,13 +74,13 @@ class RouteTable:
         return True
 
     def drop(self, worker_id: str) -> None:
-        """That worker is gone, and its rooms with it."""
+        """Forget a worker that is gone, and its rooms."""
         owner = self._owners.pop(worker_id, None)
         if owner is not None:
             self._num_rooms -= len(owner.rooms)
 
     def drop_others(self, worker_id: str, epoch: int) -> None:
-        """Only this incarnation of that worker lives."""
+        """Forget other incarnations of this worker."""
         owner = self._owners.get(worker_id)
         if owner is not None and owner.epoch != epoch:
             self.drop(worker_id)
@@ -91,7 +91,7 @@ class RouteTable:
         self._num_rooms = 0
 
     def expire(self, now_s: float) -> int:
-        """Forget what is too old; returns how many rooms."""
+        """Forget rooms that are too old; returns how many."""
         before = self._num_rooms
         for owner in self._owners.values():
             while owner.rooms and next(iter(owner.rooms.values()))[1] <= now_s:
@@ -100,7 +100,7 @@ class RouteTable:
         return before - self._num_rooms
 
     def snapshot(self) -> list[wire.Routes]:
-        """All that is known, one message a worker."""
+        """All routes, one message per worker."""
         return [
             wire.Routes(
                 worker_id,
@@ -123,10 +123,10 @@ class RouteTable:
 
 
 class RouteNews:
-    """What one worker has to tell of its routes, between two messages.
+    """Changes to one worker's routes, collected between two messages.
 
-    live: the routes of all rooms that it has; whoever tells keeps to the worker's own bound on
-    rooms. A room that ended before it was told of is never told of.
+    live: the routes of all its rooms, bounded by the worker's own limit on rooms. A room that ends
+    before it was told is never told.
     """
 
     def __init__(self, worker_id: str, epoch: int) -> None:
@@ -139,7 +139,7 @@ class RouteNews:
         self._whole = True
 
     def add(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
-        """Rooms with their ranks, and rooms that are over, maybe among the former."""
+        """Add rooms with their ranks, and rooms that ended; a room may be in both."""
         for room, rank in bound:
             self.live[room] = self._bound[room] = rank
         for room in ended:
@@ -147,7 +147,7 @@ class RouteNews:
                 self._ended.append(room)
 
     def tell_all(self) -> None:
-        """Whoever was told may have forgotten, or never heard."""
+        """Make the next message whole: the registry may have forgotten routes, or never known."""
         self._whole = True
 
     def take(self) -> wire.Routes | None:
@@ -172,7 +172,7 @@ class RouteNews:
 def _stale(routes: wire.Routes, owner: _Owner) -> bool:
     if routes.epoch != owner.epoch:
         return routes.epoch < owner.epoch
-    # A snapshot has the number of what it ends with, and may repeat what is known.
+    # A snapshot has the number of the last message in it, and may repeat known routes.
     return routes.number < owner.number + (not routes.whole)
 
 

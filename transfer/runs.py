@@ -1,4 +1,4 @@
-"""Which rows of several steps are a room's consecutive tokens."""
+"""Finds the runs in the rows of several steps: consecutive tokens of one room."""
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from transfer import wire
 def gathered(
     rooms: np.ndarray, token_idx: np.ndarray, finish: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort rows by room, a room's in their order, and find its runs.
+    """Sort rows by room, keeping the order within a room, and find the runs.
 
-    A run is a room's consecutive tokens, of which none but the last finishes it. Arrays have one
-    entry a row. Returns the order of the rows, i64[n], and where in it each run starts and ends,
+    A run is a room's consecutive tokens, of which only the last may finish it. Arrays have one
+    entry per row. Returns the order of the rows, i64[n], and where in it each run starts and ends,
     i64[runs].
     """
     order = np.argsort(rooms, kind="stable")

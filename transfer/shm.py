@@ -1,12 +1,13 @@
 """The `shm` backend: pages through memory that two processes of one host share, or else by TCP.
 
 A sender connects by TCP as always. The receiver's WELCOME names its host and an abstract Unix
-socket. A sender of the same host that reaches that socket goes on there, once more with both
-proofs, and is passed memory (transfer/staging.py): it writes pages into slots, and frames on the
-Unix socket say where. Checks, rooms, pings and endings are those of transfer/tcp.py.
+socket. A sender on the same host that reaches that socket continues there: both ends repeat the
+handshake, and the receiver passes memory (transfer/staging.py). The sender writes pages into slots,
+and frames on the Unix socket name the slots. Checks, rooms, pings and endings are those of
+transfer/tcp.py.
 
-Another host, or containers without a common network namespace: pages go on by TCP, unless
-either side demands shared memory.
+Between hosts, or containers without a common network namespace, pages travel by TCP, unless either
+side demands shared memory.
 """
 
 import logging
@@ -33,7 +34,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """What two processes of one running kernel have in common; "" where there is no such thing."""
+    """An id that processes share if they run on one kernel; "" where memory cannot be shared."""
     if not can_share_memory():
         return ""
     try:
@@ -56,7 +57,7 @@ class ShmSender(TcpSender):
         host: str | None = None,
         connections: int = 1,
     ) -> None:
-        """is_demand: rather nothing than TCP. host: this host's identity.
+        """is_demand: never fall back to TCP. host: this host's identity.
 
         Raises ConfigError when shared memory is demanded where there is none.
         """
@@ -77,7 +78,7 @@ class ShmSender(TcpSender):
 
 
 class _ShmLane(SlotLane):
-    """One connection to a decode worker, by whichever way was chosen."""
+    """One connection to a decode worker, by shared memory or TCP."""
 
     sender: ShmSender
 
@@ -101,7 +102,7 @@ class _ShmLane(SlotLane):
         return bool(self.sender.host) and offer.host_identity == self.sender.host
 
     def _why_not(self, offer: Offer | None) -> str:
-        """Why shared memory is not used, both sides' values named."""
+        """Why shared memory is not used, with both sides' values."""
         mine = self.sender.host or "unknown"
         if offer is None:
             return f"this side is on host {mine}, decode offers none"
@@ -113,9 +114,9 @@ class _ShmLane(SlotLane):
         )
 
     def _reach(self, offer: Offer) -> Connection | None:
-        """The receiver by its Unix socket, with its memory; None when nobody is there.
+        """Connect to the receiver's Unix socket and map its memory; None when nobody listens there.
 
-        A name means the same to both only in one network namespace.
+        The socket's name is visible only within one network namespace.
         """
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(CONNECT_TIMEOUT_S)
@@ -138,7 +139,7 @@ class _ShmLane(SlotLane):
         return connection
 
     def _stay(self, connection: Connection, offer: Offer | None) -> Connection:
-        """Go on by TCP, if both sides may. Raises Incompatible."""
+        """Stay with TCP. Raises Incompatible when either side demands shared memory."""
         why_not = self._why_not(offer)
         if self.sender.is_demand or (offer is not None and offer.is_demand):
             connection.close()
@@ -170,8 +171,8 @@ class ShmReceiver(TcpReceiver):
         identity: str | None = None,
         pin: PinMemory | None = None,
     ) -> None:
-        """is_demand: rather nothing than TCP. identity: this host's. pin: memory in which pages
-        come.
+        """is_demand: never fall back to TCP. identity: this host's. pin: called for memory that
+        receives pages.
 
         Raises ConfigError when staging_bytes is too small, or shared memory is demanded where
         there is none.
@@ -191,14 +192,14 @@ class ShmReceiver(TcpReceiver):
         if self._identity:
             try:
                 self._begin_to_offer()
-            except OSError as error:  # a sandbox may allow neither memory nor the socket
+            except OSError as error:  # a sandbox may forbid the memory or the socket
                 if self._is_demand:
                     raise ConfigError(f"{_NO_SHARING}: {error}") from error
                 log.warning("shared memory cannot be offered, pages come by tcp: %s", error)
         return super().start()
 
     def _begin_to_offer(self) -> None:
-        """Listen where memory is lent, once it is known that there is some. Raises OSError."""
+        """Check that memory can be allocated, then listen on a Unix socket. Raises OSError."""
         probe = SharedSlots(self.shape, lambda: None)
         probe.close_fd()
         probe.close()
@@ -220,7 +221,7 @@ class _ShmFeeder(SlotFeeder):
     receiver: ShmReceiver
 
     def greeted(self, connection: Connection) -> None:
-        """Make the memory and pass it. Raises OSError when there is none."""
+        """Allocate the memory and pass it. Raises OSError when there is none."""
         receiver = self.receiver
         self.slots = slots = SharedSlots(receiver.shape, self.slot_freed, receiver.pin)
         try:

@@ -1,24 +1,24 @@
-"""SIGINT, SIGTERM and SIGHUP, from where a process listens to them to its exit."""
+"""Handling of SIGINT, SIGTERM and SIGHUP, from when a process listens for them to its exit."""
 
 import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 
-# What a parent tells a child of its that drains: SIGTERM, where that is not the second one for
-# a child that somebody told before, or that was told together with its parent.
+# Sent by a parent to make its child drain. It acts like SIGTERM, but is never a second SIGTERM to a
+# child that got one before, or that got one together with its parent.
 DRAIN = signal.SIGUSR1
 
 
 @contextlib.contextmanager
 def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterator[None]:
-    """Call what belongs to a signal on the running loop while the block lasts (main thread).
+    """Run each signal's action on the running loop while the `with` lasts (main thread).
 
-    SIGHUP, of a terminal or a connection that closes, is the first SIGTERM, unless it was ignored
-    (nohup). It is never the second: it comes several times over, of the kernel and of the shell.
-    Afterwards the process ignores them: it is about to exit, and how is settled. A loop that
-    closes with handlers would let one that comes meanwhile write to a closed file (a complaint
-    of the interpreter on stderr) or kill the process before it has said why it ends.
+    SIGHUP, which a closed terminal or connection sends, acts as the first SIGTERM, unless it was
+    ignored (nohup). It never acts as the second: the kernel and the shell each send it, several
+    times. Afterwards the process ignores these signals, since it is about to exit. If the loop
+    closed with its handlers in place, a late signal would write to a closed file (the interpreter
+    complains on stderr) or kill the process before it has said why it ends.
     """
     loop = asyncio.get_running_loop()
     if signal.SIGTERM in actions and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -34,7 +34,7 @@ def on_signals(actions: Mapping[signal.Signals, Callable[[], object]]) -> Iterat
 
 
 def _with_hangup(terminated: Callable[[], object]) -> dict[signal.Signals, Callable[[], object]]:
-    """What SIGTERM and SIGHUP do."""
+    """The actions of SIGTERM and SIGHUP."""
     heard = False
 
     def on_term() -> None:

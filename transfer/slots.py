@@ -1,7 +1,8 @@
 """The ends of a connection whose pages lie in the receiver's memory: PAGES names a slot.
 
-Header, meta and digest of a frame travel on the connection, its payload does not. Which slot is
-whose: transfer/staging.py. How a payload gets there: transfer/shm.py and transfer/nixl.py.
+A frame's header, meta and digest travel on the connection, its payload does not. See
+transfer/staging.py for who owns which slot, and transfer/shm.py and transfer/nixl.py for how a
+payload gets there.
 """
 
 import logging
@@ -18,17 +19,17 @@ from transfer.tcp import TcpFeeder, TcpLane
 
 log = logging.getLogger(__name__)
 
-# What both ends cut frames to, unless one page has more: small enough that the copy of one frame
-# overlaps the reading of the one before it, large enough that what a frame costs hardly shows.
+# The size of frames and slots, unless one page has more: small enough that copying one frame
+# overlaps reading the one before it, large enough that the cost per frame hardly shows.
 FRAME_BYTES = 4 << 20
 
 
 class SlotLane(TcpLane):
-    """The sender's end; one of TCP until it has slots."""
+    """The sender's end; it sends pages by TCP unless it has slots."""
 
-    elsewhere = ""  # how pages travel with slots
-    in_one_memory = True  # a digest over samples is enough
-    writes_at_once = True  # into a slot, without waiting for anything
+    elsewhere = ""  # the name of how pages travel with slots
+    in_one_memory = True  # both ends share memory: a sampled digest is enough
+    writes_at_once = True  # writing into a slot does not wait
     slots: FillableSlots | None = None
 
     @property
@@ -50,7 +51,7 @@ class SlotLane(TcpLane):
         connection = self._connection
         if connection is None:
             return False
-        slots = self.slots  # looked at second: they are there before the connection is
+        slots = self.slots  # read after _connection: they are set before it is
         if slots is None or job.payload is None:
             return super().try_send(job)
         if not self.writes_at_once or not slots.fits(job.num_bytes):
@@ -62,7 +63,7 @@ class SlotLane(TcpLane):
         return is_sent
 
     def _in_slot(self, slots: FillableSlots, job: Job, payload: np.ndarray) -> tuple[int, bytes]:
-        """Write a payload; its slot, and the frame that names it."""
+        """Write a payload into a slot. Returns the slot, and the frame that names it."""
         slot, written = slots.write(payload)
         meta = wire.encode(InSlot(slot))
         return slot, without_payload(job.frame, meta, written, self.in_one_memory)
@@ -81,7 +82,7 @@ class SlotLane(TcpLane):
 
 
 class SlotFeeder(TcpFeeder):
-    """The receiver's end, and the memory lent to its sender."""
+    """The receiver's end, with the memory lent to its sender."""
 
     slots: LentSlots | None = None
     in_one_memory = True  # as SlotLane's
@@ -113,7 +114,7 @@ class SlotFeeder(TcpFeeder):
             self.slots.close()
 
     def slot_freed(self) -> None:
-        """There is credit to give (any thread)."""
+        """Wake the thread to send a CREDIT (any thread)."""
         connection = self.connection
         if connection is not None and threading.current_thread() is not self.thread:
             connection.wake()

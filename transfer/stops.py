@@ -1,4 +1,4 @@
-"""When a token ends its request: judged by prefill for the first token, by decode for the rest."""
+"""When a token ends its request: prefill decides for the first token, decode for the rest."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from transfer.wire import LENGTH, RUNNING, STOP, SamplingParams
 def finish_of(token_id: int, token_idx: int, params: SamplingParams) -> int:
     """RUNNING, STOP or LENGTH after this token.
 
-    token_idx: 0 = the first generated token. A stop id before min_tokens cannot be drawn
-    (model/sampling masks it), so it needs no second look here.
+    token_idx: 0 = the first generated token. A stop id cannot be drawn before min_tokens
+    (model/sampling masks it), so this does not check for it.
     """
     if token_id in params.stop_token_ids:
         return STOP

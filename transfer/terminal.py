@@ -1,8 +1,8 @@
-"""What a process says on stdout and stderr, whether or not anybody is there to read it.
+"""Writes a process's text to stdout and stderr, whether or not anybody reads it.
 
 A server outlives the terminal, or the `| head`, that it was started from: text that cannot be
-written is no reason to end. Nor is it one to stand still: a pager, a terminal that is held, or a
-log driver that hangs reads no more, and then text waits, and some of it is dropped.
+written must not end it. Nor may it make the server wait: when a pager, a paused terminal or a hung
+log driver stops reading, text is queued, and some of it is dropped.
 """
 
 import contextlib
@@ -20,15 +20,16 @@ _FLUSH_S: Final = 1.0
 
 
 def open_missing() -> None:
-    """Give a process that was started without stdin, stdout or stderr an empty one.
+    """Open /dev/null as stdin, stdout or stderr if the process was started without it.
 
-    Else pipes and sockets get their numbers, and a child's own three take these pipes' places.
+    Otherwise pipes and sockets would get these numbers, and a child's standard streams would
+    replace them.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -36,17 +37,17 @@ def open_missing() -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal, on stdout."""
+    """Write a line to stdout, for the person at the terminal."""
     _write(sys.stdout, text)
 
 
 def complain(text: str) -> None:
-    """A line on stderr."""
+    """Write a line to stderr."""
     _write(sys.stderr, text)
 
 
 def flush() -> None:
-    """Whatever was written and not sent yet; what nobody reads is given up after a second."""
+    """Wait until queued text is written, for a second per stream; then give it up."""
     for outlet in list(_outlets.values()):
         outlet.flush(_FLUSH_S)
     for stream in (sys.stdout, sys.stderr):
@@ -57,18 +58,18 @@ def flush() -> None:
 def _write(stream: TextIO, text: str) -> None:
     try:
         number = stream.fileno()
-    except OSError:  # somebody has put another object in its place
+    except OSError:  # the stream was replaced by an object without a file
         with contextlib.suppress(OSError):
             stream.write(text + "\n")
         return
     with contextlib.suppress(OSError):
-        stream.flush()  # nothing of ours: what a library has printed comes first
+        stream.flush()  # what a library has printed comes first; our text bypasses the buffer
     data = (text + "\n").encode(stream.encoding, stream.errors or "strict")
     (_outlets.get(number) or _outlets.setdefault(number, _Outlet(number))).put(data)
 
 
 class _Outlet:
-    """Writes to an open file: at once where that takes no waiting, else from a thread, in order."""
+    """Writes to an open file, in order: at once if that needs no waiting, else from a thread."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -95,7 +96,7 @@ class _Outlet:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def _write_now(self, text: bytes) -> bytes:
-        """What is left when the next piece would have to wait; nothing where writing fails."""
+        """Write without waiting; returns the rest, or nothing if writing fails."""
         ready = select.poll()
         ready.register(self._number, select.POLLOUT)
         try:
@@ -124,4 +125,4 @@ class _Outlet:
                 self._changed.notify_all()
 
 
-_outlets: dict[int, _Outlet] = {}  # by the number of the open file
+_outlets: dict[int, _Outlet] = {}  # by file descriptor

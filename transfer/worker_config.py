@@ -1,4 +1,4 @@
-"""What a worker of either role is told at its start."""
+"""The configuration that prefill and decode workers share, and its validation."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,7 +9,7 @@ from transfer import nixl_agent
 from transfer.backend import MAX_PAYLOAD_BYTES
 from transfer.errors import ConfigError
 
-MAX_DEVICES = 1024  # so many virtual ones a CPU still makes
+MAX_DEVICES = 1024  # as many virtual devices as a CPU can still make
 MAX_THREADS = 4096
 ANY_PROMPT = -1  # of decode's --local-prefill-tokens
 PLACING = tuple(field.name for field in fields(ExpertPolicy))
@@ -146,7 +146,7 @@ class WorkerConfig:
 
     @property
     def meeting_host(self) -> str:
-        """Of node 0, without brackets; "" of a process alone."""
+        """Node 0's host, without brackets; "" for a process alone."""
         return self.dist_init_addr.rpartition(":")[0].strip("[]")
 
     @property
@@ -161,7 +161,7 @@ class WorkerConfig:
 
     @property
     def placing(self) -> ExpertPolicy:
-        """Where experts are, and when they move."""
+        """Where experts are placed, and when they move."""
         return ExpertPolicy(**{name: getattr(self, name) for name in PLACING})
 
     @property
@@ -185,7 +185,7 @@ def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
 
 
 def reachable(config: Any, name: str) -> None:
-    """Raises ConfigError when an address that peers are told is one that nobody can reach."""
+    """Raises ConfigError when the address that peers are told is a wildcard."""
     if getattr(config, name) in ("0.0.0.0", "::"):
         raise ConfigError(
             f"--{name.replace('_', '-')} is the address by which peers reach this worker, got "
@@ -194,14 +194,14 @@ def reachable(config: Any, name: str) -> None:
 
 
 def at_least(config: Any, name: str, least: int) -> None:
-    """Raises ConfigError naming the flag, its value and what it takes."""
+    """Raises ConfigError, naming the flag, its value and the minimum."""
     value = getattr(config, name)
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def at_most(config: Any, name: str, most: int) -> None:
-    """Raises ConfigError naming the flag, its value and what it takes."""
+    """Raises ConfigError, naming the flag, its value and the maximum."""
     value = getattr(config, name)
     if value > most:
         raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, got {value}")
