@@ -443,7 +443,7 @@ class RegistryClient:
             try:
                 link = await self.connect_routes(watcher_id, follows=True)
                 complaint.settle()
-                table.clear()  # what follows is all that is known
+                table.clear()  # the whole table follows
                 try:
                     await self._follow(link, table, on_news)
                 finally:

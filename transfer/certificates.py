@@ -121,7 +121,7 @@ def check_names(cert_file: Path, key_file: Path, host: str) -> None:
         for end in (client, server, client):
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    except ValueError as error:  # no name, or not one of the certificate's
+    except ValueError as error:  # host is no name, or the certificate does not have it
         why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error
         raise ConfigError(f"peers would not take {cert_file}: {why}") from error
 

@@ -321,8 +321,7 @@ class RegisteredSlots(LentSlots):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give the RAM back to the kernel once nobody reads it (any thread, any number of
-        times)."""
+        """Give the RAM back to the kernel once nobody reads it (any thread, repeatable)."""
         former = self._former
         if former is not None and len(self._freed) == sum(self._held):
             former.madvise(mmap.MADV_DONTNEED)

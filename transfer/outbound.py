@@ -104,7 +104,7 @@ class Sender(ABC):
         with self._lock:
             if self._closed or grant.data_address in self._lanes:
                 return
-            # If no lane can be opened now, the first room with pages tries again and is told.
+            # If no lane can be opened now, the first room with pages retries and gets the error.
             with contextlib.suppress(Unavailable):
                 self._lane_of(grant)
 

@@ -29,8 +29,11 @@ def reusable_tokens(num_tokens: int, logprobs_start: int) -> int:
 
 @dataclass(slots=True)
 class Sharing:
-    """A prompt as the prefix caches of all ranks see it. Each page is digested once, on demand: one
-    digest is enough to find that nothing of a prompt is cached."""
+    """A prompt as the prefix caches of all ranks see it.
+
+    Each page is digested once, on demand: one digest is enough to find that nothing of a prompt is
+    cached.
+    """
 
     token_ids: np.ndarray  # i32[n]
     salt: str

@@ -171,8 +171,7 @@ class ShmReceiver(TcpReceiver):
         identity: str | None = None,
         pin: PinMemory | None = None,
     ) -> None:
-        """is_demand: never fall back to TCP. identity: this host's. pin: called for memory that
-        receives pages.
+        """is_demand: never fall back to TCP. identity: this host's. pin: called for page memory.
 
         Raises ConfigError when staging_bytes is too small, or shared memory is demanded where
         there is none.

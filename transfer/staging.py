@@ -89,8 +89,7 @@ class LentSlots:
     """The receiver's end: gives views of what the sender wrote."""
 
     def __init__(self, shape: SlotShape, memory: mmap.mmap, on_freed: Callable[[], None]) -> None:
-        """memory: shape.num_bytes. on_freed: called when enough slots for a CREDIT are free (any
-        thread)."""
+        """memory: shape.num_bytes. on_freed: enough slots for a CREDIT are free (any thread)."""
         self.shape = shape
         self._memory = memory
         self._bytes = np.frombuffer(memory, np.uint8)

@@ -418,9 +418,9 @@ class Worker(ABC):
                 busy = self.turn()
                 self.progress += 1
                 if not busy:
-                    # jaxlib releases host arrays that devices have copied at its next call or at
-                    # a garbage collection. An idle engine has neither, and the memory of received
-                    # pages would stay taken while their sender may be waiting for it.
+                    # Only at its next call or at a garbage collection does jaxlib release host
+                    # arrays that devices have copied. An idle engine has neither, and the memory
+                    # of received pages would stay taken while their sender may wait for it.
                     gc.collect(0)
                 if self.handing_on and not self.num_held():
                     self.handing_on = False
@@ -459,8 +459,7 @@ def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
 
 
 def _malformed(submit: wire.Submit) -> str:
-    """What is wrong with a submit that would crash the engine, as no API process sends it; "" =
-    nothing."""
+    """What would crash the engine, which no API process of ours sends; "" = nothing is wrong."""
     num_tokens, rest = divmod(len(submit.token_ids), 4)
     if rest or not 0 < submit.num_prompt_tokens <= num_tokens:
         return f"{len(submit.token_ids)} bytes of token ids, {submit.num_prompt_tokens} of prompt"

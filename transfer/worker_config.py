@@ -28,7 +28,7 @@ class WorkerConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, none are read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     context_length: int = 0  # 0 = the model's, at most 4096 on CPU
-    cpu_threads: int = 0  # of XLA on a processor; 0 = one for a small network, else all
+    cpu_threads: int = 0  # of XLA on CPU; 0 = one for a small network, else all processors
     tp_size: int = 1
     ep_size: int = 1
     dp_size: int = 1
@@ -38,7 +38,7 @@ class WorkerConfig:
     ep_num_redundant_experts: int = 0  # physical experts of a layer beyond the logical ones
     init_expert_location: str = TRIVIAL  # or a JSON file
     enable_eplb: bool = False
-    expert_distribution_file: str = ""  # rows that chose each expert, when they were last counted
+    expert_distribution_file: str = ""  # gets the rows that chose each expert at the last count
     eplb_rebalance_num_iterations: int = 1000  # calls to the device that count rows
     eplb_rebalance_layers_per_chunk: int = 1  # layers moved between two calls; 0 = all
     eplb_min_rebalancing_utilization_threshold: float = 1.0
@@ -47,13 +47,13 @@ class WorkerConfig:
     mem_fraction_static: float = 0.0  # of device memory; 0 = 0.1 of free memory on CPU, else 0.85
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8_e4m3"] = "auto"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"  # of layers' weights in memory
-    # Tokens of a chunk; 0 = 512 on CPU; elsewhere 8192, or 2048 where decode's streams wait for it.
+    # Tokens of a chunk; 0 = 512 on CPU, elsewhere 8192, or 2048 where decode's streams wait for it.
     chunked_prefill_size: int = 0
     disable_radix_cache: bool = False
     max_queued_requests: int = 1024
     disaggregation_transfer_backend: Literal["auto", "nixl", "shm", "tcp"] = "auto"
     max_frame_bytes: int = 16 << 20
-    drain_timeout_s: float = 30.0  # longest wait for what has begun when told to leave
+    drain_timeout_s: float = 30.0  # the most time for begun rooms to finish, once told to leave
     stall_timeout_s: float = 3.0  # a data connection that moves nothing for so long is lost
 
     def __post_init__(self) -> None:
