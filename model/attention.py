@@ -45,16 +45,16 @@ class Rows(NamedTuple):
     kv_idx: Int32[Array, "groups rows"]
 
 
-# (q [rows, kv_heads, group, head_dim], pool, place, sinks, window) -> as q, its last axis as long
-# as a value is. The last two as in model/kernels/attention/reference.py.
+# (q [rows, kv_heads, group, head_dim], pool, place, sinks, window) -> as q, with a last axis of the
+# size of a value. For sinks and window see model/kernels/attention/reference.py.
 Attend = Callable[[Array, Array, Place, Array | None, Array | None], Array]
 
 
 class Listed(NamedTuple):
     """The pages of a chunk's prompts, brought together in the order of the chunk's list.
 
-    read: (pool, place) -> numbers of keys, [num_pages, page_size, kv_heads, head_dim].
-    attend: (q, a pool of one layer and such pages, window, value_dim) -> as Attend.
+    read: (pool, place) -> the keys as numbers, [num_pages, page_size, kv_heads, head_dim].
+    attend: (q, a one-layer pool of such pages, window, value_dim) -> as Attend returns.
     """
 
     num_positions: int
@@ -88,8 +88,8 @@ def attention(
 ) -> tuple[Float[Array, "parts rows hidden"], PagePool]:
     """Attention of this shard's heads, summed over shards; float32, in parts to be added up.
 
-    Returns also the pool. weights: one layer's. place: where the pool has it. The rows' keys and
-    values are there before they attend.
+    weights: one layer's. place: where that layer is in the pool. The rows' keys and values are
+    written to the pool before the rows attend. Returns the pool, too.
     Source: grouped queries arXiv:2305.13245; pages arXiv:2309.06180, section 4.1.
     """
     with jax.named_scope("attention"):
@@ -102,7 +102,7 @@ def attention(
         where = pool, place.layer, rows.kv_idx[place.group]
         if cfg.qk_norm_of_all:
             q, k, v = split(found, x.dtype.name)
-            # A kv head that several shards hold is in the sum each time, and in its size, too.
+            # A kv head that several shards hold enters the sum once per shard, and the size, too.
             sizes = cfg.num_heads * head_dim, heads * num_shards() * head_dim
             q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
             q, pool = rotate_and_write(q, k, v, found, *where)

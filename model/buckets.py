@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from model.errors import ModelError
 
-LIST_FACTOR = 4  # between lengths of a chunk's list of pages, where it has several
+LIST_FACTOR = 4  # ratio of successive lengths of a chunk's list of pages, where there are several
 _LONG_CHUNK = 512
 _SHORTEST_CHUNK = 16
 
@@ -24,8 +24,8 @@ def geometric(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 def chunk_sizes(largest: int) -> tuple[int, ...]:
     """Ascending lengths of chunks up to the largest.
 
-    Long ones double, since what is padded is computed all the same: on an H200 a prompt of 1,024
-    tokens took 37 ms in a chunk of 2,048. Of short ones each is four times the last.
+    Long chunks double, since padding is computed all the same: on an H200 a prompt of 1,024 tokens
+    took 37 ms in a chunk of 2,048. Short ones grow by a factor of four.
     """
     sizes = [largest]
     while True:
@@ -48,7 +48,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def touched_pages(num_positions: int, page_size: int) -> int:
-    """Pages that so many consecutive positions touch at most, wherever they begin."""
+    """The most pages that so many consecutive positions can touch, wherever they begin."""
     return 1 if num_positions < 2 else (num_positions - 2) // page_size + 2
 
 
@@ -65,7 +65,7 @@ class PrefillBuckets:
     the chunk's list of context pages (its cost follows the pages in use, not the capacity; where it
     does not, there are shorter lists: `list_sizes`).
     run_pages: lengths of a gathered run of pages on its way out. staged_pages: pages of each rank
-    that may be gathered and not on the host yet, padding included.
+    that may be gathered but not yet on the host, padding included.
     """
 
     tokens: tuple[int, ...]
@@ -76,9 +76,9 @@ class PrefillBuckets:
 
 
 def list_sizes(buckets: PrefillBuckets, tokens: int, page_size: int) -> tuple[int, ...]:
-    """Ascending lengths of the list of pages, for a chunk that does something for all of them.
+    """Ascending lengths of the list of pages, for a chunk whose cost follows the list's length.
 
-    The first is enough for prompts that begin in the chunk, the last for any.
+    The first is enough for prompts that begin in the chunk, the last for any prompts.
     """
     size, sizes = pages_for(tokens, page_size) + buckets.seqs, []
     while 2 * size <= buckets.pages:
@@ -91,8 +91,8 @@ class Drafting(NamedTuple):
     """How a decode step drafts the tokens that may follow a slot's last one."""
 
     num_tokens: int
-    min_match: int  # tokens that must have been there before
-    max_match: int  # tokens that are compared: the longer match is preferred, then the later one
+    min_match: int  # tokens that must have occurred before
+    max_match: int  # most tokens that are compared: the longer match wins, then the later one
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class DecodeBuckets:
 
     slots: padded batch sizes of a step. pages_per_slot: width of the page table.
     run_pages: lengths of a run of pages that is put in place. admit_rows: slots set in one call.
-    drafting: of steps that have rows to spare; None: of none. ring_pages: that each slot has for
-    layers with a window; 0: as many as for the others.
+    drafting: for steps that have rows to spare; None: no step drafts. ring_pages: pages that each
+    slot has for layers with a window; 0: as many as for the other layers.
     """
 
     slots: tuple[int, ...]
@@ -115,8 +115,8 @@ class DecodeBuckets:
     def drafting_of(self, slots: int) -> Drafting | None:
         """How a step of this bucket drafts tokens, if it does.
 
-        They have rows of their own, which idle slots leave free: no step has more rows than the
-        largest, but one of a single slot.
+        Drafted tokens take rows of their own, which idle slots leave free: no step has more rows
+        than the largest bucket, except a step of a single slot.
         """
         if self.drafting is None:
             return None
@@ -157,7 +157,7 @@ def prefill_buckets(
         seqs=max_seqs,
         pages=2 * pages_for(context_length, page_size) + max_seqs,
         run_pages=geometric(1, run, 4),
-        # What two chunks compute. A prompt whose prefix is cached has more, by up to its context.
+        # Pages that two chunks compute. A prompt with a cached prefix has up to its context more.
         staged_pages=2 * groups * (pages_for(chunk_size, page_size) + run),
     )
 
@@ -171,7 +171,7 @@ def decode_buckets(
 ) -> DecodeBuckets:
     """Slot buckets double; the largest is --max-running-requests.
 
-    window: positions for which layers with one keep pages, where those have some of their own; 0:
+    window: positions for which windowed layers keep pages, where they have pages of their own; 0:
     for all. Raises ModelError when pages do not tile the context, or drafts would reach past one
     page.
     """
@@ -182,8 +182,8 @@ def decode_buckets(
             f"{page_size}: a step enters one page for each slot"
         )
     per_slot = pages_for(context_length, page_size)
-    # What a step writes does not lie where the first of its tokens still looks: beyond a window a
-    # ring has room for a page's positions less one at least, and drafts are fewer than a page has.
+    # A step must not overwrite what the first of its tokens still sees: beyond the window a ring
+    # has room for at least page_size - 1 positions, and a step drafts fewer than page_size tokens.
     ring = touched_pages(window, page_size) if window else 0
     slots = [1]
     while slots[-1] < max_running:

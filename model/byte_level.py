@@ -2,7 +2,7 @@
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Bytes that print stand for themselves, the others for the characters from U+0100 on.
+    """Printable bytes stand for themselves, the others for the characters from U+0100 on.
 
     Source: GPT-2, "Language Models are Unsupervised Multitask Learners", section 2.2, and
     the vocabularies published with it.
@@ -23,7 +23,7 @@ def spelled(data: bytes) -> str:
 
 
 def token_bytes(token: str) -> bytes:
-    """A token with any other character is an added one, spelled as it is."""
+    """The bytes of a token; one with any other character is an added token, spelled as it is."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:

@@ -14,13 +14,13 @@ from model.errors import ModelError
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# All bits of an exponent, which only infinities and what is no number have.
+# All bits of the exponent, which only infinities and NaNs have set.
 _EXPONENTS: Final[dict[str, tuple[Any, int]]] = {
     "float32": (np.uint32, 0x7F800000),
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-_TILE: Final = 1 << 17  # numbers that stay in the cache
+_TILE: Final = 1 << 17  # numbers that fit in the cache
 
 
 class Checkpoint:
@@ -60,7 +60,7 @@ class Checkpoint:
     def _open(self, file: str) -> Any:
         path = self.folder / file
         try:
-            path.open("rb").close()  # safetensors calls all that cannot be opened missing
+            path.open("rb").close()  # safetensors calls any file missing that it cannot open
             return safe_open(path, framework="np")
         except FileNotFoundError as error:
             raise ModelError(f"{path}: no such file, but {_INDEX} names it") from error
@@ -89,15 +89,15 @@ class Checkpoint:
             raise self._foreign(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice, not an empty one, of a tensor in the file's dtype.
+        """A non-empty slice of a tensor, in the file's dtype.
 
         Raises ModelError when the file cannot be read, numpy has no such dtype, or a number in it
-        is not finite: nothing tells that later, as pages of keys and values hold no such numbers.
+        is not finite: nothing would show that later, since pages hold finite keys and values only.
         """
         try:
             values = np.asarray(self._slice(name)[index])
         except (SafetensorError, OSError, AttributeError, TypeError) as error:
-            # safetensors asks numpy for the dtype, and slices none whose items are less than bytes.
+            # safetensors asks numpy for the dtype, and slices no items that are less than a byte.
             if self.dtype(name) not in _DTYPES:
                 raise self._foreign(name) from error
             raise ModelError(f"{self._at(name)}: not readable: {error}") from error
@@ -106,7 +106,7 @@ class Checkpoint:
         return values
 
     def read_bytes(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor of one-byte items as u8, of dtypes that numpy lacks too.
+        """A slice of a tensor of one-byte items as u8, also of dtypes that numpy lacks.
 
         A view of the mapped file: what is not touched is not read. Raises ModelError when the file
         cannot be read.
@@ -121,7 +121,7 @@ class Checkpoint:
             raise ModelError(f"{at}: not readable: {error}") from error
 
     def _offset(self, name: str) -> int:
-        """Where in its file a tensor begins; safetensors tells nobody, but has checked it."""
+        """Where in its file a tensor begins; safetensors has checked it, but does not expose it."""
         file = self._where[name]
         if file not in self._offsets:
             with (self.folder / file).open("rb") as opened:
@@ -148,7 +148,7 @@ class Checkpoint:
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """By the bits of exponents, some numbers at a time: several times faster than numpy's own."""
+    """Tests exponent bits, some numbers at a time: several times faster than numpy's isfinite."""
     if values.dtype.name not in _EXPONENTS:
         return True
     kind, exponent = _EXPONENTS[values.dtype.name]

@@ -1,10 +1,10 @@
 """Packed chunks of prompts as compiled programs: pieces in, pages written, logits and tokens out.
 
 Both roles run them: prefill for its prompts, decode for those that it computes itself. All
-data-parallel ranks take each call together, each with its own part, which may be empty. Rows of
-arrays are those of rank 0 first; pages are counted within each rank. Nothing here waits for the
-device, but for what `Asks.ANYTHING` has on a GPU: its host waits for every predicate, so there what
-a chunk may be asked for has programs of its own. A processor has one program for all.
+data-parallel ranks make each call together, each with its own part, which may be empty. The rows of
+arrays begin with rank 0's; pages are counted within each rank. Nothing here waits for the device,
+except `Asks.ANYTHING` on a GPU, where the host waits for every predicate. So on a GPU each thing
+that a chunk may be asked for has programs of its own; on CPU one program serves all.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ _LOGPROB_BLOCK = 64  # rows of full logits alive at once when prompt logprobs ar
 
 @dataclass(frozen=True)
 class Placed[Q: ChunkPrompt]:
-    """Where a chunk has one of its pieces."""
+    """Where one of a chunk's pieces lies in it."""
 
     piece: Piece[Q]
     row: int  # of the logits, which follow the piece's last token
@@ -77,7 +77,7 @@ class PackedChunk[Q: ChunkPrompt]:
     wants: bool  # prompt logprobs
 
     def in_flight(self, told: tuple[Array, ...]) -> ChunkInFlight[Q]:
-        """told: what the call gave back, the logits first."""
+        """told: what the call returned, the logits first."""
         logits, *asked = told
         return ChunkInFlight(self.pieces, logits, tuple(asked) if self.wants else None)
 
@@ -103,7 +103,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         context_length: int,
         apart: bool | None = None,
     ) -> None:
-        """apart: whether what may be asked for has programs of its own; None: on an accelerator."""
+        """apart: whether all that may be asked for has own programs; None: on accelerators only."""
         self.buckets = buckets
         self._apart = not model.on_cpu if apart is None else apart
         self._model = model
@@ -112,7 +112,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         self._nowhere = 0  # a position past the pool of a rank
         self._chunk: dict[tuple[int, int], Program] = {}  # by tokens and pages of the list
         self._logprobs: dict[int, Program] = {}  # where they are apart
-        # By what there is to ask for, and how many tokens so far a draw may look at.
+        # By what rows may ask for, and how many tokens so far a draw may look at.
         sampled = list(Asks) if self._apart else [Asks.ANYTHING]
         self._kinds = [(asks, 1) for asks in sampled] + [(Asks.ANYTHING, context_length)]
         self._sample: list[Program] = []
@@ -156,7 +156,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of the longest chunk's hidden states on one device, where they outlive its program."""
+        """Bytes of a longest chunk's hidden states on one device, where they outlive its call."""
         dtype = np.dtype(self._model.dtype)
         tokens = self.buckets.tokens[-1] if self._apart else 0
         return tokens * self._model.cfg.hidden_size * int(dtype.itemsize)
@@ -196,7 +196,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         return 0 if width == 1 else mask_words(self._model.cfg.vocab_size)
 
     def _lists(self, tokens: int) -> tuple[int, ...]:
-        """Lengths of the list of pages, of which one will do but where keys are made for them."""
+        """Lengths of the list of pages: one, except where keys are made for all of its pages."""
         model, latent = self._model, self._model.cfg.latent
         *shorter, longest = list_sizes(self.buckets, tokens, model.page_size)
         if model.on_cpu or latent is None:
@@ -205,7 +205,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         return *(size for size in shorter if is_expanded(*of, size * model.page_size)), longest
 
     def _owned(self, piece: Piece[Q]) -> Sequence[int]:
-        """Pages of what the prompt has once a piece is computed."""
+        """The prompt's pages up to the end of a piece."""
         return piece.prompt.pages[: pages_for(piece.end, self._model.page_size)]
 
     def _pack(
@@ -328,9 +328,9 @@ def _chunk_whole(
     expert_map: ExpertMap | None,
     loads: Array | None,
 ) -> tuple[Array | None, ...]:
-    """With `_prompt_logprobs` in the place of hidden states, zeros unless wanted.
+    """As `_chunk_alone`, but with prompt logprobs for hidden states; zeros unless wanted.
 
-    wants is the same on all ranks: what it decides has collectives in it.
+    wants is the same on all ranks, since the branch that it selects has collectives in it.
     """
     args = params, pool, batch, last_rows, expert_map, loads
     pool_, loads, logits, hidden = _chunk_alone(model, *args)
@@ -351,7 +351,7 @@ def _prompt_logprobs(model: Model, params: Any, hidden: Array, targets: Array) -
 def _logprobs_of(
     model: Model, params: Any, hidden: Array, targets: Array
 ) -> tuple[Array, Array, Array]:
-    """Logprobs f32[T], and of the best i32[T, 20] and f32[T, 20]."""
+    """Logprobs f32[T]; ids i32[T, 20] and logprobs f32[T, 20] of the best tokens."""
     block = min(_LOGPROB_BLOCK, hidden.shape[0])
     logits = partial(row_logits, model, params)
     return prompt_logprobs(logits, hidden, targets, block)
@@ -381,7 +381,7 @@ def _sample_fn(
 
 
 def _chunk_batch(fields: Sequence[Any]) -> ChunkBatch:
-    """The fields in order: host arrays or shapes, which the type does not tell of."""
+    """A batch of these fields, in order: host arrays or shapes, which its type does not mention."""
     return ChunkBatch._make(fields)
 
 

@@ -1,9 +1,9 @@
-"""Weights that stay codes in memory: a byte a weight, and a scale for some of its inputs.
+"""Weights that stay codes in memory: a byte per weight, and a scale per group of inputs.
 
-A weight is its code's value times a scale, brought to the dtype of the products where it is
-multiplied. Codes of uint8 are e4m3 (arXiv:2209.05433), of which MXFP4's and four-bit values are a
-part, so checkpoints of either are kept without rounding; codes of int8 are integers. The dtype
-alone says which. Of a product's inputs `group` neighbours share one scale for each output.
+A weight is its code's value times a scale, converted to the dtype of the products where it is
+multiplied. uint8 codes are e4m3 (arXiv:2209.05433), which includes all values of MXFP4 and of
+four-bit integers, so checkpoints of either are kept without rounding; int8 codes are integers. The
+dtype alone says which. For each output, `group` neighbouring inputs of a product share one scale.
 """
 
 from typing import Any, Final, NamedTuple
@@ -13,17 +13,17 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Float32, Int8, UInt8
 
-# By what --quantization calls them; and the largest of each, as far below zero as above.
+# By what --quantization calls them; and the largest value that is used of each, of either sign.
 CODE_DTYPES: Final = {"fp8": np.dtype(np.uint8), "int8": np.dtype(np.int8)}
 LARGEST: Final = {np.dtype(np.uint8): np.float32(448), np.dtype(np.int8): np.float32(127)}
-LEAST_GROUP: Final = 8  # whose scales take half as much memory as the codes
+LEAST_GROUP: Final = 8  # its scales take half as much memory as its codes
 
 
 class ExpertStacks(NamedTuple):
     """One shard's experts of some layers of equal structure.
 
-    gate_up, down: of the products' dtype, or codes where there are scales. Scales are f32, with
-    fewer entries along the axis of inputs. Biases: of GPT-OSS.
+    gate_up, down: in the products' dtype, or codes where there are scales. Scales are f32, with
+    fewer entries along the axis of inputs. Only GPT-OSS has biases.
     """
 
     gate_up: Array  # [layers, experts, hidden, 2, f]
@@ -41,11 +41,11 @@ def decoded(
     dtype: Any,
     native: bool,
 ) -> Float[Array, "..."]:
-    """Codes times scales, rounded to dtype. axis: of inputs, of which scales have fewer.
+    """Codes times scales, rounded to dtype. axis: of inputs, along which scales are fewer.
 
-    native: whether the device converts e4m3 itself. A processor does not, and XLA's own conversion
-    takes 20 times as long as these operations on whole integers, which XLA makes vectors of. It
-    does convert integers of a byte.
+    native: whether the device converts e4m3 itself. A CPU does not, and XLA's own conversion there
+    takes 20 times as long as the integer operations of `_from_bits`, which XLA vectorises. A CPU
+    does convert one-byte integers.
     """
     size = codes.shape[axis] // scales.shape[axis]
     before, behind = codes.shape[:axis], codes.shape[axis + 1 :]
@@ -54,22 +54,22 @@ def decoded(
     scaled = (apart * jnp.expand_dims(scales, axis + 1)).reshape(codes.shape)
     kind = jnp.finfo(dtype)
     if kind.dtype != scaled.dtype:
-        # Where the result is widened again, XLA would leave the rounding out.
+        # Without this XLA would skip the rounding where the result is widened again.
         scaled = lax.reduce_precision(scaled, kind.nexp, kind.nmant)
     return scaled.astype(dtype)
 
 
 def converted(codes: Any) -> Any:
-    """What codes say, in float32, as a device converts them."""
+    """The values of codes in float32, converted by the device."""
     if codes.dtype == jnp.int8:
         return codes.astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def _from_bits(codes: Array) -> Array:
-    """e4m3 has a sign, four bits of exponent, whose bias is 7, and three of mantissa.
+    """The values of e4m3 codes: a sign, four bits of exponent with bias 7, three of mantissa.
 
-    Of what is no number, which the loader refuses, it makes 480.
+    NaN, which the loader refuses, becomes 480.
     """
     wide = codes.astype(jnp.int32)
     size = wide & np.int32(0x7F)

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint shown as codes, or as scales of these; see model/coded.py.
+"""Tensors of a checkpoint shown as codes, or as the scales of codes; see model/coded.py.
 
-The second axis is that of inputs, in tensors of one expert and in those of all.
+The second axis is that of inputs, in tensors of one expert and in tensors of all.
 """
 
 import logging
@@ -38,7 +38,7 @@ class _Codes:
 
 @dataclass(frozen=True)
 class _Scales:
-    """Of an index that counts groups along the second axis."""
+    """Shows scales; an index counts groups along the second axis."""
 
     files: Checkpoint
     group: int
@@ -54,14 +54,14 @@ class _Scales:
 
 @dataclass(frozen=True)
 class _Rounded:
-    """A slice of a tensor that is not quantised, and what the whole has for scales there.
+    """A slice of a tensor that is not quantised, and the scales of the whole tensor there.
 
-    Which inputs share one follows from the tensor alone: on every mesh the codes are the same.
+    Which inputs share a scale follows from the tensor alone: codes are the same on every mesh.
     """
 
     values: Float32[np.ndarray, "a inputs *more"]  # of whole groups
     share: int
-    inner: slice  # of these, what was asked for
+    inner: slice  # the inputs of values that were asked for
     dtype: np.dtype  # of codes
 
     @staticmethod
@@ -74,12 +74,12 @@ class _Rounded:
         return _Rounded(values, share, slice(asked.start - first, asked.stop - first), dtype)
 
     def scales(self) -> Float32[np.ndarray, "a inputs *more"]:
-        """Of every input."""
+        """A scale for every input."""
         return np.repeat(self._each(), self.share, axis=1)[:, self.inner]
 
     def codes(self) -> np.ndarray:
         """The nearest to each weight: [a, inputs, *more]."""
-        # Of weights so small that scales are rounded coarsely, some come to more than the largest.
+        # Weights so small that their scales are rounded coarsely may exceed the largest code.
         most = LARGEST[self.dtype]
         values = (self.values[:, self.inner] / self.scales()).clip(-most, most)
         if self.dtype == np.int8:
@@ -96,8 +96,8 @@ class _Rounded:
 def shown(files: Checkpoint, leaf: Leaf, codes: np.dtype) -> Files:
     """The tensors as this parameter holds them. codes: their dtype, see model/coded.py.
 
-    Those of a quantised checkpoint keep their codes and scales, others are rounded to the nearest
-    code, the largest weight of a group to the largest code.
+    Tensors of a quantised checkpoint keep their codes and scales. Others are rounded to the nearest
+    code; scales are such that the largest weight of a group becomes the largest code.
     """
     match leaf.holds:
         case Holds.CODES:
@@ -109,10 +109,11 @@ def shown(files: Checkpoint, leaf: Leaf, codes: np.dtype) -> Files:
 
 
 def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) -> tuple[str, ...]:
-    """Which parameters are to be codes: of a quantised checkpoint those that it has quantised in
-    every layer, of any other all, as far as enough inputs share a scale.
+    """Which parameters are to be codes, of those where enough inputs share a scale.
 
-    asked: that experts be codes; raises ModelError where they are not quantised.
+    Of a quantised checkpoint, the parameters that it has quantised in every layer; of any other,
+    all. asked: whether the operator asked for codes; then raises ModelError where the experts of a
+    quantised checkpoint are not quantised.
     """
     if not isinstance(files, Quantised):
         return dims.codable

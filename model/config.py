@@ -27,17 +27,17 @@ ARCHITECTURES: Final = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-_MOST_LAYERS: Final = 10_000  # more is a slip, and what is made for each of them would not end
+_MOST_LAYERS: Final = 10_000  # more is a mistake, and work for each of them would never end
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8: Final = "float8_e4m3fn"  # of pages only
 PAGE_DTYPE_BYTES: Final = {**DTYPE_BYTES, FP8: 1}
-# What transformers takes where a checkpoint says none; every other architecture's theta is 10000.
+# What transformers takes where a checkpoint gives none; every other architecture's theta is 10000.
 _THETA: Final = {
     "MixtralForCausalLM": 1e6,
     "GptOssForCausalLM": 150000.0,
     "MiniMaxM2ForCausalLM": 5e6,
 }
-# Of which a part of each head is turned, and how much where a checkpoint says nothing.
+# Architectures that may rotate only a part of each head; the part where a checkpoint gives none.
 _PARTLY_TURNED: Final = {"Glm4MoeForCausalLM": 0.5, "MiniMaxM2ForCausalLM": 1.0}
 _GPT_OSS_ROPE: Final[dict[str, Any]] = {
     "rope_type": "yarn",
@@ -45,8 +45,8 @@ _GPT_OSS_ROPE: Final[dict[str, Any]] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# Fields of these architectures and of networks derived from them, each with the one value beside
-# null at which what we compute is what they say.
+# Fields of these architectures and of networks derived from them, each with the one value besides
+# null for which we compute what the field asks for.
 _NEUTRAL: Final[dict[str, Any]] = {
     "mlp_bias": False,
     "is_causal": True,
@@ -75,8 +75,8 @@ class KVSpec:
     """The pages of one pool: everything two pools must share to exchange pages.
 
     num_layers: of one page. num_kv_heads counts heads as stored: replicated ones count each time.
-    planes: 2, keys and values; 1 where a position has one latent vector for both. groups: pages
-    that positions have, each with its part of the layers (model/page_groups.py).
+    planes: 2, keys and values; 1 where a position has one latent vector for both. groups: how many
+    pages a position is in, each with its part of the layers (model/page_groups.py).
     """
 
     num_layers: int
@@ -95,12 +95,12 @@ class KVSpec:
 
     @property
     def all_layers_bytes(self) -> int:
-        """Bytes of the pages of a page's positions, one of each group."""
+        """Bytes of one page of each group: all layers of a page's positions."""
         return self.groups * self.page_bytes
 
     @property
     def stored_dtype(self) -> str:
-        """Of the arrays that hold pages: fp8 is kept as bytes, see model/kv.py."""
+        """Dtype of the arrays that hold pages: fp8 is kept as bytes, see model/kv.py."""
         return "uint8" if self.dtype == FP8 else self.dtype
 
 
@@ -108,8 +108,8 @@ class KVSpec:
 class ModelConfig:
     """One network as features: every architecture served differs only in these fields.
 
-    num_kv_heads, head_dim: of the pages. With latent attention that is one head for all queries,
-    as wide as the latent vector and the rotated key.
+    num_kv_heads, head_dim: of the pages. With latent attention there is one head for all queries,
+    as wide as the latent vector and the rotated key together.
     """
 
     architecture: str
@@ -135,15 +135,15 @@ class ModelConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     moe_layers: tuple[bool, ...] = ()
     shared_intermediate_size: int = 0  # of the experts that all tokens go to, side by side
-    shared_gate: bool = False  # what they give is weighed by a sigmoid of its own
+    shared_gate: bool = False  # their output is weighted by a sigmoid of its own
     experts_bias: bool = False
     swiglu_limit: float = 0.0  # 0: SiLU; else the clamped form with swiglu_alpha
     swiglu_alpha: float = 1.0
-    sinks: bool = False  # a logit of each head that takes weight and gives no value
+    sinks: bool = False  # each head has a logit that takes weight and adds no value
     sliding_window: int = 0
-    window_layers: tuple[bool, ...] = ()  # that see so many positions, their own included
+    window_layers: tuple[bool, ...] = ()  # which see only so many positions, their own included
     latent: LatentConfig | None = None
-    num_extra_layers: int = 0  # of the checkpoint behind the last, left unread
+    num_extra_layers: int = 0  # of the checkpoint, after the last that is used; left unread
     quantization: str = ""  # of the checkpoint's tensors: "", fp8, int4, int8, ...
     quantized_block: tuple[int, int] = (128, 128)  # rows, columns that share a scale
     eos_token_ids: tuple[int, ...] = ()
@@ -168,19 +168,19 @@ class ModelConfig:
 
     @property
     def page_groups(self) -> int:
-        """Pages that positions have: 2 where half of the layers have a window, else 1."""
+        """How many pages a position is in: 2 where half of the layers have a window, else 1."""
         return 2 if 0 < 2 * sum(self.window_layers) == self.num_layers else 1
 
     @property
     def softmax_scale(self) -> float:
-        """Of a query's product with a key."""
+        """What a query's product with a key is multiplied by."""
         latent = self.latent
         size = latent.nope_dim + latent.rope_dim if latent else self.head_dim
         return float(size**-0.5 * self.rope.softmax_factor)
 
     @property
     def rope_dim(self) -> int:
-        """Of what is rotated of a query or key."""
+        """How many entries of a query or key are rotated."""
         return self.latent.rope_dim if self.latent else self.rope.turned_of(self.head_dim)
 
     @staticmethod
@@ -237,13 +237,13 @@ def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
 
 
 def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
-    """head_dim: of which a part may turn, in the families where it may be a part."""
+    """head_dim: bounds the part that is rotated, in the families that may rotate only a part."""
     theta = _THETA.get(architecture, 10000.0)
     latent = architecture in LATENT
     if architecture not in _PARTLY_TURNED:
         usual = _GPT_OSS_ROPE if architecture == "GptOssForCausalLM" else {}
         return read_rope(fields, theta, latent, usual)
-    # MiniMax says the part as a number of entries.
+    # MiniMax gives the part as a number of entries.
     size = fields.integer("rotary_dim", None) if architecture == "MiniMaxM2ForCausalLM" else None
     if size is not None and size > head_dim:
         raise fields.fail("rotary_dim", size, f"{head_dim}, which is head_dim, or less")
@@ -259,13 +259,13 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
 
 
 def _top_k(generation: Fields) -> int | None:
-    """Both ways to say that it is off are taken, as from a client; ours is 0."""
+    """top_k, 0 for off. -1 and 0 are both accepted for off, as from a client."""
     value: int | None = generation.integer("top_k", None, low=-1)
     return value if value is None else max(value, 0)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Refuse what would change the numbers and is not computed."""
+    """Refuse settings that would change the numbers and are not implemented."""
     fields.one_of("hidden_act", fields.raw("hidden_act", "silu"), ("silu",))
     layers = fields.integer("num_hidden_layers")
     if layers > _MOST_LAYERS:

@@ -9,11 +9,11 @@ from model.fields import Fields
 LATENT: Final = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 _WINDOW_EVERYWHERE: Final = ("MistralForCausalLM", "MixtralForCausalLM")
 _WINDOW_BEHIND_SWITCH: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_USUAL_WINDOW: Final = 4096  # of those below, which have none only where the file says null
+_USUAL_WINDOW: Final = 4096  # of those below, which have no window only where the file says null
 _WINDOW_UNSAID: Final = ("MistralForCausalLM", *_WINDOW_BEHIND_SWITCH)
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
-# attention_bias is of queries, keys and values alone there.
+# Here attention_bias means queries, keys and values only.
 _O_UNBIASED: Final = (
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
@@ -22,7 +22,7 @@ _O_UNBIASED: Final = (
 )
 _NORM_OF_HEADS: Final = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _NORM_OF_ALL: Final = ("OlmoeForCausalLM", "MiniMaxM2ForCausalLM")
-# Of MiniMax-M2, which has the fields of a family in which they differ.
+# The only values served for MiniMax-M2: other members of its family differ in these fields.
 _MINIMAX_ONLY: Final = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -34,20 +34,20 @@ _MINIMAX_ONLY: Final = {
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Sizes of latent attention. Keys and values of all heads come of one vector a position.
+    """Sizes of latent attention: one vector per position gives the keys and values of all heads.
 
     Source: arXiv:2405.04434, section 2.1.
     """
 
-    q_rank: int  # 0: queries come straight of the hidden state
+    q_rank: int  # 0: queries come straight from the hidden state
     kv_rank: int
-    nope_dim: int  # of a head's query and key without rotation
-    rope_dim: int  # ... and with it; the rotated key is one for all heads
+    nope_dim: int  # of a head's query and key, the part that is not rotated
+    rope_dim: int  # ... and the part that is; all heads share one rotated key
     value_dim: int
 
 
 def read_attention(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Fields of ModelConfig. Raises ModelError."""
+    """The fields of ModelConfig about attention. Raises ModelError."""
     windows = _windows(fields, architecture)
     if architecture in LATENT:
         return _latent_heads(fields) | windows
@@ -55,7 +55,7 @@ def read_attention(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Of attention with keys and values of their own."""
+    """Fields of attention in which each kv head has its own keys and values."""
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -100,7 +100,7 @@ def _check_minimax(fields: Fields) -> None:
 
 
 def _latent_heads(fields: Fields) -> dict[str, Any]:
-    """Of DeepSeek's attention. Fields that say the same again must agree."""
+    """Fields of DeepSeek's attention. Those that repeat others must agree with them."""
     heads = fields.integer("num_attention_heads")
     latent = LatentConfig(
         q_rank=fields.integer("q_lora_rank", None) or 0,
@@ -132,12 +132,12 @@ def _latent_heads(fields: Fields) -> dict[str, Any]:
 
 
 def _windows(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Layers that see but the last positions.
+    """Which layers see only the last positions.
 
-    GPT-OSS has them everywhere or at every other layer, Mistral and Mixtral everywhere, and Qwen's
-    dense models beside a switch, from max_window_layers on. layer_types may say otherwise, but of
-    Mixtral, where transformers never looks at it: there it has to agree, unless no window is
-    shorter than the context.
+    In GPT-OSS every other layer has a window, in Mistral and Mixtral every layer, and in Qwen's
+    dense models, behind a switch, the layers from max_window_layers on. layer_types may say
+    otherwise, except for Mixtral, where transformers never reads it: there it has to agree, unless
+    there is no window shorter than the context.
     """
     num_layers = fields.integer("num_hidden_layers")
     unsaid = "sliding_window" not in fields.values and architecture in _WINDOW_UNSAID

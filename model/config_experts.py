@@ -5,11 +5,11 @@ from typing import Any, Final
 
 from model.fields import REQUIRED, Fields
 
-# Scores are sigmoids, corrected for choosing; what comes of them is normalised.
+# Their scores are sigmoids, corrected when choosing experts; weights are normalised by default.
 _THIRD: Final = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _DEEPSEEK: Final = ("DeepseekV2ForCausalLM", *_THIRD)
 _QWEN: Final = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-# Of these every layer has experts, as wide as intermediate_size says.
+# In these every layer has experts, and intermediate_size is their width.
 _EVERYWHERE: Final = (
     "MixtralForCausalLM",
     "GptOssForCausalLM",
@@ -25,13 +25,13 @@ _SPARSE: Final = "sparse"
 class RouterConfig:
     """How a router's logits become experts and weights.
 
-    num_groups > 1: only experts of the best groups_per_tok groups are chosen from; a group is as
-    good as its best expert, or the sum of its best two. Source: arXiv:2405.04434, section 2.2;
+    num_groups > 1: experts are chosen only from the best groups_per_tok groups; a group's score is
+    that of its best expert, or the sum of its best two. Source: arXiv:2405.04434, section 2.2;
     arXiv:2412.19437, section 2.1.2.
     """
 
     sigmoid: bool = False  # of each logit, instead of the softmax over all
-    normalise: bool = False  # the weights of those chosen to a sum of one
+    normalise: bool = False  # scale the weights of the chosen experts to a sum of one
     scale: float = 1.0  # of the weights
     bias: bool = False  # of the logits
     correction: bool = False  # added to the scores when choosing, and not to the weights
@@ -41,7 +41,7 @@ class RouterConfig:
 
 
 def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Fields of ModelConfig. Raises ModelError."""
+    """The fields of ModelConfig about experts. Raises ModelError."""
     if architecture in _DEEPSEEK:
         return _deepseek_experts(fields, architecture)
     _refuse_other_routing(fields, architecture)
@@ -53,7 +53,7 @@ def read_experts(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _refuse_other_routing(fields: Fields, architecture: str) -> None:
-    """What only DeepSeek's family may say otherwise."""
+    """Refuse routing that only DeepSeek's family may ask for."""
     minimax = architecture == "MiniMaxM2ForCausalLM"
     only: dict[str, Any] = {
         "scoring_func": "sigmoid" if minimax else "softmax",
@@ -65,7 +65,7 @@ def _refuse_other_routing(fields: Fields, architecture: str) -> None:
 
 
 def _counts(fields: Fields) -> dict[str, Any]:
-    """Experts of a layer, and those of a token."""
+    """How many experts a layer has, and how many a token goes to."""
     # Mixtral says num_local_experts, Qwen num_experts; transformers 5 writes the first for both.
     fields.said_once("num_experts", "num_local_experts")
     experts = fields.integer("num_experts", None) or fields.integer("num_local_experts")
@@ -149,7 +149,7 @@ def _deepseek_experts(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
-    """The first layers are dense, as one of two fields says."""
+    """Which layers have experts: the first are dense, as one of two fields says."""
     num_layers = fields.integer("num_hidden_layers")
     listed = None
     if architecture == "Glm4MoeLiteForCausalLM":
@@ -174,7 +174,7 @@ def _deepseek_router(fields: Fields, architecture: str, experts: int, chosen: in
     scoring, methods = ("sigmoid", ("noaux_tc",)) if third else ("softmax", _V2_METHODS)
     fields.one_of("scoring_func", fields.raw("scoring_func", scoring), (scoring,))
     method = fields.one_of("topk_method", fields.raw("topk_method", methods[0]), methods)
-    # What transformers takes where V3's config is silent is V3's own, and no other model's.
+    # transformers' defaults for what V3's config leaves out are V3's own, and no other model's.
     one = REQUIRED if third else 1
     normalise = fields.flag("norm_topk_prob", third)
     scale = float(fields.number("routed_scaling_factor", one))

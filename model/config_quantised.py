@@ -1,4 +1,4 @@
-"""What a checkpoint says about how its tensors are stored, where that is not as their dtype."""
+"""What a checkpoint's config says about quantised tensors: how they are stored."""
 
 from typing import Any, Final
 
@@ -6,13 +6,13 @@ from model.errors import ModelError
 from model.fields import REQUIRED, Fields
 
 MXFP4_GROUP: Final = 32  # values that share a scale
-SCALE_INPUTS: Final = 128  # that share one at most, of weights that are rounded as they are read
+SCALE_INPUTS: Final = 128  # the most that share a scale, in weights that are rounded when read
 INT8: Final = "int8"  # a byte each
 INT8_PACKED: Final = "int8-packed"  # four in a word
-# Codes that say all values of a checkpoint's tensors, by how it has them, those that are kept
-# unless others are asked for first; see model/coded.py.
+# By a checkpoint's quantization, the codes that represent its tensors' values exactly, the default
+# first; see model/coded.py.
 _CODES: Final[dict[str, tuple[str, ...]]] = {
-    "": ("fp8", "int8"),  # which has none, and is rounded
+    "": ("fp8", "int8"),  # not quantised: here values are rounded
     "fp8": ("fp8",),
     "mxfp4": ("fp8",),
     "int4": ("fp8", "int8"),
@@ -22,9 +22,10 @@ _CODES: Final[dict[str, tuple[str, ...]]] = {
 _PACKED: Final = "pack-quantized"
 _BYTES: Final = "int-quantized"
 _WORD: Final = 32  # bits
-# Orders in which columns may have been rounded that are stored in their own; others have an index.
+# Orders of rounding columns that leave them stored in their own order; others come with an index.
 _OWN_ORDER: Final = ("static", "weight")
-# What changes the numbers and is not computed, each with the one value beside null that does not.
+# Settings that would change the numbers and are not implemented, each with the one value besides
+# null that changes nothing.
 _WHOLE: Final[dict[str, Any]] = {
     "kv_cache_scheme": None,
     "transform_config": {},
@@ -42,9 +43,9 @@ _OF_WEIGHTS: Final[dict[str, Any]] = {
 
 
 def read_quantization(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Fields of ModelConfig. Tensors are computed with as the dtype of the weights says.
+    """The fields of ModelConfig about quantisation. Products are in the dtype of the weights.
 
-    Which tensors are stored so is seen by their names. Raises ModelError.
+    Which tensors are quantised shows in the files, not here. Raises ModelError.
     """
     settings = fields.sub("quantization_config")
     if settings is None:
@@ -68,7 +69,7 @@ def codes_of(published: str, asked: str) -> str:
     """Which codes stand for weights: "fp8" or "int8", whether or not any are kept.
 
     published: ModelConfig.quantization. asked: a value of --quantization. Raises ModelError where
-    codes are asked for that cannot say what is published.
+    the codes asked for cannot represent what is published.
     """
     exact = _CODES[published]
     if asked not in _CODES[""]:
@@ -87,7 +88,7 @@ def _is_size(value: object) -> bool:
 
 
 def _groups_of_integers(settings: Fields) -> dict[str, Any]:
-    """Weights alone, of four bits or eight, some values of a row to a scale, of eight or all.
+    """Integer weights of four or eight bits, a scale per group of a row; of eight, or per row.
 
     Source: vllm-project/compressed-tensors: src/compressed_tensors/quantization/quant_args.py, and
     compressors/format.py for what such weights are stored as.

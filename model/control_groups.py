@@ -14,7 +14,7 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[str, Path]
     try:
         memberships = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
         mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     paths: dict[str, str] = {}
     for membership in memberships:

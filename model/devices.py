@@ -5,16 +5,16 @@ from pathlib import Path
 
 import jax
 
-_SPARED = "no_grpc_proxy"  # a variable of gRPC's, which takes no capitals
+_SPARED = "no_grpc_proxy"  # a variable of gRPC's, which reads it in lower case only
 
 
 def prepare_devices(num_devices: int, meeting_host: str = "") -> None:
     """Give CPU as many virtual devices as the mesh wants, and keep compiled programs on disk.
 
-    Call once, before the first array and other threads, which may be reading the environment. On an
-    accelerator the devices are those of the machine.
-    meeting_host: of node 0, where the mesh has several processes. JAX's client there would take the
-    proxies of the environment, which is for what is far away.
+    Call once, before the first array, and before other threads, which may read the environment. On
+    an accelerator the devices are those of the machine.
+    meeting_host: node 0's host, where the mesh has several processes. JAX's client would otherwise
+    reach it through the proxies of the environment, which are meant for remote hosts.
     The cache folder is JAX_COMPILATION_CACHE_DIR, or kvferry/jax under the user's cache folder; a
     user without a home has none.
     """
@@ -30,12 +30,12 @@ def prepare_devices(num_devices: int, meeting_host: str = "") -> None:
 
 
 def _cache_folder() -> Path | None:
-    """The user's; None when JAX has one of its own, or there is none."""
+    """The user's cache folder; None when JAX's variable names another, or there is none."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return None
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named)
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # no HOME, and a user id that nobody has
+    except RuntimeError:  # no HOME, and a user id without an account
         return None

@@ -1,11 +1,12 @@
-"""Where experts are placed: loads in, placement out. Pure; which weights move is its caller's.
+"""Where experts are placed: loads in, placement out. Pure; the caller moves the weights.
 
-Physical experts of a layer stand part by part: those of part 0, which has as many as any other,
-come first. A logical expert may have copies, each in a part of its own, which share its rows.
+The physical experts of a layer are ordered by part, part 0 first; all parts have equally many. A
+logical expert may have copies, each in a different part, which share its rows.
 
 Source: deepseek-ai/EPLB: README.md, the policy for all parts at once: copies for the most loaded
-experts, then the heaviest first to the part with the least. Ours keeps copies of one expert apart,
-since two in one part would be read twice for nothing, and moves as few experts as it can.
+experts, then the heaviest first, each to the least loaded part. Ours keeps copies of one expert in
+different parts, since two in one part would be read twice for nothing, and moves as few experts as
+it can.
 """
 
 import heapq
@@ -45,7 +46,7 @@ def trivial(num_experts: int, num_physical: int) -> np.ndarray:
 
 
 def balancedness(loads: np.ndarray, placed: np.ndarray, num_parts: int) -> float:
-    """Load of the mean part over that of the fullest, 1 at best; 1 where there is no load.
+    """Mean load of the parts over that of the fullest, 1 at best; 1 where there is no load.
 
     loads: [experts], rows that chose each. placed: i32[physical], logical experts. Copies of an
     expert have equal shares.
@@ -59,8 +60,9 @@ def balancedness(loads: np.ndarray, placed: np.ndarray, num_parts: int) -> float
 def balanced(loads: np.ndarray, placed: np.ndarray, num_parts: int) -> np.ndarray:
     """A placement for these loads that moves few experts of the present one.
 
-    loads: [experts], rows that chose each. placed: i32[physical], as it is. Returns i32[physical]:
-    every expert once at least, and no two copies in one part while there is room elsewhere.
+    loads: [experts], rows that chose each. placed: i32[physical], the present one. Returns
+    i32[physical]: every expert at least once, and no two copies in one part while there is room
+    elsewhere.
     """
     copies = _copies(loads, len(placed), num_parts)
     parts = _packed(loads / copies, copies, num_parts, len(placed) // num_parts)
@@ -68,7 +70,7 @@ def balanced(loads: np.ndarray, placed: np.ndarray, num_parts: int) -> np.ndarra
 
 
 def sources(old: np.ndarray, new: np.ndarray, num_parts: int) -> np.ndarray:
-    """From which physical expert each takes its weights: i32[physical]; its own part's if it can.
+    """The physical expert whose weights each takes, of its own part if possible: i32[physical].
 
     old, new: i32[physical], logical experts before and after.
     """
@@ -102,7 +104,7 @@ def copies_of(placed: np.ndarray, num_experts: int, most: int) -> tuple[np.ndarr
 
 
 def _copies(loads: np.ndarray, num_physical: int, num_parts: int) -> np.ndarray:
-    """How many copies each expert gets: one more, again and again, where the shares are largest."""
+    """How many copies each expert gets: each further one goes where the shares are largest."""
     copies = np.ones(len(loads), np.int64)
     heap = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -133,10 +135,11 @@ def _packed(shares: np.ndarray, copies: np.ndarray, num_parts: int, size: int) -
 def _make_room(
     parts: list[list[int]], totals: list[float], shares: np.ndarray, expert: int, size: int
 ) -> None:
-    """One more copy, where only parts that have the expert are open: another expert changes over.
+    """Place one more copy where only parts that have the expert are open: another expert moves.
 
-    One that an open part lacks leaves a full part for it. There always is one: the full part has
-    `size` experts without this one, the open part fewer than `size` with it.
+    An expert that the open part lacks moves there from a full part, which takes the copy. There
+    always is one: the full part has `size` experts without this one, the open part fewer than
+    `size` with it.
     """
     to = min(
         (part for part in range(len(parts)) if len(parts[part]) < size), key=lambda p: totals[p]
@@ -153,7 +156,7 @@ def _make_room(
 
 
 def _least_moves(parts: list[list[int]], old: np.ndarray) -> np.ndarray:
-    """Each set of experts to the part that has most of them, and experts to where they are."""
+    """Give each set of experts to the part that has most of them; experts stay in their places."""
     taken = [set(row.tolist()) for row in old]
     pairs = [
         (-len(taken[part].intersection(experts)), part, idx)

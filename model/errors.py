@@ -12,7 +12,7 @@ class ModelError(ValueError):
 
 
 class NodeLost(RuntimeError):
-    """Another process of the mesh is gone, or did not come: nothing to mend here.
+    """Another process of the mesh is gone, or never came: this process cannot mend that.
 
     The message is one line.
     """

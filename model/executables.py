@@ -1,10 +1,9 @@
 """Executables kept on disk: a program that was compiled before is not even traced.
 
-JAX's compilation cache is asked by a program's text, and to make that text, trace and lower, is
-most of what a worker does when it starts again. Here a program is asked for by what its text
-follows from: our sources, JAX's version and settings, the machine, the function with all that it
-holds, and the shapes of what it takes. A program that holds what has no value of its own is
-compiled as ever.
+JAX's compilation cache is keyed by a program's text, and making that text, by tracing and lowering,
+is most of what a worker does when it starts again. Here the key is what determines the text: our
+sources, JAX's version and settings, the machine, the function with all that it holds, and the
+shapes of its arguments. A program that holds something without a fingerprint is compiled as usual.
 """
 
 import hashlib
@@ -36,7 +35,7 @@ from model.fingerprint import NoFingerprint, fingerprint
 log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may come from, or use
+_PACKAGES = "model", "transfer", "prefill", "decode"  # all that programs may come from or use
 _SOURCES = ".py", ".json"
 # Variables that XLA and the libraries below it look at.
 _FLAGS = "XLA_FLAGS", "TF_XLA", "TF_CU", "CUBLAS", "CUDNN", "NVIDIA_TF32", *processors.VARIABLES
@@ -58,16 +57,16 @@ class Recipe(NamedTuple):
     options: Mapping[str, str]  # XLA's
 
     def compile(self) -> jax.stages.Compiled:
-        """By JAX and its cache alone."""
+        """Compile it with JAX and its cache alone."""
         lowered = jax.jit(self.function, donate_argnums=self.donate).lower(*self.args)
         return lowered.compile(compiler_options=dict(self.options))
 
 
 class ExecutableCache:
-    """A folder of executables, each under what its text says, and names for them by what is told.
+    """A folder of executables by the text of their programs, and of fingerprints that name them.
 
-    After a change of our sources a program that is the same costs one lowering. What is wrong with
-    the folder costs time, and is logged.
+    After a change to our sources, a program that stays the same costs one lowering. Trouble with
+    the folder costs only time, and is logged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,10 +83,10 @@ class ExecutableCache:
 
     @staticmethod
     def beside_compiled() -> "ExecutableCache | None":
-        """In the folder where JAX keeps what it compiled; None where it keeps nothing.
+        """A cache in the folder where JAX keeps what it compiled; None where JAX keeps nothing.
 
-        None as well where a mesh spans processes, which may have to compile a program together; and
-        where sources or flags may be others than those that this process has read.
+        Also None where a mesh spans processes, which may have to compile a program together, and
+        where sources or flags may differ from those that this process has read.
         """
         folder = jax.config.jax_compilation_cache_dir
         if not folder or not jax.config.jax_enable_compilation_cache or "://" in folder:
@@ -108,19 +107,20 @@ class ExecutableCache:
             return None
 
     def check_owner(self) -> None:
-        """Raises PermissionError where others may write: what lies here is run as it is.
+        """Raises PermissionError where others may write to the folder: its files are run unchecked.
 
-        An image that root has made may have it, for whoever runs there.
+        It may belong to root, as in an image that root has made.
         """
         found = self._folder.stat()
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"others than this user may write to {self._folder}, or own it")
 
     def remove_forgotten(self, now_s: float) -> None:
-        """What was last read a month before another was: of former sources, or of a killed write.
+        """Remove files last read a month before the latest: of former sources, or of killed writes.
 
-        All of a folder that lay still, or came with an image, stays: what has been read today does
-        not count, as workers that start together each read their own. now_s: as times of files.
+        A folder that was not used, or came with an image, stays whole: reads within the last day do
+        not make a file the latest, since workers that start together each read their own files.
+        now_s: on the clock of file times.
         """
         if not self._writes:
             return
@@ -129,11 +129,11 @@ class ExecutableCache:
             latest_s = max((at for at in read_s.values() if at < now_s - _DAY_S), default=0.0)
             for path in (path for path in read_s if read_s[path] < latest_s - _FORGOTTEN_S):
                 path.unlink(missing_ok=True)
-        except OSError as error:  # another worker removes it, or it is another user's
+        except OSError as error:  # another worker removed it, or it is another user's
             log.info("an executable that nobody needs may stay: %s", error)
 
     def get(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
-        """The program as `Recipe.compile` makes it, and whether it was here."""
+        """The program as `Recipe.compile` makes it, and whether the folder had it."""
         try:
             return self._kept(recipe)
         except NoFingerprint as error:
@@ -156,8 +156,8 @@ class ExecutableCache:
             before, was_here = _found_by_jax.count, False
             found = lowered.compile(compiler_options=dict(recipe.options))
             if _found_by_jax.count != before and self._writes:
-                # It has no code any more that could be saved: what was saved would load, and fail
-                # when it is run (jaxlib 0.11.2, CPU). Once more, by a name that JAX has not seen.
+                # JAX loaded it without the code that saving needs: what we save would load, but
+                # fail when it runs (jaxlib 0.11.2, CPU). Compile again, by a name new to JAX.
                 again = _lowered(recipe._replace(function=_renamed(recipe.function)))
                 found = again.compile(compiler_options=dict(recipe.options))
             if not self._writes or not self._save(name, found, gives):
@@ -169,7 +169,7 @@ class ExecutableCache:
     def _load(
         self, name: str, args: Sequence[Any], devices: Sequence[jax.Device]
     ) -> jax.stages.Compiled | None:
-        """None when it is not there, or cannot be read."""
+        """The executable of that name; None when it is not there, or cannot be loaded."""
         content = self._read(self._folder / name)
         if content is None:
             return None
@@ -181,7 +181,7 @@ class ExecutableCache:
             trees = jax.tree.structure((tuple(args), {})), _tree_of(json.loads(shape))
             load = serialize_executable.deserialize_and_load
             return load(payload, *trees, execution_devices=devices)
-        except Exception as error:  # whatever it is, there is another way
+        except Exception as error:  # whatever it is, the program can be compiled
             log.warning("%s is compiled again: %r", self._folder / name, error)
             return None
 
@@ -205,12 +205,12 @@ class ExecutableCache:
         try:
             if self._writes:
                 os.utime(path)
-        except OSError as error:  # then it may be forgotten
+        except OSError as error:  # then it may be removed as forgotten
             log.info("an executable's time stays as it is: %s", error)
         return content
 
     def _write(self, path: Path, content: bytes) -> bool:
-        """Whoever looks finds all of it, or nothing."""
+        """Write a file that readers see whole or not at all; whether that succeeded."""
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete_on_close=False) as file:
                 file.write(content)
@@ -228,13 +228,13 @@ class ExecutableCache:
 
 
 def _lowered(recipe: Recipe) -> jax.stages.Lowered:
-    # With all arguments, read or not: else the text would not tell which of them are.
+    # Unused arguments are kept: else the text would not tell which arguments are used.
     jitted = jax.jit(recipe.function, donate_argnums=recipe.donate, keep_unused=True)
     return jitted.lower(*recipe.args)
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX calls a program after its function, and keeps it under that name and what it does."""
+    """The function under a new name: JAX names a program after it, and the name is in JAX's key."""
 
     def kept(*args: Any) -> Any:
         return function(*args)
@@ -244,7 +244,7 @@ def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FoundByJax(threading.local):
-    """How many programs JAX found on disk, of each thread."""
+    """Counts the programs that JAX found on disk, for each thread."""
 
     count = 0
 
@@ -257,7 +257,7 @@ jax.monitoring.register_event_listener(_found_by_jax.see)
 
 
 def _shape_of(tree: Any) -> Any:
-    """A pytree's structure as JSON: of each inner node its type, the keys of a dict, and items."""
+    """A pytree's structure as JSON: of each inner node the type, a dict's keys, and the items."""
 
     def shape(node: Any) -> Any:
         if node is None or isinstance(node, int):
@@ -273,7 +273,7 @@ def _shape_of(tree: Any) -> Any:
 
 
 def _tree_of(shape: Any) -> Any:
-    """The structure that `_shape_of` told of."""
+    """The structure that `_shape_of` described."""
 
     def node(shape: Any) -> Any:
         if not isinstance(shape, list):
@@ -289,7 +289,7 @@ def _tree_of(shape: Any) -> Any:
 
 
 def _devices_of(args: Sequence[Any]) -> list[jax.Device]:
-    """Of the mesh that a program runs on, in its order."""
+    """The devices of the mesh that a program runs on, in the mesh's order."""
     for leaf in jax.tree.leaves(args):
         if isinstance(leaf.sharding, NamedSharding):
             return list(leaf.sharding.mesh.devices.flat)
@@ -301,7 +301,7 @@ def _digest(*texts: str) -> str:
 
 
 def _machine() -> str:
-    """What all programs of this process follow from, beside our sources."""
+    """What all programs of this process depend on, besides our sources."""
     client = jax.devices()[0].client
     settings = {
         name: repr(value)
@@ -321,7 +321,7 @@ def _machine() -> str:
 
 
 def _processor() -> str:
-    """Which instructions there are: code for CPUs holds those of the one that it was made on."""
+    """Which instructions the CPU has: compiled code may use all of those it was compiled on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -339,7 +339,7 @@ def _digest_of_sources() -> str:
 
 
 def _changed_since(time_s: float) -> bool:
-    """Whether a source has been, so that it may not be what this process has read."""
+    """Whether a source changed after time_s, so that this process may have read another version."""
     return any(path.stat().st_ctime > time_s for path in _sources())
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 from model.errors import ModelError
 
 REQUIRED: Final = object()
-_MOST: Final = (1 << 31) - 1  # of an integer: what programs count with
+_MOST: Final = (1 << 31) - 1  # the largest integer: programs count in int32
 
 
 class Fields:
-    """One JSON object. What cannot be taken raises ModelError naming file and field."""
+    """One JSON object. A field that cannot be accepted raises ModelError naming file and field."""
 
     def __init__(self, file: str, values: dict[str, Any]) -> None:
         self.file = file
@@ -66,12 +66,12 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(name, value, "a number")
-        if not low <= value <= sys.float_info.max:  # math.isfinite takes no integer above it
+        if not low <= value <= sys.float_info.max:  # math.isfinite raises for integers above it
             raise self.fail(name, value, f"a finite number of at least {low}")
         return float(value)
 
     def theta(self) -> float | None:
-        """rope_theta, where there is one: a base of powers, so zero is none."""
+        """rope_theta, or None. It is a base of powers, so zero is refused."""
         value: float | None = self.number("rope_theta", None)
         if value == 0.0:
             raise self.fail("rope_theta", value, "a finite number above 0")
@@ -84,14 +84,14 @@ class Fields:
         return value
 
     def said_once(self, name: str, other: str) -> Any:
-        """The value of two names of one thing, or None. Raises ModelError where they differ."""
+        """The value of a field with two names, or None. Raises ModelError where they differ."""
         value, same = self.raw(name, None), self.raw(other, None)
         if value is not None and same is not None and value != same:
             raise self.fail(name, value, f"{same!r}, as {other} has it, or one of the two")
         return same if value is None else value
 
     def only(self, values: Mapping[str, Any]) -> None:
-        """Fields at which one value beside null is accepted. Raises ModelError."""
+        """Raises ModelError unless each of these fields has its value, or is null or missing."""
         for name, only in values.items():
             value = self.raw(name, only)
             if value != only:

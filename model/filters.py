@@ -1,7 +1,8 @@
 """Top-k, top-p and min-p: of each row's scaled logits, the least that a draw may still take.
 
-No sort, which takes XLA several times as long, and nothing that a host would wait for: a bisection
-over the bits of a float, of which each turn reads all values once and tells several pivots apart.
+It is found without a sort, which takes XLA several times as long, and without making the host wait:
+by a bisection over the bits of a float, in which each turn reads all values once and tests several
+pivots.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,16 +13,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-# A pivot a turn leaves a processor least to compute. On a GPU launches and reads count: seven
-# pivots are what XLA still makes one kernel of, which reads the values once. From fifteen it makes
-# two.
+# On a CPU one pivot a turn is the least to compute. On a GPU launches and reads count: for seven
+# pivots XLA still makes one kernel, which reads the values once; for fifteen it makes two.
 BITS_ON_CPU = 1
 BITS = 3
 
-# On a GPU a row is summed in pieces, and then their sums are: many threads share a row. The longer
-# they are, the less is exchanged between threads; but of less than about a thousand pieces in all
-# XLA has comparisons written to memory for each pivot, by a kernel that has more threads. So masses
-# of a row may be rounded otherwise in a batch of another size, as its logits are there anyway.
+# On a GPU a row is summed in pieces, and then the sums of pieces are added, so that many threads
+# share a row. The longer the pieces, the less threads exchange; but with fewer than about a
+# thousand pieces in all, XLA writes the comparisons of each pivot to memory, by a kernel with more
+# threads. So the masses of a row may be rounded differently in a batch of another size, as its
+# logits are anyway.
 PIECE, SHORT_PIECE = 512, 128
 MANY_VALUES = 1 << 19
 
@@ -43,10 +44,10 @@ def least_kept(
 ) -> Float[Array, " B"]:
     """What entries must reach to be within top-k, then top-p of what is left, then min-p.
 
-    top_k, top_p, min_p: see SamplingRows. tests: whether it is tested if any row has those.
-    on_cpu: whether the form is that for a processor.
+    top_k, top_p, min_p: see SamplingRows. tests: whether to test first if any row asks for each.
+    on_cpu: whether to use the form for a CPU.
     """
-    best = jnp.max(scaled, axis=-1)  # no filter takes it away
+    best = jnp.max(scaled, axis=-1)  # no filter removes it
     bits = BITS_ON_CPU if on_cpu else BITS
     values = scaled if on_cpu else _in_pieces(scaled)
     least = jnp.full_like(best, -jnp.inf)
@@ -71,8 +72,8 @@ def _top_p(values: Array, top_p: Array, bits: int, best: Array, least: Array) ->
     def weigh() -> Array:
         return jnp.exp(values - _beside(best, values))
 
-    # One pivot a turn: 32 turns, so that weights are worth their memory. Else they are computed
-    # again in each turn, which costs less than to read them beside the values.
+    # With one pivot a turn there are 32 turns, so weights are worth their memory. Otherwise each
+    # turn computes them again, which costs less than reading them beside the values.
     weights = weigh() if bits == 1 else None
 
     def masses(pivots: Pivots) -> Sequence[Array]:
@@ -89,24 +90,24 @@ def _top_p(values: Array, top_p: Array, bits: int, best: Array, least: Array) ->
 def threshold(enough: Enough, num_rows: int, bits: int) -> Float[Array, " B"]:
     """The largest t of each row for which entries >= t are enough, found `bits` bits at a time.
 
-    enough: whether entries >= each of the pivots are, pivots of a row in rising order. That of
-    some pivot must imply that of all before it. -inf where nothing is found to be enough.
+    enough: for each pivot, whether entries >= it are enough; the pivots of a row rise. Where one is
+    enough, all before it must be, too. Returns -inf where none is found to be enough.
     """
     turns = -(-32 // bits)
 
     def narrow(turn: Array, found: Array) -> Array:
         shift = jnp.uint32(bits) * (jnp.uint32(turns - 1) - turn.astype(jnp.uint32))
         # Where 32 is no multiple of `bits`, the first turn has no room for the largest digits: they
-        # stand for a NaN, which nothing reaches.
+        # become a NaN, which nothing reaches.
         has_room = lax.shift_right_logical(jnp.uint32(NAN), shift)
         pivots = [
             jnp.where(digit <= has_room, found | lax.shift_left(jnp.uint32(digit), shift), NAN)
             for digit in range(1, 1 << bits)
         ]
-        # The largest that is enough. Float sums of a turn rise and fall with their terms if they
-        # are added in the same order, and then all before it are enough. Should some compiler add
-        # those of two pivots in different orders, what is kept still has the mass that is wanted:
-        # to count how many are enough could end at one that has not.
+        # Take the largest pivot that is enough. If the float sums of a turn add their terms in the
+        # same order, they are monotonic, and all pivots before it are enough. Should a compiler add
+        # the terms of two pivots in different orders, what is kept still has the mass that is
+        # wanted; counting how many pivots are enough could end at one that has not.
         for pivot, is_enough in zip(pivots, enough([_unordered(p) for p in pivots]), strict=True):
             found = jnp.where(is_enough, pivot, found)
         return found
@@ -115,10 +116,10 @@ def threshold(enough: Enough, num_rows: int, bits: int) -> Float[Array, " B"]:
 
 
 def _unordered(keys: UInt32[Array, " B"]) -> Float[Array, " B"]:
-    """The f32 whose keys these are: u32 that compare as the f32 do.
+    """The f32 values of keys, which are u32 that compare as the f32 do.
 
-    Of keys above infinity's it is NaN, which no value reaches; below that of -inf it is -inf, which
-    all do.
+    Keys above infinity's give NaN, which no value reaches; those below -inf's give -inf, which all
+    values reach.
     """
     keys = jnp.maximum(keys, LOWEST)
     bits = jnp.where(keys & SIGN != 0, keys ^ SIGN, ~keys)
@@ -126,7 +127,7 @@ def _unordered(keys: UInt32[Array, " B"]) -> Float[Array, " B"]:
 
 
 def _in_pieces(scaled: Float[Array, "B V"]) -> Float[Array, "B N P"]:
-    """Filled up with -inf, which weighs nothing, and is counted only where all entries are."""
+    """Rows in pieces, padded with -inf, which weighs nothing and counts only where all do."""
     num_rows, vocab = scaled.shape
     piece = PIECE if num_rows * vocab >= MANY_VALUES else SHORT_PIECE
     filled = jnp.pad(scaled, ((0, 0), (0, -vocab % piece)), constant_values=-jnp.inf)
@@ -138,8 +139,11 @@ def _beside(of_rows: Array, values: Array) -> Array:
 
 
 def _sums(terms: Sequence[Array]) -> Sequence[Array]:
-    """Of each row of each array: of a piece each by itself, which XLA makes one kernel of; of
-    pieces in one reduction, of which it would make one each."""
+    """The sum of each row of each array.
+
+    Entries of a piece are summed array by array, which XLA fuses into one kernel; the sums of
+    pieces in one reduction, since XLA would make a kernel for each array.
+    """
     sums = [jnp.sum(each, axis=-1) for each in terms]
     if sums[0].ndim == 1:
         return sums

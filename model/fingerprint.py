@@ -1,4 +1,4 @@
-"""What makes a program, as a text: the same for the same program, in every process."""
+"""Fingerprints of what programs are made from: the same text in every process."""
 
 import dataclasses
 import enum
@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-# Packages whose sources or versions are told beside.
+# Packages whose sources or versions model/executables.py adds to its keys.
 _KNOWN = "model", "prefill", "decode", "jax", "numpy", "ml_dtypes", "functools", "builtins", "math"
 
 
 class NoFingerprint(TypeError):
-    """Something has no value that could be told."""
+    """Something has no fingerprint."""
 
 
 def fingerprint(value: Any) -> str:
@@ -82,7 +82,7 @@ def _tell_function(value: Any) -> str:
         case types.BuiltinFunctionType() if isinstance(value.__self__, types.ModuleType | None):
             return f"builtin {_name(value)}"
         case types.FunctionType():
-            # Its own, whatever it wraps and passes for.
+            # Its own code and module, whatever it wraps and is named after.
             code, module = value.__code__, value.__globals__["__name__"]
             if code.co_name == "<lambda>":
                 raise NoFingerprint(f"a lambda of {module} may not be alone in its line")
@@ -113,7 +113,7 @@ def _name(of: Any) -> str:
 
 
 def _known(name: str) -> str:
-    """The name, if its source is one of those that are told of, or has a version that is."""
+    """The name, if it is of a known package; raises NoFingerprint otherwise."""
     if name.partition(".")[0] not in _KNOWN:
         raise NoFingerprint(f"{name} is of no package whose source is told")
     return name

@@ -11,7 +11,7 @@ from model.layers import rms_norm, rotate
 
 
 class Heads(NamedTuple):
-    """What a product gave for each head, and what is done to it before anything attends.
+    """The first product's output for each head, and what is applied to it before attention.
 
     qkv: float32, in parts to be added up; of each kv head its queries, then its key and its value.
     bias: added to it.
@@ -34,7 +34,7 @@ def place_heads(
 ) -> tuple[Queries, PagePool]:
     """Norm and rotate, and write keys and values to their pages. Returns queries, and the pool.
 
-    dtype: of queries, and of what is rounded on the way. kv_idx: see model.kv.write_tokens.
+    dtype: of queries, and of intermediate results. kv_idx: see model.kv.write_tokens.
     """
     q, k, v = split(heads, dtype)
     if heads.norms is not None:

@@ -9,11 +9,11 @@ from model.control_groups import groups, number
 
 
 class _Files(NamedTuple):
-    """Of a control group: of either version, what its files for memory are called."""
+    """How one version of control groups names its files about memory."""
 
     limits: tuple[str, ...]
     used: str
-    idle: str  # in memory.stat: of files that nobody has read lately, which the kernel gives up
+    idle: str  # in memory.stat: cached files not read lately, whose memory the kernel reclaims
 
 
 # By the type of file system. Source: docs.kernel.org: admin-guide/cgroup-v2, cgroup-v1/memory.
@@ -24,17 +24,17 @@ _FILES: Final = {
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What the host has free, or a control group that this process is in, whichever is less.
+    """What is free in the host, or in a control group that this process is in: the least of all.
 
-    Beyond either the kernel kills somebody, and with it goes what was being served. root: where
-    /proc and /sys are.
+    Beyond that the kernel kills a process, and what it was serving is lost. root: where /proc and
+    /sys are.
     """
     lefts = [_left(folder, _FILES[kind]) for kind, folder in groups("memory", root)]
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
 
 
 def _left(folder: Path, files: _Files) -> int | None:
-    """None where there is no limit, as in the root of all groups."""
+    """Free memory of a group; None where it has no limit, as the root of all groups."""
     limits = [number(folder / name) for name in files.limits]
     found, used = [limit for limit in limits if limit is not None], number(folder / files.used)
     if not found or used is None:

@@ -1,8 +1,8 @@
 """The page pool as an array: make it, write tokens and pages into it, gather pages out of it.
 
-Pages of fp8 are an array of bytes. XLA knows no gather or scatter of 8-bit floats on CPU: it would
+Pages of fp8 are an array of bytes. XLA has no gather or scatter of 8-bit floats on CPU: it would
 convert the whole pool to a wider type and back for every token (294 ms against 39 us at 65 MB).
-Only the rows that are written or read become numbers.
+Only the rows that are written or read are converted.
 """
 
 import jax
@@ -28,7 +28,8 @@ StagedPages = (
 def init_pool(spec: KVSpec, num_pages: int, mesh: Mesh) -> PagePool:
     """A pool of zeros, num_pages of each group for each rank.
 
-    Keys at index 0 of the second axis and values at 1, or what is both at 0 (KVSpec.planes).
+    Keys are at index 0 of the second axis and values at 1, or a vector for both at 0
+    (KVSpec.planes).
     """
     abstract = abstract_pool(spec, num_pages, mesh)
     return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
@@ -63,8 +64,8 @@ def write_tokens(
 
     kv_idx: page * page_size + offset, distinct; below zero or past the pool is dropped.
     """
-    # The pool is indexed as it is, never reshaped: a reshape leaves XLA free to prefer another
-    # layout inside the loop (one kv head per shard is enough), and to copy all of it to have it.
+    # The pool is indexed as it is, never reshaped: a reshape lets XLA choose another layout inside
+    # the loop (one kv head per shard is enough), and copy the whole pool to get it.
     page, offset = jnp.divmod(kv_idx, np.int32(pool.shape[3]))
     row = pool.at[layer, :, page, offset]
     return row.set(stored(kv, pool.dtype), mode="drop", wrap_negative_indices=False)
@@ -117,18 +118,18 @@ def write_pages(
 
 
 def _numbers(pages: Array) -> Array:
-    """What was read of a pool, as numbers."""
+    """What was read from a pool, as numbers."""
     if pages.dtype == jnp.uint8:
         return jax.lax.bitcast_convert_type(pages, jnp.dtype(FP8))
     return pages
 
 
 def stored(kv: Float[Array, "*n"], dtype: jnp.dtype) -> Array:
-    """As a pool of that dtype keeps them, in finite numbers only.
+    """Keys and values as a pool of that dtype keeps them, in finite numbers only.
 
-    What it cannot hold becomes its largest value, and what is no number zero. Attention looks at
-    positions that it may not see with weight zero, and pages are used again: one request's
-    overflow would be everybody's.
+    What overflows becomes the largest value, and NaN becomes zero. Attention reads positions that
+    it may not see, with weight zero, and pages are reused: otherwise one request's overflow would
+    reach all others.
     """
     kept = jnp.dtype(FP8) if dtype == jnp.uint8 else dtype
     most = np.float32(jnp.finfo(kept).max)

@@ -1,10 +1,10 @@
 """Latent attention of one layer: a position's one vector is key and value of every head.
 
-What each head makes of the latent vector is moved to the other side of both products: queries are
-brought into the latent space, and what they find there is brought out of it. So pages hold the
-latent vector and the rotated key alone, and the kernels are those of grouped queries with one kv
-head. A chunk of many tokens takes less with keys and values of each head, as they were trained:
-they are made of the latent vectors of all that its prompts have, in each layer anew.
+Each head's projection of the latent vector is moved to the other side of both products: queries are
+projected into the latent space, and what they find there is projected out of it. So pages hold only
+the latent vector and the rotated key, and the kernels are those of grouped queries with one kv
+head. A chunk of many tokens is cheaper with keys and values for each head, as in training: they are
+computed from the latent vectors of all its prompts' positions, in each layer anew.
 Source: arXiv:2405.04434, section 2.1.
 """
 
@@ -26,8 +26,8 @@ from model.page_groups import Place
 from model.products import LayerWeights, contract, product
 from model.sharding import sum_shards
 
-# Of the norms of latent vectors, whatever the config says of the others: transformers,
-# DeepseekV3Attention, as DeepSeek's own code.
+# Of the norms of latent vectors, whatever the config says of other norms. Source: transformers,
+# DeepseekV3Attention, and DeepSeek's own code.
 _EPS: Final = 1e-6
 _MOST_BYTES: Final = 1 << 30  # of keys and values of all heads
 
@@ -43,11 +43,11 @@ def latent_attention(
     attend: Attend,
     listed: Listed | None,
 ) -> tuple[Float[Array, "parts rows hidden"], PagePool]:
-    """As model.attention.attention, for models with latent attention; every shard has the latent.
+    """As model.attention.attention, for latent attention; every shard computes the latent vectors.
 
     weights: one layer's. The last entries of a head's query, and of kv_a, are rotated by halves:
-    the loader brought them into that order. listed: of a chunk, which may have keys and values of
-    each head.
+    the loader has put them in that order. listed: for a chunk that may have keys and values made
+    for each head.
     """
     latent = cfg.latent
     assert latent is not None
@@ -81,9 +81,9 @@ def is_expanded(
 ) -> bool:
     """Whether keys and values of each head are made for a chunk of so many tokens.
 
-    They are made for all positions that its list has room for, which are up to four times those of
-    its prompts (eight in the longest), and save operations for each token that looks at one.
-    heads: of a shard. itemsize: bytes of a number.
+    They are made for all positions that its list has room for, up to four times those of its
+    prompts (eight times in the longest list), and save operations for each token that attends to
+    one. heads: of a shard. itemsize: bytes of a number.
     """
     both, size = latent.nope_dim + latent.value_dim, latent.nope_dim + latent.rope_dim
     fits = size % LEAST == latent.value_dim % LEAST == 0 and latent.value_dim <= size
@@ -95,7 +95,7 @@ def is_expanded(
 def _of_heads(
     pages: Float[Array, "pages page_size one latent"], weights: LayerWeights
 ) -> Float[Array, "one planes pages page_size heads head_dim"]:
-    """A pool of keys and values, those with nothing behind what they have. weights: one layer's."""
+    """A one-layer pool of keys and zero-padded values of each head. weights: one layer's."""
     to_key, to_value = weights["k_b"][0], weights["v_b"][0]
     _, nope, rank = to_key.shape
     inner, turned = pages[:, :, 0, :rank], pages[:, :, :, rank:]
@@ -110,7 +110,7 @@ def _of_heads(
 def _queries(
     cfg: ModelConfig, weights: LayerWeights, x: Float[Array, "rows hidden"]
 ) -> Float[Array, "rows heads head_dim"]:
-    """Of this shard's heads, not rotated yet, of x's dtype."""
+    """Queries of this shard's heads, not rotated yet, in x's dtype."""
     name = "q"
     inner = x
     if cfg.latent is not None and cfg.latent.q_rank:
@@ -124,5 +124,5 @@ def _queries(
 def _by_head(
     x: Float[Array, "rows heads a"], w: Float[Array, "heads a b"]
 ) -> Float[Array, "rows heads b"]:
-    """Each head by its own matrix, in float32, from operands of w's dtype."""
+    """Multiply each head by its own matrix, in float32, from operands of w's dtype."""
     return contract(x, w, ((2,), (1,)), ((1,), (0,))).transpose(1, 0, 2)

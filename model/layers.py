@@ -11,10 +11,10 @@ from model.sharding import shard_idx, sum_shards
 
 
 def zeros_after(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Zeros in float32 where x has numbers, made once x is there.
+    """Zeros in float32, shaped as x and made only once x exists.
 
-    XLA for CUDA makes plain zeros, of every layer's loop, at the start of a program, and keeps them
-    all: 194 MiB a layer of an 8k chunk of Qwen3-30B.
+    XLA for CUDA makes the plain zeros of every layer's loop at the start of a program, and keeps
+    them all: 194 MiB per layer for an 8k chunk of Qwen3-30B.
     """
     return x.astype(jnp.float32) * np.float32(0)
 
@@ -49,10 +49,10 @@ def rms_norm_of_all(
     sizes: tuple[int, int],
     eps: float,
 ) -> tuple[Float[Array, "rows kv_heads group head_dim"], Float[Array, "rows kv_heads head_dim"]]:
-    """Root-mean-square norms over all heads of a row, of which a shard has its own; as `rms_norm`.
+    """As `rms_norm`, but over all heads of a row, including those of other shards.
 
-    weight: of a kv head's queries, then of its key. sizes: of q and k over all shards, without
-    queries that are padding, which are zero.
+    weight: of a kv head's queries, then of its key. sizes: entries of q and of k over all shards,
+    without queries that are padding, which are zero.
     """
     wide = q.astype(jnp.float32), k.astype(jnp.float32)[:, :, None]
     sums = sum_shards(jnp.stack([jnp.sum(jnp.square(x), axis=(1, 2, 3)) for x in wide]))
@@ -78,7 +78,7 @@ def rotate(
     cos: Float[Array, "rows half"],
     sin: Float[Array, "rows half"],
 ) -> Float[Array, "rows heads head_dim"]:
-    """Rotate the pairs (i, i + half), in float32, of x's dtype; what is behind them stays."""
+    """Rotate the pairs (i, i + half), in float32, of x's dtype; later entries stay as they are."""
     size = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
@@ -116,7 +116,7 @@ def feed_forward(
 def embed(
     table: Float[Array, "vocab hidden"], token_ids: Int32[Array, " rows"]
 ) -> Float[Array, "rows hidden"]:
-    """Rows of an embedding sharded by vocabulary; exact, as one shard alone adds a row."""
+    """Rows of an embedding sharded by vocabulary; exact, since only one shard adds to a row."""
     with jax.named_scope("embed"):
         local = token_ids - shard_idx() * np.int32(table.shape[0])
         mine = (local >= 0) & (local < table.shape[0])

@@ -1,8 +1,8 @@
 """Several processes with one mesh: how JAX brings them together, and what they tell each other.
 
-JAX runs every program on all devices of a mesh, so each process of it, a *member*, dispatches the
-same programs in the same order. Member 0 leads: transfer/group.py tells the others what to call,
-and transfer/meeting.py has seen all of them before they come here.
+JAX runs every program on all devices of a mesh, so each of its processes, a *member*, dispatches
+the same programs in the same order. Member 0 leads: transfer/group.py tells the others what to
+call. Before they get here, transfer/meeting.py has seen all of them.
 """
 
 import threading
@@ -16,21 +16,21 @@ from jax.experimental import multihost_utils
 
 from model.errors import ModelError, NodeLost
 
-_JOIN_S: Final = 60  # for members that are all there by now
+_JOIN_S: Final = 60  # all members are there by now
 _HEARTBEAT_S: Final = 20  # of JAX's own service, which is slower than the leader's calls
 
 
 def join(coordinator: str, num_members: int, member: int) -> None:
     """Make one system of all members' devices. Call once, before the first array.
 
-    coordinator: host:port, where member 0 will have JAX listen, and nowhere else. All call it at
-    about the same time. Raises NodeLost when another does not, ModelError when members have other
-    numbers of devices.
+    coordinator: host:port, the only address where member 0 has JAX listen. All members call this at
+    about the same time. Raises NodeLost when another member does not, ModelError when members have
+    different numbers of devices.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_check_proxy_envs", False)  # none is used: prepare_devices
     came: SimpleQueue[Exception | None] = SimpleQueue()
-    # JAX, whose patience is at an end, ends the process without a word: ours ends sooner.
+    # When JAX's own timeout expires, it ends the process without a word: ours is shorter.
     meeting = threading.Thread(
         target=_meet, args=(coordinator, num_members, member, came), daemon=True
     )
@@ -43,7 +43,7 @@ def join(coordinator: str, num_members: int, member: int) -> None:
         raise NodeLost(f"{num_members} nodes did not come together: {error}") from error
     try:
         owners = [device.process_index for device in jax.devices()]
-    except (RuntimeError, AssertionError) as error:  # as well when there are none here
+    except (RuntimeError, AssertionError) as error:  # also when there are none here
         raise NodeLost(f"devices of {num_members} nodes are not found: {error}") from error
     counts = [owners.count(node) for node in range(num_members)]
     if len(set(counts)) > 1:
@@ -62,7 +62,7 @@ def _meet(
             cluster_detection_method="deactivate",
             initialization_timeout=2 * _JOIN_S,
             heartbeat_timeout_seconds=_HEARTBEAT_S,
-            coordinator_bind_address=coordinator,  # by itself it would listen on all addresses
+            coordinator_bind_address=coordinator,  # by default it would listen on all addresses
         )
     except (RuntimeError, ValueError) as error:
         came.put(error)
@@ -71,12 +71,12 @@ def _meet(
 
 
 def is_leader() -> bool:
-    """Whether this process speaks for its group; one alone does."""
+    """Whether this process speaks for its group; a lone process does."""
     return jax.process_index() == 0
 
 
 def texts_of_all(text: str) -> list[str]:
-    """What each member gave, the leader's first. All must call it, and wait for each other.
+    """Each member's text, the leader's first. All members must call it; they wait for each other.
 
     Raises NodeLost when one is gone.
     """
@@ -100,12 +100,12 @@ def least_of_all(number: int) -> int:
 
 
 def any_of_all(is_so: bool) -> bool:
-    """Whether it is so in any member."""
+    """Whether it is true in any member."""
     return "1" in texts_of_all(str(int(is_so)))
 
 
 def first_devices(num_devices: int) -> Sequence[jax.Device]:
-    """The first devices of this machine; of several members as many of each, in their order."""
+    """The first devices of this machine; with several members equally many of each, in order."""
     each = num_devices // jax.process_count()
     taken: dict[int, list[jax.Device]] = {}
     for device in jax.devices():

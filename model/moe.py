@@ -1,7 +1,7 @@
 """Routed experts of one layer: choose them in float32, run this shard's, sum over shards.
 
-Where data-parallel ranks share the experts, each rank's rows are first brought to all of them, and
-the sums of its own rows brought back. All ranks have as many rows, padding included.
+Where data-parallel ranks share the experts, each rank's rows are first sent to all ranks, and the
+sums of its own rows are sent back. All ranks have the same number of rows, padding included.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from model.sharding import expert_shard_idx, gather_ranks, rank_idx, sum_shards,
 class ExpertMap(NamedTuple):
     """Where logical experts are placed, of all layers or of one.
 
-    places: of each expert's copies, those past their number repeated. counts: how many it has.
+    places: of each expert's copies, repeated past their number. counts: how many copies it has.
     """
 
     places: Int32[Array, "*layers experts most"]
@@ -33,7 +33,7 @@ class ExpertMap(NamedTuple):
 class Routing(NamedTuple):
     """Which logical experts each row goes to. logits are before softmax; float32.
 
-    expert_ids: the number of experts means nobody, as for rows that are padding.
+    expert_ids: the number of experts stands for no expert, as in rows that are padding.
     """
 
     logits: Float[Array, "rows experts"]
@@ -45,7 +45,7 @@ class Routing(NamedTuple):
 Experts = Callable[..., Array]
 # (logits in parts, correction or None, live) -> ids and weights; see model.kernels.moe.routing.
 Best = Callable[[Array, Array | None, Array], tuple[Array, Array]]
-_MANY_ROWS: Final = 512  # for which a router's products take longer than their launches
+_MANY_ROWS: Final = 512  # from here on a router's products take longer than their launches
 
 
 def route(
@@ -59,7 +59,7 @@ def route(
     """Scores of all experts, the best of them, and their weights, as cfg.router says.
 
     params: one layer's. live: rows that are not padding. Source: arXiv:2401.04088, section 2.1, and
-    those of RouterConfig.
+    the sources of RouterConfig.
     """
     how = cfg.router
     with jax.named_scope("router"):
@@ -81,7 +81,7 @@ def _scores(
         return contract(x, router, ((1,), (0,)))[None]
     if len(x) < _MANY_ROWS or x.dtype != jnp.bfloat16:
         return product_parts(x, Matrix(router, None, router.dtype, params.on_cpu))
-    # 24 bits of a number are three of bfloat16, of whose products none is rounded.
+    # The 24 bits of a float32 are three bfloat16 numbers, whose products are all exact.
     parts, rest = [], router.astype(jnp.float32)
     for _ in range(3):
         part = lax.reduce_precision(rest, 8, 7)
@@ -106,10 +106,10 @@ def moe(
 ) -> tuple[Float[Array, "rows hidden"], Routing]:
     """This shard's experts on the rows that chose them, summed over shards; float32.
 
-    params: one layer's, but for the experts', which are stacks over layers, of which `idx` is this
-    one: a kernel takes its slices. placed: this layer's map, None where experts are as trained and
-    have no copies. live: rows that are not padding.
-    share_experts: the ranks do; the experts are this shard's part of all.
+    params: one layer's, except the experts', which are stacks over layers that a kernel slices;
+    `idx` is this layer's index in them. placed: this layer's map, None where experts are as trained
+    and have no copies. live: rows that are not padding.
+    share_experts: whether ranks share them; a shard then has a part of the experts of all ranks.
     """
     with jax.named_scope("moe"):
         routing = route(cfg, x, params, live, best, product_parts)
@@ -128,13 +128,13 @@ def moe(
 
 
 def expert_stacks(params: Mapping[str, Array]) -> ExpertStacks:
-    """Those of a run of layers, on this device."""
+    """The experts of a run of layers, on this device."""
     down_bias = params.get("experts_down_bias")
     return ExpertStacks(
         params["experts_gate_up"],
         params["experts_down"],
         params.get("experts_gate_up_bias"),
-        # Of the devices that share an expert's width only the first has one.
+        # Each device that shares an expert's width has one; only the first's is not zero.
         None if down_bias is None else down_bias[:, :, 0],
         params.get("experts_gate_up_scale"),
         params.get("experts_down_scale"),
@@ -144,7 +144,7 @@ def expert_stacks(params: Mapping[str, Array]) -> ExpertStacks:
 def shared_experts(
     x: Float[Array, "rows hidden"], params: LayerWeights
 ) -> Float[Array, "rows hidden"]:
-    """Those that all rows go to; float32. params: one layer's."""
+    """The output of the experts that all rows go to; float32. params: one layer's."""
     out = feed_forward(x, params.matrix("shared_gate_up"), params.matrix("shared_down"))
     if "shared_gate" in params:
         out *= jax.nn.sigmoid(product(x, params.matrix("shared_gate")))
@@ -158,8 +158,8 @@ def with_rows(
 ) -> Int32[Array, " experts"]:
     """The counts with one more for every expert of every row that is not padding.
 
-    One that is full stays so: nothing bounds how many calls add to it, and below zero it would say
-    that the most chosen expert has the least to do.
+    A count that would overflow becomes the largest integer: nothing bounds how many calls add to
+    it, and below zero it would say that the most chosen expert has the least to do.
     """
     more = counts.at[expert_ids].add(live[:, None].astype(jnp.int32))
     return jnp.where(more < counts, np.int32(np.iinfo(np.int32).max), more)
@@ -168,9 +168,9 @@ def with_rows(
 def _physical(
     placed: ExpertMap | None, expert_ids: Int32[Array, "rows chosen"], live: Bool[Array, " rows"]
 ) -> Int32[Array, "rows chosen"]:
-    """A copy of each chosen expert: rows take them in turn, which weighs all copies alike.
+    """The copy that each row uses of its experts: rows take copies in turn, which loads all alike.
 
-    Of rows that are padding anything that no shard has.
+    Rows that are padding get an id that no shard has.
     """
     if placed is None:
         return expert_ids

@@ -44,12 +44,12 @@ from model.weights import (
 
 log = logging.getLogger(__name__)
 
-CODES_CAPABILITY = 8, 9  # of a GPU that converts e4m3
+CODES_CAPABILITY = 8, 9  # the least of a GPU that converts e4m3
 
-# Behind the digest of a model whose weights were rounded when loaded, by what codes they became.
+# Suffix of the digest of a model whose weights were rounded when loaded, by what codes they became.
 ROUNDED = {"fp8": "-fp8-layers", "int8": "-int8-layers"}
 DUMMY_SEED = 0  # the same for all, so that every role and rank has the same network
-CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where a longer one is only asked for by flag
+CPU_CONTEXT_LENGTH = 4096  # default limit on CPU, where only a flag gives a longer one
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ BeforeWeights = Callable[[OpenedModel], None]
 
 
 def at_once(_: OpenedModel) -> None:
-    """Nothing comes before the weights."""
+    """A `before_weights` that does nothing."""
 
 
 def on_cpu() -> bool:
     """Whether the first device is a CPU. Raises ModelError when JAX finds none at all."""
     try:
         return jax.default_backend() == "cpu"
-    except (RuntimeError, AssertionError) as error:  # the latter, wordless, without its plugin
+    except (RuntimeError, AssertionError) as error:  # the latter, wordless, without a plugin
         asked = os.environ.get("JAX_PLATFORMS", "")
         raise ModelError(f"JAX finds no device, JAX_PLATFORMS is {asked!r}: {error}") from error
 
@@ -116,12 +116,12 @@ def open_model(
     products are an order slower there), else the checkpoint's; the cache follows the weights.
     kv_cache_dtype may also be "fp8_e4m3": a byte a value, unscaled, saturating at 448.
     context_length: 0 means the model's, at most CPU_CONTEXT_LENGTH on CPU.
-    chunk_size (0: of no interest here), fraction, max_total_tokens: of the pool to come, so
-    that what cannot fit is told before the weights are read, which may take minutes.
+    chunk_size (0: not checked), fraction, max_total_tokens: of the pool that is made later, so
+    that a misfit is reported before the weights are read, which may take minutes.
     placing: where experts are, and when they move.
-    quantization: "fp8" and "int8" keep layers' weights as such codes of a byte, those of a
-    quantised checkpoint that are quantised there, of another all, rounded; "none" brings all to
-    dtype; "auto" keeps those of a quantised checkpoint on CPU.
+    quantization: "fp8" and "int8" keep layers' weights as such one-byte codes: of a quantised
+    checkpoint the weights that are quantised there, of another all, rounded; "none" expands all to
+    dtype; "auto" keeps the codes of a quantised checkpoint on CPU, and expands them elsewhere.
     load_format: "dummy" reads no weights: parameters are random, the same on every mesh.
     before_weights: called with all but the parameters, and may raise; loading takes minutes.
     Raises ModelError, one line, for anything that does not fit.
@@ -174,7 +174,7 @@ def _check_devices(tp_size: int, dp_size: int) -> None:
 
 
 class _Sizes(NamedTuple):
-    """What flags may leave open, as it came to."""
+    """The settings that flags may leave open, resolved."""
 
     dtype: str
     kv_dtype: str
@@ -210,7 +210,7 @@ def _sizes(
 
 
 def _digest(path: Path, model: Model, is_dummy: bool) -> str:
-    """Of the network as it will be loaded."""
+    """The digest of the network as it will be loaded."""
     if is_dummy:
         return dummy_digest(path, model.dims.coded, model.dims.codes)
     rounded = model.dims.coded and not model.cfg.quantization
@@ -242,16 +242,16 @@ def make_pool(
 ) -> tuple[Array, MemoryPlan, list[Program]]:
     """Compile every program, learn their scratch memory, and give the pool what is left.
 
-    Pages are counted for each data-parallel rank, which all have the same number, and each stands
-    for one of every group.
+    Pages are counted per data-parallel rank; all ranks have the same number, and each page counted
+    stands for one of every group.
     fraction: of the device's memory; 0 = 0.1 of free memory on CPU, else 0.85.
     natural_pages: more than this many could never be in use at once, or are of no benefit.
     programs_of(num_pages): programs for a pool of this size. Scratch does not depend on the
     pool's size (a test holds that), so a second round, if one is needed, is the last.
-    spare_pages, spare_bytes: what the caller keeps beside the pool, pages of one group and of each
+    spare_pages, spare_bytes: what the caller keeps besides the pool: pages of one group for each
     rank, and bytes over all devices.
     Each member of a mesh over several processes plans for its own devices; the pool has as many
-    pages as the one with the least memory can hold.
+    pages as the member with the least memory can hold.
     Returns (pool, plan, programs). Raises ModelError when it does not fit.
     """
     page_size = opened.kv.page_size
@@ -259,7 +259,7 @@ def make_pool(
     weights = tree_bytes(opened.params)
     own = own_devices(opened.model.mesh)
     num_members = len(opened.devices) // len(own)
-    # What is loaded by now is no longer free: it belongs to the budget all the same.
+    # Loaded weights are no longer free memory, but belong to the budget all the same.
     budget = memory_budget_bytes(_fraction(fraction), own)
     if on_cpu():
         budget += weights
@@ -270,13 +270,13 @@ def make_pool(
         sizes = budget, weights, scratch, page_bytes
         mine = plan_memory(*sizes, wanted, exact, least, opened.dp_size, opened.kv.groups)
         pages = mine.num_pages
-        if on_cpu() and pages < wanted:  # what is free there is never twice the same
+        if on_cpu() and pages < wanted:  # free memory there differs at every start
             pages = max(steady(pages), least)
         return replace(mine, num_pages=least_of_all(pages))
 
     page_bytes = opened.dp_size * opened.kv.all_layers_bytes // num_members
     spare = spare_pages * page_bytes // opened.kv.groups + spare_bytes // num_members
-    reserve = budget // 16 + spare  # compiled once more only if that was too little
+    reserve = budget // 16 + spare  # compile again only if this was too little
     final = plan(reserve)
     programs = programs_of(final.num_pages)
     compile_all(programs, kept=opened.kept)
@@ -314,7 +314,7 @@ def _check_memory(
 ) -> None:
     """Raises ModelError when weights and the fewest pages allowed cannot fit, scratch aside.
 
-    Reckons as make_pool will, with weights still to come: on CPU they lessen what is free.
+    Calculates as make_pool will, but before weights are loaded: on CPU they take free memory.
     """
     weights = stored_bytes(model)
     share = _fraction(fraction)

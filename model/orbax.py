@@ -21,11 +21,11 @@ from model.transformer import Model
 
 _PARAMS: Final = "params"
 _MARK: Final = "_METADATA"
-# Everything beside the weights that serving reads, or people do.
+# All files besides the weights that serving or people read.
 _COPIED: Final = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README*")
 _NOT_COPIED: Final = "model.safetensors.index.json"
-# Of an array's bytes in a file. The last compares what was read with what was written; without it
-# a changed bit is other numbers.
+# How the bytes of an array are encoded in a file. The last is a checksum: without it a changed bit
+# would go unnoticed.
 _CODECS: Final = (
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "zstd", "configuration": {"level": 1}},
@@ -35,7 +35,7 @@ _MOST_TOLD: Final = 500  # characters of the library's text
 
 
 def is_orbax(path: str | Path) -> bool:
-    """Whether the folder is one that save_orbax wrote, be it damaged."""
+    """Whether the folder is one that save_orbax wrote, even if it is damaged."""
     folder, params = Path(path), Path(path) / _PARAMS
     if params.is_dir() and not any(folder.glob("*.safetensors")):
         return True
@@ -43,7 +43,7 @@ def is_orbax(path: str | Path) -> bool:
 
 
 def _orbax() -> Any:
-    """The library: most starts read safetensors, and importing it takes most of a second."""
+    """Import the library late: most starts read safetensors, and it takes most of a second."""
     import orbax.checkpoint
 
     return orbax.checkpoint
@@ -96,21 +96,21 @@ def save_orbax(
             for file in sorted(source_dir.glob(pattern)):
                 if file.name != _NOT_COPIED:
                     shutil.copyfile(file, target / file.name)
-        # Last, and under this name only when whole: they make the folder one of Orbax form.
+        # Parameters come last, and have this name only once whole: it marks a folder as Orbax.
         with ocp.Checkpointer(_checksumming()) as checkpointer:
             checkpointer.save(target / _PARAMS, args=ocp.args.PyTreeSave(_named(tree)))
         undo.pop_all()
 
 
 def _remove_begun(target: Path, is_new: bool) -> None:
-    """The folder itself, or of somebody else's folder the parameters, in Orbax's temporary too."""
+    """Remove a new folder; from one that was there only parameters, and Orbax's temporary ones."""
     begun = [target] if is_new else [target / _PARAMS, *target.glob(f"{_PARAMS}.orbax-*")]
     for path in begun:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _checksumming() -> Any:
-    """A handler of trees of numpy arrays which writes them with _CODECS, as no option makes it."""
+    """A handler that writes trees of numpy arrays with _CODECS, for which Orbax has no option."""
     import tensorstore
     from orbax.checkpoint import PyTreeCheckpointHandler
     from orbax.checkpoint import type_handlers as types
@@ -121,21 +121,21 @@ def _checksumming() -> Any:
         spec = types.get_json_tspec_write(info, True, shape, shape, values.dtype, process_index=0)
         spec["metadata"]["codecs"] = list(_CODECS)
         store = await tensorstore.open(spec, create=True, open=True, context=info.ts_context)
-        # Its own copy would be of all parameters; they stay as they are until they are written.
+        # Tensorstore need not copy all parameters: they do not change until they are written.
         await store.write(values, can_reference_source_data_indefinitely=True)
 
     class Checksumming(types.NumpyHandler):
         async def serialize(
             self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Any = None
         ) -> list[Any]:
-            # All have ended when one has failed: what is begun is removed, and none may add to it.
+            # Wait for all even if one fails: what is begun is removed, and none may add to it.
             ended = await asyncio.gather(*map(write, values, infos), return_exceptions=True)
             for failure in ended:
                 if isinstance(failure, BaseException):
                     raise OSError(_told(failure)) from failure
             return []
 
-    # Arrays of jax there are none; the library warns when nothing handles them.
+    # There are no jax arrays, but the library warns when nothing handles them.
     handlers = [(np.ndarray, Checksumming()), (Array, types.get_type_handler(Array))]
     registry = types.create_type_handler_registry(*handlers)
     return PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
@@ -146,7 +146,7 @@ def load_params(folder: Path, model: Model, arrived: Callable[[int], None]) -> P
 
     A parameter that the mesh pads or replicates goes through the host, the others do not.
     Each chunk that is read for any shard is compared with its checksum, in every process that
-    reads it; those of folders that were written without checksums have none.
+    reads it; folders that were written without checksums are not checked.
     Raises ModelError, one line, when something is missing, misshapen or not readable.
     """
     ocp = _orbax()
@@ -188,7 +188,7 @@ def _restore(
     )
     try:
         value = checkpointer.restore(params, args=args)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises nothing more specific
         where = ".".join(name)
         raise ModelError(f"{params}: parameter {where} is not readable: {_told(error)}") from error
     for key in name:
@@ -200,7 +200,7 @@ def _restore(
 
 
 def _parted(name: tuple[str, ...], value: Array, model: Model) -> dict[tuple[str, ...], Array]:
-    """A stack as the model's segments have it: whole, or each layer's part under its own name."""
+    """A stack split as the model's segments are: whole, or each layer's part under its own name."""
     if name[0] != "layers":
         return {name: value}
     run = segments(replace(model.dims, stacks=Stacks.ALL))[int(name[1])]
@@ -215,7 +215,7 @@ def _parted(name: tuple[str, ...], value: Array, model: Model) -> dict[tuple[str
 
 
 def _layers(stack: Array, first: int, end: int) -> Array:
-    """Some layers of a stack, sharded as it is; its layers are not."""
+    """Some layers of a stack, sharded as the stack is, whose axis of layers is not split."""
     parts = [
         jax.device_put(np.asarray(shard.data)[first:end], shard.device)
         for shard in stack.addressable_shards
@@ -228,7 +228,7 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
     """Compare names and shapes before anything is read."""
     try:
         metadata = checkpointer.metadata(params).item_metadata
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises nothing more specific
         raise ModelError(f"{params}: not a readable Orbax checkpoint: {_told(error)}") from error
     if metadata is None:
         raise ModelError(f"{params}: not a readable Orbax checkpoint: its files are damaged")
@@ -246,11 +246,11 @@ def _check(params: Path, checkpointer: Any, leaves: dict[tuple[str, ...], Leaf])
 
 
 def _told(error: BaseException) -> str:
-    """The cause in one line: what Orbax wraps around it is a page that does not say it."""
+    """The cause in one line: Orbax wraps it in a page of text that does not name it."""
     while error.__cause__ is not None:
         error = error.__cause__
     line, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    # Between paths at the start and the reason at the end.
+    # Cut between the paths at the start and the reason at the end.
     return line if len(line) <= _MOST_TOLD else f"{line[:200]} ... {line[-_MOST_TOLD + 200 :]}"
 
 

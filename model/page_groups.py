@@ -1,13 +1,15 @@
-"""Which layers share ids of pages, and what layers with a window look at of their pages.
+"""Which layers share page ids, and which of their pages layers with a window look at.
 
-Where as many layers have a window as have none, pages hold half of the layers each: positions of
-layers without have their pages, those of layers with one have others, of the same pool. So pages
-behind a window may go while the rest of the same positions stays. Source: vllm-project/vllm:
-vllm/v1/core/kv_cache_utils.py, whose groups may be more than two. Elsewhere there is one group.
+Where as many layers have a window as have none, each page holds half of the layers: a position is
+in one page for the layers without a window, and in another, of the same pool, for those with one.
+So pages behind a window can be freed while the other half of the same positions stays. Source:
+vllm-project/vllm: vllm/v1/core/kv_cache_utils.py, which allows more than two groups. All other
+models have one group.
 
-By default page p of positions is page p of the pool for the first group, and page N + p for the
-second, N pages being a rank's of each. A decode worker that keeps no more than windows takes pages
-one by one instead, and has a ring of them for each slot: the page of place j is entry j % len.
+By default page p of a request is page p of the pool for the first group and page N + p for the
+second, where each group has N pages in a rank. A decode worker that keeps no more than windows
+takes pages one by one instead, and has a ring of them for each slot: the slot's j-th page is entry
+j % len.
 """
 
 from typing import Final, NamedTuple
@@ -25,9 +27,9 @@ WINDOWED: Final = 1  # of those with a window, where there are two groups
 
 
 class Place(NamedTuple):
-    """Where a pool has a layer: in pages of which group, and where within them.
+    """Where a layer is in a pool: in the pages of which group, and at which index within them.
 
-    group: known while programs are traced, or, in a loop over layers of both, not before they run.
+    group: an int if known while tracing; an array in a loop over layers of both groups.
     """
 
     group: Int32[Array, ""] | int
@@ -35,7 +37,7 @@ class Place(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """What decode attention takes beside queries, for each group."""
+    """What decode attention takes besides queries, for each group."""
 
     positions: Int32[Array, "groups rows"]  # counted from where the page table begins
     page_tables: tuple[Int32[Array, "rows pages"], ...]  # one a group, no wider than it sees
@@ -51,12 +53,12 @@ class DecodeRows(NamedTuple):
 
 
 def group_of_layer(cfg: ModelConfig, layer: int) -> int:
-    """Of one layer, counted over all."""
+    """The group of a layer, which is counted over all layers."""
     return WINDOWED if cfg.page_groups > 1 and cfg.window_layers[layer] else FULL
 
 
 def place_of(cfg: ModelConfig, layer: Int32[Array, ""], group: int | None) -> Place:
-    """Of one layer, counted over all. group: its own, where that is known; None: it is not."""
+    """The place of a layer, counted over all layers. group: the layer's; None: not known yet."""
     if cfg.page_groups == 1:
         return Place(FULL, layer)
     windows = np.asarray(cfg.window_layers)
@@ -66,7 +68,7 @@ def place_of(cfg: ModelConfig, layer: Int32[Array, ""], group: int | None) -> Pl
 
 
 def of_groups(cfg: ModelConfig, ids: Array, num_pages: int, page_size: int = 1) -> Array:
-    """Pages, or positions in them, of each group: i32[groups, *ids]. Below zero stays so.
+    """Pages, or positions in them, of each group: i32[groups, *ids]. Ids below zero become -1.
 
     num_pages: of each group in the pool of a rank. page_size: 1 where ids are pages.
     """
@@ -84,11 +86,12 @@ def decode_groups(
     kv_idx: Int32[Array, " rows"],
     ring: Int32[Array, "rows ring"] | None,
 ) -> DecodeRows:
-    """num_pages: of each group in the pool of a rank. positions, kv_idx: below zero is padding.
+    """What decode attention takes for each group, from what it takes for the first.
 
-    page_table, kv_idx: of the first group. ring: each row's pages of the second; None: by default.
-    Of layers with a window each row's table begins with the first page that it sees, so they cost
-    what the window does, however long the rows are.
+    num_pages: of each group in the pool of a rank. positions, kv_idx: below zero is padding.
+    page_table, kv_idx: of the first group. ring: each row's pages of the second; None: the default.
+    For layers with a window a row's table begins with the first page that the row sees, so their
+    cost follows the window, however long the rows are.
     """
     all_idx = of_groups(cfg, kv_idx, num_pages, page_size)
     if cfg.page_groups == 1:

@@ -1,8 +1,8 @@
 """Runs of pages between the pool and the host: gathered on one side, put in place on the other.
 
 Where one process has all devices, each shard crosses between its device and the host. Where a mesh
-spans processes its leader has all that travels: shards pass between its first device and theirs
-within the programs, so that nobody beyond the mesh knows of its processes.
+spans processes, everything travels through its leader: within the programs, shards pass between the
+leader's first device and their own, so that nothing outside the mesh knows of its processes.
 """
 
 import logging
@@ -51,7 +51,7 @@ class GatheredRuns:
 
     @property
     def copies(self) -> int:
-        """How often a gathered page is in memory, over all devices."""
+        """How many times a gathered page is in memory, over all devices."""
         return self._mesh.size if self._spans else 1
 
     def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
@@ -64,7 +64,7 @@ class GatheredRuns:
         return list(self._gather.values())
 
     def ids_of(self, page_ids: Sequence[Sequence[int]]) -> tuple[int, np.ndarray]:
-        """The program for a run of each rank, and what it takes."""
+        """The bucket for a run of each rank, and the page ids that its program takes."""
         bucket = bucket_for(max(map(len, page_ids)), self._run_pages)
         ids = np.zeros((len(page_ids), bucket), np.int32)
         for rank, run in enumerate(page_ids):
@@ -77,10 +77,10 @@ class GatheredRuns:
         return gathered
 
     def shards(self, gathered: Array, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]:
-        """By rank what `numpy.asarray` makes its shards of: [layers, planes, bucket, page_size,
-        kv, dim], of which the first len(page_ids[rank]) pages count.
+        """Each rank's shards, for `numpy.asarray`; begins to copy runs with pages to the host.
 
-        The copy of runs with pages to the host begins.
+        A shard is [layers, planes, bucket, page_size, kv, dim], of which the first
+        len(page_ids[rank]) pages count.
         """
         if self._spans:
             whole = to_host(gathered.addressable_data(0))
@@ -99,7 +99,7 @@ class GatheredRuns:
 
 @dataclass(frozen=True)
 class _Part:
-    """One shard of an array that has those of all devices."""
+    """One shard of an array that has the shards of all devices."""
 
     whole: Array
     idx: int
@@ -114,24 +114,24 @@ class _Part:
 
 
 class PlacedRuns:
-    """The programs that put pages that came into the pool."""
+    """The programs that put received pages into the pool."""
 
     def __init__(self, kv: KVSpec, mesh: Mesh, run_pages: tuple[int, ...]) -> None:
         self._kv, self._mesh, self._run_pages = kv, mesh, run_pages
         self._spans = spans_processes(mesh)
-        # One array has a part on each device, whoever's pages came.
+        # The array has a part on each device, whichever rank's pages came.
         self._needs_nothing = self._spans or num_ranks(mesh) > 1
         self._nowhere = 0  # a page past the pool of a rank
         self._place: dict[int, Program] = {}
         self._nothing: dict[int, dict[jax.Device, Array]] = {}
 
     def spare_pages(self, most_placing: int) -> int:
-        """Pages of each rank's share of memory that pages on their way take, beside the pool.
+        """Memory for pages on their way, besides the pool, in pages of each rank.
 
-        most_placing: those that are on devices, but not in the pool yet.
+        most_placing: the most that may be on devices but not in the pool yet.
         """
         nothing = sum(self._run_pages) if self._needs_nothing else 0
-        # Where the mesh spans processes each device has what goes to all of a rank.
+        # Where the mesh spans processes, each device receives the shards of its whole rank.
         copies = self._mesh.size // num_ranks(self._mesh) if self._spans else 1
         return (most_placing + nothing) * copies
 
@@ -147,7 +147,7 @@ class PlacedRuns:
         return list(self._place.values())
 
     def settle(self) -> None:
-        """Make what devices get for which nothing came; it is never looked at."""
+        """Make the filler for devices that nothing came for; its values are never read."""
         for bucket in self._run_pages if self._needs_nothing else ():
             staged = self._staged(bucket)
             zeros = np.zeros(staged.sharding.shard_shape(staged.shape), staged.dtype)
@@ -156,7 +156,7 @@ class PlacedRuns:
             }
 
     def ids_of(self, rank: int, page_ids: Sequence[int]) -> tuple[int, np.ndarray]:
-        """The program for a run of one rank, and which pages it writes."""
+        """The bucket for a run of one rank, and the ids of the pages that its program writes."""
         bucket = bucket_for(len(page_ids), self._run_pages)
         ids = np.full((num_ranks(self._mesh), bucket), self._nowhere, np.int32)
         ids[rank, : len(page_ids)] = page_ids
@@ -188,7 +188,7 @@ class PlacedRuns:
         return placed
 
     def _staged(self, count: int) -> jax.ShapeDtypeStruct:
-        """What a program takes beside the pool: runs of `count` pages."""
+        """What a program takes besides the pool: runs of `count` pages."""
         pages = abstract_pages(self._kv, count, self._mesh)
         if not self._spans:
             return pages
@@ -199,10 +199,10 @@ class PlacedRuns:
 
 
 def to_host(array: Array) -> Array:
-    """What one device has, whose copy to the host begins; `numpy.asarray` waits for it.
+    """Begin to copy one device's array to the host; `numpy.asarray` of the result waits for it.
 
-    A GPU copies at the speed of its bus to memory that the driver has pinned, where numpy finds it
-    as it is: 47 GB/s on an H200, into memory of numpy's own 1.2.
+    A GPU copies at the speed of its bus to memory that the driver has pinned, which numpy reads in
+    place: 47 GB/s on an H200, against 1.2 into memory of numpy's own.
     """
     if next(iter(array.devices())).platform in _ON_THE_HOST:
         array.copy_to_host_async()
@@ -212,14 +212,14 @@ def to_host(array: Array) -> Array:
 
 
 def memory_pinner(mesh: Mesh) -> Callable[[np.ndarray], None] | None:
-    """What pins host memory until it is gone, so that devices copy out of it as it is.
+    """A function that pins host memory until it is freed, so that devices copy out of it directly.
 
-    What is not pinned the driver's host side copies first: 96 MiB came to an H200 at 5 GB/s so, out
-    of pinned memory at 43. None: devices read the host's memory, or no copy is out of what came.
-    Where some cannot be pinned the log says so once, and no more is.
+    The driver first copies unpinned memory on the host: that way 96 MiB came to an H200 at 5 GB/s,
+    out of pinned memory at 43. None where devices read the host's memory, or where received pages
+    are copied on the host anyway. If pinning fails, the log says so once, and no more is pinned.
     """
     device = own_devices(mesh)[0]
-    # What goes to the processes of a mesh is put together first.
+    # What goes to the processes of a mesh is first copied into one array.
     if device.platform in _ON_THE_HOST or spans_processes(mesh):
         return None
     refused = False
