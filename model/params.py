@@ -23,15 +23,15 @@ from model.sharding import SHARDS, TENSOR, Dims, Stacks
 # the names below to arrays stacked on a leading layer axis. lm_head is absent when tied.
 Params = dict[str, Any]
 
-# The axis of inputs, or the last of several, where it is not that behind layers.
+# The axis of inputs (the last of several), where it is not the one after layers.
 _INPUTS_AT: Final = {"experts_gate_up": 2, "experts_down": 2, "o": 3}
 
 
-_STEPS: Final = 32.0  # of random codes that are integers, in a deviation
+_STEPS: Final = 32.0  # standard deviation of random codes that are integers
 
 
 class Holds(enum.Enum):
-    """What a parameter is: weights, or weights' codes and the scales of these (model/coded.py)."""
+    """What a parameter holds: weights, their codes, or the scales of the codes (model/coded.py)."""
 
     VALUES = "values"
     CODES = "codes"
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 def segments(dims: Dims) -> tuple[Segment, ...]:
-    """The layers in order, as the fewest runs, and those that are not stacked by themselves."""
+    """The layers in order, in as few runs as possible; a layer that is not stacked is one alone."""
     runs: list[Segment] = []
     for layer, moe in enumerate(dims.cfg.moe_layers):
         stacked = dims.stacks is Stacks.ALL or (moe and dims.stacks is Stacks.EXPERTS)
@@ -65,8 +65,8 @@ class Leaf:
     head_axis: the kv head axis where heads may be replicated; the next axis is then the
     group, followed (tail > 0) by `tail` entries per kv head that are copied, not dealt out.
     std: deviation of random values; 0 means ones.
-    repeats: an axis whose entries are stored again from the first on, not padded with zeros.
-    group: of codes and scales, inputs that share one.
+    repeats: an axis that is filled up with its own entries from the first on, not with zeros.
+    group: of codes and scales, how many inputs share a scale.
     """
 
     canonical: tuple[int, ...]
@@ -86,7 +86,7 @@ class Leaf:
         return NamedSharding(mesh, self.spec)
 
     def expand(self, values: Any, xp: Any) -> Any:
-        """Stored values out of those as trained. xp: numpy or jax.numpy."""
+        """Values as stored, from values as trained. xp: numpy or jax.numpy."""
         assert values.shape == self.canonical, (values.shape, self.canonical)
         if self.head_axis is not None and self.replicas > 1:
             values = self._replicate(values, xp)
@@ -169,7 +169,7 @@ def _layer_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, run: Segment) -> dic
 def _gated_leaves(
     names: tuple[str, str], hidden: int, width: int, wide: int, dtype: Any, n: int
 ) -> dict[str, Leaf]:
-    """Of a feed-forward that all tokens go through. wide: its width as stored."""
+    """Parameters of a feed-forward that all tokens go through. wide: its width as stored."""
     both = (n, hidden, 2, width), (n, hidden, 2, wide)
     last = (n, width, hidden), (n, wide, hidden)
     std, last_std = 1.0 / math.sqrt(hidden), 1.0 / math.sqrt(width)
@@ -180,7 +180,7 @@ def _gated_leaves(
 
 
 def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
-    """Of latent attention: one kv head, whose queries are dealt out over the shards."""
+    """Parameters of latent attention: one kv head, whose queries are dealt out over the shards."""
     latent, hidden = cfg.latent, cfg.hidden_size
     assert latent is not None
     rank, head_dim = latent.kv_rank, latent.nope_dim + latent.rope_dim
@@ -215,7 +215,7 @@ def _latent_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
 
 
 def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str, Leaf]:
-    """Of attention with keys and values of their own."""
+    """Parameters of attention in which each kv head has its own keys and values."""
     hidden, head_dim = cfg.hidden_size, cfg.head_dim
     std = 1.0 / math.sqrt(hidden)
     old, new = (cfg.num_kv_heads, cfg.group), (dims.kv_heads, dims.group)
@@ -244,7 +244,7 @@ def _heads_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str,
     }
 
     def of_each_head(tail: int, std: float) -> Leaf:
-        """Of the queries of a kv head, and `tail` more of the kv head itself."""
+        """A vector for each query head of a kv head, and `tail` more for the kv head itself."""
         return Leaf(
             (n, old[0], old[1] + tail, head_dim),
             (n, new[0], new[1] + tail, head_dim),
@@ -323,7 +323,7 @@ def _expert_leaves(cfg: ModelConfig, dims: Dims, dtype: Any, n: int) -> dict[str
 
 
 def _coded(name: str, leaf: Leaf, group: int, dtype: np.dtype) -> dict[str, Leaf]:
-    """Codes in place of weights, and their scales, of which a group of inputs has one."""
+    """Codes in place of weights, and their scales, one for each group of inputs."""
     axis = _INPUTS_AT.get(name, 1)
 
     def fewer(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -354,7 +354,7 @@ def random_leaves(leaves: Params, mesh: Mesh, seed: int) -> Params:
     layers, first = [], 0
     for run in leaves["layers"]:
         end = first + next(iter(run.values())).canonical[0]
-        # A key for each layer: how many of them share arrays differs with the platform.
+        # One key per layer, since how many layers share arrays depends on the platform.
         numbers = np.arange(first, end)
         layers.append(
             {
@@ -370,7 +370,7 @@ _keys_of_layers = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
 
 
 def _key_of(key: Array, name: str) -> Array:
-    """By name, not by place: parameters that are codes have others beside them."""
+    """By name, not by position: parameters that are codes have further ones beside them."""
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 

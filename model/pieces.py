@@ -20,7 +20,7 @@ class ChunkPrompt(Protocol):
 
     @property
     def pages(self) -> Sequence[int]:
-        """Of all its tokens, in order."""
+        """Pages of all its tokens, in order."""
         ...
 
     @property
@@ -50,9 +50,9 @@ class Piece[Q: ChunkPrompt]:
 def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> int:
     """Tokens of a prompt that a chunk takes, the oldest prompts first; 0 where it has to wait.
 
-    left: of the prompt; tokens_left: of the chunk. shorter: of prompts behind it that need no more
-    than one chunk each. To them one that needs more leaves a quarter of the chunk, if they have so
-    much: else they would wait for its last one.
+    left: tokens left of the prompt. tokens_left: room left in the chunk. shorter: tokens of the
+    prompts behind it that need no more than one chunk each. A prompt that needs more leaves them a
+    quarter of the chunk, if they have so many: else they would wait for its last chunk.
     """
     if left > chunk_tokens:
         tokens_left = max(tokens_left - min(part_of_shorter(chunk_tokens), shorter), 0)
@@ -60,12 +60,12 @@ def tokens_of(left: int, tokens_left: int, chunk_tokens: int, shorter: int) -> i
 
 
 def part_of_shorter(chunk_tokens: int) -> int:
-    """Tokens of a chunk that a prompt of several leaves to those that need one."""
+    """Tokens of a chunk that a prompt of several chunks leaves to prompts that need only one."""
     return chunk_tokens // 4
 
 
 def fill[P: Piece](pieces: list[P], tokens_left: int, pages_left: int, page_size: int) -> P | None:
-    """Give what a chunk has left to the first piece whose prompt needs more; its new piece.
+    """Give a chunk's free room to the first piece whose prompt needs more; return its new piece.
 
     Shorter prompts may want less than was left to them: the chunk takes no more prompts, or a
     cache has what they begin with.

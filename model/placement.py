@@ -1,8 +1,8 @@
-"""Experts where they are: the map that programs read, the rows that they count, weights moved.
+"""A worker's placed experts: the map that programs read, the rows they count, moves of weights.
 
 A worker counts on the device which experts its rows choose. Now and then it takes the counts and
-places one layer after the other anew, between two calls to the device: weights and map change
-together, so every call sees one placement of each layer. Nothing compiles and nothing waits.
+places one layer after another anew, between two calls to the device: weights and map change
+together, so every call sees one placement of each layer. Nothing is compiled and nothing waits.
 """
 
 import json
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 _MAPS: Final = "physical_to_logical_map"
 _COUNTS: Final = "logical_count"
-_CALLS_TO_HOST: Final = 2  # a worker that dispatches another has read the one before the last
-_WORTH_MOVING: Final = 0.01  # of balancedness, so that noise in the counts moves nothing
+_CALLS_TO_HOST: Final = 2  # a worker that dispatches a call has read the one before the last
+_WORTH_MOVING: Final = 0.01  # gain in balancedness, so that noise in the counts moves nothing
 
 
 class ExpertArgs(NamedTuple):
-    """What the programs take of a placement; nothing where experts stay as trained.
+    """What programs take of a placement; None where experts stay as trained.
 
     expert_map: a model.moe.ExpertMap. loads: i32[ranks, layers, experts], rows that chose each,
-    donated and given back with those of the call added; None where nobody counts.
+    donated and returned with the call's rows added; None where rows are not counted.
     """
 
     expert_map: Any
@@ -67,25 +67,25 @@ class PlacedExperts:
         """Raises ModelError when a location file does not fit the model."""
         self._model, self._policy = model, policy
         self._parts = model.dims.ep
-        # Runs of layers with experts, and where the parameters have them.
+        # Runs of layers with experts, and their indices in the parameters.
         self._runs = [
             (idx, run)
             for idx, run in enumerate(segments(model.dims))
             if run.moe and policy.places_experts
         ]
         self._placed = _initial(model.cfg, model.dims, policy)
-        self._move: dict[int, Program] = {}  # by the layers of a run
+        self._move: dict[int, Program] = {}  # by the number of layers of a run
         self._map = self._sent_map() if policy.places_experts else None
         self._loads = self._no_loads() if policy.enable_eplb else None
         self._calls = 0  # since counting began
         self._counts: Array | None = None  # on their way to the host
         self._left: deque[tuple[int, np.ndarray]] = deque()  # layers to look at, with their counts
-        self._seen: list[tuple[float, float]] = []  # of those looked at: balancedness, was and is
-        # Another thread may read them: no name is new later.
+        self._seen: list[tuple[float, float]] = []  # their balancedness, before and after
+        # Another thread may read them, so no name is added later.
         self.counters: dict[str, float] = {}
         if policy.enable_eplb:
             self.counters = {f"eplb_{name}": 0.0 for name in ("rebalances", "experts_moved")}
-            self.counters["eplb_balancedness"] = 1.0  # of the rows last seen, as they found it
+            self.counters["eplb_balancedness"] = 1.0  # of the rows last seen, as placed then
         if policy.places_experts and not self._runs:
             raise ModelError(f"{model.cfg.architecture} has no experts that could be placed")
 
@@ -96,7 +96,7 @@ class PlacedExperts:
 
     @property
     def shapes(self) -> ExpertArgs:
-        """Those of `args`."""
+        """The shapes of `args`."""
         return ExpertArgs(abstract_like(self._map), abstract_like(self._loads))
 
     @property
@@ -105,7 +105,7 @@ class PlacedExperts:
         return self._placed.copy()
 
     def programs(self, params: Params) -> list[Program]:
-        """What moves the experts of a layer, to be compiled. params: their shapes."""
+        """The programs that move experts of a layer, to be compiled. params: their shapes."""
         mesh, dims = self._model.mesh, self._model.dims
         all_specs = self._model.param_specs()
         physical = abstract_i32((dims.physical_experts,), mesh, P())
@@ -123,7 +123,7 @@ class PlacedExperts:
         return list(self._move.values())
 
     def settle(self, params: Params) -> Params:
-        """Put weights, which are loaded as is trivial, where the policy has them at the start."""
+        """Move weights from the trivial placement, in which they are loaded, to the policy's."""
         wanted = self._placed
         self._placed = _trivial(self._model.cfg, self._model.dims)
         for _, run in self._runs:
@@ -132,14 +132,14 @@ class PlacedExperts:
         return params  # the map said so from the start
 
     def counted(self, loads: Any) -> None:
-        """The loads that a call to the device gave back."""
+        """Take the loads that a call to the device returned."""
         self._loads = loads
         self._calls += 1
 
     def turn(self, params: Params) -> Params:
-        """Before a call to the device: go on a little with what there is to do.
+        """Before a call to the device: do the next little step of placing experts anew.
 
-        params: theirs that move are donated. Returns those to go on with.
+        params: those that move are donated. Returns the parameters to go on with.
         """
         policy, before = self._policy, params
         if self._left:
@@ -162,11 +162,11 @@ class PlacedExperts:
         return params
 
     def _write(self, counts: np.ndarray) -> None:
-        """Whoever starts next may begin with what is known now; a reader sees all of it or none."""
+        """Write the counts, so that a later start may use them; a reader sees all or none."""
         if not self._policy.expert_distribution_file or not is_leader():
             return
         file = Path(self._policy.expert_distribution_file)
-        # Of containers that share the folder each may have the same process id.
+        # Containers that share the folder may have the same process id.
         begun = file.with_name(f"{file.name}.{os.getpid()}-{secrets.token_hex(8)}")
         try:
             try:
@@ -180,7 +180,7 @@ class PlacedExperts:
     # --- one layer ------------------------------------------------------------------------------
 
     def _look_at(self, params: Params, layer: int, loads: np.ndarray) -> Params:
-        """Place a layer anew if its rows say that it is worth it."""
+        """Place a layer anew if its loads make that worthwhile."""
         old = self._placed[layer].copy()
         was = now = eplb.balancedness(loads, old, self._parts)
         if was < self._policy.eplb_min_rebalancing_utilization_threshold:
@@ -193,7 +193,7 @@ class PlacedExperts:
         return params
 
     def _looked(self) -> None:
-        """All layers were looked at."""
+        """Report, after all layers were looked at."""
         was, now = (float(share) for share in np.mean(self._seen, axis=0))
         self._seen = []
         self.counters["eplb_rebalances"] += 1
@@ -235,7 +235,7 @@ class PlacedExperts:
 
 
 def _sent(array: np.ndarray, sharding: NamedSharding) -> Array:
-    """To this process's devices. device_put would wait until all processes have compared theirs."""
+    """An array on this process's devices. device_put would wait for all processes to compare it."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
@@ -256,20 +256,20 @@ def _mover(share_experts: bool, num_parts: int) -> Callable[..., Any]:
     ) -> dict[str, Array]:
         """stacks: [layers, experts here, ...], donated. layer: of the stacks.
 
-        sources: i32[physical], from where each takes its weights. slots: i32[experts here], of
-        which the first `count` are places, the same of every part, that take other weights.
+        sources: i32[physical], the physical expert whose weights each takes. slots: i32[experts
+        here], of which the first `count` are the places, the same in every part, that change.
         """
         num_local = slots.shape[0]
         part = expert_shard_idx(share_experts)
 
         def moved(stack: Array) -> Array:
-            # What other places still want may be written over, so they take it from a copy.
+            # All places take weights from a copy: the originals may be overwritten before.
             old = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
             def place(i: Array, stack: Array) -> Array:
                 slot = slots[i]
                 wanted = sources.reshape(num_parts, num_local)[:, slot]
-                # To each part what it wants, if it is here; of what comes, the owner's counts.
+                # Send each part what it wants, if it is here; of what comes, take the owner's.
                 got = swap_experts(old[wanted % np.int32(num_local)], share_experts)
                 owner = wanted[part] // np.int32(num_local)
                 at = [layer, slot, *(jnp.zeros((), jnp.int32),) * (stack.ndim - 2)]
@@ -299,7 +299,7 @@ def _initial(cfg: ModelConfig, dims: Dims, policy: ExpertPolicy) -> np.ndarray:
 def read_location(
     path: str, num_layers: int, num_experts: int, num_physical: int, num_parts: int
 ) -> np.ndarray:
-    """The placement that a file says: i32[layers, physical], logical experts.
+    """The placement that a file gives: i32[layers, physical], logical experts.
 
     A JSON object with "physical_to_logical_map", [layers, physical], or "logical_count", [layers,
     experts] or several of them along a first axis, for which a placement is made. Raises ModelError
@@ -319,7 +319,7 @@ def read_location(
                 f"--init-expert-location {path}: {_MAPS} must have each of {num_experts} experts "
                 "in every layer, and no other"
             )
-        # Rows know as many copies as there are parts, and loads are reckoned as if in each.
+        # Rows use at most as many copies as there are parts, and loads assume one copy in a part.
         in_parts = np.sort(maps.reshape(num_layers, num_parts, -1))
         if (in_parts[..., 1:] == in_parts[..., :-1]).any():
             raise ModelError(
@@ -335,7 +335,7 @@ def read_location(
 
 
 def _integers(path: str, name: str, values: Any, shapes: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """An array of integers from 0 on of one of these shapes, of which -1 is any size."""
+    """An array of integers from 0 on, of one of these shapes, in which -1 is any size."""
     try:
         found = np.array(values)
     except ValueError:

@@ -1,8 +1,8 @@
-"""How many processors this process may use, and how many threads its programs take of them.
+"""How many processors this process may use, and how many threads XLA runs its programs with.
 
-XLA splits each operation among its threads. Those of a small network take less time than waking
-somebody for a part of them: all threads together are no faster than one there, and take the
-processor from whoever shares it (docs/adr/0064).
+XLA splits each operation among its threads. Operations of a small network take less time than
+waking a thread for a part of them: there all threads together are no faster than one, and take
+processors from other processes (docs/adr/0064).
 """
 
 import importlib.metadata
@@ -20,9 +20,9 @@ _SMALL: Final = 256  # hidden size; from 384 on chunks gain by a second thread
 def take_threads(asked: int, hidden_size: int) -> None:
     """Tell XLA how many threads its client has. Call before it makes one.
 
-    asked: 0 leaves it to whoever set XLA's variables; else one for a small network, and all
-    available processors for any other. Where a plugin of JAX may have an accelerator, whose client
-    reads them too, only what is asked is told.
+    asked: 0 means what XLA's variables say, if they are set; else one for a small network, and one
+    per available processor for any other. Where a plugin of JAX may have an accelerator, whose
+    client reads the variables too, they are set only if asked is not 0.
     """
     if not asked:
         if any(os.environ.get(name) for name in VARIABLES) or _has_plugins():
@@ -34,7 +34,7 @@ def take_threads(asked: int, hidden_size: int) -> None:
 
 
 def threads(num_devices: int) -> int:
-    """How many XLA has on CPU: what it was told, or one a processor; at least one a device."""
+    """Threads that XLA has on CPU: as told, or one per processor; at least one per device."""
     told = next(filter(None, map(os.environ.get, VARIABLES)), "")
     own = int(told) if told.isdecimal() else len(os.sched_getaffinity(0))
     return max(own, num_devices)
@@ -44,14 +44,14 @@ def available(root: Path = Path("/")) -> int:
     """Processors that this process may keep busy: those it may run on, or its container's quota.
 
     A quota is rounded up. More threads than that use it up early in each period, and then all of
-    them stand still until the next one begins. root: where /proc and /sys are.
+    them stall until the next period begins. root: where /proc and /sys are.
     """
     quotas = [_quota(kind, folder) for kind, folder in groups("cpu", root)]
     return min([len(os.sched_getaffinity(0)), *(quota for quota in quotas if quota is not None)])
 
 
 def _quota(kind: str, folder: Path) -> int | None:
-    """Of a control group, in processors; None where there is none."""
+    """The quota of a control group, in processors; None where it has none."""
     if kind == "cgroup":
         most, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
     else:
@@ -59,7 +59,7 @@ def _quota(kind: str, folder: Path) -> int | None:
             most, period = map(int, (folder / "cpu.max").read_text().split())
         except (OSError, ValueError):  # "max 100000": no quota
             return None
-    # The first version writes -1 for none.
+    # Version 1 writes -1 for none.
     return -(-most // period) if most and period and most > 0 else None
 
 

@@ -1,8 +1,8 @@
-"""Products of rows with weights, which are numbers or codes; a processor takes them tile by tile.
+"""Products of rows with weights, which are numbers or codes; a CPU computes them tile by tile.
 
-A tile is copied, or decoded, into the processor's cache and multiplied there. XLA on CPU moves the
-whole matrix first where it is codes, or one expert of a stack, or where rows are few but more than
-one: it packs weights for every product (docs/adr/0051).
+A tile is copied, or decoded, into the CPU's cache and multiplied there. Left alone, XLA on CPU
+first moves the whole matrix where it is codes, or one expert of a stack, or where rows are few but
+more than one: it packs weights for every product (docs/adr/0051).
 """
 
 import math
@@ -25,7 +25,8 @@ _WIDEST: Final = 16384  # outputs; more of them are multiplied strip by strip
 _STRIP: Final = 8192
 _SMALL: Final = 2**20  # weights that are one tile
 _LEAST: Final = 64  # inputs or outputs of a tile; a size that has no such divisor stays whole
-# Of numbers that no index takes out of a stack: XLA's own product is faster outside of these.
+# For weights that are numbers, and not indexed in a stack, XLA's own product is faster, unless the
+# number of rows is in _FEW_ROWS and the matrix has at least _LARGE weights.
 _FEW_ROWS: Final = range(2, 33)
 _UNIT_ROWS: Final = 16
 _LARGE: Final = 2 * 2**20  # weights; smaller ones stay in the processor's cache
@@ -37,11 +38,11 @@ ProductParts = Callable[[Array, "Matrix"], Array]
 
 @dataclass(frozen=True)
 class Matrix:
-    """Weights [inputs, outputs], or those at a place in a stack of such.
+    """Weights [inputs, outputs], or those at one place in a stack of such matrices.
 
     values: [*stack, inputs, outputs], of the products' dtype, or codes where there are scales.
     scales: [*stack, groups, outputs], float32; see model/coded.py.
-    dtype: of products. on_cpu: of the platform that products are made for.
+    dtype: of products. on_cpu: whether products are made for a CPU.
     at: the place, an index for each axis of the stack.
     turned: values are [outputs, inputs], which have neither scales nor a stack.
     """
@@ -67,7 +68,7 @@ class Matrix:
     def part(
         self, first: tuple[Array, Array], size: tuple[int, int]
     ) -> Float[Array, "inputs outputs"]:
-        """So many inputs, whole groups of them, by so many outputs, as numbers."""
+        """The part of this size from `first` on, as numbers. Its inputs are whole groups."""
         values = self._slice(self.values, first, size)
         if self.scales is None:
             return values
@@ -81,7 +82,7 @@ class Matrix:
         return lax.dynamic_slice(array, (*self.at, *first), (*ones, *size)).reshape(size)
 
     def tile(self, rows: int) -> tuple[int, int]:
-        """Inputs and outputs that are multiplied at a time with so many rows."""
+        """Inputs and outputs of the tiles that are multiplied with so many rows."""
         inputs, outputs = self.shape
         if self.turned or not self.on_cpu or inputs * outputs <= _SMALL:
             return inputs, outputs
@@ -96,17 +97,17 @@ class Matrix:
 
 
 def _divisor(size: int, most: int, multiple: int) -> int:
-    """The largest divisor of size up to most that is such a multiple, if it is worth a tile."""
+    """The largest such multiple up to `most` that divides size; size if none is worth a tile."""
     fits = [n for n in range(multiple, most + 1, multiple) if size % n == 0 and n >= _LEAST]
     return max(fits, default=size)
 
 
 @dataclass(frozen=True)
 class LayerWeights(Mapping[str, Array]):
-    """One layer's parameters by name; of experts, and what goes with them, the whole stacks.
+    """One layer's parameters by name; those of experts are whole stacks over layers.
 
     dtype: of products. on_cpu: see Matrix.
-    stacked, idx: which others are whole stacks, too, and the layer's place in all of them.
+    stacked: which other parameters are whole stacks, too. idx: the layer's place in all stacks.
     """
 
     arrays: Mapping[str, Array]
@@ -125,11 +126,11 @@ class LayerWeights(Mapping[str, Array]):
         return len(self.arrays)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the layer's own."""
+        """The shape of the layer's own part."""
         return self.arrays[name].shape[name in self.stacked :]
 
     def matrix(self, name: str, inputs: int = 1) -> Matrix:
-        """A parameter for a product over its first axes, so many."""
+        """A parameter as a matrix, for a product over its first `inputs` axes."""
         at = (self.idx,) if name in self.stacked and self.idx is not None else ()
 
         def flat(array: Array) -> Array:
@@ -147,9 +148,9 @@ def contract(
     over: tuple[Axes, Axes],
     each: tuple[Axes, Axes] = ((), ()),
 ) -> Float[Array, "..."]:
-    """The sum of x * w over axes, for each of others, in float32, from operands of w's dtype.
+    """The sum of x * w over some axes, for each entry of others, in float32, from w's dtype.
 
-    Axes are named, those of x and those of w, so nothing is moved: see lax.dot_general.
+    over, each: axes of x and axes of w, so that nothing has to be transposed: see lax.dot_general.
     """
     exact = lax.Precision.HIGHEST if w.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
@@ -158,10 +159,10 @@ def contract(
 
 
 def with_company(x: Float[Array, "1 a"]) -> Float[Array, "rows a"]:
-    """A row and as many of zeros as a matrix unit takes with it, for a product on an accelerator.
+    """A row and as many rows of zeros as a matrix unit takes, for a product on an accelerator.
 
-    Of one alone XLA for CUDA makes a sum, and writes what it adds up: four times the product's
-    time.
+    For a row alone XLA for CUDA computes a sum, and writes its terms to memory: that takes four
+    times as long as the product.
     """
     return jnp.pad(x, ((0, _UNIT_ROWS - 1), (0, 0)))
 
@@ -195,14 +196,15 @@ def product_parts(x: Float[Array, "rows a"], w: Matrix) -> Float[Array, "parts r
 
 
 def _row_by_codes(x: Float[Array, "1 a"], w: Matrix) -> Float[Array, "1 b"]:
-    """On an accelerator: XLA for CUDA decodes within a sum, and writes decoded weights before a
-    product.
+    """The product of one row with codes on an accelerator, as a sum.
+
+    XLA for CUDA decodes weights within a sum, but writes them to memory before a product.
     """
     (inputs, outputs), zero = w.shape, jnp.int32(0)
     by_group = inputs // w.group, w.group
     numbers = w.part((zero, zero), w.shape).astype(jnp.float32).reshape(*by_group, outputs)
     row = x.astype(w.dtype).astype(jnp.float32).reshape(*by_group, 1)
-    # One sum of all inputs XLA would part otherwise, and write what it decoded, too.
+    # XLA would split a single sum over all inputs differently, and write decoded weights, too.
     sums = lax.optimization_barrier(jnp.sum(row * numbers, axis=1))
     return jnp.sum(sums, axis=0, keepdims=True)
 

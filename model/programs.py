@@ -26,7 +26,7 @@ _MOST_COMPILING = 16
 
 
 class CompileCounter:
-    """Counts what XLA compiles once `arm` was called: every one is a promise broken."""
+    """Counts what XLA compiles after `arm` was called: each is a broken promise."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -72,16 +72,16 @@ class Program:
         self.name = name
         self._function, self._donate = function, donate
         self._args = abstract_like(args)
-        # On CPU two programs at once that talk to another process, each on several devices of this
-        # one, may wait for each other for ever (jaxlib 0.11.2, gloo).
+        # On CPU two concurrent programs that talk to another process, each on several devices of
+        # this one, may deadlock (jaxlib 0.11.2, gloo).
         self._waits = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def compile(
         self, more: Mapping[str, str] | None = None, kept: ExecutableCache | None = None
     ) -> "Program":
-        """more: options of XLA's beside our own. kept: where it may lie whole."""
+        """more: XLA's options besides our own. kept: a cache that may have the executable."""
         # The pool is given all memory that is left. To XLA for CUDA that looks like too little, and
-        # it computes the same products over and over rather than keep them.
+        # it recomputes the same products over and over rather than keep them.
         options = {"xla_disable_hlo_passes": "rematerialization", **(more or {})}
         recipe = Recipe(self._function, self._args, self._donate, options)
         if kept is None:
@@ -114,7 +114,7 @@ def compile_all(
     more, kept: see Program.compile. Raises what the first one that failed raised; those not yet
     begun are left.
     """
-    # Processes that share a mesh may have to talk of a program while they compile it.
+    # Processes that share a mesh may have to talk to each other while they compile a program.
     together = 1 if jax.process_count() > 1 else processors.available()
     left, numbers = deque(programs), count(1)
 
@@ -163,9 +163,9 @@ def memory_budget_bytes(fraction: float, devices: Sequence[jax.Device]) -> int:
 
 
 def steady(number: int) -> int:
-    """So many or up to a ninth fewer: the same for numbers that are nearly the same.
+    """The number, or up to a ninth less: the same result for numbers that are nearly the same.
 
-    Programs are compiled for a pool's size, and those of an earlier start are of use for no other.
+    Programs are compiled for a pool's size, and those of an earlier start can be used for no other.
     """
     step = 1 << max(number.bit_length() - 4, 0)
     return number // step * step
@@ -173,7 +173,7 @@ def steady(number: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who gets which bytes, over all devices of the mesh that this process has."""
+    """How memory is divided, over all devices of the mesh that this process has."""
 
     budget_bytes: int
     weights_bytes: int
@@ -216,7 +216,7 @@ def plan_memory(
 
     Pages are those of each rank and group; page_bytes has one of every rank and group.
     exact: the operator named the number, so less is an error. Raises ModelError when fewer
-    than least_pages fit: the message has the figures and what would do.
+    than least_pages fit: the message has the figures and what would help.
     """
     left = budget_bytes - weights_bytes - scratch_bytes
     fit = max(left // page_bytes, 0)
