@@ -1,4 +1,4 @@
-"""Checkpoints of quantised tensors, read as if they were not, or as codes and scales."""
+"""Checkpoints of quantised tensors, read as if they were not quantised, or as codes and scales."""
 
 from functools import cache
 from pathlib import Path
@@ -19,19 +19,19 @@ _GROUP_BYTES: Final = 16
 # 6 · 2^(252 - 127) is the largest finite product in bfloat16, and 255 means NaN.
 _SCALE_MAX: Final = 252
 _MAGNITUDES: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FOUR_BITS: Final = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # by what they say, e2m1
+_FOUR_BITS: Final = np.concatenate([_MAGNITUDES, -_MAGNITUDES])  # the values of e2m1, by code
 _TILE: Final = 64
 
 
 def open_checkpoint(
     folder: Path, quantization: str, block: tuple[int, int] = (128, 128)
 ) -> Checkpoint:
-    """The tensors of a folder, those that are quantised under the name and shape they stand for.
+    """The tensors of a folder, quantised ones under the name and shape that they stand for.
 
     quantization: "" for none, "mxfp4" as GPT-OSS is published, "fp8" as DeepSeek-V3 is, "int4" as
     Kimi-K2-Thinking is, "int8-packed" and "int8" as compressed-tensors has weights of eight bits.
-    block: rows and columns of a weight that share a scale; mxfp4 has its own, and of integers it is
-    columns of one row, of int4 a multiple of 8, of int8 0 for all.
+    block: rows and columns of a weight that share a scale; mxfp4 has its own. For integers it is
+    columns of one row: for int4 a multiple of 8, for int8 0 means all columns.
     Raises ModelError as Checkpoint does, and for a tensor without its scales or scales without
     their tensor, a dtype or a shape that does not fit.
     """
@@ -96,7 +96,7 @@ class _Mxfp4(Quantised):
         num_columns = len(range(columns.start, columns.stop, columns.step))
         out = np.empty((num_experts, num_columns, num_rows), np.uint16)
         for expert in range(num_experts):
-            # Some rows at a time stay in the cache while they are turned.
+            # Some rows at a time stay in the cache while they are transposed.
             for at in range(0, num_rows, _TILE):
                 tile = slice(at, at + _TILE)
                 values = _unpacked(blocks[expert, tile], scales[expert, tile])
@@ -179,7 +179,7 @@ class _Fp8(Quantised):
     def _scales_of(
         self, name: str, rows: np.ndarray, columns: np.ndarray
     ) -> tuple[Float32[np.ndarray, "blocks columns"], np.ndarray]:
-        """Of blocks of rows, at these columns, and in which block each row is."""
+        """The scales of blocks of rows, at these columns, and in which block each row is."""
         row_blocks, column_blocks = rows // self._block[0], columns // self._block[1]
         blocks = tuple(slice(int(of[0]), int(of[-1]) + 1) for of in (row_blocks, column_blocks))
         scales = self.read(name + self._SCALES, blocks).astype(np.float32)
@@ -210,7 +210,7 @@ def _unpacked(
 
 @cache
 def _pairs() -> UInt32[np.ndarray, " pairs"]:
-    """Of every scale and every byte under it, the bits of both bfloat16 values as one u32."""
+    """For every scale and every byte under it, the bits of both bfloat16 values as one u32."""
     exponents = np.arange(_SCALE_MAX + 1)[:, None] - 127
     scaled = np.ldexp(_FOUR_BITS, exponents).astype(ml_dtypes.bfloat16)
     byte = np.arange(256)
@@ -220,7 +220,7 @@ def _pairs() -> UInt32[np.ndarray, " pairs"]:
 
 @cache
 def _mxfp4_codes() -> UInt16[np.ndarray, "256"]:
-    """Of every byte, both values as e4m3 codes, which can say each of them."""
+    """For every byte, both values as e4m3 codes, which represent them exactly."""
     codes = _FOUR_BITS.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     byte = np.arange(256)
     return np.stack([codes[byte & 15], codes[byte >> 4]], axis=-1).view(np.uint16).reshape(-1)

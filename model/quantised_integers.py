@@ -1,4 +1,4 @@
-"""Checkpoints of integers of four or eight bits, some values of a row to a scale.
+"""Checkpoints of four-bit or eight-bit integers, with a scale for some values of a row each.
 
 As compressed-tensors has them: weights alone, which are [out, in], symmetric about zero.
 """
@@ -22,19 +22,19 @@ _SHAPE: Final = "_shape"
 
 
 class _Integers(Quantised):
-    """Shown as float32 [out, in]: an integer by its scale, which is exact before it is rounded."""
+    """Shown as float32 [out, in]: an integer times its scale, rounded only to float32."""
 
     _SCALES = "_scale"
     _SHOWN = "F32"
-    _EACH: ClassVar[int]  # values of what is stored as one
-    # What would be beside them were weights not what is computed here.
+    _EACH: ClassVar[int]  # values in one stored entry
+    # Tensors that come with kinds of weights that are not implemented here.
     _FOREIGN: ClassVar[Mapping[str, str]] = {
         "_zero_point": "symmetric weights, which have none",
         "_g_idx": "groups of columns in their order, which need none",
     }
 
     def __init__(self, folder: Path, block: tuple[int, int]) -> None:
-        """block: 1, and columns of a row that share a scale, of eight bits 0 for all of them."""
+        """block: 1, and the columns of a row that share a scale; with eight bits, 0 means all."""
         rows, self._group = block
         if rows != 1 or self._group % self._EACH:
             accepted = f"a multiple of {self._EACH} columns of one row"
@@ -45,14 +45,14 @@ class _Integers(Quantised):
 
     @abstractmethod
     def _stored(self, name: str, rows: slice, entries: slice) -> UInt8[np.ndarray, "rows bytes"]:
-        """Some of what is stored of a tensor, each a word or a byte, in the order of columns."""
+        """Some stored entries of a tensor, each a word or a byte, in the order of columns."""
 
     @abstractmethod
     def _codes(self, stored: UInt8[np.ndarray, "rows bytes"], dtype: np.dtype) -> np.ndarray:
-        """Their values as codes."""
+        """The values of stored entries, as codes."""
 
     def _values(self, stored: UInt8[np.ndarray, "rows bytes"]) -> np.ndarray:
-        """As float32."""
+        """The values of stored entries, as float32."""
         return self._codes(stored, np.dtype(np.int8)).astype(np.float32)
 
     def _check_fit(self, data: str, scales: str) -> None:
@@ -101,7 +101,7 @@ class _Integers(Quantised):
         return column // self._group if self._group else 0 * column
 
     def _scales_of(self, name: str, rows: slice, first: int, last: int) -> np.ndarray:
-        """Of the groups of the first of some columns to the last."""
+        """The scales of the groups from that of column `first` to that of column `last`."""
         groups = slice(self._nth_group(first), self._nth_group(last) + 1)
         part = slice(rows.start, rows.stop), groups
         return self.read(name + self._SCALES, part)[:: rows.step].astype(np.float32)
@@ -109,10 +109,10 @@ class _Integers(Quantised):
     def _around(
         self, name: str, index: tuple[slice, ...]
     ) -> tuple[int, UInt8[np.ndarray, "rows bytes"]]:
-        """What is stored of whole groups, and the first of their columns.
+        """The first column of the whole groups that an index touches, and their stored entries.
 
-        What is too much of the first group and the last is little, and the caller's to cut off. Of
-        rows that have one scale each, what is stored as one is a group.
+        The excess of the first group and the last is little, and the caller cuts it off. Where rows
+        have one scale each, every stored entry counts as a group.
         """
         (rows, columns), group = index, self._group or self._EACH
         first, last = columns.start // group * group, -(-columns.stop // group) * group
@@ -121,7 +121,7 @@ class _Integers(Quantised):
 
 
 class _Packed(_Integers):
-    """i32[out, in / values of a word]; the shape of the whole is there as well.
+    """i32[out, in / values of a word], beside a tensor with the shape of the whole.
 
     A word holds values one after the other, the lowest bits first, each with half of its range
     added, so that none is below zero.
@@ -150,9 +150,9 @@ class _Packed(_Integers):
         return np.ascontiguousarray(words, "<i4").view(np.uint8)
 
     def _check_said(self, name: str) -> None:
-        """Raises ModelError unless the shape that is there is the tensor's.
+        """Raises ModelError unless the stored shape is the tensor's.
 
-        Not before the tensor is read: of every expert that would touch a page of the files.
+        Called only when a tensor is read: for every expert it would touch a page of the files.
         """
         said = name + _SHAPE
         shape, expected = self.read(said, (slice(0, 2),)).tolist(), list(self.shape(name))
@@ -180,7 +180,7 @@ class Int8Packed(_Packed):
 
     def _codes(self, stored: UInt8[np.ndarray, "rows bytes"], dtype: np.dtype) -> np.ndarray:
         assert dtype == np.int8, dtype
-        # 128 more or less, of a byte, is its highest bit.
+        # Adding 128 to a byte, or subtracting it, flips the highest bit.
         return (stored ^ np.uint8(128)).view(np.int8)
 
 
@@ -207,7 +207,7 @@ class Int8(_Integers):
 
 @cache
 def _pairs_of(dtype: np.dtype) -> np.ndarray:
-    """Of every byte, both values of four bits as one number; uint8: e4m3 codes, which say each."""
+    """For every byte, both four-bit values as one number; uint8 means e4m3 codes, also exact."""
     values = np.arange(-8, 8).astype(ml_dtypes.float8_e4m3fn if dtype == np.uint8 else dtype)
     byte = np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)

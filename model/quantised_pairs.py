@@ -20,11 +20,11 @@ class Quantised(Checkpoint, ABC):
     _SCALES: ClassVar[str]
     _STORED: ClassVar[str]
     _SHOWN: ClassVar[str]
-    _BESIDE: ClassVar[tuple[str, ...]] = ()  # ends of names of what is there too, and not shown
+    _BESIDE: ClassVar[tuple[str, ...]] = ()  # suffixes of further tensors, which are not shown
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        # Empty while the pairs are looked for: until then, every name is one of the files'.
+        # Empty while pairs are being found: until then, names are those of the files.
         self._quantised: frozenset[str] = frozenset()
         names = self.names
         data = {name.removesuffix(self._DATA) for name in names if self._is_data(name)}
@@ -58,7 +58,7 @@ class Quantised(Checkpoint, ABC):
 
     @abstractmethod
     def _shown(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor that data of a shape stand for."""
+        """Shape of the tensor that data of a stored shape stand for."""
 
     @abstractmethod
     def _decode(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -68,16 +68,16 @@ class Quantised(Checkpoint, ABC):
     def read_codes(self, name: str, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A slice of a quantised tensor, without steps, as codes before they are scaled.
 
-        dtype: of codes that say all such a tensor's values, see codes_of. Raises ModelError where
-        it cannot be read, or has one that is no number.
+        dtype: of codes that represent all values of the tensor, see codes_of. Raises ModelError
+        where it cannot be read, or has a NaN.
         """
 
     @abstractmethod
     def read_scales(self, name: str, index: tuple[slice, ...], group: int) -> np.ndarray:
-        """f32: what such a slice's codes are scaled by, of every `group` entries along axis 1 one.
+        """f32: the scales of such a slice's codes, one for every `group` entries along axis 1.
 
         index: begins at a group along that axis, every axis has a start and a stop. group: divides
-        the entries that share a scale.
+        the number of entries that share a scale.
         """
 
     def is_quantised(self, name: str) -> bool:
@@ -94,7 +94,7 @@ class Quantised(Checkpoint, ABC):
 
     @property
     def names(self) -> list[str]:
-        """Every tensor, sorted; of quantised ones not the parts but the whole."""
+        """Every tensor, sorted; quantised ones as the whole, not as its parts."""
         ends = (self._DATA, self._SCALES, *self._BESIDE)
         parts = {name + end for name in self._quantised for end in ends}
         return sorted((set(super().names) - parts) | self._quantised)
@@ -110,7 +110,7 @@ class Quantised(Checkpoint, ABC):
         return self._SHOWN if name in self._quantised else super().dtype(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice, not an empty one, of a tensor. Raises ModelError when it cannot be read."""
+        """A non-empty slice of a tensor. Raises ModelError when it cannot be read."""
         if name not in self._quantised:
             return super().read(name, index)
         shape = self.shape(name)
@@ -119,7 +119,7 @@ class Quantised(Checkpoint, ABC):
         for asked, got in zip(index, bounds, strict=True):
             assert 0 <= got.start < got.stop, (name, index)
             assert got.step > 0, (name, index)
-            # numpy would cut what is beyond the end, and give another shape than asked for.
+            # numpy would cut off what is beyond the end, and return another shape than asked for.
             assert asked.start in (None, got.start), (name, index)
             assert asked.stop in (None, got.stop), (name, index)
         return self._decode(name, bounds)

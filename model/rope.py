@@ -10,8 +10,8 @@ import numpy as np
 
 from model.fields import Fields
 
-# What an object of rotary settings may hold, by its kind. original_max_position_embeddings stands
-# beside kinds that have no use for it too.
+# Fields that an object of rotary settings may have, by its kind. original_max_position_embeddings
+# also comes with kinds that do not use it.
 _KEYS: Final = (
     "rope_type",
     "type",
@@ -31,10 +31,10 @@ _LATENT_KEYS: Final = ("mscale", "mscale_all_dim")  # of yarn where attention is
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. Which fields matter is up to the kind.
+    """Rotary embedding. Which fields matter depends on the kind.
 
-    attention_factor: of cosines and sines. softmax_factor: of the softmax's scale. share: of a
-    head's entries, those that are turned.
+    attention_factor: of cosines and sines. softmax_factor: of the softmax's scale. share: the part
+    of a head's entries that is rotated.
     Source: transformers, modeling_rope_utils (default, linear, llama3, yarn).
     """
 
@@ -52,7 +52,7 @@ class RopeConfig:
     share: float = 1.0
 
     def turned_of(self, size: int) -> int:
-        """How many of a head's entries are turned, from the first on."""
+        """How many of a head's entries are rotated, from the first on."""
         return int(size * self.share + 1e-6)  # a share may be a quotient
 
 
@@ -65,9 +65,9 @@ def read_rope(
 ) -> RopeConfig:
     """Read either form, or both where they say the same; transformers 5 obeys the older then.
 
-    latent: attention is, as DeepSeek's. usual: settings where there are none. usual_share: of a
-    head's entries that are turned, where nothing says; None: all, and nothing else is accepted.
-    Raises ModelError.
+    latent: whether attention is latent, as DeepSeek's. usual: settings where there are none.
+    usual_share: the part of a head's entries that is rotated, where no field gives it; None: all,
+    and nothing else is accepted. Raises ModelError.
     """
     top = fields.theta()
     found: dict[str, RopeConfig] = {}
@@ -92,7 +92,7 @@ def read_rope(
 
 
 def _share(fields: Fields, settings: Fields, usual: float | None) -> float:
-    """Of a head's entries, those that are turned; usual: see read_rope."""
+    """The part of a head's entries that is rotated. usual: see read_rope's usual_share."""
     name, found = "partial_rotary_factor", None
     for place in (settings, fields):
         value = place.number(name, None)
@@ -109,14 +109,14 @@ def _share(fields: Fields, settings: Fields, usual: float | None) -> float:
 
 
 def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> RopeConfig:
-    """One object of either name. `type` is the older name of `rope_type`."""
+    """Read one object of either name. `type` is the older name of `rope_type`."""
     kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
     kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_KINDS))
     if kinds[1:] not in ([], [kind]):
         raise settings.fail("type", kinds[1], f"{kind!r}, as rope_type has it, or one of the two")
     taken = _KINDS[kind] + (_LATENT_KEYS if latent and kind == "yarn" else ())
     for name, value in settings.values.items():
-        # Objects are of layer types, of which each may turn otherwise.
+        # Objects are settings of one layer type each, and would rotate its layers differently.
         if value is not None and name not in taken:
             accepted = f"null; fields of rope_type {kind!r}: {', '.join(taken)}"
             raise settings.fail(name, value, accepted)
@@ -193,14 +193,14 @@ def rope_frequencies(rope: RopeConfig, size: int) -> np.ndarray:
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":
-        # Turns a pair makes over the original context: few are stretched, many left alone,
-        # and the band between is blended.
+        # Turns a pair makes over the original context: pairs with few are stretched, those with
+        # many left alone, and the band between is blended.
         turns = rope.original_max_position * freq / (2.0 * math.pi)
         band = rope.high_freq_factor - rope.low_freq_factor
         blend = np.clip((turns - rope.low_freq_factor) / band, 0.0, 1.0)
         freq = (1.0 - blend) * freq / rope.factor + blend * freq
     elif rope.kind == "yarn":
-        # The same by the pair's number, in which the band is a straight line.
+        # The same by the pair's index, over which the blend is linear.
         low, high = _yarn_band(rope, size)
         stretched = np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
         freq = stretched * freq / rope.factor + (1.0 - stretched) * freq
@@ -210,7 +210,7 @@ def rope_frequencies(rope: RopeConfig, size: int) -> np.ndarray:
 
 
 def _yarn_band(rope: RopeConfig, size: int) -> tuple[float, float]:
-    """Between which pairs, counted as numbers that need not be whole, the blend runs."""
+    """The pairs between which the blend runs, as indices that need not be whole."""
 
     def pair(turns: float) -> float:
         span = rope.original_max_position / (turns * 2.0 * math.pi)

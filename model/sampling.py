@@ -1,17 +1,17 @@
 """Logits -> token ids: penalties, filters and the draw, as a pure function of its arguments.
 
 What a row draws depends on (seed, token index, its own logits) alone, so a request continues
-with the same tokens in any slot, batch, rank or worker. On a GPU sums of top-p are rounded by the
-size of the batch, as logits are there. Two rules keep it so:
+with the same tokens in any slot, batch, rank or worker. (On a GPU the rounding of top-p's sums
+depends on the size of the batch, as that of logits does.) Two rules keep it so:
 
     1. A row that does not ask for a feature passes through it bit for bit unchanged (x / 1,
        x + 0, a mask that keeps all), because whether its branch runs at all is decided by the
        other rows of the batch.
     2. The noise of vocabulary entry v is a function of (seed, token index, v).
 
-Costly features stand under `lax.cond` on "any row asks", so one compiled program serves all. On a
+Costly features are behind `lax.cond` on "any row asks", so one compiled program serves all. On a
 GPU the host waits for each predicate, and cannot launch what comes next meanwhile: there it picks,
-by what it knows of the rows (`asks_of`), a program that has no more than they need.
+by what it knows of the rows (`asks_of`), a program with no more features than they need.
 """
 
 import enum
@@ -70,12 +70,12 @@ class SampleOut(NamedTuple):
 
 
 class Asks(enum.IntEnum):
-    """What rows may ask for; each has what those before it have."""
+    """What rows may ask for; each level includes those before it."""
 
     GREEDY = 0
     DRAWN = 1  # by temperature
     FILTERED = 2  # with top-k, top-p or min-p
-    ANYTHING = 3  # found out on the device
+    ANYTHING = 3  # the device tests what rows ask for
 
 
 @runtime_checkable
@@ -137,7 +137,7 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
     """Write one request into numpy rows, in place.
 
     Raises ValueError when it has more biases or stop ids than a row holds, OverflowError when an
-    integer is none of 32 bits.
+    integer does not fit in 32 bits.
     """
     num_bias, num_stop = len(params.logit_bias), len(params.stop_token_ids)
     if num_bias > NUM_BIAS:
@@ -165,7 +165,7 @@ def set_row(rows: SamplingRows, row: int, params: SamplingLike) -> None:
 
 
 def asks_of(params: SamplingLike) -> Asks:
-    """The least that a request may be sampled with."""
+    """The lowest level with which a request may be sampled."""
     is_edited = bool(
         params.repetition_penalty != 1.0
         or params.frequency_penalty
@@ -202,9 +202,10 @@ def sample(
         prompt_len <= positions < length were generated, the rest is ignored.
     masks: called while tracing, used only when a row has a mask; gives u32[B, W], see
         model.buckets.mask_words. None: no row has one. A mask without a bit leaves nothing to
-        draw: whoever makes it sees to that.
-    asks: no row may ask for more, and what it may ask for is computed whether one does or not.
-    on_cpu: whether forms of operations are those for a processor.
+        draw: its maker has to prevent that.
+    asks: no row may ask for more. Below ANYTHING, what rows may ask for is computed whether or not
+        one does.
+    on_cpu: whether to use the forms of operations for a CPU.
     Order: repetition, frequency and presence penalties, bias, stop ids before min_tokens, mask,
     temperature, top-k, top-p, min-p, draw. A temperature of 0 takes the best logit after
     the mask. Entries that tie with the last one kept by top-k or top-p are kept too.
@@ -225,7 +226,7 @@ def sample(
         elif asks is not Asks.GREEDY:
             ids = drawn()
         log_total = jax.nn.logsumexp(logits, axis=-1)
-        # A NaN anywhere in the row is in its sum; drawn from, it would be some token or other.
+        # A NaN anywhere in the row is in its sum; a draw from it would be an arbitrary token.
         ids = jnp.where(jnp.isfinite(log_total), ids, NOT_A_TOKEN)
         chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0]
         blank = (
@@ -337,7 +338,7 @@ def _bias(logits: Array, rows: SamplingRows, waits: Array) -> Array:
 
 
 def _masked(logits: Array, rows: SamplingRows, masks: Array) -> Array:
-    """-inf for what the masks of rows that have one leave out."""
+    """-inf for the tokens that a row's mask leaves out, in rows that have a mask."""
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
     allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed | ~rows.has_mask[:, None], logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Where arrays live: the only file that names mesh axes, and the sizes padding makes of a model."""
+"""Where arrays live: mesh axes, which only this file names, and a model's sizes once padded."""
 
 import enum
 import math
@@ -18,7 +18,7 @@ from model.config_quantised import SCALE_INPUTS, codes_of
 from model.errors import ModelError
 from model.members import first_devices
 
-# Each data-parallel rank, a place on DATA, has rows and pages of its own. Within a rank experts
+# Each data-parallel rank, an index on DATA, has rows and pages of its own. Within a rank experts
 # are spread over EXPERT and each one's intermediate over TENSOR; attention, dense layers and the
 # vocabulary are spread over both. Experts may be spread over DATA and EXPERT instead, and are then
 # shared by the ranks.
@@ -44,8 +44,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of dp_size * tp_size devices, shaped (data, expert, tensor).
 
-    ep_size: parts of the experts, each rank having all of them; above tp_size, parts of the experts
-    that the ranks share, of which a rank has ep_size / dp_size.
+    ep_size: the number of parts of the experts. Up to tp_size every rank has all parts; above it
+    the ranks share the experts, and a rank has ep_size / dp_size parts.
     devices: the first of them are used; None means model.members.first_devices.
     Raises ModelError when there are too few devices or the parts in a rank do not divide tp_size.
     """
@@ -74,7 +74,7 @@ def abstract_mesh(tp_size: int, ep_size: int, dp_size: int = 1) -> AbstractMesh:
 
 
 def experts_in_rank(tp_size: int, ep_size: int, dp_size: int) -> int:
-    """Of the parts of the experts, those that one rank has. Raises ModelError if none fit."""
+    """How many parts of the experts one rank has. Raises ModelError if the sizes do not fit."""
     if ep_size <= tp_size or dp_size == 1:
         if tp_size % ep_size:
             raise ModelError(f"ep_size {ep_size} must divide tp_size {tp_size}")
@@ -93,12 +93,12 @@ def num_ranks(mesh: Mesh) -> int:
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether other processes have devices of it, too."""
+    """Whether other processes have devices of the mesh, too."""
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:
-    """Those of this process, in the order of the mesh."""
+    """The devices of this process, in the order of the mesh."""
     return [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
 
@@ -128,8 +128,8 @@ class Stacks(enum.Enum):
 class CodedInputs(NamedTuple):
     """Inputs of a parameter that codes could stand for.
 
-    inputs: on a device. group: how many of them share a scale, which no two devices do: they divide
-    those that share one in the checkpoint. on_any: how many would if no axis were split.
+    inputs: on a device. group: how many of them share a scale; it divides the number that do in the
+    checkpoint, so that no scale spans devices. on_any: how many would if no axis were split.
     """
 
     inputs: int
@@ -139,21 +139,21 @@ class CodedInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes one mesh makes of a configuration. Padding is with zeros and changes no result.
+    """The sizes of a configuration on one mesh. Padding is with zeros and changes no result.
 
-    Query heads are [kv head, group]. Where tp exceeds the kv heads each is stored
+    Query heads are [kv head, group]. Where tp exceeds the kv heads, each kv head is stored
     `replicas` times and its query heads are dealt out over the copies, the last ones zero.
     Raises ModelError when a size cannot be divided; both numbers are named.
     """
 
     cfg: ModelConfig
     tp: int  # devices of a rank
-    ep: int  # parts of the experts; above tp they are parted over all ranks
+    ep: int  # parts of the experts; above tp they are spread over all ranks
     dp: int = 1
     stacks: Stacks = Stacks.ALL
     redundant: int = 0  # physical experts of a layer beyond the logical ones
     coded: tuple[str, ...] = ()  # parameters of layers that are codes (model/coded.py)
-    codes: str = "fp8"  # which these are: "fp8" or "int8"
+    codes: str = "fp8"  # which codes: "fp8" or "int8"
 
     def __post_init__(self) -> None:
         heads = self.cfg.num_kv_heads
@@ -171,7 +171,7 @@ class Dims:
         coded: tuple[str, ...] = (),
         codes: str = "fp8",
     ) -> "Dims":
-        """The sizes on this mesh. share_experts: the ranks do, and each has a part of them."""
+        """The sizes on this mesh. share_experts: whether ranks share them, each with a part."""
         dp, ep = mesh.shape[DATA], mesh.shape[EXPERT]
         parts, tp = dp * ep if share_experts else ep, ep * mesh.shape[TENSOR]
         return Dims(cfg, tp, parts, dp, redundant=redundant, coded=coded, codes=codes)
@@ -204,7 +204,7 @@ class Dims:
 
     @property
     def coded_inputs(self) -> dict[str, CodedInputs]:
-        """Of each parameter that codes could stand for."""
+        """The inputs of each parameter that codes could stand for."""
         cfg, share = self.cfg, self.cfg.scale_inputs or SCALE_INPUTS
 
         def of(whole: int, on_device: int = 0) -> CodedInputs:
@@ -233,10 +233,11 @@ class Dims:
 
     @property
     def codable(self) -> tuple[str, ...]:
-        """Of these, the ones whose scales are few enough.
+        """The parameters of `coded_inputs` whose scales are few enough.
 
-        Of a quantised checkpoint, whose numbers are the same if they are expanded, on this mesh; of
-        others, which are rounded and must be the same on every mesh, by their own sizes.
+        For a quantised checkpoint, whose numbers are the same if they are expanded, that is judged
+        on this mesh. Others are rounded, and must be the same on every mesh: for them the
+        parameters' own sizes decide.
         """
         quantised = bool(self.cfg.quantization)
         return tuple(
@@ -246,9 +247,9 @@ class Dims:
         )
 
     def coded_as_published(self, quantization: str) -> tuple[str, ...]:
-        """`coded` for a value of --quantization, of a checkpoint as models of its kind have it.
+        """`coded` for a value of --quantization, if the checkpoint is as its kind is published.
 
-        Where config.json says int4 or mxfp4 of a mixture of experts, only experts are quantised.
+        Where config.json says int4 or mxfp4 for a mixture of experts, only experts are quantised.
         """
         if quantization not in CODE_DTYPES:
             return ()
@@ -272,7 +273,7 @@ class Dims:
 
     @property
     def most_copies(self) -> int:
-        """Of one expert: one in each part."""
+        """The most copies of one expert: no more than one in each part."""
         return min(self.redundant + 1, self.ep)
 
     @property
@@ -359,7 +360,7 @@ def abstract_of(tree: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def abstract_i32(shape: tuple[int, ...], mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
-    """An i32 array to come."""
+    """The shape and sharding of an i32 array."""
     return jax.ShapeDtypeStruct(shape, np.dtype(np.int32), sharding=NamedSharding(mesh, spec))
 
 
@@ -399,22 +400,22 @@ def gather_ranks(x: Array) -> Array:
 
 
 def sum_to_ranks(x: Array) -> Array:
-    """The inverse way: sum over ranks, of which each keeps its own rows; inside `jax.shard_map`."""
+    """The way back: sum over ranks, each of which keeps its own rows; inside `jax.shard_map`."""
     return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True)
 
 
 def told_spec(mesh: Mesh) -> P:
-    """How what `tell_host` gives is split: by rank where one process has all of them."""
+    """How the result of `tell_host` is split: by rank where one process has all ranks."""
     return P() if _tells_others(mesh) else RANKS
 
 
 def tell_host(mesh: Mesh, tree: Any) -> Any:
-    """What has rows of each rank, as one process can read it; inside `jax.shard_map`."""
+    """Arrays with rows of each rank, so that one process can read all; inside `jax.shard_map`."""
     return jax.tree.map(gather_ranks, tree) if _tells_others(mesh) else tree
 
 
 def _tells_others(mesh: Mesh) -> bool:
-    """Whether some process has not every rank; of one rank each device has all rows."""
+    """Whether some process lacks a rank; with one rank, each device has all rows."""
     return num_ranks(mesh) > 1 and spans_processes(mesh)
 
 
