@@ -13,10 +13,10 @@ Index = tuple[slice, ...]
 
 @runtime_checkable
 class Files(Protocol):
-    """Where tensors are read: a checkpoint, or what is shown of one."""
+    """Where tensors are read from: a checkpoint, or what is shown of one."""
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """A slice, not an empty one, of a tensor."""
+        """A non-empty slice of a tensor."""
         ...
 
 
@@ -52,7 +52,7 @@ class Plain:
             filled[...] = files.read(self.name, part)
             return
         for i, first in enumerate(range(part[0].start, part[0].stop)):
-            # One expert at a time: all of them would be as much again as what is filled.
+            # One expert at a time: all at once would take as much memory again as `out`.
             filled[i] = files.read(self.name, (slice(first, first + 1), *part[1:]))[0]
 
 
@@ -60,7 +60,7 @@ class Plain:
 class Turned:
     """A parameter [in, out] of a tensor [out, in]; either axis may be padded.
 
-    order: which row of the tensor is which column, where that is not the same.
+    order: the row of the tensor for each column, where the orders differ.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Output:
 class Queries:
     """[in, kv_heads, group, head_dim] of a tensor [query rows, in].
 
-    order: which of a head's rows is which entry, where that is not the same.
+    order: the row of a head for each entry, where the orders differ.
     """
 
     name: str
@@ -212,8 +212,10 @@ class Queries:
 
 @dataclass(frozen=True)
 class OutOfLatent:
-    """What each head makes of a latent vector: [kv_heads, group, part, rank], or the last two
-    turned, of a tensor [rows of all heads, rank] in which a head has `part` of its head_dim rows.
+    """A part of each head's projection of a latent vector: [kv_heads, group, part, rank].
+
+    turned: the last two axes are swapped. It comes of a tensor [rows of all heads, rank]; `part`
+    are those of a head's head_dim rows that are taken.
     """
 
     name: str
@@ -272,7 +274,7 @@ class Interleaved:
             return
         both = slice(2 * columns.start, 2 * columns.stop)
         for i, first in enumerate(range(index[0].start, index[0].stop)):
-            # One expert at a time: all of them would be as much again as what is filled.
+            # One expert at a time: all at once would take as much memory again as `out`.
             part = (slice(first, first + 1), *index[1:-2], both)
             pairs = files.read(self.name, part)[0].reshape(*out.shape[1:-2], _length(columns), 2)
             out[i, ..., : _length(columns)] = np.swapaxes(pairs, -1, -2)
@@ -280,7 +282,7 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class OnFirst:
-    """[experts, devices, size] of a tensor [experts, size]: the first device's, else zero."""
+    """[experts, devices, size] of a tensor [experts, size]: on the first device, elsewhere zero."""
 
     name: str
     shape: tuple[int, int]
@@ -311,12 +313,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of codes, as their tensors lie, one for each group of inputs; see model/coded.py."""
+    """Scales of codes, laid out as the codes, one for each group of inputs; see model/coded.py."""
 
     of: Source
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        return iter(())  # the codes' own
+        return iter(())  # none beyond those of the codes
 
     def fill(self, files: Files, index: Index, out: np.ndarray) -> None:
         self.of.fill(files, index, out)

@@ -72,7 +72,7 @@ def _layer_sources(cfg: ModelConfig, dims: Dims, at: str, moe: bool) -> dict[str
 def _with_scales(dims: Dims, name: str, source: Callable[[int], Source]) -> dict[str, Source]:
     """A parameter and, where it is codes, their scales.
 
-    source: of the parameter if so many inputs, of those that share a scale, counted as one.
+    source(n): the source of the parameter, if every n inputs that share a scale counted as one.
     """
     found = {name: source(1)}
     if name in dims.coded:
@@ -81,7 +81,7 @@ def _with_scales(dims: Dims, name: str, source: Callable[[int], Source]) -> dict
 
 
 def _gated_sources(dims: Dims, width: int, at: str, names: tuple[str, str]) -> dict[str, Source]:
-    """Of a feed-forward that all tokens go through. names: of its two parameters."""
+    """Sources of a feed-forward that all tokens go through. names: of its two parameters."""
     hidden = dims.cfg.hidden_size
 
     def gate_up(group: int) -> Source:
@@ -94,7 +94,7 @@ def _gated_sources(dims: Dims, width: int, at: str, names: tuple[str, str]) -> d
 
 
 def _shared_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
-    """Of the experts that all tokens go to; where they are one, it has a gate."""
+    """Sources of the experts that all tokens go to; a single one, as Qwen2's, has a gate."""
     at_all = f"{at}.{'shared_expert' if cfg.shared_gate else 'shared_experts'}"
     names = "shared_gate_up", "shared_down"
     found = _gated_sources(dims, cfg.shared_intermediate_size, at_all, names)
@@ -104,7 +104,7 @@ def _shared_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
 
 
 def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
-    """Of attention with keys and values of their own."""
+    """Sources of attention in which each kv head has its own keys and values."""
     hidden = cfg.hidden_size
     heads = Heads(cfg.num_kv_heads, cfg.group, cfg.head_dim, dims.replicas, dims.group)
 
@@ -136,7 +136,7 @@ def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
 
 
 def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
-    """Of latent attention. What is rotated goes by neighbours there, and by halves here."""
+    """Sources of latent attention. Files rotate pairs of neighbours, and we pairs across halves."""
     latent, hidden = cfg.latent, cfg.hidden_size
     assert latent is not None
     at = f"{at}.self_attn"
@@ -174,12 +174,12 @@ def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
 
 
 def _output(name: str, heads: Heads, hidden: int, group: int) -> Source:
-    """What brings heads together, if so many entries of a head counted as one."""
+    """The source of the output projection, if every `group` entries of a head counted as one."""
     return Output(name, replace(heads, head_dim=heads.head_dim // group), hidden)
 
 
 def _halves_last(before: int, size: int) -> tuple[int, ...]:
-    """The first entries as they are, and of `size` behind them the even ones, then the odd ones."""
+    """The first entries as they are, then the even ones of the next `size`, then the odd ones."""
     pairs = range(before, before + size)
     return (*range(before), *pairs[::2], *pairs[1::2])
 
@@ -205,7 +205,7 @@ def _expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
 
 
 def _stacked_expert_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
-    """Of GPT-OSS, where one tensor has all experts, and they have biases."""
+    """Sources of GPT-OSS, where one tensor has all experts, and they have biases."""
     hidden, width, experts = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts
     block = f"{at}.mlp.experts"
 
@@ -228,7 +228,7 @@ def _expert_products(
 ) -> dict[str, Source]:
     """Both products of all experts and, where these are codes, their scales.
 
-    stacks: of products of so many inputs.
+    stacks(hidden, width): the sources of both products, if they had so many inputs.
     """
     hidden, width = cfg.hidden_size, cfg.moe_intermediate_size
     first = _with_scales(dims, "experts_gate_up", lambda group: stacks(hidden // group, width)[0])
@@ -245,11 +245,11 @@ def _products(
 
 
 def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
-    """param_sources, once every tensor is known to be there, in shape, and none is left over.
+    """param_sources, after a check that every tensor is there, in shape, and none is left over.
 
-    A head beside a tied embedding is compared with it, the one thing that is read here.
+    A head beside a tied embedding is compared with it; nothing else is read here.
 
-    Raises ModelError naming the first that is not.
+    Raises ModelError naming the first tensor that does not fit.
     """
     tree = param_sources(cfg, dims)
     wanted = dict(pair for source in _leaves(tree) for pair in source.expected())
@@ -269,7 +269,7 @@ def checked_sources(files: Checkpoint, cfg: ModelConfig, dims: Dims) -> Params:
 
 
 def _check_tied_head(files: Checkpoint, cfg: ModelConfig) -> None:
-    """The head that a tied model leaves unread must be the embedding; some rows at a time."""
+    """Check, some rows at a time, that the head a tied model leaves unread is the embedding."""
     files.check(_HEAD, (cfg.vocab_size, cfg.hidden_size))
     for first in range(0, cfg.vocab_size, _COMPARED_ROWS):
         rows = slice(first, min(first + _COMPARED_ROWS, cfg.vocab_size))

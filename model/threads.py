@@ -8,7 +8,7 @@ from concurrent.futures import Future
 def in_daemon_thread[T](function: Callable[[], T], name: str) -> "Future[T]":
     """A concurrent future of function(), on a thread of this name.
 
-    Cancelled, asyncio's future of it passes over what comes of it, also when its loop has closed.
+    asyncio's future of it, once cancelled, ignores the outcome, even after its loop has closed.
     """
     future: Future[T] = Future()
 

@@ -1,11 +1,12 @@
 """Moonshot's form of a tokenizer: tiktoken.model, whose special tokens tokenizer_config.json names.
 
-tiktoken knows no merges. It joins the two neighbours that make the token of the lowest rank, the
-leftmost of several, until no two make a token. Here every pair that makes a token is a merge, and
-merges are in the order of their tokens' ranks. That is the same, though merges of one token have an
-order among themselves: only one of them ever comes up. Suppose that neighbours l and r are about to
-become t. Nothing was joined across the ends of t before, or they would not be where l begins and r
-ends; so what happened between them happened as if t stood alone, where it always is the same.
+tiktoken has no merges. It joins the two neighbours that form the token of the lowest rank, the
+leftmost of several, until no two form a token. Here every pair that forms a token is a merge, and
+merges are in the order of their tokens' ranks. The result is the same, although the merges of one
+token also have an order among themselves: only one of them ever occurs. Suppose that neighbours l
+and r are about to become t. Nothing was joined across the ends of t before, or l would not begin
+and r would not end there. So all joins between the ends happened as if t stood alone, where they
+are always the same.
 """
 
 import binascii
@@ -21,12 +22,12 @@ from model.tokenizer_reading import TokenizerError, added_tokens, one_line
 
 TIKTOKEN_FILE: Final = "tiktoken.model"
 _CLASS: Final = "TikTokenTokenizer"
-_NUM_SPECIAL: Final = 256  # ids behind those of the file, whether they have a name or not
-# Some versions of the class have two more, for which no checkpoint has rows: never given out.
+_NUM_SPECIAL: Final = 256  # ids after those of the file, whether they have a name or not
+# Some versions of the class have two more, for which no checkpoint has rows: they are left out.
 _NUM_WITHOUT_ROWS: Final = 2
 
-# Where a text is cut before BPE. A letter in these two classes may begin a word or go on with it;
-# Han characters, which the first alternative takes in runs, are out of both.
+# Where a text is cut before BPE. Letters of _HEAD may begin a word, those of _TAIL continue it; Han
+# characters, which the first alternative takes in runs, are in neither.
 _HEAD: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _TAIL: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE: Final = r"[^\r\n\p{L}\p{N}]?"
@@ -47,7 +48,7 @@ _PATTERN: Final = "|".join(
 
 
 def read_tiktoken(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """config: tokenizer_config.json. Raises TokenizerError."""
+    """Read tiktoken.model. config: tokenizer_config.json. Raises TokenizerError."""
     name = config.get("tokenizer_class")
     if name != _CLASS:  # the file does not say where texts are cut: the class does
         raise TokenizerError(
@@ -56,7 +57,7 @@ def read_tiktoken(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
         )
     tokens = [spelled(token) for token in _read_tokens(folder / TIKTOKEN_FILE)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    # tiktoken looks for a whole piece first, and may find one that no merges make.
+    # tiktoken looks up a whole piece first, and may find a token that no merges form.
     bpe = models.BPE(vocab=ranks, merges=_merges(tokens, ranks), ignore_merges=True)
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -117,9 +118,9 @@ def _check_whole(file: Path, tokens: Mapping[int, bytes], ranks: Mapping[bytes, 
 
 
 def _merges(tokens: Sequence[str], ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs that would make each token, in the order of ranks.
+    """All pairs that would form each token, in the order of ranks.
 
-    To leave out those that never come up would take as long as reading the rest.
+    Leaving out those that never occur would take as long as all other reading.
     """
     return [
         (token[:at], token[at:])
@@ -133,7 +134,7 @@ def _merges(tokens: Sequence[str], ranks: Mapping[str, int]) -> list[tuple[str, 
 
 
 def _add_special(backend: tokenizers.Tokenizer, num_tokens: int, config: Mapping[str, Any]) -> None:
-    """Raises TokenizerError."""
+    """Add the special tokens after the file's. Raises TokenizerError."""
     listed = added_tokens(config)
     where, ends_at = "tokenizer_config.json: added_tokens_decoder", num_tokens + _NUM_SPECIAL
     for token_id in listed:

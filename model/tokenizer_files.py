@@ -22,16 +22,16 @@ from model.tokenizer_reading import (
     token_text,
 )
 
-# Their flags decide what stands around a text, whatever tokenizer.json has, which with DeepSeek's
-# checkpoints is nothing. Source: huggingface/transformers 4:
-# src/transformers/models/llama/tokenization_llama_fast.py. Other classes ignore the same flags.
+# Classes whose flags decide which tokens surround a text, whatever tokenizer.json has, which is
+# nothing in DeepSeek's checkpoints. Other classes ignore the same flags. Source:
+# huggingface/transformers 4: src/transformers/models/llama/tokenization_llama_fast.py.
 _OBEYS_FLAGS = (
     "LlamaTokenizer",
     "LlamaTokenizerFast",
     "CodeLlamaTokenizer",
     "CodeLlamaTokenizerFast",
 )
-# Of a vocabulary in bytes, as tokenizer.json would have it.
+# The decoder of a byte-level vocabulary, as tokenizer.json would have it.
 _BYTE_LEVEL = {"type": "ByteLevel"}
 
 
@@ -39,7 +39,7 @@ class TokenizerFiles(NamedTuple):
     """A tokenizer as it was read.
 
     config: tokenizer_config.json, with the tokens of special_tokens_map.json where it is obeyed.
-    decoder: as tokenizer.json has it. sorts_tools: its class puts the keys of tools in order before
+    decoder: as tokenizer.json has it. sorts_tools: whether its class sorts the keys of tools before
     the chat template sees them.
     """
 
@@ -56,7 +56,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises TokenizerError."""
+    """Read the tokenizer of a checkpoint. Raises TokenizerError."""
     config = _with_special_tokens(folder, _read_with_special_tokens(folder / CONFIG_FILE))
     file = folder / "tokenizer.json"
     if (folder / TIKTOKEN_FILE).exists() and not file.exists():
@@ -64,7 +64,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     text = read_text(file)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(f"{file} is no tokenizer: {one_line(error)}") from error
     _add_tokens(backend, added_tokens(config))
     _find_special_tokens(backend, config)
@@ -95,9 +95,9 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with what special_tokens_map.json says. Raises TokenizerError.
 
-    Older checkpoints name their special tokens there, maybe there alone, and it comes first; lists
-    are joined. Where tokenizer_config.json lists added tokens, as later ones do, the other is but a
-    copy that nobody reads.
+    Older checkpoints name their special tokens there, maybe only there, and it takes precedence;
+    lists are joined. Where tokenizer_config.json lists added tokens, as in later checkpoints, the
+    other file is only a copy, and not read.
     Source: huggingface/transformers: src/transformers/tokenization_utils_base.py.
     """
     file = folder / "special_tokens_map.json"
@@ -113,7 +113,7 @@ def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_with_special_tokens(file: Path) -> dict[str, Any]:
-    """Its special tokens are some: once the files are one, nobody knows which said what."""
+    """A file's object. Its tokens are checked now: in the joined config, no file could be named."""
     said = _read_json_object(file)
     _special_tokens(said, str(file))
     return said
@@ -128,13 +128,13 @@ def _special_tokens(
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.AddedToken]) -> None:
-    """Take the added tokens of tokenizer_config.json, which transformers obeys before the others.
+    """Take the added tokens of tokenizer_config.json, which transformers prefers to the others.
 
     tokenizer.json may lack some of them, or not know that they are special. Raises TokenizerError.
     """
     known = backend.get_added_tokens_decoder()
     for token_id in said.keys() & known.keys():
-        # A token that either file has as special stays so.
+        # A token is special if either file says so.
         said[token_id].special |= known[token_id].special
     other = {i: said[i] for i in sorted(said) if repr(known.get(i)) != repr(said[i])}
     backend.add_tokens([*other.values()])
@@ -147,9 +147,9 @@ def _add_tokens(backend: tokenizers.Tokenizer, said: Mapping[int, tokenizers.Add
 
 
 def _find_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Special tokens that are but entries of the vocabulary are found whole in texts, too.
+    """Have special tokens that are only entries of the vocabulary found whole in texts, too.
 
-    As transformers does it. Those that are no entries are left out: the model knows none of them.
+    As transformers does. Those that are no entries are left out: the model knows none of them.
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     wanted = {token.content: token for token in reversed(_special_tokens(config))}
@@ -158,7 +158,7 @@ def _find_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
 
 
 def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """What add_bos_token (by default true) and add_eos_token (false) say. Raises TokenizerError."""
+    """Obey add_bos_token (by default true) and add_eos_token (false). Raises TokenizerError."""
     bos = _marker(backend, config, "bos", by_default=True)
     eos = _marker(backend, config, "eos", by_default=False)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
@@ -170,7 +170,7 @@ def _put_around(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
 def _marker(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str, by_default: bool
 ) -> list[dict[str, Any]]:
-    """The token, if it is to stand there and there is one. Raises TokenizerError."""
+    """The bos or eos token, if it is wanted and there is one. Raises TokenizerError."""
     flag = f"add_{name}_token"
     said = config.get(flag)
     if said not in (None, True, False):

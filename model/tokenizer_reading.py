@@ -1,4 +1,4 @@
-"""What every form of a tokenizer's files is read with: texts, tokens, and the one error."""
+"""Helpers that read every form of a tokenizer's files: texts, tokens, and their one error."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import tokenizers
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 CONFIG_FILE = "tokenizer_config.json"
-# Lists of tokens without a name of their own. Transformers 5 has the other, which may be an object.
+# Fields that list tokens without names. Transformers 5 has the second, which may be an object.
 LISTS_OF_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _OBJECTS_OF_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -44,7 +44,7 @@ def token_text(token: Any, file: str = CONFIG_FILE) -> str:
 
 
 def special_token(token: Any, file: str = CONFIG_FILE) -> tokenizers.AddedToken:
-    """The same with the flags of its object. Raises TokenizerError."""
+    """A special token of that file, with the flags of its object. Raises TokenizerError."""
     said = token if isinstance(token, dict) else {}
     try:
         return _added_token({**said, "content": token_text(token, file), "special": True})
@@ -56,8 +56,8 @@ def special_token(token: Any, file: str = CONFIG_FILE) -> tokenizers.AddedToken:
 def named_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> dict[str, Any]:
     """Special tokens by their names, each as the file has it. Raises TokenizerError.
 
-    Beside the usual ones these are those that only this model has: whatever else is called a token,
-    such as image_token, and what an object names, under any name.
+    Besides the usual ones, these are the tokens that only this model has: any other field called a
+    token, such as image_token, and all that an object of tokens names, under any name.
     """
     found = {
         name: token
@@ -78,7 +78,7 @@ def named_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> dict[str
 
 
 def more_special_tokens(config: Mapping[str, Any], file: str = CONFIG_FILE) -> list[Any]:
-    """Those without a name of their own, each as the file has it. Raises TokenizerError."""
+    """Special tokens without a name, each as the file has it. Raises TokenizerError."""
     name, accepted = "extra_special_tokens", "a list of tokens, or an object of them"
     if isinstance(config.get(name) or {}, dict):  # it names them, or has none
         name, accepted = "additional_special_tokens", "a list of tokens"

@@ -1,4 +1,4 @@
-"""The network: layers looped over, and a pool that is carried; of one rank, and of a mesh."""
+"""The network: a loop over layers that carries the page pool, for one rank and for a mesh."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ class Model:
     dtype: np.dtype
     page_size: int
     kernels: Kernels
-    target: Target  # for which forms of operations were chosen
+    target: Target  # what forms of operations were chosen for
 
     @staticmethod
     def create(
@@ -81,8 +81,8 @@ class Model:
     ) -> "Model":
         """Choose sizes and kernels. dtype: of parameters and activations.
 
-        share_experts, stacks, redundant_experts, coded, codes: see Dims; None: as is fastest.
-        platform: for which the forms of operations are chosen; "": that of the mesh.
+        share_experts, stacks, redundant_experts, coded, codes: see Dims; stacks None: the fastest.
+        platform: what the forms of operations are chosen for; "": that of the mesh.
 
         Raises ModelError when the mesh or the dtype does not fit the model.
         """
@@ -112,11 +112,11 @@ class Model:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether forms of operations are those for a processor."""
+        """Whether operations have their forms for a CPU."""
         return self.target.platform == "cpu"
 
     def short_context(self, rows: int) -> int:
-        """Positions of page tables for which steps of so many rows have a program; 0: for none."""
+        """Positions of short page tables, which steps of so many rows may use; 0: they use none."""
         whole = kernels.reads_whole_tables(self.kernels.decode_attention)
         return short_context(rows, accelerator=whole)
 
@@ -135,7 +135,7 @@ class Model:
 
 
 def _fastest(platform: str, dense_bytes: int) -> Stacks:
-    """On an accelerator XLA copies out of every stack, and captures no loop in a CUDA graph."""
+    """On an accelerator none: XLA copies out of all stacks, and captures no loop in CUDA graphs."""
     if platform != "cpu":
         return Stacks.NONE
     return Stacks.ALL if dense_bytes < OWN_ARRAYS_BYTES else Stacks.EXPERTS
@@ -145,9 +145,9 @@ Weights = dict[str, Array]
 
 
 class _Kind(NamedTuple):
-    """What programs are traced anew for. group: of pages; None: of layers of both.
+    """What layers are traced separately for. group: of pages; None: layers of both groups.
 
-    alone: whether the layer is no stack's.
+    alone: whether the layer is in no stack.
     """
 
     moe: bool
@@ -167,7 +167,7 @@ class _Inputs(NamedTuple):
 class _Carry(NamedTuple):
     """What goes from layer to layer. The pool must be here: anywhere else it would be copied.
 
-    added: to x by the last layer, not yet in it, since the next one's norm takes both.
+    added: the last layer's output, not yet added to x, since the next norm takes both.
     """
 
     x: Array
@@ -210,7 +210,7 @@ def decode_rows(
     """One token of every row of one rank through the network; inside `on_ranks`.
 
     positions: below zero marks a padding row, whose key and value are dropped.
-    page_table: pages of row b in order of position; entries past its length count for nothing.
+    page_table: pages of row b in order of position; entries past its length are ignored.
     kv_idx: page * page_size + offset of the token. ring: see model.page_groups. Returns as
     `prefill_rows`.
     """
@@ -251,7 +251,7 @@ def row_logits(
 def prefill_hidden(
     model: Model, params: Params, pool: PagePool, batch: ChunkBatch
 ) -> tuple[Float[Array, "tokens hidden"], PagePool]:
-    """`prefill_rows`; several ranks do the same, each in its own pages.
+    """`prefill_rows` over a mesh; all ranks do the same, each in its own pages.
 
     pool: sharded by rank and kv head, donated by the caller's jit.
     """
@@ -364,7 +364,7 @@ def _prefill(
 
 
 def _placed(model: Model, expert_map: ExpertMap | None) -> ExpertMap | None:
-    """The map as given, or as trained, which is none where experts have no copies."""
+    """The map as given, else that of experts as trained; None where these have no copies."""
     shape = model.cfg.num_layers, model.cfg.num_experts
     if expert_map is not None or model.dims.physical_experts == shape[1]:
         return expert_map
@@ -391,7 +391,7 @@ def _layers(
     added = zeros_after(x)
     carry = _Carry(x, added, pool, loads, nothing_captured(cfg, x) if capture else None)
 
-    # Traced once for layers of a kind, however many have own arrays.
+    # Traced once for all layers of a kind, however many have arrays of their own.
     @partial(jax.jit, static_argnums=0)
     def block(kind: _Kind, idx: Array, layer: Array, weights: Weights, carry: _Carry) -> _Carry:
         own = kind, idx, layer, weights, carry
@@ -410,11 +410,11 @@ def _layers(
 def _run(
     model: Model, run: Segment, stacks: Weights, carry: _Carry, block: Callable[..., _Carry]
 ) -> _Carry:
-    """Layers of identical structure. Stacks of experts, and those that products read tiles of, go
-    whole to where they are indexed.
+    """Run layers of identical structure.
 
-    XLA on CPU takes each layer's part out of any other stack by copying it, unless there is but one
-    layer: then it drops the loop, and the stack is the layer.
+    Stacks of experts, and stacks that products read tiles of, are passed whole and indexed where
+    they are used. XLA on CPU copies each layer's part out of any other stack, unless there is only
+    one layer: then it drops the loop, and the stack is the layer.
     """
     whole = _read_in_stacks(model, run.num_layers == 1)
     small = [
@@ -432,7 +432,7 @@ def _run(
 
 
 def _read_in_stacks(model: Model, alone: bool) -> frozenset[str]:
-    """Parameters that products read where they are stacked. alone: whether they are not."""
+    """Parameters that products read within stacks. alone: whether the layer is in no stack."""
     return frozenset() if alone or not model.on_cpu else frozenset(model.dims.coded_inputs)
 
 
@@ -449,7 +449,7 @@ def _block(
     attend: Attend,
     listed: Listed | None,
 ) -> _Carry:
-    """One layer. arrays: its own, but for stacks (see `_run`), of which `idx` is this layer's."""
+    """One layer. arrays: its own, except whole stacks (see `_run`), where it is at `idx`."""
     cfg = model.cfg
     x, added, pool, loads, captured = carry
     stacked = _read_in_stacks(model, kind.alone)
@@ -458,7 +458,7 @@ def _block(
     norm, eps = chosen.add_and_norm, cfg.rms_norm_eps
     x, inner = norm(x, added[None], weights["attn_norm"], eps)
     if cfg.latent:
-        # Nobody has measured on a processor what keys of each head gain there.
+        # What keys of each head gain on a CPU has not been measured.
         attend_layer = partial(latent_attention, listed=None if model.on_cpu else listed)
     else:
         attend_layer = partial(

@@ -1,4 +1,4 @@
-"""A checkpoint onto the devices: every parameter straight into its sharding; a digest of files."""
+"""Load a checkpoint onto the devices, each parameter into its sharding; digests of checkpoints."""
 
 import math
 from collections.abc import Callable
@@ -38,8 +38,9 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 
-# What a digest reads: tensors of up to so many entries whole; pieces of others, at most so many of
-# one, and of all together about as many as take a second or two where files are cached.
+# What a digest reads: tensors of up to _WHOLE entries whole; of each other one some _PIECES, of
+# _PIECE entries at most; of all together about _ALL_PIECES, which take a second or two where files
+# are cached.
 _WHOLE: Final = 32_768
 _PIECE: Final = 256
 _PIECES: Final = range(3, 33)
@@ -78,9 +79,9 @@ def coded_parameters(
     """`Dims.coded` for a checkpoint folder and a value of --quantization; see codes_to_keep.
 
     "fp8" and "int8" ask for codes, "none" for none, and "auto" for those of a quantised checkpoint
-    if by_default; which codes, dims says, see codes_of. An Orbax folder has none. dummy: there are
-    no tensors to look at; their codes are those that such a model is published with. Raises
-    ModelError where they are asked for and not to be had, and as load_params does.
+    if by_default; dims says which codes, see codes_of. An Orbax folder has none. dummy: there are
+    no tensors to look at; the parameters are those that are codes in such a model as published.
+    Raises ModelError where codes are asked for but not to be had, and as load_params does.
     """
     folder, asked = Path(path), quantization in CODE_DTYPES
     if not asked and not (quantization == "auto" and by_default and cfg.quantization):
@@ -146,7 +147,7 @@ def _place(files: Checkpoint, source: Source, leaf: Leaf, model: Model, meter: _
 def _fill(
     files: Files, source: Source, leaf: Leaf, index: tuple[slice, ...], out: np.ndarray
 ) -> None:
-    """A part of a parameter; what is stored again is read again."""
+    """Fill a part of a parameter; what is stored repeatedly is read repeatedly."""
     axis = leaf.repeats
     if axis is None:
         source.fill(files, index, out)
@@ -165,8 +166,8 @@ def _fill(
 def model_digest(path: str | Path) -> str:
     """16 hex digits that tell two checkpoints apart without reading them whole.
 
-    Over the configuration as workers have it, the names, shapes and dtypes of all tensors and
-    samples of each one's bytes; for an Orbax folder over its files' names, sizes and first bytes.
+    It covers the configuration as workers have it, the names, shapes and dtypes of all tensors and
+    samples of each one's bytes; of an Orbax folder its files' names, sizes and first bytes.
     Copies of one folder agree; the two forms of one model do not. Raises ModelError as load_params
     does.
     """
@@ -188,24 +189,25 @@ def model_digest(path: str | Path) -> str:
 
 
 def dummy_digest(path: str | Path, coded: tuple[str, ...] = (), codes: str = "") -> str:
-    """What stands for model_digest where parameters are random: of the configuration alone.
+    """Takes the place of model_digest where parameters are random: of the configuration alone.
 
-    coded: parameters that are codes, and codes which. Drawn as such they are not those drawn in
-    the model's dtype, so two that differ in them must not pair. No checkpoint has such a digest.
+    coded: parameters that are codes. codes: which codes. Random codes differ from random values in
+    the model's dtype, so two workers that differ in them must not pair. No checkpoint has such a
+    digest.
     """
     told = repr((_computed(ModelConfig.from_dir(path)), coded, codes if coded else ""))
     return xxhash.xxh3_64(told.encode()).hexdigest() + "-dummy"
 
 
 def _computed(cfg: ModelConfig) -> ModelConfig:
-    """Without what clients' requests take where they say nothing: no worker reads it."""
+    """The configuration without the defaults of clients' requests, which no worker reads."""
     return replace(cfg, default_temperature=None, default_top_p=None, default_top_k=None)
 
 
 def _sample(files: Checkpoint, name: str, shape: tuple[int, ...], pieces: int) -> bytes:
     """A small tensor whole; of another, pieces of rows spread evenly from its start to its end.
 
-    A row is along the last axis. Of most rows the piece begins at another column.
+    A row runs along the last axis. In most rows the piece begins at a different column.
     """
     size = math.prod(shape)
     if size <= _WHOLE:
