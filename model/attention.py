@@ -102,7 +102,7 @@ def attention(
         where = pool, place.layer, rows.kv_idx[place.group]
         if cfg.qk_norm_of_all:
             q, k, v = split(found, x.dtype.name)
-            # A kv head that several shards hold enters the sum once per shard, and the size, too.
+            # A kv head that several shards hold counts once per shard, in the sum and in the size.
             sizes = cfg.num_heads * head_dim, heads * num_shards() * head_dim
             q, k = rms_norm_of_all(q, k, weights["qk_norm"], sizes, cfg.rms_norm_eps)
             q, pool = rotate_and_write(q, k, v, found, *where)

@@ -94,7 +94,7 @@ class FirstSample:
 
 
 class ChunkPrograms[Q: ChunkPrompt]:
-    """Every chunk program of one model, and the draws of first tokens behind them."""
+    """Every chunk program of one model, and the draws of first tokens after them."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
         context_length: int,
         apart: bool | None = None,
     ) -> None:
-        """apart: whether all that may be asked for has own programs; None: on accelerators only."""
+        """apart: whether what may be asked for has separate programs; None: on an accelerator."""
         self.buckets = buckets
         self._apart = not model.on_cpu if apart is None else apart
         self._model = model
@@ -156,7 +156,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a longest chunk's hidden states on one device, where they outlive its call."""
+        """Bytes on one device of the longest chunk's hidden states, if they outlive its program."""
         dtype = np.dtype(self._model.dtype)
         tokens = self.buckets.tokens[-1] if self._apart else 0
         return tokens * self._model.cfg.hidden_size * int(dtype.itemsize)
@@ -238,7 +238,7 @@ class ChunkPrograms[Q: ChunkPrompt]:
     def programs(
         self, params: Any, pool: jax.ShapeDtypeStruct, experts: ExpertArgs
     ) -> list[Program]:
-        """All of them, to be compiled.
+        """All programs, to be compiled.
 
         params, pool, experts: their shapes.
         """

@@ -78,7 +78,7 @@ class _Rounded:
         return np.repeat(self._each(), self.share, axis=1)[:, self.inner]
 
     def codes(self) -> np.ndarray:
-        """The nearest to each weight: [a, inputs, *more]."""
+        """The nearest code to each weight: [a, inputs, *more]."""
         # Weights so small that their scales are rounded coarsely may exceed the largest code.
         most = LARGEST[self.dtype]
         values = (self.values[:, self.inner] / self.scales()).clip(-most, most)

@@ -88,7 +88,7 @@ def _is_size(value: object) -> bool:
 
 
 def _groups_of_integers(settings: Fields) -> dict[str, Any]:
-    """Integer weights of four or eight bits, a scale per group of a row; of eight, or per row.
+    """Integer weights: of four bits with a scale per group of a row, of eight bits also per row.
 
     Source: vllm-project/compressed-tensors: src/compressed_tensors/quantization/quant_args.py, and
     compressors/format.py for what such weights are stored as.

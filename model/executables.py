@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
 
 class ExecutableCache:
-    """A folder of executables by the text of their programs, and of fingerprints that name them.
+    """A folder of executables, filed by their programs' text, with an index by fingerprint.
 
     After a change to our sources, a program that stays the same costs one lowering. Trouble with
     the folder costs only time, and is logged.

@@ -44,7 +44,7 @@ from model.weights import (
 
 log = logging.getLogger(__name__)
 
-CODES_CAPABILITY = 8, 9  # the least of a GPU that converts e4m3
+CODES_CAPABILITY = 8, 9  # the least compute capability of a GPU that converts e4m3
 
 # Suffix of the digest of a model whose weights were rounded when loaded, by what codes they became.
 ROUNDED = {"fp8": "-fp8-layers", "int8": "-int8-layers"}

@@ -103,7 +103,7 @@ def save_orbax(
 
 
 def _remove_begun(target: Path, is_new: bool) -> None:
-    """Remove a new folder; from one that was there only parameters, and Orbax's temporary ones."""
+    """Remove a new folder; of an older one only the parameters, with Orbax's temporary folders."""
     begun = [target] if is_new else [target / _PARAMS, *target.glob(f"{_PARAMS}.orbax-*")]
     for path in begun:
         shutil.rmtree(path, ignore_errors=True)

@@ -55,7 +55,7 @@ class GatheredRuns:
         return self._mesh.size if self._spans else 1
 
     def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
-        """All of them, to be compiled. pool: its shape."""
+        """All programs, to be compiled. pool: its shape."""
         function, out = (_gather_all, P()) if self._spans else (gather_pages, POOL_SPEC)
         gather = on_ranks(self._mesh, function, (POOL_SPEC, RANKS), out)
         for count in self._run_pages:
@@ -72,7 +72,7 @@ class GatheredRuns:
         return bucket, ids.ravel()
 
     def gather(self, pool: Array, bucket: int, ids: np.ndarray) -> Array:
-        """Dispatch it."""
+        """Dispatch the program of a bucket. ids: see `ids_of`."""
         gathered: Array = self._gather[bucket](pool, ids)
         return gathered
 
@@ -136,7 +136,7 @@ class PlacedRuns:
         return (most_placing + nothing) * copies
 
     def programs(self, pool: jax.ShapeDtypeStruct) -> list[Program]:
-        """All of them, to be compiled. pool: its shape."""
+        """All programs, to be compiled. pool: its shape."""
         self._nowhere = pool.shape[2] // num_ranks(self._mesh)
         function, spec = (_place_sent, DEVICES) if self._spans else (write_pages, POOL_SPEC)
         place = on_ranks(self._mesh, function, (POOL_SPEC, spec, RANKS), POOL_SPEC)

@@ -263,7 +263,7 @@ def _mover(share_experts: bool, num_parts: int) -> Callable[..., Any]:
         part = expert_shard_idx(share_experts)
 
         def moved(stack: Array) -> Array:
-            # All places take weights from a copy: the originals may be overwritten before.
+            # All places take weights from a copy, since the originals may already be overwritten.
             old = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
             def place(i: Array, stack: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Checkpoints of four-bit or eight-bit integers, with a scale for some values of a row each.
+"""Checkpoints of four-bit or eight-bit integers, with a scale for each group of a row's values.
 
 As compressed-tensors has them: weights alone, which are [out, in], symmetric about zero.
 """

@@ -58,7 +58,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Turned:
-    """A parameter [in, out] of a tensor [out, in]; either axis may be padded.
+    """A parameter [in, out] from a tensor [out, in]; either axis may be padded.
 
     order: the row of the tensor for each column, where the orders differ.
     """
@@ -83,7 +83,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class GateUp:
-    """[in, 2, out] of two tensors [out, in]."""
+    """[in, 2, out] from two tensors [out, in]."""
 
     gate: Turned
     up: Turned
@@ -165,7 +165,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class Output:
-    """[kv_heads, group, head_dim, hidden] of a tensor [hidden, query rows]."""
+    """[kv_heads, group, head_dim, hidden] from a tensor [hidden, query rows]."""
 
     name: str
     heads: Heads
@@ -186,7 +186,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Queries:
-    """[in, kv_heads, group, head_dim] of a tensor [query rows, in].
+    """[in, kv_heads, group, head_dim] from a tensor [query rows, in].
 
     order: the row of a head for each entry, where the orders differ.
     """
@@ -214,8 +214,8 @@ class Queries:
 class OutOfLatent:
     """A part of each head's projection of a latent vector: [kv_heads, group, part, rank].
 
-    turned: the last two axes are swapped. It comes of a tensor [rows of all heads, rank]; `part`
-    are those of a head's head_dim rows that are taken.
+    The tensor is [rows of all heads, rank]; `part` selects from a head's head_dim rows. turned:
+    whether the last two axes are swapped.
     """
 
     name: str
@@ -238,7 +238,7 @@ class OutOfLatent:
 
 @dataclass(frozen=True)
 class OfHeads:
-    """[kv_heads, group] of a tensor [query heads]. heads: of head_dim 1."""
+    """[kv_heads, group] from a tensor [query heads]. heads: of head_dim 1."""
 
     name: str
     heads: Heads
@@ -255,7 +255,7 @@ class OfHeads:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """[*lead, 2, size] of a tensor [*lead, 2 * size] with gates in even columns, ups in odd ones.
+    """[*lead, 2, size] from a tensor [*lead, 2 * size]: gates in even columns, ups in odd ones.
 
     The last axis may be padded.
     """
@@ -282,7 +282,7 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class OnFirst:
-    """[experts, devices, size] of a tensor [experts, size]: on the first device, elsewhere zero."""
+    """[experts, devices, size] from a tensor [experts, size]: on the first device, else zero."""
 
     name: str
     shape: tuple[int, int]
@@ -297,7 +297,7 @@ class OnFirst:
 
 @dataclass(frozen=True)
 class Stack:
-    """A leading axis of layers or experts, each of its own tensors."""
+    """A leading axis of layers or experts, each from its own tensors."""
 
     parts: tuple[Source, ...]
 

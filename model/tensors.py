@@ -136,7 +136,7 @@ def _heads_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
 
 
 def _latent_sources(cfg: ModelConfig, dims: Dims, at: str) -> dict[str, Source]:
-    """Sources of latent attention. Files rotate pairs of neighbours, and we pairs across halves."""
+    """Sources of latent attention. Rotated pairs are neighbours in files, in two halves here."""
     latent, hidden = cfg.latent, cfg.hidden_size
     assert latent is not None
     at = f"{at}.self_attn"

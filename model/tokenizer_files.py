@@ -113,7 +113,7 @@ def _with_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_with_special_tokens(file: Path) -> dict[str, Any]:
-    """A file's object. Its tokens are checked now: in the joined config, no file could be named."""
+    """A file's object, with its special tokens checked while an error can still name the file."""
     said = _read_json_object(file)
     _special_tokens(said, str(file))
     return said

@@ -135,7 +135,10 @@ class Model:
 
 
 def _fastest(platform: str, dense_bytes: int) -> Stacks:
-    """On an accelerator none: XLA copies out of all stacks, and captures no loop in CUDA graphs."""
+    """Which layers to stack.
+
+    On an accelerator none: XLA copies out of every stack, and captures no loop in a CUDA graph.
+    """
     if platform != "cpu":
         return Stacks.NONE
     return Stacks.ALL if dense_bytes < OWN_ARRAYS_BYTES else Stacks.EXPERTS
@@ -145,7 +148,7 @@ Weights = dict[str, Array]
 
 
 class _Kind(NamedTuple):
-    """What layers are traced separately for. group: of pages; None: layers of both groups.
+    """What tells layers apart that are traced separately. group: of pages; None: either group.
 
     alone: whether the layer is in no stack.
     """

@@ -38,9 +38,9 @@ __all__ = [
 
 Progress = Callable[[int, int], None]
 
-# What a digest reads: tensors of up to _WHOLE entries whole; of each other one some _PIECES, of
-# _PIECE entries at most; of all together about _ALL_PIECES, which take a second or two where files
-# are cached.
+# What a digest reads: tensors of up to _WHOLE entries whole; of any other a number of pieces in
+# _PIECES, each of up to _PIECE entries; of all together about _ALL_PIECES, which take a second or
+# two where files are cached.
 _WHOLE: Final = 32_768
 _PIECE: Final = 256
 _PIECES: Final = range(3, 33)
