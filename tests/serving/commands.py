@@ -1,4 +1,4 @@
-"""Real command lines for tests: run one, read what it said, see that it left no process."""
+"""Real command lines for tests: run one, read what it said, check that it left no process."""
 
 import os
 import re
@@ -18,11 +18,11 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = GOLDENS / "qwen3" / "model"
 MARK = "KVFERRY_TEST_MARK"
 TOKEN = "a-token-for-the-tests"
-# A line of the log, of a child of `up` as well; or a child's own refusal.
+# A log line, also one of a child of `up`, or a child's own refusal.
 LOG_LINE = re.compile(
     r"(\[[\w-]+\] )?\d\d:\d\d:\d\d (\[\w+\] )?[DIWE] |\[[\w-]+\] kvferry |kvferry: starting "
 )
-# What a worker is started with where only its start matters: few and small programs.
+# Flags for a worker of which only the start matters: few and small programs.
 SMALL = ("--context-length=32", "--page-size=16")
 SMALL_PREFILL = (*SMALL, "--chunked-prefill-size=32", "--max-seqs-per-chunk=1")
 SMALL_DECODE = (*SMALL, "--max-running-requests=1")
@@ -43,7 +43,7 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def says(self, pattern: str, times: int = 1) -> None:
-        """Wait until it has said this so often."""
+        """Wait until it has said this so many times."""
 
         def said() -> bool:
             assert self.process.poll() is None or self._found(pattern) >= times, self.text
@@ -52,7 +52,7 @@ class Command:
         wait_until(said, END_TIMEOUT_S)
 
     def ends(self, timeout_s: float = END_TIMEOUT_S) -> int:
-        """Its exit code, once nothing that it started is left either."""
+        """Its exit code, once everything that it started has ended too."""
         code = self.process.wait(timeout_s)
         wait_until(lambda: not self.family(), 10.0)
         return code
@@ -86,7 +86,7 @@ class Command:
 
 
 def start(folder: Path, *argv: str, **variables: str) -> Command:
-    """`kvferry` with these words; its output goes to a file in the folder."""
+    """Start `kvferry` with these words; its output goes to a file in the folder."""
     mark = uuid.uuid4().hex
     log = folder / f"{mark}.log"
     with log.open("w") as stream:
@@ -103,7 +103,7 @@ def start(folder: Path, *argv: str, **variables: str) -> Command:
 
 
 def refused(command: Command) -> str:
-    """The one line with which a command refused to start; before it, its log at most."""
+    """The one line with which a command refused to start; only log lines may precede it."""
     try:
         code = command.ends()
     finally:
@@ -118,7 +118,7 @@ def refused(command: Command) -> str:
 
 
 def copy_of(model: Path, folder: Path, damage: Callable[[Path], object] | None = None) -> Path:
-    """A copy of a checkpoint, damaged."""
+    """A copy of a checkpoint, damaged if `damage` is given."""
     copy = folder / uuid.uuid4().hex
     copy.mkdir()
     for file in model.iterdir():

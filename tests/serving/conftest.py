@@ -1,4 +1,4 @@
-"""Settings of tests: streams that write for themselves or by columns, a tokenizer's files."""
+"""Fixtures: streams that write for themselves or through columns, a tokenizer's files."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.serving.tokenizer_folders import GOLDENS
 
 @pytest.fixture(params=[False, True], ids=["own", "lent"])
 def lent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slots that streams lent to: none, or one of each stream whenever it has settled."""
+    """The slots that streams lent to: none, or one per stream each time that it settles."""
     slots: list[int] = []
     lend = BodyWriter.lend
 

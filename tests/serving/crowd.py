@@ -25,7 +25,7 @@ from transfer.emit import Rows
 
 IDS, TEXTS = tokens_of(MODEL)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_NARROW_BYTES = 4096  # of a client that will stop reading
+_NARROW_BYTES = 4096  # receive buffer of a client that will stop reading
 _NARROW_SEGMENT_BYTES = 512
 _LONG_TAIL = "\N{SHIP}" * 240
 
@@ -35,7 +35,7 @@ Manner = Literal["reads", "fin", "rst", "aborted", "pauses", "stalls"]
 
 
 def rid_of(stream: int, is_long: bool = False) -> str:
-    """is_long: so that each event, which has the id, is large."""
+    """The stream's request id. is_long: makes each event, which carries the id, large."""
     return f"s-{stream:06d}-" + (_LONG_TAIL if is_long else "")
 
 
@@ -58,14 +58,14 @@ class Crowd(Workers):
     def __init__(self) -> None:
         super().__init__(SECURITY, IDS)
         self.held_back = False  # no first token leaves
-        self.seen: dict[str, float] = {}  # by id: age as its Submit left for prefill
+        self.seen: dict[str, float] = {}  # by request id: age when its Submit left for prefill
         self.address = ""
         self._running: dict[int, Room] = {}
         self._held: list[wire.Submit] = []
 
     @property
     def rooms(self) -> int:
-        """Held at both roles."""
+        """Rooms held at both roles."""
         return len(self._prefill.rooms) + len(self._decode.rooms)
 
     async def start(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Crowd(Workers):
             self.first_tokens()
 
     def first_tokens(self) -> None:
-        """Of everything at prefill; its leg is over by that."""
+        """Send the first token of every room at prefill, whose leg that ends."""
         submits = [submit for submit in self._held if submit.room in self._prefill.rooms]
         self._held.clear()
         if not submits:
@@ -109,7 +109,7 @@ class Crowd(Workers):
         self._decode.over([s.room for s in submits if s.sampling.max_new_tokens == 1])
 
     def step(self) -> None:
-        """A token for each stream at decode."""
+        """Send a token for each stream at decode."""
         held = self._decode.rooms
         self._running = {room: one for room, one in self._running.items() if room in held}
         # Decode's first token needs prefill's, which may be held back.
@@ -127,7 +127,7 @@ class Crowd(Workers):
         )
 
     async def taken(self) -> None:
-        """Until the pipe to the API process took every step, so that none merges with the next."""
+        """Wait until the pipe to the API process took every step, so that no two merge."""
         streams = self._decode._streams.values()
         while any(replies._waiting for replies in streams):  # noqa: ASYNC110  (gRPC takes them)
             await asyncio.sleep(0.001)
@@ -155,7 +155,7 @@ async def crowd() -> AsyncIterator[Crowd]:
 
 @dataclass(eq=False)
 class Client(asyncio.Protocol):
-    """One request on a connection of its own. turns_at: events until its manner shows."""
+    """One request on a connection of its own. turns_at: events before its manner shows."""
 
     stream: int
     num_tokens: int
@@ -184,7 +184,7 @@ class Client(asyncio.Protocol):
         sock = socket.socket()
         if self.manner in ("pauses", "stalls"):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NARROW_BYTES)
-            # A system's buffers for sending are a multiple of this, which is large on a loopback.
+            # The kernel's send buffers are a multiple of this, which is large on a loopback.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _NARROW_SEGMENT_BYTES)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -192,7 +192,7 @@ class Client(asyncio.Protocol):
         await loop.create_connection(lambda: self, sock=sock)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         asked = {"prompt": [1, 2, 3], "max_tokens": self.num_tokens, "rid": self.rid}
         asked |= {"stream": True, "ignore_eos": True} | self.fields
         path = "/v1/completions"
@@ -286,7 +286,7 @@ class Client(asyncio.Protocol):
 
     @property
     def events(self) -> list[Any]:
-        """Those that came whole; [DONE] as it is."""
+        """The events that came whole, parsed; [DONE] as it is."""
         parts = b"".join(self.chunks).split(b"\n\n")[:-1]
         data = [part.removeprefix(b"data: ") for part in parts]
         return [item.decode() if item == b"[DONE]" else json.loads(item) for item in data]
@@ -304,7 +304,7 @@ class Client(asyncio.Protocol):
         return "".join(texts), reason
 
     def check(self, was_aborted: bool = False) -> None:
-        """It got what somebody of its manner should."""
+        """Check that it got what a client of its manner should."""
         text, reason = self.text_and_reason()
         want = text_of(self.stream, 0, self.num_tokens, TEXTS)
         where = f"stream {self.stream}, which {self.manner}: {text!r}, {self.data[-300:]!r}"

@@ -42,7 +42,7 @@ def letters(count: int) -> str:
 
 @dataclass
 class Live:
-    """A server that runs, and what is behind it."""
+    """A running server, and what is behind it."""
 
     url: str
     cluster: FakeCluster
@@ -74,7 +74,7 @@ class Live:
 
     @property
     def rooms(self) -> int:
-        """Legs that workers still have."""
+        """How many legs workers still have."""
         return sum(len(worker.rooms) for worker in self.cluster.workers)
 
 

@@ -1,7 +1,7 @@
 """The events of a streamed answer as plain code spells them, with openai's own types, for tests.
 
-Nothing here is of serving/: texts come from the bytes of the tokens, chunks from pydantic models.
-Slow and simple on purpose; tests hold what the server writes against it.
+Nothing here comes from serving/: texts are made of the tokens' bytes, chunks of pydantic models.
+Slow and simple on purpose; tests compare what the server writes with it.
 """
 
 import json
@@ -71,17 +71,17 @@ class Asked:
         return self.raw[token_id] if token_id < len(self.raw) else b""
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """All of it, as it is when no more tokens come."""
+        """The whole text, as it is when no more tokens come."""
         return self._joined(ids).decode("utf-8", "replace")
 
     def shown_of(self, ids: Sequence[int]) -> str:
-        """What of it no further token can change."""
+        """The part of the text that no further token can change."""
         data = self._joined(ids)
         held = next((n for n in (3, 2, 1) if len(data) >= n and data[-n:] in _BEGUN), 0)
         return data[: len(data) - held].decode("utf-8", "replace")
 
     def name_of(self, token_id: int) -> str:
-        """As logprobs call it."""
+        """The token's name in logprobs."""
         if self.tokens_as_ids:
             return f"token_id:{token_id}"
         return self.bytes_of(token_id).decode("utf-8", "replace")
@@ -90,7 +90,7 @@ class Asked:
         return b"".join(self.bytes_of(i) for i in ids if i not in self.skipped)
 
 
-# Every start of a character that is not one yet: characters 64 apart differ in it.
+# Every incomplete start of a character in UTF-8; each run of 64 characters shares its starts.
 _BEGUN = {
     chr(code).encode()[:size]
     for code in range(0x80, 0x110000, 0x40)
@@ -119,7 +119,7 @@ class PlainChoice:
         self.offset = 0  # of the next token in the text, as completions count it
 
     def take(self, run: Sequence[Token]) -> list[dict[str, Any]]:
-        """The chunks that leave now."""
+        """Take tokens; the chunks that leave now."""
         self.told += run
         self.unsent += run
         if self.has_begun and len(self.unsent) < self.asked.interval:
@@ -131,7 +131,7 @@ class PlainChoice:
         return opening + piece
 
     def end(self, reason: Reason) -> list[dict[str, Any]]:
-        """All that is left of it."""
+        """The chunks of all that is left."""
         opening = self._opening()
         text = self.asked.text_of([token.token_id for token in self.told])
         piece = self._piece(text[len(self.sent_text) :])
@@ -235,8 +235,8 @@ class PlainChoice:
         }
 
     def _chunk(self, **fields: Any) -> dict[str, Any]:
-        # Constructed without a check, as openai's client does: "abort" is no reason of theirs, and
-        # completions have none until the end.
+        # Constructed without a check, as openai's client does: its types have no reason "abort",
+        # and a completion has no reason until the end.
         choice_type = Choice if self.asked.is_chat else CompletionChoice
         values = {"index": self.index, "logprobs": None, "finish_reason": None} | fields
         choice = choice_type.model_construct(None, **values)
@@ -256,7 +256,7 @@ def usage_of(asked: Asked, num_tokens: int) -> CompletionUsage:
 
 
 def chunk_of(asked: Asked, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """As JSON has it."""
+    """The chunk as JSON has it."""
     chunk_type = ChatCompletionChunk if asked.is_chat else Completion
     chunk = chunk_type.model_construct(
         None,
@@ -271,7 +271,7 @@ def chunk_of(asked: Asked, choices: Sequence[Any], **more: Any) -> dict[str, Any
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """The logprob as JSON can hold it, which has no infinity."""
     return -9999.0 if math.isnan(logprob) or logprob < -9999.0 else logprob
 
 

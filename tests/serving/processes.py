@@ -1,4 +1,4 @@
-"""A real `kvferry serve` of one or more processes, before a fake cluster in the test's loop."""
+"""A real `kvferry serve` of one or more processes, with a fake cluster in the test's loop."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _TRIES = 64  # connections until one lands at a given process
 
 @dataclass
 class Server:
-    """A running server, reached by connections of which each stays with one process."""
+    """A running server; each connection to it stays with one process."""
 
     command: Command
     address: str  # url, or path of its socket
@@ -46,7 +46,7 @@ class Server:
         raise AssertionError(f"none of {_TRIES} connections came to process {process}")
 
     async def info(self) -> dict[str, Any]:
-        """What whichever process answers says of the server."""
+        """The server's info, as whichever process answers tells it."""
         async with self.connection() as http:
             return await info_of(http)
 
@@ -54,7 +54,7 @@ class Server:
         return {state["process"]: state["pid"] for state in (await self.info())["processes"]}
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code, once nothing that it started is left either."""
+        """Stop it; its exit code, once everything that it started has ended too."""
         self.command.signal(number)
         return await asyncio.to_thread(self.command.ends, 20)
 
@@ -68,14 +68,14 @@ async def info_of(http: httpx.AsyncClient) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def serving(cluster: FakeCluster, folder: Path, *flags: str) -> AsyncIterator[Server]:
-    """`kvferry serve` with these flags; every process sees both workers. Stopped in the end."""
+    """Run `kvferry serve` with these flags until the end; every process sees both workers."""
     async with serving_at(cluster.registry.address, folder, *flags) as server:
         yield server
 
 
 @contextlib.asynccontextmanager
 async def serving_at(registry: str, folder: Path, *flags: str) -> AsyncIterator[Server]:
-    """The same in a cluster whose registry has this address, and whose token is SECURITY's."""
+    """Like `serving`, in the cluster of the registry at this address, with SECURITY's token."""
     command = start(
         folder,
         "serve",
@@ -144,7 +144,7 @@ def stream(http: httpx.AsyncClient, **more: Any) -> Stream:
 
 
 async def begun_streams(cluster: FakeCluster, *doors: httpx.AsyncClient) -> list[Stream]:
-    """A completion over each of these, of which the first event has come."""
+    """A completion over each of these connections; each has its first event."""
     streams = [stream(http) for http in doors]
     await cluster.submitted(len(streams))
     cluster.step()
@@ -153,7 +153,7 @@ async def begun_streams(cluster: FakeCluster, *doors: httpx.AsyncClient) -> list
 
 
 async def cut_off(*streams: Stream) -> None:
-    """They end as those of a server that does not wait for them."""
+    """Check that these end as streams do when the server does not wait for them."""
     for begun in streams:
         *_, last = await begun.task
         assert last["error"]["code"] == "shutting_down"

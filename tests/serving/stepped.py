@@ -69,7 +69,7 @@ class Cluster:
 
 
 def _ask() -> ChoiceAsk:
-    """Whose stop token shows nothing, so that text is all there is to show."""
+    """A choice whose stop token shows nothing, so that there is only text to show."""
     sampling = wire.SamplingParams(max_new_tokens=99, stop_token_ids=(EOS,))
     return dataclasses.replace(asked(stop_ids=frozenset({EOS})), sampling=sampling)
 
@@ -85,7 +85,7 @@ class Crowd:
         group_size: int = 0,
         **request: Any,
     ) -> None:
-        """own: of each stream, the interval it asked for. request: what else all asked for."""
+        """own: the interval that each stream asked for. request: what else all asked for."""
         self.cluster = Cluster()
         self.clock = ManualClock()
         self.metrics = Metrics()
@@ -117,7 +117,7 @@ class Crowd:
         await turns(2)
 
     async def tell_only(self, key: Key, rows: Sequence[tuple[int, int, int, int]]) -> None:
-        """The same up to where they settle."""
+        """The same, but streams do not settle yet."""
         rooms, idx, ids, finish = zip(*rows, strict=True)
         batch = wire.StepBatch(
             key[0],
@@ -145,7 +145,7 @@ class Crowd:
 
 
 async def turns(count: int) -> None:
-    """Of the loop."""
+    """Give the event loop this many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -156,7 +156,7 @@ class _Pair:
 
 
 async def begun(num_streams: int = 3, interval: int = 1, **asks: Any) -> Crowd:
-    """All of them have their first three tokens, and have lent."""
+    """A crowd in which all have their first four tokens, and have lent if they may."""
     own = asks.pop("own", [None] * num_streams)
     crowd = Crowd(num_streams, interval, own, **asks)
     for idx in range(4):

@@ -1,4 +1,4 @@
-"""Streams on a wire that a test holds in its hands: full or free, with time to move."""
+"""Streams on a wire that a test controls: it sets the wire full or free, and moves time."""
 
 import asyncio
 import dataclasses
@@ -59,14 +59,14 @@ class Wire:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
-        self.num_chunks = 0  # of the messages, those that went past `send`
+        self.num_chunks = 0  # messages that bypassed `send`
         self.writer = BodyWriter(cast(asyncio.Transport, _Transport(self._write, self._abort)), 0.0)
         self.free = _Free(self.writer)
         self.free.set()
         self.error: Exception | None = None
-        self._ended = False  # the body's end went past `send`
+        self._ended = False  # the body's end bypassed `send`
         self.was_aborted = False
-        self.takes_one = False  # a message, whenever it is set free
+        self.takes_one = False  # one message each time that it is set free
 
     def _write(self, chunk: bytes) -> None:
         assert self.free.is_set(), "only written to while ready"
@@ -89,7 +89,7 @@ class Wire:
             await self.free.wait()
         if self.error is not None:
             raise self.error
-        if self._ended:  # past this: it says so, and adds nothing
+        if self._ended:  # it bypassed this, which is told so and adds nothing
             assert message == {"type": "http.response.body", "body": b"", "more_body": False}
             self.writer.server.write(_END)
             return
@@ -104,7 +104,7 @@ class Wire:
 
 @dataclasses.dataclass
 class Bench:
-    """A stream on a wire, with time in hand."""
+    """A stream on a wire, with timers that a test moves."""
 
     wire: Wire = dataclasses.field(default_factory=Wire)
     timers: ManualTimers = dataclasses.field(default_factory=lambda: ManualTimers(ManualClock()))
@@ -124,7 +124,7 @@ class Bench:
         )
 
     def write(self, data: bytes, last: bool = False, repeats: int | None = None) -> None:
-        """In a turn of its own."""
+        """Write in a turn of its own."""
         self.stream.write(data, last, repeats)
         self.outbox.send()
 
@@ -138,7 +138,7 @@ def asked(index: int = 0, prompt: Prompt | None = None, **shown: Any) -> ChoiceA
 def response_answer(
     request: Request, tokenizer: Tokenizer, model_name: str, created: int
 ) -> ResponsesAnswer:
-    """Of a request without tools, to a model that does not think."""
+    """The answer to a request without tools, from a model that does not think."""
     fields = ResponsesFields(input="Hi")
     return ResponsesAnswer(request, fields, tokenizer, model_name, created, Parsing())
 
@@ -184,7 +184,7 @@ class Streaming:
         self.bench.outbox.send()
         lines = b"".join(self.bench.wire.bodies).decode().split("\n\n")
         assert lines.pop() == ""
-        data = [line.partition("data: ")[2] for line in lines]  # names before it say no more
+        data = [line.partition("data: ")[2] for line in lines]  # event names before it add nothing
         return [item if item == "[DONE]" else orjson.loads(item) for item in data]
 
     def texts(self, index: int = 0) -> list[str]:

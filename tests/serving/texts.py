@@ -36,13 +36,13 @@ class Texts:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def drawn_ids(self, grammar: str, seed: int, most: int) -> list[int]:
-        """The same as tokens, with the one that ends it, or so many of them."""
+        """The same as token ids, with the one that ends it; cut after `most` of them."""
         matcher, rng = self.matcher(grammar), np.random.default_rng(seed)
         ids: list[int] = []
         while len(ids) < most and EOS not in ids[-1:]:
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self.vocab_size])
-            # Short ways to the end, lest a thought goes on for ever.
+            # Favour the ways to the end, lest a thought go on for ever.
             ends = [token_id for token_id in allowed.tolist() if token_id >= 1017]
             ids.append(ends[0] if ends and rng.random() < 0.3 else int(rng.choice(allowed)))
             assert matcher.consume_token(ids[-1])

@@ -33,7 +33,7 @@ def slow() -> dict[str, Any]:
 
 
 def processes() -> list[psutil.Process]:
-    """Those of this process that live, the oldest first."""
+    """The live trial processes of this process, the oldest first."""
     living = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -44,7 +44,7 @@ def processes() -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def held(process: psutil.Process) -> Iterator[None]:
-    """It does nothing meanwhile."""
+    """Keep the process stopped meanwhile."""
     process.send_signal(signal.SIGSTOP)
     try:
         yield
