@@ -1,4 +1,4 @@
-"""The routes beside generation that other servers have under names of their own."""
+"""Routes beside generation, under the names that other servers have for them."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ async def test_a_tokenizer_of_which_little_is_known_is_told_of(tmp_path: Path) -
     async with live_server(tokenizer=tokenizer, enable_tokenizer_info_endpoint=True) as live:
         assert (await live.http.get("/tokenizer_info")).json() == {
             "model_max_length": 10**30,
-            "eos_token": "<|im_end|>",  # of generation_config.json
+            "eos_token": "<|im_end|>",  # from generation_config.json
             "bos_token": None,
             "pad_token": "<p>",
             "chat_template": "{{ messages }}",

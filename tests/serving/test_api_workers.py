@@ -35,7 +35,7 @@ async def samples(http: httpx.AsyncClient) -> dict[tuple, float]:
 
 
 def folders_of(server: Server) -> list[Path]:
-    """Where the processes of a server meet; nobody else enters."""
+    """The folders where a server's processes meet, which nobody else may enter."""
     folders = [
         Path(str(connection.laddr)).parent
         for child in psutil.Process(server.command.process.pid).children()
@@ -48,7 +48,7 @@ def folders_of(server: Server) -> list[Path]:
 
 
 async def stopped(server: Server, number: signal.Signals) -> None:
-    """It ends in order: exit code 0, no process, no folder."""
+    """Stop it; it ends in order: exit code 0, no process, no folder."""
     folders = folders_of(server)
     assert await server.stop(number) == 0, server.command.text
     assert "Traceback" not in server.command.text, server.command.text
@@ -72,9 +72,9 @@ async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_pa
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             await lost.task
-        # Its room is free at the worker that has it, though no step was made.
+        # The worker that has its room frees it, though no step was made.
         await until(lambda: [len(worker.rooms) for worker in cluster.workers] == [0, 1])
-        async with server.connection() as http:  # whoever is there serves meanwhile
+        async with server.connection() as http:  # the process that is left serves meanwhile
             late = stream(http)
             await step_until(cluster, kept.task, late.task)
             assert (kept.text, late.text) == (letters(8), letters(8))
@@ -82,7 +82,7 @@ async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_pa
         told = "api-0 ended with code -9 (killed, as the kernel does where memory runs out): "
         await until(lambda: told in server.command.text)
         await all_ready(server)
-        # It took no client before it had somebody to do their work.
+        # It took no client before its links to the workers were open.
         told = server.command.text.partition("starting it again")[2]
         before, listens, _ = told.partition("HTTP server listens")
         assert listens
@@ -94,7 +94,7 @@ async def test_a_killed_process_takes_its_own_clients_only_and_comes_back(tmp_pa
             anew = stream(http)
             await step_until(cluster, anew.task)
             assert anew.text == letters(8)
-            # The one that lived on finds it again by itself.
+            # The process that lived on finds it again by itself.
             while len((await info_of(living))["processes"]) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         await stopped(server, signal.SIGTERM)
@@ -267,7 +267,7 @@ async def test_processes_share_a_unix_socket(tmp_path: Path) -> None:
         assert server.address == str(path)
         dying = (await server.info())["process"]
         os.kill((await server.pids())[dying], signal.SIGKILL)
-        # The other takes every connection, also those that came while both were there.
+        # The other process takes every connection, also those that came while both were there.
         async with server.connection() as http:
             read = stream(http)
             await read.task

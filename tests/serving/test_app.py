@@ -90,7 +90,7 @@ async def test_wrong_paths_methods_and_bodies_have_errors_of_one_shape() -> None
 
 
 async def test_another_model_is_not_found_whichever_way_it_is_named() -> None:
-    """As at OpenAI: what falls back on a second model looks for this."""
+    """As at OpenAI: clients that fall back on a second model look for this error."""
     async with live_server() as live:
         messages = [{"role": "user", "content": "Hi!"}]
         for path, body in (
@@ -412,7 +412,7 @@ async def test_dictated_ranks_reach_both_workers_and_the_load_shows_every_rank()
         prefill.ranks = tuple(wire.Load(queued_tokens=at) for at in range(4))
         for worker in (prefill, decode):
             worker.announce()
-        dp_size = live.dispatcher.dp_size  # the registry tells of each worker apart
+        dp_size = live.dispatcher.dp_size  # the registry announces each worker separately
         await until(lambda: (dp_size("prefill"), dp_size("decode")) == (4, 2))
         loads = {load["role"]: load for load in (await live.http.get("/get_load")).json()}
         assert [rank["queued_tokens"] for rank in loads["prefill"]["ranks"]] == [0, 1, 2, 3]

@@ -127,7 +127,7 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", "/tokenize"])
 async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(path: str) -> None:
-    """Ten million had taken three seconds in which no other stream got a token."""
+    """Reading ten million took three seconds, in which no other stream got a token."""
     message = {"role": "user", "content": "Hi!"}
     asked: dict[str, Any] = {"messages": [message], "max_tokens": 1}
     if path == "/generate":
@@ -147,7 +147,7 @@ async def test_a_body_of_very_many_small_things_is_refused_before_it_is_read(pat
 
 async def test_large_bodies_that_do_not_end_take_no_more_than_their_memory() -> None:
     most_bytes = 3 << 20
-    each = most_bytes - ALWAYS_BYTES  # of this one's, what counts
+    each = most_bytes - ALWAYS_BYTES  # the part of a body that counts
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % most_bytes
     large = json.dumps({"prompt": "Hi!", "somebodys": "x" * (2 << 20)}).encode()
     async with live_server(max_request_bytes=most_bytes) as live:
@@ -229,7 +229,7 @@ async def test_a_large_body_that_comes_drop_by_drop_is_given_up_and_a_small_one_
 
         async def receive() -> dict[str, Any]:
             nonlocal left
-            clock.advance(0.9)  # within the time that its next part has
+            clock.advance(0.9)  # within the time allowed for the next part
             part, left = left or 1, 0
             more = clock.monotonic_s() < end_s
             return {"type": "http.request", "body": b" " * part, "more_body": more}
@@ -241,7 +241,7 @@ async def test_a_large_body_that_comes_drop_by_drop_is_given_up_and_a_small_one_
     with pytest.raises(ApiError, match="bytes of the body came in 1 s and more") as told:
         await read(3 << 20)
     assert told.value.status == 408
-    assert 96 < clock.monotonic_s() - began_s < 100  # 3 MiB, of 32 KiB a second
+    assert 96 < clock.monotonic_s() - began_s < 100  # 3 MiB at 32 KiB a second
     assert bodies.held_bytes == 0
     assert await read(1000) is not None
 

@@ -1,4 +1,4 @@
-"""Breakers: when they open, for how long, who tries, and what is no news."""
+"""Breakers: when they open, for how long, which attempt tries, and what does not count."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from serving.breaker import FIRST_S, FORGIVEN_S, LONGEST_S, Breakers, State
 
 
 def opened(failures: int = 2) -> Breakers[str]:
-    """Of worker w, at second 1."""
+    """Breakers of which worker w's opened at second 1."""
     breakers = Breakers[str](failures)
     for n in range(failures):
         breakers.failed("w", picked_s=(n + 0.5) / failures, now_s=(n + 1) / failures)
@@ -43,10 +43,10 @@ def test_half_open_one_attempt_tries_and_closes_it():
     trial, other = object(), object()
     breakers.picked("w", trial, now_s)
     assert breakers.is_out("w", now_s)
-    breakers.picked("w", other, now_s)  # nobody else was there
+    breakers.picked("w", other, now_s)  # there was no other worker
     breakers.left("w", other)
     assert breakers.is_out("w", now_s)
-    breakers.succeeded("w", picked_s=0.5)  # it began before: no news
+    breakers.succeeded("w", picked_s=0.5)  # picked before it opened: no news
     assert breakers.is_out("w", now_s)
     breakers.succeeded("w", now_s)
     assert breakers.state("w", now_s) is State.CLOSED

@@ -1,4 +1,4 @@
-"""cache_aware on a real system: prompts go where their prefix is, unless that one has too much."""
+"""cache_aware on a real system: prompts go to the worker with their prefix, unless it is busy."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +72,7 @@ def test_a_flushed_cache_is_known_to_be_empty(cluster: Cluster) -> None:
 
 
 def test_a_worker_with_too_much_to_do_shares_its_prefix(cluster: Cluster) -> None:
-    """Sixteen at once, whose ends cost more than the prefix: the other computes that once too."""
+    """Sixteen at once, whose ends cost more than the prefix: both workers compute the prefix."""
     shared, ends = 2, [[300 + n] * (8 * PAGE) for n in range(16)]
     prefix = [11] * (shared * PAGE)
     cluster.generate([*prefix, 7], max_new_tokens=1)

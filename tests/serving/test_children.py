@@ -117,7 +117,7 @@ async def test_a_child_that_cannot_start_again_ends_the_supervisor(
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The system refuses so many processes."""
+    """Have the system refuse to start a process so many times."""
     make = asyncio.create_subprocess_exec
     left = [OSError(errno.EAGAIN, "no more processes")] * times
 
@@ -145,7 +145,7 @@ async def test_a_restart_for_which_there_is_no_room_is_tried_again(
         assert not watching.done(), watching.exception()
         await asyncio.sleep(0)  # its own task has to run
     assert supervisor._children[0].spec == running.spec
-    # The one that was killed may have closed its own or not; each try that failed has.
+    # The killed child's files may still be open; those of each failed try are closed.
     assert num_open() <= before + 3
     watching.cancel()
 

@@ -1,4 +1,4 @@
-"""What shows of a choice's tokens: stops, special tokens, characters in halves."""
+"""What text a choice's tokens show: stops, special tokens, characters in halves."""
 
 import asyncio
 from typing import Any
@@ -135,7 +135,7 @@ def test_streams_of_any_cut_join_into_the_whole_text(
 
 
 async def test_a_first_word_keeps_the_space_before_it_where_tokens_have_no_bytes() -> None:
-    """Of a SentencePiece vocabulary, whose decoder takes a text's first space away."""
+    """A SentencePiece vocabulary, whose decoder takes a text's first space away."""
     backend = sentencepiece_like()
     tokenizer = Tokenizer(backend, {"eos_token": "</s>"}, {}, False)
     prompt = Prompt(backend.encode("a cat,").ids, "a cat,")

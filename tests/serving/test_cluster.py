@@ -1,4 +1,4 @@
-"""The promises, on a real system: same tokens wherever and beside whatever, nothing left behind.
+"""The promises on a real system: the same tokens alone or in a crowd, nothing left behind.
 
 One system serves the whole file: the demo model, decode pages for about three requests only, so
 that a handful of them preempt each other.
@@ -45,7 +45,7 @@ def test_two_workers_of_one_host_share_memory_and_say_so(cluster: Cluster) -> No
     for role in ("prefill", "decode"):
         worker = cluster.worker(role)
         assert worker["config"]["disaggregation_transfer_backend"] == "auto"
-        assert worker["counters"]["connections_shm"] in (1, 2)  # one more for rooms at a time
+        assert worker["counters"]["connections_shm"] in (1, 2)  # 2 where rooms overlapped
         assert "connections_tcp" not in worker["counters"]
     (told,) = cluster.worker("prefill")["transfers"]
     assert (told["backend"], told["num_bytes"] > 0, told["seconds"] > 0) == ("shm", True, True)
@@ -186,7 +186,7 @@ async def test_the_official_client_streams_a_chat(cluster: Cluster) -> None:
 
 
 class Sailing(pydantic.BaseModel):
-    """What the official client turns into a schema, and an answer into."""
+    """What the official client turns into a schema, and what it parses an answer into."""
 
     harbour: Literal["north", "south"]
     days: Annotated[list[Literal["monday", "friday"]], pydantic.Field(min_length=1, max_length=2)]
@@ -224,10 +224,10 @@ async def test_no_property_is_added_to_those_that_a_schema_lists(cluster: Cluste
     ask["messages"] = [{"role": "user", "content": "When does the ferry leave?"}]
 
     async def objects(schema: dict[str, Any], kind: str) -> list[Any]:
-        """What was written for the schema; None where it had no end."""
+        """The objects written for the schema; None for one that was cut off."""
         function: Any = {"name": "book", "parameters": schema}
         how: dict[str, Any] = {"response_format": {"type": "json_schema", "schema": schema}}
-        if kind == "call":  # which is made whatever the response format
+        if kind == "call":  # it is made whatever the response format
             how |= {"tools": [{"type": "function", "function": function}]}
             how |= {"tool_choice": "required", "parallel_tool_calls": False}
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
@@ -245,7 +245,7 @@ async def test_no_property_is_added_to_those_that_a_schema_lists(cluster: Cluste
     for kind in ("text", "call"):
         closed = await objects(listed, kind)
         assert all(found is not None and found.keys() <= {"harbour"} for found in closed), closed
-    # The same seeds, and a schema that says that there may be others.
+    # The same seeds, and a schema that allows other properties.
     opened = await objects(listed | {"additionalProperties": True}, "text")
     assert any(found is None or found.keys() - {"harbour"} for found in opened), opened
     cluster.settled()

@@ -1,4 +1,4 @@
-"""Both roles in one process: the words of two, with no prefill worker anywhere."""
+"""Both roles in one process: the same tokens as from two, and no prefill worker anywhere."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def one_process() -> OneProcess:
 def test_a_prefix_is_computed_once_until_it_is_flushed(
     cluster: Cluster, tokenizer: Tokenizer
 ) -> None:
-    """First of all: who was busy a moment ago is avoided, whatever its cache has."""
+    """This runs first: a worker that was busy a moment ago is avoided, whatever its cache has."""
     ids = tokenizer.encode(TEXTS[2])
     whole = (len(ids) - 1) // 16 * 16
     assert cluster.http.post("/flush_cache").status_code == 200
@@ -68,7 +68,7 @@ def test_drafts_are_tried_and_accepted_and_the_tokens_are_those_of_one_process(
 ) -> None:
     ids = tokenizer.encode(TEXTS[0]) * 3
     want = one_process.run(ids, SamplingParams(100, temperature=0.0))
-    # On a busy host one slow step with drafts keeps others from being tried for some hundred.
+    # On a busy host, one slow step with drafts stops drafting for some hundred steps.
     for _ in range(60):
         answer = cluster.generate(ids, temperature=0, max_new_tokens=100, ignore_eos=True)
         assert answer["output_ids"] == want
@@ -79,7 +79,7 @@ def test_drafts_are_tried_and_accepted_and_the_tokens_are_those_of_one_process(
 
 
 def drafts_of(cluster: Cluster) -> tuple[int, int]:
-    """Made and accepted so far."""
+    """Draft tokens made and accepted so far."""
     counters = [worker["counters"] for worker in cluster.workers()]
     names = "draft_tokens", "accepted_draft_tokens"
     made, accepted = (sum(each.get(name, 0) for each in counters) for name in names)

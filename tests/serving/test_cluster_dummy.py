@@ -33,7 +33,7 @@ def test_a_folder_without_weights_answers_a_streamed_completion(tmp_path: Path) 
             lines = [line for line in reply.iter_lines() if line.startswith("data: ")]
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 8
-        # Decode computes the short prompt alone, two processes of prefill the one that it becomes.
+        # Decode computes the short prompt itself, two prefill processes the longer one.
         short = [*range(40, 56)]
         drawn = cluster.generate(short, max_new_tokens=12, temperature=0, ignore_eos=True)
         ids = drawn["output_ids"]
@@ -43,4 +43,4 @@ def test_a_folder_without_weights_answers_a_streamed_completion(tmp_path: Path) 
         log = cluster.log.read_text()
         assert "weights are random" in log
         told = re.findall(r" worker_id=(decode|prefill)\S* .* cpu_threads=(\d+) ", log)
-        assert sorted(told) == [("decode", "3"), ("prefill", "1")]  # of a small network
+        assert sorted(told) == [("decode", "3"), ("prefill", "1")]  # default of a small network

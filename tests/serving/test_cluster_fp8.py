@@ -1,4 +1,4 @@
-"""Pages, and weights, of a byte a number in processes apart: the same numbers, or near ones."""
+"""Pages and weights of one byte a number in separate processes: the same numbers, or near ones."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_fp8_pages_and_int8_weights_answer_alike_each_time_and_near_the_recorded
 
 
 def test_weights_kept_as_codes_by_one_role_draw_what_both_would_without(tmp_path: Path) -> None:
-    """Of experts, latent attention and dense feed-forwards."""
+    """The model has experts, latent attention and dense feed-forwards."""
     golden, path = Golden("deepseek_v3"), tmp_path / "fp8"
     shutil.copytree(
         golden.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json")

@@ -1,4 +1,4 @@
-"""Recorded numbers over HTTP, with prefill and decode in processes apart, on every mesh."""
+"""Recorded numbers over HTTP, with prefill and decode in separate processes, on every mesh."""
 
 import json
 import subprocess
@@ -17,10 +17,10 @@ GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 ATOL = 2e-4
 STEPS = 24
 
-# Each checkpoint on another pair of meshes; one from Orbax, one without the prefix cache, two with
-# several data-parallel ranks, three with copies of experts, of which two move them, two with a mesh
-# over two processes, one of which computes short prompts where they are decoded, one with drafts,
-# into pages of windows that go round.
+# Each checkpoint on another pair of meshes. mixtral is read from Orbax; qwen3 has no prefix cache;
+# llama, qwen3_moe and gpt_oss have several data-parallel ranks; mixtral and qwen3_moe have copies
+# of experts; qwen3_moe and gpt_oss move experts; llama and gpt_oss have a mesh over two processes;
+# llama computes short prompts at decode; gpt_oss drafts, into pages of windows that wrap around.
 SYSTEMS = {
     "llama": (
         "--prefill-dp-size=2",
@@ -58,7 +58,7 @@ SYSTEMS = {
     "deepseek_v3": ("--prefill-tp-size=2", "--decode-tp-size=4", "--decode-ep-size=2"),
     "minimax_m2": ("--prefill-tp-size=4", "--decode-tp-size=2", "--decode-ep-size=2"),
 }
-# Of these every program is compiled as for whoever starts a server; see tests/compiling.py.
+# Systems whose every program is compiled as on a user's server; see tests/compiling.py.
 AS_USERS = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 

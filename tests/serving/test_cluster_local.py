@@ -38,7 +38,7 @@ def test_a_crowd_of_both_kinds_gets_the_tokens_of_one_process_alone(
     lengths = [len(tokenizer.encode(text)) for text in TEXTS]
     assert min(lengths) <= LOCAL_TOKENS < max(lengths)
     jobs = jobs_of(tokenizer, 60)
-    # Preempted, a request comes back with what it wrote so far: then it may be too long.
+    # A preempted request comes back with what it wrote so far, which may make it too long.
     crowds(cluster, jobs, expected(OneProcess(demo_model_path()), jobs))
     decode, prefill = cluster.worker("decode"), cluster.worker("prefill")
     assert decode["counters"]["local_prefills"] > 0
@@ -57,7 +57,7 @@ def test_one_token_and_logprobs_come_from_decode_as_from_prefill(
     one = cluster.generate(ids, max_new_tokens=1, **asks)
     two = cluster.generate(ids, max_new_tokens=2, logprob_start_len=0, **asks)
     assert cluster.worker("prefill")["counters"] == before
-    # Who names prefill's rank wants prefill.
+    # A request that names a prefill rank goes to prefill.
     whole = cluster.post(
         "/generate",
         {

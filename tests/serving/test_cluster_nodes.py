@@ -1,4 +1,4 @@
-"""Workers over several processes, for real: one that hangs is a pause, and all can leave."""
+"""Real workers over several processes: a node that hangs is a pause, and all can leave."""
 
 import os
 import signal
@@ -58,7 +58,7 @@ def test_a_node_that_hangs_is_a_pause_and_all_of_its_group_come_back() -> None:
 
 
 def _other_node(cluster: Cluster) -> psutil.Process:
-    """The process of the decode worker that does not lead."""
+    """The decode worker's process that does not lead."""
     children = psutil.Process(cluster.process.pid).children()
     return next(child for child in children if "--node-rank=1" in child.cmdline())
 
@@ -105,7 +105,7 @@ def test_a_node_that_was_started_differently_says_in_what_and_may_come_again(
 def test_a_group_that_serves_is_left_alone_by_whoever_comes_to_it(
     tmp_path: Path, commands: list[Command]
 ) -> None:
-    """Proxies of the environment, where nobody is, are not for its meeting either."""
+    """Proxies in the environment, where nothing listens, are not used for its meeting either."""
     port, proxies = free_port(), dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     nodes = [_start(commands, tmp_path, port, rank, **proxies) for rank in (0, 1)]
     nodes[1].says("node 1 of 2, led by .*, is ready")
@@ -114,7 +114,7 @@ def test_a_group_that_serves_is_left_alone_by_whoever_comes_to_it(
     said = _said_at_its_end(late, 1)
     assert said == "kvferry prefill: node 1 is too late: this group has met already"
     assert _said_at_its_end(stranger, 2).endswith(": wrong or missing cluster token")
-    # A node too many, or another's end, had JAX end all within two seconds.
+    # JAX would end them all within two seconds of meeting an extra node, or of losing one.
     again = _start(commands, tmp_path, port, 1, "--max-total-tokens=512")
     assert _said_at_its_end(again, 2).startswith("kvferry prefill: --max-total-tokens differs: ")
     assert [node.process.poll() for node in nodes] == [None, None]

@@ -1,4 +1,4 @@
-"""Weights that make no numbers: such a request fails by name, and those beside it do not notice."""
+"""Weights that are NaN: a request that meets them fails by name, its neighbours do not notice."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ SAID = "is not finite: no token can be drawn"
 def damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The golden model; embeddings of p33's last token and p1's last recorded one are NaN.
 
-    In Orbax form, and as if whoever converted it had not looked: any other is refused.
+    In Orbax form, converted without the check for finite weights: a worker refuses any other.
     """
     source, model = shutil.copytree(GOLDEN / "model", folder / "source"), folder / "model"
     tensors = load_file(source / "model.safetensors")
@@ -52,8 +52,8 @@ def streamed(cluster: Cluster, name: str) -> list[dict]:
 def test_a_request_whose_logits_are_not_finite_fails_and_its_neighbours_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Decode computes p1 itself: all its tokens come from there, and in order, so that those before
-    # the failure are told before it. Its first from prefill may be later than all of decode's.
+    # Decode computes p1 itself, so all its tokens come from decode, in order and before the
+    # failure. A first token from prefill could be later than all of decode's.
     flags = ["--decode-max-running-requests=8", "--decode-local-prefill-tokens=4"]
     with up(f"--model-path={damaged(tmp_path, monkeypatch)}", *flags, few_steps=True) as cluster:
         with ThreadPoolExecutor(8) as pool:

@@ -93,7 +93,7 @@ def test_dictated_ranks_have_the_request_and_decode_knows_prefills(cluster: Clus
         )
         legs = legs_of(cluster, f"dictated-{number}")
         assert (legs["prefill"]["dp_rank"], legs["decode"]["dp_rank"]) == (prefill, decode)
-        # Nothing waits for a route, so it may have come too late to be shown; a wrong one never.
+        # Nothing waits for a route, so it may come too late to be shown, but it is never wrong.
         assert legs["decode"]["prefill_dp_rank"] in (prefill, None)
     counters = cluster.worker("decode")["counters"]
     assert counters["routes_known"] > 0

@@ -40,7 +40,7 @@ def attempt_of(cluster: Cluster, request_id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def attempt(cluster: Cluster) -> dict[str, Any]:
-    # Connects the pair, which on a busy machine may take as long as all chunks of the other.
+    # Connect the pair first: on a busy machine that may take as long as all chunks do.
     cluster.post("/generate", {"input_ids": [7], "sampling_params": {"max_new_tokens": 2}})
     body = {
         "input_ids": prompt_of(1),
@@ -67,7 +67,7 @@ def test_every_chunk_but_the_last_travels_while_later_ones_compute(
             if chunk["end_ms"] < other["end_ms"] and other["start_ms"] < chunk["sent_ms"]
         ]
         assert overlaps, (number, chunk, later)
-    # And it is no matter of how the ends are stamped: most had left before the last was computed.
+    # Nor is it a matter of how ends are stamped: most had left before the last was computed.
     left_before_the_end = [c for c in chunks if c["sent_ms"] < chunks[-1]["end_ms"]]
     assert len(left_before_the_end) >= NUM_CHUNKS // 2
 
@@ -116,7 +116,7 @@ def test_what_travelled_is_what_the_pages_hold(cluster: Cluster, attempt: dict[s
     }
     cluster.post("/generate", again)
     cached = attempt_of(cluster, "cached")["prefill"]
-    # All but the last page are there already; they travel all the same.
+    # Prefill has all but the last page cached; they travel all the same.
     assert cached["cached_tokens"] == (num_pages - 1) * PAGE_SIZE
     assert [chunk["tokens"] for chunk in cached["chunks"]] == [PAGE_SIZE]
     assert cached["transfer"]["bytes"] == moved["bytes"]

@@ -1,4 +1,4 @@
-"""Chunks that go past the server's `send`: whole, in order, and to nobody else."""
+"""Chunks that bypass the server's `send` arrive whole, in order, and nowhere else."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Columns:
-    """Who borrows a body writer, and what it was told."""
+    """A borrower of body writers, and what it was told."""
 
     def __init__(self) -> None:
         self.told: list[int] = []
@@ -46,7 +46,7 @@ class Columns:
 
 
 class Transport:
-    """All of a transport that is used: what was written, in order, and b"closed"."""
+    """What a connection needs of a transport; notes what was written, in order, and b"closed"."""
 
     def __init__(self) -> None:
         self.told: list[bytes] = []
@@ -110,7 +110,7 @@ def test_what_is_held_leaves_at_once_and_before_an_end() -> None:
 
 
 def test_a_connection_that_closes_takes_what_is_held_and_a_lost_one_nothing() -> None:
-    """A transport that its client's end closed still sends."""
+    """A transport that closes because its client did still sends."""
     transport = Transport()
     server = server_of(transport)
     transport.close()
@@ -205,7 +205,7 @@ def test_answers_of_one_connection_are_whole_and_follow_each_other(
             with sock:
                 data = await read_until(sock, b"\r\n0\r\n\r\n")
                 assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
-                # Asked again with the words of the first, and twice in one write.
+                # The same request again, twice in one write.
                 again = await ask_again(sock, live.url, 2)
                 first, _, second = again.partition(b"\r\n0\r\n\r\n")
                 for answer in (first + b"\r\n0\r\n\r\n", second):
@@ -219,7 +219,7 @@ def test_answers_of_one_connection_are_whole_and_follow_each_other(
 
 
 async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
-    """So many requests in one write; all that comes back."""
+    """Send so many requests in one write; all that comes back."""
     body = b'{"prompt": "Hi!", "max_tokens": %d, "ignore_eos": true, "stream": true}' % NUM_TOKENS
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     await asyncio.get_running_loop().sock_sendall(sock, (head.encode() + body) * count)
@@ -235,7 +235,7 @@ async def ask_again(sock: socket.socket, url: str, count: int) -> bytes:
 
 @asynccontextmanager
 async def served(app: Any, linger_s: float = 600.0) -> AsyncIterator[tuple[ServerState, Any]]:
-    """An application on connections of ours: the server's state, and where it listens."""
+    """Serve an application on our connections: the server's state, and where it listens."""
     config = Config(app, lifespan="off", log_config=None, log_level="warning")
     config.load()
     state = ServerState()
@@ -255,7 +255,7 @@ def test_a_closed_connection_waits_for_a_client_only_while_that_reads(
     loop_factory: Callable[[], asyncio.AbstractEventLoop], reads: bool, is_half_closed: bool
 ) -> None:
     num_bytes = 16 << 20  # more than sockets hold
-    linger_s = 1.0  # a busy host may stop all of this for a while
+    linger_s = 1.0  # long enough for a busy host, which may stop all of this for a while
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"%d" % num_bytes)]
@@ -363,7 +363,7 @@ def test_an_answer_by_an_older_http_is_whole_and_lends_nothing(
             refused = await answer_to(live.url, "POST /v1/nothing HTTP/1.0", NUM_TOKENS)
         head, _, body = data.partition(b"\r\n\r\n")
         assert b"connection: close" in head.lower()
-        assert b"transfer-encoding" not in head.lower()  # it knows of none
+        assert b"transfer-encoding" not in head.lower()  # HTTP/1.0 has none
         assert body.startswith(b"data: ")
         assert body.endswith(b"data: [DONE]\n\n")
         assert text_of([body]) == text_after(NUM_TOKENS)
@@ -404,7 +404,7 @@ def test_a_client_that_leaves_costs_nothing_more_and_nothing_is_left_of_it(
             with stays:
                 data = await read_until(stays, b"\r\n0\r\n\r\n")
             assert text_of(writes_of(data)[:-1]) == text_after(NUM_TOKENS)
-            # At once: the collector of a server comes by rarely.
+            # At once: a server rarely runs the collector.
             await until(lambda: not any(isinstance(o, Connection) for o in gc.get_objects()))
 
     try:

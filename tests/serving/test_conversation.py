@@ -140,7 +140,7 @@ def test_a_turn_without_anything_in_it_is_refused(
 def test_an_older_form_of_a_call_beside_calls_is_left_out(
     content: str | None, tmp_path: Path
 ) -> None:
-    """As whoever holds both forms of one call sends them back."""
+    """A client that holds both forms of one call sends both back."""
     function = {"name": "f", "arguments": "{}"}
     call = {"id": "1", "type": "function", "function": function}
     answer = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -206,7 +206,7 @@ def test_an_answer_comes_back_as_a_client_holds_it_with_null_in_what_it_has_not(
 
 
 def test_a_call_beside_an_empty_text_is_a_call(tmp_path: Path) -> None:
-    """So it comes back from a client that joins the pieces of a stream."""
+    """A client that joins the pieces of a stream sends it back like this."""
     model = served(tmp_path, _template(ASKS_FOR_NULL, PRINTS_JSON))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -224,7 +224,7 @@ def test_parts_are_one_text_where_a_template_takes_those_of_users_alone(tmp_path
     for role in ("system", "assistant", "tool"):
         assert rendered(model, {"role": role, "content": parts}) == f"[{role}]a\nb"
     asked = {"role": "user", "content": parts}
-    assert rendered(model, asked) == "[user]a"  # it was given parts
+    assert rendered(model, asked) == "[user]a"  # the template was given parts
     assert rendered(model, asked, tools=[_tool("f")]) == "[user]a\nb"
 
 
@@ -244,7 +244,7 @@ def test_what_a_developer_says_is_in_the_prompt(test: str, role: str, tmp_path: 
 
 
 def test_a_chat_with_tools_is_written_for_the_template_that_it_has(tmp_path: Path) -> None:
-    """They may differ in how they print a call, and in whether they know developers."""
+    """Templates may differ in how they print a call, and in whether they know developers."""
     no_developer = "m.role == 'developer' %}{% elif "
     templates = {
         "default": _template(ASKS_FOR_CALLS, PRINTS_JSON),
@@ -295,7 +295,7 @@ def test_a_thought_comes_back_by_whichever_name_its_client_has_for_it(
 
 
 async def test_a_long_conversation_is_rendered_beside_the_event_loop(tmp_path: Path) -> None:
-    """The template looks at all that follow for every message, as GPT-OSS's does behind calls."""
+    """For every message the template looks at all that follow, as GPT-OSS's does after calls."""
     template = (
         "{% for m in messages %}{% for n in messages[loop.index:] %}{% endfor %}x{% endfor %}"
     )
@@ -326,7 +326,7 @@ def _long(model: ServedModel) -> tuple[list[dict[str, Any]], ConversationFields]
 
 
 async def test_a_client_that_leaves_stops_its_template(tmp_path: Path) -> None:
-    """Others would wait for their conversations until it has ended, in half an hour."""
+    """Otherwise others would wait for their conversations until it ends, in half an hour."""
     model = served(tmp_path, FOR_EVER)
     making = asyncio.create_task(render_prompt(model, *_long(model)))
     await asyncio.sleep(0.05)

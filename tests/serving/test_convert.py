@@ -1,4 +1,4 @@
-"""`kvferry convert` as a process: what is cut off does not pass for done."""
+"""`kvferry convert` as a process: a conversion that was cut off does not pass for done."""
 
 import signal
 from pathlib import Path

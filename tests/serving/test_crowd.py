@@ -22,27 +22,27 @@ from tests.serving.processes import Server, info_of, serving_at
 
 SEED = 20
 NUM_STREAMS = 2048
-# Of a wave; the others read to their end.
+# Clients of a wave by manner; the others read to their end.
 MANNERS: dict[Manner, int] = {"fin": 250, "rst": 250, "aborted": 200, "pauses": 24, "stalls": 16}
-LONG_TOKENS = 800  # of those that stop reading: more than sockets and buffers hold
-MOST_TOKENS = 2000  # of some that stall: they are closed in the middle
+LONG_TOKENS = 800  # for clients that stop reading: more than sockets and buffers hold
+MOST_TOKENS = 2000  # for some that stall: they are closed in the middle
 CONNECTING = 128  # at once
-SLOW_CLIENT_TIMEOUT_S = 10  # longer than those that pause do so on a busy host
-PAUSE_TURNS = 400  # of the steps, while only those that pause are left
-FEW = 200  # streams left, of which steps need not wait for readers
+SLOW_CLIENT_TIMEOUT_S = 10  # longer than any client pauses, on a busy host too
+PAUSE_TURNS = 400  # turns with only paused clients left, before these read on
+FEW = 200  # streams left, for which steps need not wait for readers
 PATIENCE_S = 60.0
-GROWTH_BYTES = 10 << 20  # of a second wave; what stalled clients leave unread is more
+GROWTH_BYTES = 10 << 20  # in a second wave; less than stalled clients leave unread
 
 
 def play(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """On the loop that is fast enough to be so many clients."""
+    """Run it on uvloop, which is fast enough for so many clients."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
 
 
 @pytest.fixture(autouse=True)
 def files_for_all() -> Iterator[None]:
-    """A socket each at either end; servers inherit the limit."""
+    """Allow a socket for each stream at either end; servers inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * NUM_STREAMS)), hard))
     yield
@@ -100,14 +100,14 @@ class Wave:
             self._aborted.add(client.rid)
 
     async def run(self) -> None:
-        """Until every stream has ended as its client has it; then checks each."""
+        """Run until every stream has ended as its client has it; then check each."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._connect()
                 # Each has its first token, and hardly any has left.
                 assert self._workers.rooms > 0.8 * NUM_STREAMS
                 await self._step()
-            # Those that stall see nothing of their end, which comes in its time.
+            # Stalled clients do not see the server close them once their time is over.
             await until(lambda: self._server.command.text.count("unread for") >= self._num_closed)
             for client in self.clients:
                 if client.manner == "stalls":
@@ -134,9 +134,9 @@ class Wave:
         await asyncio.gather(*map(connect, self.clients))
 
     async def _step(self) -> None:
-        """Steps as fast as clients that read take them, until only those are left that stall."""
+        """Step as fast as reading clients take it, until only stalled clients are left."""
         left = set(self.clients)
-        num_alone = 0  # turns since only those are left that stopped reading
+        num_alone = 0  # turns with only pausing clients left
         while left:
             is_crowded = len(left) > FEW
             for _ in range(self._rng.choice((1, 1, 2, 3)) if is_crowded else 1):
@@ -153,7 +153,7 @@ class Wave:
                 await asyncio.sleep(0)
 
     async def _keep_pace(self, num_reads: int) -> None:
-        """Until so many reads more, or a while."""
+        """Wait for so many more reads, or for a while at most."""
         goal = self._reads + num_reads
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -163,7 +163,7 @@ class Wave:
 
 
 async def at_rest(workers: Crowd, http: httpx.AsyncClient) -> None:
-    """No room is held at either role, no generation is known, and all is ready for more."""
+    """Wait until neither role holds a room, no generation is known, and the server is ready."""
     await until(lambda: not workers.rooms)
     async with asyncio.timeout(20):
         while True:

@@ -163,7 +163,7 @@ def test_stop_strings_cut_where_the_plain_search_does_and_never_leak(pieces, sto
         if found is None:
             held = arrived[len(shown) :]
             assert arrived.startswith(shown)
-            # Held back: exactly the longest end of the text that a stop may start with.
+            # Held back is exactly the longest end of the text with which a stop may begin.
             ends = [arrived[-n:] for n in range(1, len(arrived) + 1)]
             starts = [end for end in ends if any(stop.startswith(end) for stop in stops)]
             assert held == max(starts, key=len, default="")

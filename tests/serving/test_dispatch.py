@@ -32,7 +32,7 @@ async def test_tokens_are_those_of_the_network_in_order_and_then_the_end():
         assert counted(dispatcher, "prompt_tokens_total") == 3
         assert counted(dispatcher, "num_running_reqs") == 0
         await dispatcher.server_info()
-        assert not any(worker.aborted for worker in cluster.workers)  # they know
+        assert not any(worker.aborted for worker in cluster.workers)  # they ended it themselves
 
 
 async def test_a_stop_id_is_told_and_ends_it():

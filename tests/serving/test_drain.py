@@ -1,4 +1,4 @@
-"""Parts of a real system, or all of it, are told to leave under load: nobody loses anything."""
+"""Parts of a real system, then all of it, are told to leave under load: no request is lost."""
 
 import re
 import threading
@@ -28,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def jobs() -> list[list[int]]:
-    """More than the slots of both decode workers, of different lengths."""
+    """Prompts of different lengths, more than both decode workers have slots for."""
     return [[n + 5] * (20 * n + 9) for n in range(12)]
 
 
@@ -88,7 +88,7 @@ def test_workers_leave_under_load_then_all_of_it_and_no_request_notices(cluster:
 
 
 def leaves_under_load(cluster: Cluster, want: list[list[int]]) -> None:
-    """SIGTERM for all of it: what has come is finished, also what waits."""
+    """SIGTERM the whole system: what has come is finished, also what waits."""
     with ThreadPoolExecutor(len(want)) as pool:
         long = {**SAMPLING, "max_new_tokens": 240}
         asked = [pool.submit(cluster.generate, ids, **long) for ids in jobs()]

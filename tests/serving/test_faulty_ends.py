@@ -35,7 +35,7 @@ async def test_a_fault_at_the_end_of_an_answer_is_told_and_leaves_nothing(
     monkeypatch.setattr(owner, name, broken)
     body = {"prompt": "Hi!", "max_tokens": 6, "stream": stream}
     async with live_server(max_inflight_requests=1) as live, asyncio.timeout(20):
-        for _ in range(2):  # the second one has the first one's place
+        for _ in range(2):  # the second needs the place that the first frees
             # A stream that has begun can only be cut.
             with contextlib.suppress(*((httpx.HTTPError, ValueError) if stream else ())):
                 answer = await live.post("/v1/completions", body)

@@ -30,7 +30,7 @@ HELP: dict[type[Any], dict[str, str]] = {
 FIELDS = [(config, field.name) for config in HELP for field in dataclasses.fields(config)]
 ROLES: up.Roles = {"prefill": PrefillConfig, "decode": DecodeConfig}
 NEEDED = {"model_path": Path("a/model"), "registry_address": "127.0.0.1:1"}
-# Where one more than the default would be refused, or means nothing.
+# Values for fields where one more than the default would be refused, or means nothing.
 NODES = {"tp_size": 6, "nnodes": 3, "node_rank": 2, "dist_init_addr": "10.1.2.3:45"}
 OTHERS: dict[str, dict[str, Any]] = {
     "ep_size": {"tp_size": 4, "ep_size": 2},
