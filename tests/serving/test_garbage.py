@@ -1,4 +1,4 @@
-"""A request leaves nothing to the garbage collector, which the API process rarely lets look."""
+"""A request leaves nothing to the garbage collector, which the API process rarely runs."""
 
 import gc
 
@@ -35,7 +35,7 @@ def ours(found: list[object]) -> list[str]:
 )
 async def test_a_request_leaves_nothing_to_collect(path: str, body: dict[str, object]) -> None:
     async with live_server() as live:
-        await live.post(path, body)  # what is made once
+        await live.post(path, body)  # makes what is made only once
         gc.collect()
         gc.disable()
         try:

@@ -1,4 +1,4 @@
-"""What requests say of the form of an answer: which texts may follow, and what is refused."""
+"""The forms that requests ask of an answer: which texts may follow, and what is refused."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 class Untried(GrammarTrial):
-    """For grammars that name tokens of another model."""
+    """Tries nothing: for grammars that name tokens of another model."""
 
     async def fault(self, grammar: str) -> str:
         return ""

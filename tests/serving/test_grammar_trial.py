@@ -1,4 +1,4 @@
-"""Grammars that take too much are refused by a process that may die of them."""
+"""Grammars that take too much are refused by a process that they may kill."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Who waits for a grammar to be tried: for whom, for how long, and who is told to come again."""
+"""Requests that wait for a grammar's trial: behind which, for how long, and which are refused."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ KNOWN = schema({"const": "known"})
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What processes were asked, in order."""
+    """The grammars that trial processes were asked about, in order."""
     asked: list[str] = []
     word = TrialProcess.word
 
@@ -45,7 +45,7 @@ def timers() -> ManualTimers:
 
 @pytest.fixture
 async def trial(timers: ManualTimers) -> AsyncIterator[GrammarTrial]:
-    """One whose first lane has its process; two grammars may wait there."""
+    """A trial whose first lane has its process; two grammars may wait there."""
     lanes = (LaneLimits(LANES[0].cpu_s, max_waiting=2), LANES[1])
     trial = GrammarTrial(demo_model_path(), 5.0, timers, lanes)
     assert await trial.fault(KNOWN) == ""
@@ -55,7 +55,7 @@ async def trial(timers: ManualTimers) -> AsyncIterator[GrammarTrial]:
 
 @pytest.fixture
 async def patient() -> AsyncIterator[GrammarTrial]:
-    """One whose second lane has time for a slow grammar on a host that others slow down."""
+    """A trial whose second lane has time for a slow grammar, on a busy host too."""
     lanes = (LANES[0], LaneLimits(20 * LANES[1].cpu_s, LANES[1].max_waiting))
     trial = GrammarTrial(demo_model_path(), lanes=lanes)
     assert await trial.fault(KNOWN) == ""
@@ -77,7 +77,7 @@ async def test_a_good_grammar_waits_for_one_short_trial_of_each_bad_one(tried: l
     asking = [asyncio.create_task(trial.fault(grammar)) for grammar in [*bad, good]]
     assert await asking[-1] == ""
     assert not all(task.done() for task in asking[:-1])
-    # Trials of the second lane come in between, for which it does not wait.
+    # Trials of the second lane come in between; the good grammar does not wait for them.
     first_lane = [grammar for at, grammar in enumerate(tried) if grammar not in tried[:at]]
     assert first_lane == [*bad, good]
     assert await asking[0] == TOO_MUCH
@@ -121,7 +121,7 @@ async def test_a_full_lane_refuses_the_next_grammar_and_takes_those_it_has(
         with pytest.raises(RequestError, match="at most 2 may wait") as refused:
             await trial.fault(schema({"const": 3}))
         assert refused.value.code is Code.QUEUE_FULL
-        same = asyncio.create_task(trial.fault(schema({"const": 2})))  # which waits already
+        same = asyncio.create_task(trial.fault(schema({"const": 2})))  # waits already
         await asyncio.sleep(0)
     assert await asyncio.gather(*taken, same) == [""] * 4
 
@@ -197,7 +197,7 @@ async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
 
 
 async def _in_second_lane(but: psutil.Process | None = None) -> list[psutil.Process]:
-    """Both processes and the child of the second, once it has one. but: not that one."""
+    """Both processes and the second one's child, once it has one other than `but`."""
     found: list[psutil.Process] = []
 
     def is_there() -> bool:
@@ -269,8 +269,8 @@ async def test_a_request_waits_for_its_trial_until_its_deadline() -> None:
         (process,) = processes()
         with held(process):
             late = await asked(live, {"const": 0})
-            assert processes() == [process]  # which is given up later than that
-        # The process takes one after the other: with this one the first is over, too.
+            assert processes() == [process]  # given up only later than that
+        # The process tries one after the other: once this one is over, so is the first.
         assert (await asked(live, {"const": 1})).status_code == 200
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "deadline"

@@ -26,7 +26,7 @@ async def test_a_full_server_is_a_healthy_one() -> None:
         running = asyncio.create_task(live.post("/v1/completions", ASK))
         await until(lambda: live.rooms == 2)
         assert (await live.post("/v1/completions", ASK)).status_code == 429
-        # The probe gets no place at the workers, where a request that has one goes on.
+        # The workers have no slot for the probe; the request that holds the only one goes on.
         live.cluster.prefill[0].slots = live.cluster.decode[0].slots = 1
         probe = asyncio.create_task(live.http.get("/health_generate"))
         await until(lambda: live.rooms == 4)

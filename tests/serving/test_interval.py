@@ -32,7 +32,7 @@ class Loop:
         self.cpu_s = 0.0
 
     def run(self, seconds: float, lag_s: float, load: float) -> list[int]:
-        """The intervals it had, without repeats in a row."""
+        """Run with this lag and load; the intervals it had, without repeats in a row."""
         seen = [self.interval.tokens]
         for _ in range(round(seconds / 0.05)):
             self.now_s += 0.05

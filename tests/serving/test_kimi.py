@@ -1,4 +1,4 @@
-"""Answers as Kimi K2 writes them: ids that it gives its calls go to the client and come back."""
+"""Answers as Kimi K2 writes them: its own call ids go to the client and come back."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def _spaced(named: str) -> str:
         (f"{BEGIN}\n{_spaced('functions.weather:3')}\n{END}\n", "", CALLS[:1]),
         (_call("functions.weather:3"), "", CALLS[:1]),  # the section is left out
         (f"{BEGIN}{_call('functions.weather:3')}", "", CALLS[:1]),
-        # The end was a token that ends the text.
+        # The marker that ends the call was a token that ends the text.
         (SECTION.partition("<|tool_call_end|>")[0], "", CALLS[:1]),
         (_call("weather:3"), "", (ToolCall("weather", ARGUMENTS, "weather:3"),)),
         (_call("functions.weather"), "", (ToolCall("weather", ARGUMENTS, "functions.weather"),)),
@@ -99,7 +99,7 @@ def test_what_is_no_call_or_was_cut_stays_text(text: str) -> None:
         (BOTH, f"<think>Hm.\n{SECTION}", Read("Hm.", "", CALLS)),
         (BOTH, f"<think>Hm.{_call('functions.weather:3')}", Read("Hm.", "", CALLS[:1])),
         (BOTH, f"<think>{SECTION}Yes.", Read("", "Yes.", CALLS)),
-        # It comes behind the calls.
+        # The end of the thought comes after the calls.
         (BOTH, f"<think>Hm.{SECTION}</think>", Read("Hm.", "", CALLS)),
         (BOTH, f"<think>Hm.{SECTION}\n</think>\nYes.", Read("Hm.", "Yes.", CALLS)),
         (BOTH, f"<think>Hm.{SECTION}</think></think>", Read("Hm.", "</think>", CALLS)),

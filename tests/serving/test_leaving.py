@@ -26,12 +26,12 @@ NEW = {"prompt": "Hi!", "max_tokens": 1}
 
 
 def several(processes: int) -> tuple[str, ...]:
-    """How a server of so many is asked for."""
+    """The flags for a server of so many processes."""
     return (f"--api-workers={processes}",) if processes > 1 else ()
 
 
 async def told_to_leave(server: Server, processes: int) -> None:
-    """SIGTERM is heard by every process, each of which drains."""
+    """Send SIGTERM, and wait until every process drains."""
     server.command.signal(signal.SIGTERM)
     await until(lambda: server.command.text.count(" draining: ") == processes)
 
@@ -75,7 +75,7 @@ async def test_what_has_come_is_finished_and_nothing_new_is_taken(
         assert refusal_of(await fourth.post("/v1/completions", json=NEW)) == "shutting_down"
         assert refusal_of(await fourth.get("/health")) == "shutting_down"
         assert refusal_of(await fourth.get("/health_generate")) == "shutting_down"
-        # Whoever watches still sees what is left.
+        # The metrics still show what is left.
         assert (await fifth.get("/metrics")).status_code == 200
         await step_until(cluster, *(each.task for each in [*running, waiting]))
         assert [each.text for each in [*running, waiting]] == [letters(8)] * 3

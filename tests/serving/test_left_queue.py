@@ -1,4 +1,4 @@
-"""Who gives up while it waits for a place is never started, and counted."""
+"""A request that gives up while it waits for a place is never started, but it is counted."""
 
 import asyncio
 import re
@@ -11,7 +11,7 @@ from tests.serving.test_app import ASK, step_until_idle
 
 
 def _ended(live: Live) -> dict[str, float]:
-    """Generations by how they ended, as /metrics has it."""
+    """How many generations ended for each reason, as /metrics has it."""
     text = live.dispatcher.metrics.render().decode()
     found = re.findall(r'kvferry_num_requests_total\{finish_reason="(\w+)"\} (\S+)', text)
     return {reason: float(count) for reason, count in found}

@@ -56,7 +56,7 @@ async def test_a_full_queue_refuses_at_once(timers):
     held = await limiter.admit(2)
     waiters = [await waiting(limiter)]
     with pytest.raises(RequestError, match="at most 2 may wait") as refused:
-        await limiter.admit(2)  # there is a place for one
+        await limiter.admit(2)  # only one more may wait
     assert refused.value.code is Code.QUEUE_FULL
     waiters.append(await waiting(limiter))
     with pytest.raises(RequestError, match="2 are waiting"):

@@ -1,4 +1,4 @@
-"""Where the API listens: what is claimed, what is refused, and what is there in the end."""
+"""Where the API listens: what is claimed, what is refused, and what is left in the end."""
 
 import os
 import select
@@ -152,7 +152,7 @@ def test_a_live_socket_that_takes_nobody_in_just_now_is_refused_too(tmp_path: Pa
 def test_a_socket_that_another_put_there_is_left_to_it(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     with claimed(config(uds=str(path))):
-        path.rename(tmp_path / "moved")  # or its number might be given out again
+        path.rename(tmp_path / "moved")  # else its inode number might be reused
         leave_stale(path)
     assert stat.S_ISSOCK(path.stat().st_mode)
 

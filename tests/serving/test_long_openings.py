@@ -1,4 +1,4 @@
-"""Logprobs of a long prompt are spelled beside the loop; what comes meanwhile keeps its order."""
+"""A long prompt's logprobs are spelled beside the loop; what comes meanwhile keeps its order."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def run_of(
 
 
 async def spelled(sink: stream.StreamedChoice, held: Held) -> None:
-    """Its opening is."""
+    """Free the openings, and wait until this one is spelled."""
     held.free.set()
     opener = sink._opener
     assert opener is not None

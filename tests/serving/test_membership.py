@@ -1,4 +1,4 @@
-"""Who takes work: the registry's view, open streams, silence, restarts of either side."""
+"""Which workers take work: the registry's view, open streams, silence, restarts of either side."""
 
 import asyncio
 
@@ -56,7 +56,7 @@ async def test_nor_is_a_registry_that_does_not_answer_and_one_without_workers_is
 
 
 def announce(worker: FakeWorker, local_prefill_tokens: int, draining: bool = False) -> None:
-    """As it is, but that it computes prompts of so many tokens."""
+    """Register the worker as it is, except that it computes prompts of so many tokens."""
     info = msgspec.structs.replace(worker.info(), local_prefill_tokens=local_prefill_tokens)
     worker.cluster.registry.set(wire.Member(info, worker.epoch, worker.load, draining))
 

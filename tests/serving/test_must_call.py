@@ -1,4 +1,4 @@
-"""Calls that must be made, of chats and responses, beside a form of the text and any tools."""
+"""Calls that must be made in chats and responses, beside a form of the text and any tools."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Streams whose events have numbers lend to the columns, too, and know afterwards what was said."""
+"""Streams with numbered events lend to the columns too, and know afterwards what was said."""
 
 import tracemalloc
 from typing import Any
@@ -35,7 +35,7 @@ def _texts(events: list[Any]) -> list[str]:
 
 
 def _events(stream: Streaming) -> list[Any]:
-    """All of a stream, which must be numbered from 0 on."""
+    """All events of a stream, checked to be numbered from 0 on."""
     found = [event for event in stream.events if event != "[DONE]"]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found

@@ -1,4 +1,4 @@
-"""Clients up to what open files allow: all that a process may have, and an answer to one more."""
+"""As many clients as open files allow: a process opens all that it may, and answers one more."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ NUM_CLIENTS = 3
 
 @pytest.fixture
 def few_files() -> Iterator[int]:
-    """What this process starts may open few files, as it is; the most that it may have is told."""
+    """Let processes that this one starts open few files; the most that they may raise that to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, hard))
     yield open_files.WANTED if hard == resource.RLIM_INFINITY else hard
@@ -107,7 +107,7 @@ async def test_one_client_too_many_is_told_so_and_the_others_go_on(
         for _, writer in silent:
             writer.close()
         await clients[0].aclose()
-        # Until the server has read that the other is gone, there is no place.
+        # There is no place until the server has read that the other client is gone.
         async with asyncio.timeout(20):
             status = 503
             while status == 503:

@@ -1,8 +1,8 @@
 """OpenAI's own client against the server: what users of it may rely on.
 
-Without more, the server is this repository's on a fake cluster. With KVFERRY_TEST_URL (and, where
+By default the server is this repository's on a fake cluster. With KVFERRY_TEST_URL (and, where
 they differ from the defaults, KVFERRY_TEST_MODEL and KVFERRY_TEST_KEY) the same suite runs against
-a server that is already up; what only the fake cluster's alphabet can tell is then left out.
+a server that is already up; checks that need the fake cluster's alphabet are then left out.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Api:
     is_fake: bool
 
     def same(self, text: str | None, expected: str) -> None:
-        """The fake cluster's text is known; another's must only be there."""
+        """The fake cluster's text is known; another server's must only be there."""
         assert text == expected if self.is_fake else text is not None
 
 

@@ -24,7 +24,7 @@ from transfer.errors import ConfigError
 
 
 class Sender:
-    """Sends when it may."""
+    """Sends once `may` is set."""
 
     def __init__(self, *results: bool | Exception) -> None:
         self.may = threading.Event()

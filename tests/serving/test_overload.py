@@ -18,11 +18,11 @@ NUM_QUEUED = 16
 NUM_TOKENS = 6
 NUM_ROUNDS = 12
 QUEUE_TIMEOUT_S = 2.0
-SLACK_S = 10.0  # of a machine that has other things to do; without the bound waits are minutes
+SLACK_S = 10.0  # for a busy machine; without the bound waits are minutes
 
 
 async def ask(server: Server, streams: Sequence[int], manner: Manner = "reads") -> list[Client]:
-    """Requests one after the other, each on a connection of its own."""
+    """Send requests one after the other, each on a connection of its own."""
     host, port = server.address.removeprefix("http://").split(":")
     clients = [Client(stream, NUM_TOKENS, manner) for stream in streams]
     for client in clients:
@@ -31,7 +31,7 @@ async def ask(server: Server, streams: Sequence[int], manner: Manner = "reads") 
 
 
 async def known(http: httpx.AsyncClient, running: int, queued: int) -> None:
-    """Until the server counts so many generations."""
+    """Wait until the server counts so many generations."""
     async with asyncio.timeout(20):
         while True:
             info = await info_of(http)
@@ -40,7 +40,7 @@ async def known(http: httpx.AsyncClient, running: int, queued: int) -> None:
 
 
 def check_refused(client: Client, message: str) -> None:
-    """A 429 as OpenAI's clients read it, with a time to come back."""
+    """Check for a 429 as OpenAI's clients read it, with a time to come back."""
     assert client.status == 429, client.data
     assert int(client.head["retry-after"]) >= 1
     assert client.head["content-type"].startswith("application/json")
@@ -82,7 +82,7 @@ async def test_beyond_the_queue_all_are_refused_at_once_and_who_leaves_it_is_nev
         await known(http, NUM_SERVED, NUM_QUEUED)
 
         refused = await ask(server, range(300, 300 + 2 * (NUM_SERVED + NUM_QUEUED)))
-        # All of them, while nothing at all moves at the workers.
+        # All are refused while nothing at all moves at the workers.
         await until(lambda: all(client.is_answered for client in refused))
         for client in refused:
             check_refused(client, f"at most {NUM_QUEUED} may wait")
@@ -118,17 +118,17 @@ async def test_at_thrice_the_load_nobody_who_is_served_waited_longer_than_the_ti
         clients: list[Client] = []
 
         def step(goal: int) -> bool:
-            """One step; whether so many have their whole answer."""
+            """Take one step; whether so many have their whole answer."""
             workers.step()
             return sum(client.is_answered for client in clients) >= goal
 
-        # Each round three times as many come as are answered meanwhile.
+        # Each round, three times as many requests come as are answered meanwhile.
         for number in range(NUM_ROUNDS):
             first = 3 * NUM_SERVED * number
             clients += await ask(server, range(first, first + 3 * NUM_SERVED))
             await until(partial(step, NUM_SERVED * (number + 1)))
         await until(partial(step, len(clients)))
-        # The workers stop: who waits now is refused when its time is over.
+        # The workers stop: requests that wait now are refused when their time is over.
         workers.held_back = True
         held = await ask(server, range(1000, 1000 + NUM_SERVED))
         await known(http, NUM_SERVED, 0)

@@ -31,7 +31,7 @@ def writes(text: str) -> Any:
     starts: dict[int, int] = {}
 
     def network(token_ids: Sequence[int]) -> int:
-        # Prompts differ in length alone here, and each is asked about first.
+        # Prompts differ only in length here, and each is first seen without any of its answer.
         key = next((n for n in sorted(starts) if token_ids[n:] == script[: len(token_ids) - n]), -1)
         if key < 0:
             starts[len(token_ids)] = key = len(token_ids)

@@ -53,7 +53,7 @@ MINIMAX = '<invoke name="weather">\n<parameter name="city">Zürich</parameter>\n
 
 
 class Read(NamedTuple):
-    """What a text came to, each kind put together."""
+    """What was read out of a text, each kind put together."""
 
     reasoning: str = ""
     content: str = ""
@@ -61,7 +61,7 @@ class Read(NamedTuple):
 
 
 def parts_of(parsing: Parsing, pieces: list[str]) -> list[Any]:
-    """In their order, those that stand together as one."""
+    """The parts in their order, neighbouring texts of one kind joined."""
     parser = parsing.parser()
     told = [*map(parser.feed, pieces), parser.finish()]
     parts: list[Any] = []
@@ -82,7 +82,7 @@ def read_of(parts: list[Any]) -> Read:
 
 
 def told(parsing: Parsing, text: str) -> Read:
-    """Whole; and character by character, which must be the same."""
+    """Read the text whole; character by character must give the same."""
     assert parts_of(parsing, list(text)) == parts_of(parsing, [text])
     return pieces_told(parsing, [text])
 
@@ -443,7 +443,7 @@ def test_cuts_change_nothing_and_nothing_is_lost(
         assert isinstance(json.loads(call.arguments), dict)
     if parsing.reasoning == "none" and not whole.calls and "calls" not in text:
         assert whole == Read("", text)
-    # What is told is in the text, in order, but for calls.
+    # What is told, calls aside, is in the text, in order.
     for shown in (whole.reasoning, whole.content):
         rest = iter(text + "\n" * 12)
         assert all(character in rest for character in shown.replace("\n", ""))
@@ -471,7 +471,7 @@ LONG = [
 ]
 
 
-@pytest.mark.timeout(60)  # a second does; where time grows as its square does, none of these
+@pytest.mark.timeout(60)  # linear time takes a second, quadratic time more than this
 @pytest.mark.parametrize(("parsing", "part", "begin"), LONG)
 def test_time_grows_as_the_text_does(parsing: Parsing, part: str, begin: str) -> None:
     texts = [begin, *[part] * 100_000]

@@ -31,7 +31,7 @@ async def running(cluster: FakeCluster, sink: RecordingSink, num_tokens: int) ->
 
 
 def holder(workers: list[FakeWorker]) -> FakeWorker:
-    """The one that has a room."""
+    """The worker that has a room."""
     return next(worker for worker in workers if worker.rooms)
 
 
@@ -332,7 +332,7 @@ async def test_a_room_handed_on_moves_at_once_and_spends_no_retry(role):
         assert sink.token_ids == cluster.expected(spec)
         assert generation.retries == 0
         assert counted(dispatcher, 'retries_total{reason="draining"}') == 1
-        for n in range(4):  # the registry has said nothing, and yet it is not chosen any more
+        for n in range(4):  # it is not chosen any more, though the registry said nothing
             sink = RecordingSink()
             dispatcher.submit(cluster.spec([n, 1]), sink)
             await played(cluster, sink)
@@ -385,7 +385,7 @@ async def test_what_a_worker_that_left_in_order_never_took_moves_without_a_retry
 
 
 async def answered(cluster: FakeCluster, dispatcher: Dispatcher, max_new_tokens: int = 6) -> None:
-    """One more request has its whole answer, and a moment has passed."""
+    """Play one more request to its end, and let a moment pass."""
     sink = RecordingSink()
     dispatcher.submit(cluster.spec(max_new_tokens=max_new_tokens), sink)
     await played(cluster, sink)
@@ -426,7 +426,7 @@ async def test_a_worker_that_fails_in_a_row_is_passed_over_then_tried_by_one(cod
         await cluster.pass_time(1.0)
         for _ in range(4):
             await answered(cluster, dispatcher)
-        assert len(bad.submit_calls) == 4  # the trial closed it: its turn as ever
+        assert len(bad.submit_calls) == 4  # the trial closed the breaker
 
 
 async def test_a_full_queue_and_a_bad_request_do_not_speak_against_a_worker():

@@ -28,7 +28,7 @@ PREFILL, DECODE = "p", "d"
 
 @dataclass
 class Breakers:
-    """Hears of every attempt; `of_pages` as it was said."""
+    """Notes every attempt's outcome; `of_pages` as it was passed."""
 
     told: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -97,12 +97,12 @@ class Placed:
         return generation
 
     def fail(self, generation: Generation, code: Code, over_at: str | None, avoid: str) -> None:
-        """Its room fails, as that worker says, through the fault of `avoid`."""
+        """Fail its room, as the worker `over_at` says, through the fault of `avoid`."""
         key = None if over_at is None else self._key(over_at)
         self.placement.move(generation, code, "why", key, avoid)
 
     def waits(self) -> float:
-        """How long the next attempt takes to come; time stands there then."""
+        """Move time to the next attempt; how many seconds it took to come."""
         began_s, count = self.clock.monotonic_s(), len(self.picked_at)
         while len(self.picked_at) == count:
             self.timers.advance(0.001)
@@ -131,7 +131,7 @@ class Placed:
 
 
 def tell(placed: Placed, generation: Generation, num_tokens: int, finish: int = 0) -> None:
-    """Its next tokens are told, of which each attempt's first two say that workers do well."""
+    """Tell its next tokens; each attempt's first two say that its workers do well."""
     for _ in range(num_tokens):
         generation.accept(len(generation.token_ids), [7], finish, None)
         placed.placement.progressed(generation)
@@ -142,7 +142,7 @@ def tell(placed: Placed, generation: Generation, num_tokens: int, finish: int = 
     [
         (DECODE, PREFILL, True),  # decode says that prefill did not come through
         (PREFILL, DECODE, True),
-        (DECODE, DECODE, False),  # its own fault is no word of its pages
+        (DECODE, DECODE, False),  # decode's own fault says nothing of pages
         (None, DECODE, False),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_second_try_comes_at_once_and_later_ones_wait_for_longer_each_time() -
     for delay_s, middle_s in zip(delays, expected, strict=True):
         assert 0.74 * middle_s < delay_s < 1.27 * middle_s
     spreads = {round(delay / middle, 2) for delay, middle in zip(delays, expected, strict=True)}
-    assert len(spreads) > 4  # those that failed together part
+    assert len(spreads) > 4  # those that failed together spread out
 
 
 def test_who_is_refused_asks_another_and_waits_longer_until_somebody_takes_it() -> None:
@@ -219,10 +219,10 @@ def test_who_is_refused_asks_another_and_waits_longer_until_somebody_takes_it() 
     for avoid in (DECODE, PREFILL, DECODE):
         placed.fail(generation, Code.QUEUE_FULL, avoid, avoid)
         delays.append(placed.waits())
-        assert placed.avoided[-1] == {avoid}  # the last one alone: places come free
+        assert placed.avoided[-1] == {avoid}  # only the last one: places come free
     assert delays[0] < 0.07 < delays[1] < 0.14 < delays[2]
     assert placed.breakers.told == []
-    # Taken, and lost later: what refuses then begins anew.
+    # Taken, then lost: refusals after that count from the start.
     placed.fail(generation, Code.PEER_LOST, DECODE, PREFILL)
     placed.fail(generation, Code.QUEUE_FULL, DECODE, DECODE)
     assert placed.waits() < 0.07
@@ -246,7 +246,7 @@ def test_what_waited_to_be_admitted_counts_while_no_pair_is_there() -> None:
     now_s = placed.clock.monotonic_s()
     spec = GenerationSpec(Prompt([1]), wire.SamplingParams(4), "r", now_s, now_s + 600)
     placed.clock.advance(1.5)  # in the queue
-    placed.clock.set_ahead(-3600.0)  # which is nobody's wait
+    placed.clock.set_ahead(-3600.0)  # the wall clock is no wait
     placed.has_pair = False
     placed.placement.place(Generation(spec, RecordingSink()))
     placed.timers.advance(0.4)
@@ -277,7 +277,7 @@ def test_an_incarnation_that_is_lost_is_forgotten_and_its_rooms_move() -> None:
     placed.placement.worker_lost(decode, "gone")
     assert generation.room != room
     placed.waits()
-    assert placed.lengths == [3, 3, 5]  # what came so far is computed, too
+    assert placed.lengths == [3, 3, 5]  # tokens so far are computed, too
     assert len(placed.ended) == 2
     placed.placement.remove(generation, tell_workers=False)
-    assert len(placed.ended) == 3  # no attempt is a worker's load for good
+    assert len(placed.ended) == 3  # no attempt stays a worker's load

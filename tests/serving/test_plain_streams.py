@@ -1,4 +1,4 @@
-"""Streams that lent what they have to the columns write what they would have written themselves."""
+"""Streams that lent to the columns write what they would have written themselves."""
 
 import asyncio
 from collections.abc import Sequence
@@ -227,7 +227,7 @@ async def test_a_generation_that_left_since_it_was_invited_does_not_lend(
 
 
 async def invited(monkeypatch: pytest.MonkeyPatch, **asks: Any) -> Crowd:
-    """All of them may lend in a moment, and have not lent before."""
+    """A crowd in which every stream may lend in a moment, and none has lent before."""
     monkeypatch.setattr(plain_streams, "LEAST_STREAMS", 99)
     crowd = await begun(**asks)
     assert not crowd.num_lent
@@ -289,7 +289,7 @@ def test_columns_write_the_bytes_that_each_stream_alone_would_write(
 
 
 async def _play(crowd: Crowd, ids: list[list[int]], plan: list[tuple[str, list[int]]]) -> int:
-    """How often a stream was seen to have lent."""
+    """Play the plan; how often a stream was seen to have lent."""
     told = [0, 0, 0]
     held: list[tuple[int, int, int, int]] = []
     num_lent = 0

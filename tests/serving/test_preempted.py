@@ -28,20 +28,20 @@ async def test_a_preempted_request_goes_on_with_its_tokens_and_spends_no_retry()
 
 
 async def test_a_room_that_is_gone_goes_on_as_the_one_who_gave_it_up_says():
-    """Preempted: prefill, whose pages were refused, may be heard first."""
+    """After a preemption at decode, prefill, whose pages were refused, may be heard first."""
     async with FakeCluster(auto_step=False, clock=ManualClock(1000.0)) as cluster:
         dispatcher = await cluster.dispatcher(max_retries=0)
         spec, sink = cluster.spec(max_new_tokens=12), RecordingSink()
         generation = dispatcher.submit(spec, sink)
         (room,) = await cluster.submitted(1)
         cluster.prefill[0].fail(room, Code.GONE)
-        for _ in range(2):  # it was heard before the second time passed
+        for _ in range(2):  # prefill is heard within the first
             await cluster.pass_time(0.1)
         assert generation.room == room
         cluster.decode[0].preempt(room)
         await until(lambda: generation.room not in (0, room))
         await cluster.submitted(1)
-        await cluster.pass_time(1.5)  # what was heard is of the room before, not of this one
+        await cluster.pass_time(1.5)  # what was heard is about the old room
         await played(cluster, sink)
         assert sink.token_ids == cluster.expected(spec)
         assert counted(dispatcher, "preemptions_total") == 1

@@ -1,4 +1,4 @@
-"""The guess at other processes' caches, beside a naive one on random events."""
+"""The guess at other processes' caches, compared with a naive one on random events."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ def chain(tokens: list[int], salt: str = "") -> list[int]:
 
 
 def seen(index: PrefixIndex[str], tokens: list[int], worker: str = "a") -> Use:
-    """A prompt that the worker has computed."""
+    """Note a prompt that the worker has computed."""
     pages = chain(tokens)
     use = index.use(worker, pages, len(pages))
     index.settle(worker, use, use.num_found)
@@ -124,7 +124,7 @@ class Naive:
 
 @dataclass
 class Expected:
-    """One use that is not settled: what must come of it."""
+    """A use that is not settled yet, and what must come of it."""
 
     worker: str
     use: Use

@@ -272,7 +272,7 @@ async def test_too_long_a_request_names_both_numbers() -> None:
         await completion(served(context_length=20), prompt=list(range(15)), max_tokens=10)
     assert caught.value.param == "max_tokens"
     assert caught.value.code == "context_length_exceeded"
-    # The words by which clients know that another model, or less of a conversation, may do.
+    # Clients look for these words to try another model, or less of the conversation.
     assert "this model's maximum context length is 20 tokens" in caught.value.message
     assert caught.value.message.endswith("; 10 after a prompt of 15 make 25")
     with pytest.raises(ApiError) as caught:
@@ -478,7 +478,7 @@ async def test_dictated_ranks_are_read_and_kept_within_what_the_workers_have(rea
         assert caught.value.status == 400
         assert caught.value.param == name
         assert message in str(caught.value)
-    sizes.clear()  # nobody is there to say what there is
+    sizes.clear()  # no worker tells which ranks there are
     assert (await read(model, routed_dp_rank=7)).ranks == (-1, 7)
     sizes["prefill"] = 0  # decode needs none
     with pytest.raises(

@@ -9,7 +9,7 @@ from serving.errors import ApiError
 from serving.protocol import Request
 from tests.serving.test_protocol import chat, completion, generate
 
-HUGE = 10**4299  # of the most digits that are read, and one more cannot be printed
+HUGE = 10**4299  # has the most digits that are read; Python prints no number with more
 MOST = (1 << 31) - 1
 
 Read = Callable[..., Awaitable[Request]]

@@ -48,7 +48,7 @@ def runs_of(ids: Sequence[int], size: int) -> list[list[int]]:
 def streamed(
     tokenizer: Tokenizer, runs: Sequence[Sequence[int]], interval: int = 1, **shown: Any
 ) -> list[str]:
-    """The pieces of a stream that is told these runs, which a stop string may end."""
+    """The pieces of a stream that is told these runs; a stop string may end it."""
     sampling = wire.SamplingParams(max_new_tokens=1000)
     ask = ChoiceAsk(0, 0, "id", Prompt([1]), sampling, Shown(**shown))
 
@@ -121,7 +121,7 @@ def test_a_stream_shows_the_recorded_pieces_as_its_events(kind: str) -> None:
 
 @st.composite
 def cut_texts(draw: Any) -> tuple[list[int], tuple[str, ...]]:
-    """Ids of a text, and stop strings that are in it wherever its tokens end, or almost are."""
+    """Ids of a text, and stop strings that are in it across any tokens, or almost are."""
     text = draw(st.text(st.sampled_from("ab é世😀\n"), min_size=2, max_size=24))
     stops = []
     for _ in range(draw(st.integers(1, 3))):

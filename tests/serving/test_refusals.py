@@ -81,7 +81,7 @@ async def test_each_request_answered_with_429_is_counted_once(stream: bool) -> N
         live.cluster.decode[0].refusals.extend([Code.QUEUE_FULL] * 1000)
         for room in rooms:
             live.cluster.decode[0].fail(room, Code.QUEUE_FULL, "no more of it")
-        # Both of its choices were refused by a worker until its time was over.
+        # A worker refused both of its choices until its time was over.
         assert (await full).status_code == 429
         assert counted(2)
 
@@ -168,7 +168,7 @@ async def test_a_tool_that_is_no_function_is_a_400_that_says_why() -> None:
                 error = response.json()["error"]
                 assert (error["param"], error["code"]) == ("tools", "invalid_type")
                 assert message in error["message"]
-        # What other servers run themselves is left to the template.
+        # Tools that other servers run themselves are left to the template.
         given = [{"function": function | {"parameters": None}}, {"type": "web_search"}]
         answer = await live.post("/v1/chat/completions", {**parts(2), "tools": given})
         assert answer.status_code == 200
@@ -267,7 +267,7 @@ async def test_much_is_translated_beside_the_loop_and_apart_from_prompts_to_be_s
 async def test_more_logprobs_of_prompts_than_one_answer_may_hold_are_refused(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept and spelled for each choice: a small request could ask gigabytes."""
+    """They are kept and spelled for each choice: a small request could ask for gigabytes."""
     ask = {"max_tokens": 1, "n": 3} | body
     if path == "/generate":
         sampling = {"max_new_tokens": 1, "n": 3}

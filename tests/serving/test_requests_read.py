@@ -28,7 +28,7 @@ async def opened(live: Live) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 
 async def answers_to(live: Live, *parts: bytes, count: int = 1) -> list[tuple[int, Any]]:
-    """Status and body of so many answers to what is written, a part at a time."""
+    """Write the parts one at a time; status and body of so many answers."""
     reader, writer = await opened(live)
     async with asyncio.timeout(20):
         for part in parts:
@@ -106,7 +106,7 @@ async def test_a_head_without_end_is_refused(begun: bytes, filling: bytes) -> No
     ("begun", "status"), [(HEAD + b"X: ", 431), (b"no request\r\n", 400)], ids=["head", "garbage"]
 )
 async def test_who_sends_all_before_reading_hears_what_was_wrong(begun: bytes, status: int) -> None:
-    """Closed with bytes unread, a connection is reset, and the answer may be lost with it."""
+    """A connection closed with bytes unread is reset, and the answer may be lost with it."""
     async with live_server() as live:
         host, port = live.url.removeprefix("http://").split(":")
 

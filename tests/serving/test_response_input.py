@@ -1,4 +1,4 @@
-"""What the fields of a response and its input become: those of a chat."""
+"""The fields and the input of a request for a response become those of a chat."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def test_items_of_one_turn_are_one_message() -> None:
         turn(reasoning_content="T", content=parts("A"), tool_calls=[call("f"), call("g")]),
         {"role": "tool", "tool_call_id": "f", "content": "F"},
         {"role": "tool", "tool_call_id": "g", "content": parts("G")},
-        # Up to the outputs of its calls it is one turn, in whatever order it was written.
+        # What comes before its calls' outputs is one turn, in whatever order it was written.
         turn(reasoning_content="U\nV", content=parts("B"), tool_calls=[call("h")]),
         {"role": "tool", "tool_call_id": "h", "content": "H"},
         turn(content=parts("No.")),

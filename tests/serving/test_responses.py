@@ -98,7 +98,7 @@ async def test_an_answer_has_its_thought_its_text_and_its_calls_as_items(interva
 
 
 def check_items(events: list[dict[str, Any]], output: list[dict[str, Any]]) -> None:
-    """The events of each item are the item, and stand together."""
+    """Check that each item's events spell the item, and stand together."""
     told = [event for event in events if "output_index" in event]
     assert [event["output_index"] for event in told] == sorted(e["output_index"] for e in told)
     for index, item in enumerate(output):
@@ -188,7 +188,7 @@ async def test_logprobs_are_those_of_the_tokens_of_a_text(
         (message,) = (item for item in whole["output"] if item["type"] == "message")
         logprobs = message["content"][0]["logprobs"]
         text = b"".join(bytes(entry["bytes"]) for entry in logprobs).decode()
-        if parsers:  # the end of the thought before it, and not the calls behind it
+        if parsers:  # with the end of the thought before it, without the calls after it
             assert text == "</think>\n\nOne moment.\n"
         else:
             assert len(logprobs) == whole["usage"]["output_tokens"]
@@ -197,7 +197,7 @@ async def test_logprobs_are_those_of_the_tokens_of_a_text(
         assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
         deltas = [e for e in events if e["type"] == "response.output_text.delta"]
         streamed = [entry for event in deltas for entry in event["logprobs"]]
-        assert streamed == logprobs  # that of what ends the text comes with a delta of none
+        assert streamed == logprobs  # what ends the text comes in an empty delta
 
 
 HARMONY = "<|channel|>{}<|message|>{}<|end|><|start|>assistant"
@@ -442,7 +442,7 @@ async def test_what_does_not_fit_is_refused_however_it_may_be_truncated(
         assert shape_of(answer["output"]) == [("message", letters(2))]
         assert answer["truncation"] == (truncation or "disabled")
         for too_long in (
-            {"input": "a" * 40_000},  # seen before it is put into tokens
+            {"input": "a" * 40_000},  # refused before it is tokenized
             {"input": "a b " * 400},  # and after
             {"input": [{"role": "user", "content": "a"}] * 600},
             {"max_output_tokens": 600},

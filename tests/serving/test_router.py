@@ -96,7 +96,7 @@ def test_without_prefill_only_decode_that_computes_the_prompt_itself_is_picked()
         pair = router.pick(prefills, decodes, 8, 0.0, may_be_local=True)
         assert pair is not None
         assert pair.keys == (("b", 1),)
-    # Passed over by others only for one that takes the prompt, too.
+    # A worker to avoid is passed over only for one that takes the prompt, too.
     pair = router.pick([], decodes, 8, 0.0, frozenset("b"), stalled=[("b", 1)], may_be_local=True)
     assert pair is not None
     assert pair.keys == (("b", 1),)
@@ -224,7 +224,7 @@ def pick_prompt(router: Router, prefills, ids, now_s: float = 0.0) -> Pair:
 
 
 def served(router: Router, prefills, ids, cached_tokens: int | None = None) -> str:
-    """The prefill worker that a prompt went to, and has been served by."""
+    """Serve a prompt; the prefill worker that it went to."""
     pair = pick_prompt(router, prefills, ids)
     router.found_cached(pair, cached_tokens)
     router.ended(pair)
@@ -252,7 +252,7 @@ def test_cache_aware_charges_what_will_be_computed_and_no_more():
     router = Router("cache_aware")
     assert served(router, TWO, prompt(1, 4)) == "a"
     picked = [pick_prompt(router, TWO, prompt(1, 4)) for _ in range(6)]
-    # One token each beside the cached ones: cheaper than computing all of it once at b.
+    # Each computes one token beside the cached ones: cheaper than all of it once at b.
     assert {pair.prefill.info.worker_id for pair in picked} == {"a"}
     assert {pair.num_uncached for pair in picked} == {1}
     for pair in picked:
@@ -414,7 +414,7 @@ def test_a_lone_rank_is_not_named():
 def test_least_load_takes_the_freest_rank_of_all_workers():
     decodes = [with_ranks("a", 3, 1), with_ranks("b", 2, 0, 4), member("c", slots_total=8)]
     router = Router("least_load")
-    # b's rank 1 and c are idle, then each has one of ours beside a's rank 1, which has one too.
+    # b's rank 1 and c are idle; once each has one of ours, they tie with a's rank 1.
     assert picked_ranks(router, decodes, 3) == [("b", 1), ("c", -1), ("a", 1)]
 
 

@@ -30,7 +30,7 @@ def prepared(schema: dict[str, Any], lenient: bool = False) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """The same, each object that is PORT closed."""
+    """The same schema, with each PORT object closed."""
     return json.loads(json.dumps(schema).replace(json.dumps(PORT), json.dumps(CLOSED)))
 
 
@@ -236,7 +236,7 @@ def test_patterns_that_look_around_are_left_out_where_nobody_is_strict(
 def test_a_long_pattern_and_a_deep_or_knotted_schema_take_no_time() -> None:
     assert prepared({"pattern": "[" * 100_000}, lenient=True) == {"pattern": "[" * 100_000}
     deep: dict[str, Any] = {}
-    for _ in range(50_000):  # no recursion here, whatever may read it later
+    for _ in range(50_000):  # `prepare` does not recurse, whatever may read it later
         deep = {"properties": {"a": deep}}
     prepare(deep, lenient=False)
     assert deep["properties"]["a"]["additionalProperties"] is False

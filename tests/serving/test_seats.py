@@ -1,4 +1,4 @@
-"""Who has a seat in the columns of settled streams, who is told of it, and when each token came."""
+"""Seats in the columns: which streams have one, what the placement hears, when each token came."""
 
 import re
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Told(Crowd):
     """Notes what its placement hears of each generation, as it is at that moment."""
 
     def __init__(self, num_streams: int, **more: Any) -> None:
-        self.heard: list[tuple[str, int, int]] = []  # what, of which stream, its tokens
+        self.heard: list[tuple[str, int, int]] = []  # (what, which stream, its number of tokens)
         super().__init__(num_streams, 1, [None] * num_streams, **more)
         self.cluster.progressed = self._progressed  # type: ignore[method-assign]
         finish = self.cluster.finish
@@ -46,7 +46,7 @@ class Told(Crowd):
         return [(self.generations[at].room, idx, LETTER_A + idx, finish) for at in which]
 
     def gaps(self) -> tuple[float, float]:
-        """How many gaps between tokens were noted, and all of them in seconds."""
+        """How many gaps between tokens were noted, and their sum in seconds."""
         text = self.metrics.own_text().decode()
         name = "kvferry_inter_token_latency_seconds"
         count, total_s = (
@@ -60,7 +60,7 @@ async def test_gaps_are_those_between_tokens_however_they_were_told() -> None:
     told = Told(1)
     stream = told.streams[0]
     await told.tell(PREFILL, told.rows(0))
-    # Told by its own; seated; in the columns twice; given back, and told by its own again.
+    # Told by its own stream; seated; in the columns twice; given back, and told by its own again.
     for idx, pause_s in ((1, 1.0), (2, 2.0), (3, 4.0)):
         told.clock.advance(pause_s)
         await told.tell(DECODE, told.rows(idx))
@@ -129,7 +129,7 @@ async def test_who_sits_down_is_found_though_the_same_rooms_were_looked_for_befo
     assert told.num_lent == 2
     columns = first.lent_to
     await told.tell_only(DECODE, [*told.rows(5), *told.rows(3, (1,))])
-    assert first.lent_to is second.lent_to is columns  # neither had to tell its own
+    assert first.lent_to is second.lent_to is columns  # neither told its own
 
 
 async def test_a_row_of_a_worker_that_has_another_stream_changes_nothing() -> None:

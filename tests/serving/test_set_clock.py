@@ -1,4 +1,4 @@
-"""Somebody sets the host's wall clock while requests run: they are timed and end as ever."""
+"""The host's wall clock is set while requests run: they are timed and end as ever."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,11 +13,11 @@ from transfer.clock import SYSTEM_CLOCK, ManualClock
 from transfer.errors import Code
 
 SET_BY_S = [3600.0, -86_400.0]
-MOST_S = 60.0  # that a request takes here
+MOST_S = 60.0  # the most that a request takes here
 
 
 class SetClock:
-    """The machine's, whose wall clock may be set."""
+    """The machine's clock, whose wall time a test may set."""
 
     ahead_s = 0.0
     num_reads = 0
@@ -65,9 +65,9 @@ async def test_a_body_that_comes_meanwhile_is_read_and_its_answer_has_the_time_o
     async def body() -> AsyncIterator[bytes]:
         before = clock.num_reads
         yield b'{"max_tokens": 2, "prompt": "'
-        await until(lambda: clock.num_reads > before)  # it is known to come
+        await until(lambda: clock.num_reads > before)  # the server knows that it comes
         clock.ahead_s += by_s
-        yield b"Hi! " * 2_000 + b'"}'  # long: its tokens are made on a thread, for so long
+        yield b"Hi! " * 2_000 + b'"}'  # so long that it is tokenized on a thread
 
     async with live_server(clock=clock, context_length=20_000) as live:
         began_s = clock.now_s()
@@ -84,7 +84,7 @@ async def test_a_deadline_is_met_when_its_time_has_passed(by_s: float) -> None:
     async with FakeCluster(auto_step=False, clock=clock) as cluster:
         dispatcher = await cluster.dispatcher()
         spec, sink = cluster.spec(timeout_s=2.0), RecordingSink()
-        clock.set_ahead(by_s)  # since it came in
+        clock.set_ahead(by_s)  # since the request came in
         dispatcher.submit(spec, sink)
         await cluster.submitted(1)
         cluster.timers.advance(1.9)

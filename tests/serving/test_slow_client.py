@@ -20,13 +20,13 @@ NUM_TOKENS = 1500  # events of 200 bytes each: more than server and system hold
 
 
 async def ask(live: Live, num_tokens: int, **more: Any) -> socket.socket:
-    """A streamed completion over a socket that nobody reads yet."""
+    """Ask for a streamed completion over a socket that nobody reads yet."""
     fields = {"prompt": "Hi!", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     return await send(live, "/v1/completions", fields | more)
 
 
 async def send(live: Live, path: str, fields: Any) -> socket.socket:
-    """A request over a socket that nobody reads yet."""
+    """Send a request over a socket that nobody reads yet."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -40,7 +40,7 @@ async def send(live: Live, path: str, fields: Any) -> socket.socket:
 
 
 async def read_until(sock: socket.socket, end: bytes, data: bytes = b"") -> bytes:
-    """What was read, and more up to these bytes."""
+    """Read on until these bytes come; all that was read."""
     loop = asyncio.get_running_loop()
     while end not in data:
         part = await loop.sock_recv(sock, 1 << 20)
@@ -113,7 +113,7 @@ def test_a_client_that_never_reads_is_closed_and_its_generation_aborted(
                 metric = b'kvferry_num_requests_total{finish_reason="abort"} 1.0'
                 await until(lambda: metric in live.dispatcher.metrics.render())
                 await until(lambda: live.rooms == 0)
-            # What is unread goes at once: the collector of a server comes by rarely.
+            # What is unread is freed at once: a server rarely runs the collector.
             await until(lambda: not any(isinstance(o, EventStream) for o in gc.get_objects()))
 
     try:
@@ -141,7 +141,7 @@ def test_what_a_slow_client_waits_for_merges_while_others_get_each_piece_at_its_
             with slow, fast:
                 for token_idx in range(1, num_tokens):
                     live.cluster.step()
-                    # No step is made before its piece of the last one has come.
+                    # The last step's piece must come before the next step.
                     if not is_end_token(token_idx):
                         told = await read_more(fast, told)
                 told = await read_until(fast, b"[DONE]", told)
@@ -191,7 +191,7 @@ def test_of_events_that_repeat_all_before_them_only_the_latest_waits(
                 assert mine[-1]["text"] == text_after(num_tokens)
                 assert len(mine[-1]["meta_info"]["output_top_logprobs"]) == num_tokens
                 assert mine[-1]["meta_info"]["finish_reason"]["type"] == "length"
-            # What the client is being sent, and an event of each choice.
+            # At most what the client is being sent, and an event of each choice.
             assert most_unread <= 4 * max(map(len, parts)) + (1 << 16)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -199,7 +199,7 @@ def test_of_events_that_repeat_all_before_them_only_the_latest_waits(
 
 
 async def read_more(sock: socket.socket, data: bytes) -> bytes:
-    """What was read, and at least one event more."""
+    """Read at least one event more; all that was read."""
     num_events = data.count(b"data: ")
     loop = asyncio.get_running_loop()
     while data.count(b"data: ") == num_events:

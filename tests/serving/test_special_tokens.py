@@ -26,7 +26,7 @@ def test_an_older_checkpoint_names_its_special_tokens_in_a_file_of_its_own(folde
     (folder / "special_tokens_map.json").write_text(json.dumps(named | {"pad_token": None}))
     set_config(folder, eos_token="<|endoftext|>", bos_token=None, pad_token="<think>")
     template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"
-    # Where tokenizer_config.json lists added tokens it has been said there, too.
+    # A tokenizer_config.json that lists added tokens names the special ones itself.
     assert render(folder, template) == "|<|endoftext|>|<think>"
     set_config(folder, added_tokens_decoder=None)
     assert render(folder, template) == "<|im_start|>|<|im_end|>|<think>"
@@ -69,7 +69,7 @@ START = "<|im_start|>"
 
 
 def but_entries(folder):
-    """What begins and ends a turn stands in the vocabulary, and nobody says yet that it is more."""
+    """The markers of turns are in the vocabulary, and no file says yet that they are special."""
     file = folder / "tokenizer.json"
     read = json.loads(file.read_text())
     read["added_tokens"] = [token for token in read["added_tokens"] if token["id"] == BOS]

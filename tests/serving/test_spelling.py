@@ -189,7 +189,7 @@ class Spliced:
 
 
 def _packed(prompt: Sequence[PromptToken]) -> wire.PromptLogprobs | None:
-    """As prefill tells it: every position but the first."""
+    """The prompt's logprobs as prefill tells them: every position but the first."""
     if len(prompt) < 2:
         return None
     told = prompt[1:]
@@ -232,7 +232,7 @@ def test_every_chunk_is_what_plain_code_spells(script: Script) -> None:
 
 
 def text_of(events: Sequence[Any], index: int) -> str:
-    """What a client puts together."""
+    """A choice's text as a client puts it together."""
     items = [e["choices"][0] for e in events if e != "[DONE]" and e["choices"]]
     found = [item for item in items if item["index"] == index]
     return "".join(item.get("text") or item.get("delta", {}).get("content") or "" for item in found)

@@ -398,7 +398,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Command, Any]]]:
-    """Every case's command and what its lines are to be filled with, three at a time."""
+    """Run every case, three at a time; its command, and what to fill its line with."""
     folder = tmp_path_factory.mktemp("starts")
     cut = copy_of(MODEL, folder, truncate)
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(3) as pool:
@@ -421,7 +421,7 @@ def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
     command, names = said[name]
     line = refused(command)
     assert CASES[name].line.format(**names) in line
-    # What made it impossible comes first; nothing is loaded, let alone compiled, before.
+    # The check that fails comes first: nothing is loaded, let alone compiled, before it.
     assert "loading weights" not in command.text
 
 
@@ -430,7 +430,7 @@ def test_a_command_that_cannot_start_says_why_in_its_last_line_and_exits_with_2(
 def test_told_to_stop_while_its_modules_load_a_process_ends_well(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """There is a handler then: without one, the first process of a container hears nothing."""
+    """It has a handler by then: without one, the first process of a container ignores signals."""
     command = start(tmp_path, *f"decode {WORKER}".split())
     status = Path(f"/proc/{command.process.pid}/status")
     caught = 1 << (number - 1)
@@ -442,7 +442,7 @@ def test_told_to_stop_while_its_modules_load_a_process_ends_well(
     wait_until(is_caught, END_TIMEOUT_S)
     command.signal(number)
     assert command.ends() == 0
-    # On a busy machine it may have come further, and said what it chose; never that it was ended.
+    # On a busy machine it may have come further and logged what it chose, but never its end.
     assert [line for line in command.text.splitlines() if "[decode] I " not in line] == []
 
 

@@ -1,4 +1,4 @@
-"""What speaks against a worker, or a request, and what does not."""
+"""What counts against a worker, or a request, and what does not."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from transfer.errors import Code
 
 
 async def test_what_prefill_says_of_a_room_that_decode_already_steps_moves_nothing():
-    """Its connection to decode may end with the last acknowledgement on its way."""
+    """Prefill's connection to decode may end while the last acknowledgement is on its way."""
     async with FakeCluster(auto_step=False) as cluster:
         dispatcher = await cluster.dispatcher(max_retries=0)
         spec, sink = cluster.spec(max_new_tokens=10), RecordingSink()
@@ -71,7 +71,7 @@ async def test_a_request_that_a_worker_took_is_not_refused_for_what_came_before(
         await until(lambda: generation.retry_timer is not None)
         await cluster.pass_time(2.0)
         await until(lambda: any(worker.rooms for worker in cluster.decode))
-        for _ in range(160):  # in that worker's own queue
+        for _ in range(160):  # it waits in that worker's own queue
             await cluster.pass_time(0.25)
         taker = holder(cluster.decode)
         (other,) = (worker for worker in cluster.decode if worker is not taker)

@@ -35,7 +35,7 @@ def counted(crowd: Crowd, name: str) -> float:
 
 
 async def tell_own(told: Told, *indices: int) -> None:
-    """A step in which the one stream has these tokens."""
+    """Tell a step in which the one stream has these tokens."""
     await told.tell(DECODE, [row for idx in indices for row in told.rows(idx)])
 
 
@@ -96,7 +96,7 @@ async def test_a_worker_that_is_gone_leaves_no_lag_to_measure_its_next_step_by()
     link = cast(WorkerLink, told.links[DECODE])
 
     async def step_after(seconds: float) -> float:
-        """How much later it is handled than the quickest step."""
+        """Take a step made so long ago; how much later that is than the quickest step."""
         batch = wire.StepBatch(
             *DECODE,
             1,
@@ -198,7 +198,7 @@ class Strays(Prefilled):
         super().__init__(1)
 
     async def stray(self, room: int, times: int = 1) -> list[int]:
-        """After so many rows: what decode was told to drop so far."""
+        """Tell so many rows of a room; the rooms that decode was told to drop so far."""
         for _ in range(times):
             await self.tell(DECODE, [(room, 0, LETTER_A, 0)])
         return self.links[DECODE].aborted

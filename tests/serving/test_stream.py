@@ -1,4 +1,4 @@
-"""Events leave in line, a slow client costs only itself, and the fast path spells as the plain."""
+"""Events leave in order, a slow client costs only itself, the fast path spells as the plain one."""
 
 import asyncio
 

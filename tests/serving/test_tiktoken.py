@@ -96,7 +96,7 @@ def test_keys_of_tools_are_put_in_order_before_the_template_prints_them():
         '{"a":{},"b":{"type":"string"}},"required":["b","a"],"type":"object"}},"type":"function"}]'
     )
     assert text.startswith(f"<|im_system|>tool_declare<|im_middle|>{want}<|im_end|><|im_user|>")
-    assert [*function] == ["name", "parameters", "description"]  # whose they are keeps them
+    assert [*function] == ["name", "parameters", "description"]  # the caller's is as it was
 
 
 def test_other_tokenizers_leave_tools_as_they_are():
@@ -111,7 +111,7 @@ def test_other_tokenizers_leave_tools_as_they_are():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A folder with this tokenizer, and a configuration of as many tokens."""
+    """A folder with this tokenizer, and a configuration with its vocabulary size."""
     folder = tmp_path_factory.mktemp("checkpoint")
     shutil.copytree(GOLDENS, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     config = json.loads((MODEL_PATH / "config.json").read_text())

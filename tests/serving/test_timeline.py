@@ -45,7 +45,7 @@ async def timeline(live: Live, request_id: str = "mine") -> Any:
 
 
 async def told_by(http: httpx.AsyncClient, fits: Callable[[Any], bool]) -> None:
-    """A process tells such a timeline. What another does not say in time, it leaves out."""
+    """Wait for a timeline that fits; a process leaves out what another does not say in time."""
     async with asyncio.timeout(20):
         while True:
             reply = await http.get("/requests/mine/timeline")
@@ -161,7 +161,7 @@ def sent_of(leg: dict[str, Any]) -> dict[str, Any]:
 
 
 def since_sent(leg: dict[str, Any]) -> dict[str, float]:
-    """Moments of a worker, from when its submit was sent."""
+    """A worker's moments in ms, counted from when its submit was sent."""
     told = {
         name: round(value - leg["submit_sent_ms"], 3)
         for name, value in leg.items()
@@ -310,7 +310,7 @@ def test_choices_attempts_and_rooms_are_bounded_once_requests_have_ended() -> No
 
 
 def test_what_is_over_leaves_without_a_search_for_cycles() -> None:
-    """The API process hardly searches (serving/collector.py)."""
+    """The API process hardly ever searches (serving/collector.py)."""
     timelines = Timelines(2, POLICIES, ManualClock())
     gc.collect()
     gc.disable()

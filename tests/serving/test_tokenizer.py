@@ -43,7 +43,7 @@ TEMPLATE = {
 
 
 def of_class(folder, name, flags, adds_bos=False):
-    """A tokenizer of that class, whose tokenizer.json puts something before a text or not."""
+    """A tokenizer of that class; adds_bos: its tokenizer.json puts BOS before a text."""
     if adds_bos:
         file = folder / "tokenizer.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": TEMPLATE}))
@@ -348,7 +348,7 @@ def test_what_cannot_be_continued_is_refused(folder, template, messages, match):
 
 
 def sentencepiece_like():
-    """A vocabulary in the way of Llama 2: spaces as lower blocks, bytes as <0xNN>."""
+    """A vocabulary in the style of Llama 2: spaces as lower blocks, bytes as <0xNN>."""
     pieces = ["<unk>", "<s>", "</s>"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,é"]

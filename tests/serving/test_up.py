@@ -66,7 +66,7 @@ def test_a_killed_worker_is_started_again_until_it_cannot_be(
     command.says(READY)
     command.child("prefill").kill()
     command.says(r"\[prefill-0\] .* is ready", times=2)
-    # Its place is empty now, and what comes next cannot take it.
+    # With the weights cut off, decode cannot be started again.
     truncate(model)
     command.child("decode").kill()
     assert command.ends() == 2, command.text
@@ -114,14 +114,14 @@ def test_whatever_ends_up_ends_its_children_and_the_next_start_works(
 def test_up_whose_terminal_closes_stops_in_order(commands: list[Command], tmp_path: Path) -> None:
     command = start_up(commands, tmp_path, MODEL, free_port())
     command.says(READY)
-    for _ in range(2):  # of the kernel, and of the shell
+    for _ in range(2):  # one from the kernel, one from the shell
         command.signal(signal.SIGHUP)
     assert command.ends(STOP_S) == 0, command.text
     assert "kvferry up: draining\n" in command.text
 
 
 def test_ctrl_c_while_modules_load_ends_a_command_without_a_word(tmp_path: Path) -> None:
-    # As from a terminal, whatever started the tests; and a module that takes its time.
+    # SIGINT acts as from a terminal, whatever started the tests; one module takes long to load.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from serving.launch import main; main()"
@@ -178,7 +178,7 @@ def test_up_serves_on_a_unix_socket_with_two_processes(
         body = {"prompt": "A", "max_tokens": 4, "ignore_eos": True}
         reply = http.post("http://localhost/v1/completions", json=body)
     assert reply.json()["usage"]["completion_tokens"] == 4
-    # Both go with the parent of the API processes, and all of it comes back.
+    # Both API processes go with their parent, and all of it comes back.
     command.child("serving").kill()
     command.says(r"\[serve\] .* 2 HTTP processes listen on unix:", times=2)
     command.signal(signal.SIGTERM)
@@ -195,7 +195,7 @@ def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
             info = http.get("/get_server_info").json()
             doors[info["process"]] = http
             pids = {state["process"]: state["pid"] for state in info["processes"]}
-        # In this order, as there are four slots.
+        # The kept one first, as there are only four slots.
         kept, lost = (
             stack.enter_context(doors[i].stream("POST", "/generate", json=body)).iter_lines()
             for i, body in ((1, ask(1, 400)), (0, ask(100, 400)))
@@ -207,7 +207,7 @@ def test_a_killed_api_process_leaves_nothing_at_the_workers() -> None:
             list(lost)
         assert '"completion_tokens":400' in [line for line in kept if line][-2]
         assert [worker["pages_held"] for worker in cluster.settled()] == [0, 0]
-        # Given up, not finished: decode would have made the tokens of both otherwise.
+        # The lost ones were given up: otherwise decode would have made all of their tokens.
         assert cluster.worker("decode")["counters"]["tokens"] < 100 * 399
         wait_until(lambda: len(cluster.http.get("/get_server_info").json()["processes"]) == 2)
 

@@ -45,7 +45,7 @@ async def test_nobody_waits_longer_for_a_worker_than_in_a_queue_but_who_has_seen
         await running(cluster, seen, 3)
         dispatcher.submit(cluster.spec([2]), unseen)
         await cluster.submitted(1)
-        await cluster.pass_time(20)  # that it had a place so long does not count
+        await cluster.pass_time(20)  # its time at a worker does not count
         await cluster.decode[0].kill()
         await until(lambda: not dispatcher.cluster_ready())
         queued = dataclasses.replace(cluster.spec([3]), arrival_s=clock.monotonic_s() - 20)

@@ -153,13 +153,13 @@ async def test_a_registered_worker_that_cannot_be_opened_is_told_of_once(caplog)
     clock = ManualClock(1000.0)
     async with FakeCluster(auto_step=False, clock=clock) as cluster:
         for worker in cluster.decode:
-            await worker.kill()  # listed still
+            await worker.kill()  # still listed
         dispatcher = await cluster.dispatcher(wait=False)
         await until(lambda: len(dispatcher._membership.open_links()) == 1)
         links = dispatcher._membership._links.values()
         (shut,) = (link for link in links if link.role == "decode")
         for _ in range(40):
-            await until(lambda: shut._attempt is None)  # between two
+            await until(lambda: shut._attempt is None)  # between two attempts
             told = caplog.text.count("worker decode-0 cannot be opened, trying again: decode-0 is")
             if not 1005.0 < clock.monotonic_s() < 1007.0:
                 assert told == (clock.monotonic_s() > 1006.0)
