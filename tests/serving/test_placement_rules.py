@@ -246,7 +246,7 @@ def test_what_waited_to_be_admitted_counts_while_no_pair_is_there() -> None:
     now_s = placed.clock.monotonic_s()
     spec = GenerationSpec(Prompt([1]), wire.SamplingParams(4), "r", now_s, now_s + 600)
     placed.clock.advance(1.5)  # in the queue
-    placed.clock.set_ahead(-3600.0)  # the wall clock is no wait
+    placed.clock.set_ahead(-3600.0)  # the wall clock does not count
     placed.has_pair = False
     placed.placement.place(Generation(spec, RecordingSink()))
     placed.timers.advance(0.4)

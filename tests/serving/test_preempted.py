@@ -35,7 +35,7 @@ async def test_a_room_that_is_gone_goes_on_as_the_one_who_gave_it_up_says():
         generation = dispatcher.submit(spec, sink)
         (room,) = await cluster.submitted(1)
         cluster.prefill[0].fail(room, Code.GONE)
-        for _ in range(2):  # prefill is heard within the first
+        for _ in range(2):  # prefill has been heard by the second
             await cluster.pass_time(0.1)
         assert generation.room == room
         cluster.decode[0].preempt(room)
