@@ -31,15 +31,25 @@ ROUTING_PARTS: tuple[Literal["skewed", "constant", "shared"], ...] = (
 def add_subcommands(parser: argparse.ArgumentParser) -> None:
     """Add every benchmark, `compare` and `plot`. The choice lands in `bench_command`."""
     commands = parser.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    kernels = commands.add_parser("kernels", help="device work beside its floor, random weights")
-    transfer = commands.add_parser("transfer", help="pages between two processes")
-    serve = commands.add_parser("serve", help="load over HTTP: TTFT, TPOT, ITL, goodput")
-    frontend = commands.add_parser("frontend", help="streams over HTTP, without a model")
-    routing = commands.add_parser("routing", help="how a prompt comes to its rank, simulated")
-    comparing = commands.add_parser("compare", help="say what got better or worse")
-    plotting = commands.add_parser("plot", help="draw rows as a picture")
+    kernels = commands.add_parser(
+        "kernels", help="time device work against its lower bound, with random weights"
+    )
+    transfer = commands.add_parser(
+        "transfer", help="time the transfer of pages between two processes"
+    )
+    serve = commands.add_parser("serve", help="load a server over HTTP: TTFT, TPOT, ITL, goodput")
+    frontend = commands.add_parser(
+        "frontend", help="measure the HTTP front end with many streams and no model"
+    )
+    routing = commands.add_parser(
+        "routing", help="simulate how prompts are given to workers and ranks"
+    )
+    comparing = commands.add_parser(
+        "compare", help="say what is better or worse in a second file of rows"
+    )
+    plotting = commands.add_parser("plot", help="draw rows as an SVG")
     for command in (kernels, transfer, serve, frontend, routing):
-        command.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
+        command.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE")
     for command in (kernels, serve, routing):  # the others draw no random numbers
         command.add_argument("--seed", type=at_least(0), default=0)
     _add_kernels(kernels)
@@ -50,10 +60,13 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument(
-        "--tolerance", type=at_least(0, float), default=0.05, help="share that is noise"
+        "--tolerance",
+        type=at_least(0, float),
+        default=0.05,
+        help="relative change that counts as noise",
     )
     comparing.add_argument(
-        "--fail-on-worse", action="store_true", help="exit 1 where a row is worse, or is not there"
+        "--fail-on-worse", action="store_true", help="exit 1 if a row is worse or missing"
     )
     plotting.add_argument("what", choices=("frontend",))
     plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl")
@@ -66,101 +79,135 @@ _BUDGET_S = at_least(0.001, float)
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="demo", choices=sorted(SHAPES))
     parser.add_argument("--only", action="append", choices=KERNEL_PARTS, help="may be repeated")
-    parser.add_argument("--budget-s", type=_BUDGET_S, default=0.5, help="for each measurement")
+    parser.add_argument("--budget-s", type=_BUDGET_S, default=0.5, help="seconds per measurement")
 
 
 def _add_transfer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", action="append", metavar="WORKLOAD", help="small, a, b or c")
+    parser.add_argument(
+        "--only", action="append", metavar="WORKLOAD", help="small, a, b or c; repeatable"
+    )
     parser.add_argument(
         "--backend", action="append", choices=(*TRANSFER_BACKENDS, "nixl"), help="repeatable"
     )
-    parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="for each measurement")
+    parser.add_argument("--budget-s", type=_BUDGET_S, default=1.0, help="seconds per measurement")
     parser.add_argument(
-        "--rounds", type=at_least(1), default=1, help="in turns; rows are their medians"
+        "--rounds",
+        type=at_least(1),
+        default=1,
+        help="times to measure everything; rows are medians over them",
     )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     served = parser.add_mutually_exclusive_group()
-    served.add_argument("--url", help="server to load; without it one is started")
-    served.add_argument("--model-path", help="model of the server to start")
+    served.add_argument("--url", help="URL of the server to load; without it one is started")
+    served.add_argument("--model-path", help="checkpoint folder of the server to start")
     served.add_argument(
         "--shape",
         choices=sorted(WRITABLE),
         metavar="SHAPE",
-        help=f"its model, with random weights: {', '.join(WRITABLE)}",
+        help=f"serve this shape with random weights: {', '.join(WRITABLE)}",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get(API_KEY_ENV, ""),
-        help=f"sent as a bearer token; default: ${API_KEY_ENV}",
+        help=f"key to send as a bearer token; default: ${API_KEY_ENV}",
     )
     parser.add_argument(
-        "--server-args", type=server_args, default="", help="further arguments of `kvferry up`"
+        "--server-args", type=server_args, default="", help="more flags of `kvferry up`, quoted"
     )
     parser.add_argument(
         "--num-requests",
         type=numbers,
         default=(64,),
         metavar="N[,N...]",
-        help="or one for each --concurrency",
+        help="requests of each case: one number, or one for each --concurrency",
     )
     parser.add_argument("--input-tokens", "--isl", type=int, default=512)
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
-    parser.add_argument("--spread", type=float, default=0.0, help="0.5: lengths of 0.5 to 1.5 x")
+    parser.add_argument(
+        "--spread", type=float, default=0.0, help="0.5: lengths are 0.5 to 1.5 times those given"
+    )
     parser.add_argument("--shared-prefix-tokens", type=int, default=0)
-    parser.add_argument("--rate", type=above_zero, help="Poisson arrivals a second")
+    parser.add_argument("--rate", type=above_zero, help="requests per second, as Poisson arrivals")
     parser.add_argument(
         "--concurrency",
         type=numbers,
         default=(8,),
         metavar="N[,N...]",
-        help="in flight, without --rate; 1,16: one case after the other, on one server",
+        help="requests in flight if there is no --rate; several numbers are cases that run one "
+        "after the other on one server",
     )
     parser.add_argument(
-        "--vocab-size", type=int, help="prompt ids are below this; default: the shape's, or 1000"
+        "--vocab-size", type=int, help="prompts have ids below it; default: the shape's, or 1000"
     )
     parser.add_argument(
-        "--repeat-token", type=int, metavar="ID", help="bias answers to it: drafts are all right"
+        "--repeat-token",
+        type=int,
+        metavar="ID",
+        help="bias answers to this token, so that every draft is right",
     )
     parser.add_argument("--slo-ttft-ms", type=above_zero)
     parser.add_argument("--slo-tpot-ms", type=above_zero)
-    parser.add_argument("--timeout-s", type=above_zero, default=600.0, help="for each request")
     parser.add_argument(
-        "--warm-up", type=at_least(0), default=2, help="requests of other tokens sent before"
+        "--timeout-s", type=above_zero, default=600.0, help="seconds a request may take"
+    )
+    parser.add_argument(
+        "--warm-up", type=at_least(0), default=2, help="requests with other tokens to send first"
     )
 
 
 def _add_frontend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-path", default=str(demo_model_path()), help="for its tokenizer")
+    parser.add_argument(
+        "--model-path", default=str(demo_model_path()), help="folder of the tokenizer"
+    )
     parser.add_argument(
         "--server-args",
         type=server_args,
         default="",
-        help="of `kvferry serve`, where it is measured",
+        help="more flags of `kvferry serve`, quoted, where it is measured",
     )
-    parser.add_argument("--design", action="append", help="naive, all, ..., repeatable")
-    parser.add_argument("--sglang-python", metavar="PATH", help="Python with it, for that design")
-    parser.add_argument("--vllm-python", metavar="PATH", help="Python with it, for that design")
-    parser.add_argument("--streams", type=int, action="append", help="repeatable")
-    parser.add_argument("--interval", type=int, action="append", help="of `all`, repeatable")
-    parser.add_argument("--pace", action="append", help="saturated, paced, ..., repeatable")
+    parser.add_argument("--design", action="append", help="naive, all, ...; repeatable")
+    parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has SGLang")
+    parser.add_argument("--vllm-python", metavar="PATH", help="a Python that has vLLM")
+    parser.add_argument("--streams", type=int, action="append", help="streams at once; repeatable")
     parser.add_argument(
-        "--step-ms", type=above_zero, default=50.0, help="from step to step when paced"
+        "--interval",
+        type=int,
+        action="append",
+        help="tokens per event of the design `all`; repeatable",
     )
-    parser.add_argument("--overload-step-ms", type=above_zero, default=12.0, help="and in overload")
+    parser.add_argument("--pace", action="append", help="saturated, paced, ...; repeatable")
+    parser.add_argument(
+        "--step-ms",
+        type=above_zero,
+        default=50.0,
+        help="milliseconds from step to step at the pace `paced`",
+    )
+    parser.add_argument(
+        "--overload-step-ms", type=above_zero, default=12.0, help="the same at the pace `overload`"
+    )
     parser.add_argument("--output-tokens", "--osl", type=int, default=128)
-    parser.add_argument("--rounds", type=int, help="of a cell; default: 3 when saturated, else 1")
-    parser.add_argument("--tokens", type=int, default=1 << 16, help="of a round not paced, about")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of each cell; default: 3 at `saturated`, else 1"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1 << 16, help="tokens, about, of each round that is not paced"
+    )
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     parts = (*ROUTING_PARTS, "registry", "processes")
     parser.add_argument("--only", action="append", choices=parts, help="repeatable")
     parser.add_argument(
-        "--seconds", type=at_least(1, float), default=10.0, help="of a load of the registry"
+        "--seconds",
+        type=at_least(1, float),
+        default=10.0,
+        help="seconds that each load of the registry lasts",
     )
-    parser.add_argument("--num-requests", type=at_least(1), default=2000, help="of a simulated run")
+    parser.add_argument(
+        "--num-requests", type=at_least(1), default=2000, help="requests of a simulated run"
+    )
     parser.add_argument("--seeds", type=at_least(1), default=5, help="runs of each, from --seed on")
 
 

@@ -69,10 +69,10 @@ def main(argv: Sequence[str] | None = None, clock: Callable[[], float] = time.mo
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", action="append", choices=tuple(LIMITS_S), help="may be repeated")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of parts not named after theirs")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="for parts not named after a shape")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument(
-        "--budget-s", type=at_least(0.001, float), default=0.4, help="for each measurement"
+        "--budget-s", type=at_least(0.001, float), default=0.4, help="seconds per measurement"
     )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=TOTAL_S, help=argparse.SUPPRESS)

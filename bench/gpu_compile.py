@@ -63,8 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", action="append", choices=GPU_SHAPES, help="may be repeated")
-    parser.add_argument("--slots", action="append", type=int, help="of a step, may be repeated")
-    parser.add_argument("--chunk", action="append", type=int, help="tokens, may be repeated")
+    parser.add_argument(
+        "--slots", action="append", type=int, help="slots of a step; may be repeated"
+    )
+    parser.add_argument(
+        "--chunk", action="append", type=int, help="tokens of a chunk; may be repeated"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
     parser.add_argument("--text", type=Path, metavar="FOLDER", help="write compiled programs here")
     args = parser.parse_args(argv)

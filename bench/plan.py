@@ -107,24 +107,25 @@ class PlanConfig:
 
 
 HELP = {
-    "model_path": "checkpoint folder; of it only the JSON files are read",
+    "model_path": "checkpoint folder; only its JSON files are read",
     "tp_size": "devices that share each layer, in each data-parallel rank",
     "ep_size": "parts into which the experts are divided",
-    "dp_size": "data-parallel ranks",
-    "ep_num_redundant_experts": "copies of experts that a layer has beside one of each",
+    "dp_size": "number of data-parallel ranks",
+    "ep_num_redundant_experts": "copies of experts that each layer has in addition",
     "dtype": "type of weights; auto: the checkpoint's",
-    "kv_cache_dtype": "type of pages; auto follows --dtype",
-    "quantization": "layers' weights; fp8, int8: a byte each",
+    "kv_cache_dtype": "type of pages; auto: that of --dtype",
+    "quantization": "type of the layers' weights; none, auto: --dtype; fp8, int8: one byte each",
     "page_size": "tokens in a page",
     "mem_fraction_static": "share of a device's memory for weights, scratch and pages",
-    "input_tokens": "tokens of a prompt",
-    "output_tokens": "tokens of its answer",
-    "chunked_prefill_size": "tokens of prompts computed at once",
-    "max_running_requests": "slots of all ranks of decode at most; 0: 256 for each",
-    "device_memory_gib": "memory of a device",
-    "copy_gb": "GB that a device reads and writes a second",
-    "matmul_tflop": "10^12 operations a second of a device's matrix products",
-    "link_gb": "GB a second from a prefill to a decode worker",
+    "input_tokens": "tokens of each prompt",
+    "output_tokens": "tokens of each answer",
+    "chunked_prefill_size": "maximum prompt tokens computed at once",
+    "max_running_requests": "slots: maximum number of requests decoded at once, over all "
+    "data-parallel ranks; 0: 256 for each rank",
+    "device_memory_gib": "memory of a device, in GiB",
+    "copy_gb": "GB per second that a device reads and writes",
+    "matmul_tflop": "10^12 operations per second of a device's matrix products",
+    "link_gb": "GB per second from a prefill to a decode worker",
 }
 
 
@@ -235,7 +236,7 @@ def main(argv: Sequence[str], prog: str = "kvferry plan") -> None:
     """Print the plan for a prefill and a decode worker with these flags."""
     parser = flags.Parser(
         prog=prog,
-        description="what fits on devices that need not be here, and how fast it is at best",
+        description="tell what fits on devices that need not be here, and how fast it is at best",
     )
     flags.add_flags(parser, PlanConfig, HELP)
     flags.add_flags(parser, GroupConfig, HELP)

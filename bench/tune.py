@@ -79,10 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     moe = [name for name, shape in SHAPES.items() if shape.cfg.num_experts]
     parser.add_argument("--shape", action="append", choices=moe, required=True, help="repeatable")
-    parser.add_argument("--rows", action="append", type=float, choices=[*ROWS], help="of an expert")
+    parser.add_argument(
+        "--rows", action="append", type=float, choices=[*ROWS], help="rows of an expert; repeatable"
+    )
     parser.add_argument("--out", type=Path, default=tuned.TABLE, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append rows here")
-    parser.add_argument("--budget-s", type=float, default=0.03, help="to time one product")
+    parser.add_argument("--budget-s", type=float, default=0.03, help="seconds to time one product")
     args = parser.parse_args(argv)
     report = Report("tune", describe(with_jax=True), 0, args.json)
     lines = list(tuned.read(args.out if args.out.exists() else tuned.TABLE))

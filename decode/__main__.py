@@ -10,7 +10,9 @@ from transfer import flags, ports
 
 def main(argv: Sequence[str], prog: str = "python -m decode") -> None:
     """Run a decode worker until it is told to stop."""
-    parser = flags.Parser(prog=prog, description="take pages and draw tokens")
+    parser = flags.Parser(
+        prog=prog, description="start a decode worker, which receives pages and draws tokens"
+    )
     flags.add_flags(parser, DecodeConfig, flags.WORKER_HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)

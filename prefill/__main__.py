@@ -10,7 +10,10 @@ from transfer import flags
 
 def main(argv: Sequence[str], prog: str = "python -m prefill") -> None:
     """Run a prefill worker until it is told to stop."""
-    parser = flags.Parser(prog=prog, description="compute prompts and ship their pages")
+    parser = flags.Parser(
+        prog=prog,
+        description="start a prefill worker, which computes prompts and sends their pages",
+    )
     flags.add_flags(parser, PrefillConfig, flags.WORKER_HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)

@@ -54,51 +54,60 @@ HELP = {
     "host": "address to listen on",
     "port": "port to listen on; 0 picks one",
     "uds": "path of a Unix socket to listen on instead of host and port, for a proxy on this host",
-    "api_workers": "HTTP processes that share the address and the two limits below",
-    "served_model_name": "model name in the API; '' takes the folder's",
-    "chat_template": "file with a jinja2 template for chats, in place of the checkpoint's",
-    "api_key": "key that clients must send as a bearer token; '' asks for none; default: "
-    "$KVFERRY_API_KEY, which no list of processes shows",
-    "allowed_origins": "web pages whose scripts may use the API, by their origins in a JSON list: "
-    """'["https://example.com"]', '["*"]' for all; none unless asked""",
-    "context_length": "most tokens of one request; 0: what the workers say",
-    "max_inflight_requests": "generations in the workers' hands, each choice counts; each of "
-    "--api-workers has its part of them, and of those that wait",
-    "max_queued_requests": "generations waiting for one of those places; beyond it: 429",
-    "queue_timeout_s": "longest wait in that queue, seconds; beyond it: 429",
-    "request_timeout_s": "deadline of a request, seconds",
-    "drain_timeout_s": "seconds that requests which have come may take after SIGTERM; of `up` "
-    "also what a worker may take after POST /drain",
-    "max_retries": "times a request is tried again after a worker was lost",
+    "api_workers": "number of HTTP processes behind the one address; they divide "
+    "--max-inflight-requests and --max-queued-requests among them",
+    "served_model_name": "model name in the API; '': the folder's name",
+    "chat_template": "file with a Jinja chat template; '': the checkpoint's",
+    "api_key": "key that clients must send as a bearer token; '': none is asked for; default: "
+    "$KVFERRY_API_KEY, which keeps the key out of process lists",
+    "allowed_origins": "web origins whose scripts may use the API, as a JSON list: "
+    """'["https://example.com"]', or '["*"]' for all; default: none""",
+    "context_length": "maximum tokens of a request, prompt and output; 0: as the workers say",
+    "max_inflight_requests": "maximum number of generations handed to workers at once; each choice "
+    "of a request counts",
+    "max_queued_requests": "maximum number of generations waiting for such a place; beyond it "
+    "clients get 429",
+    "queue_timeout_s": "maximum seconds a generation waits in that queue before its client gets "
+    "429",
+    "request_timeout_s": "deadline of a request, in seconds",
+    "drain_timeout_s": "seconds in which requests that have arrived may finish after SIGTERM; with "
+    "`up` also the time that a worker has after POST /drain",
+    "max_retries": "how often a request is tried again after it lost a worker",
     "policy": "how a pair of workers is picked",
     "prefill_policy": "how the prefill worker is picked; same: as --policy says",
     "decode_policy": "how the decode worker is picked; same: as --policy says",
-    "breaker_failures": "failures of a worker in a row after which others are picked for a while",
-    "progress_timeout_s": "seconds that a worker's loop may stand still before others are picked "
-    "and /health fails; longer than a chunk or a step takes",
-    "stream_interval": "tokens per streamed chunk after the first; auto: 1 unless it falls behind",
-    "batch_notify_size": "streams served before the loop may turn to others; 0: a whole step",
-    "timeout_keep_alive_s": "seconds a connection may be idle between requests until it is closed: "
-    "more than clients keep theirs, or a request meets one that closes",
-    "slow_client_timeout_s": "seconds a client may not read, or not send, before it is closed",
-    "slow_client_buffer_bytes": "unread bytes of one stream after which that time runs",
+    "breaker_failures": "failures in a row after which a worker is passed over for a while",
+    "progress_timeout_s": "seconds without progress of its loop after which a worker is passed "
+    "over and /health fails; must be longer than a chunk or a step takes",
+    "stream_interval": "tokens per streamed chunk after the first; auto: 1, more while the server "
+    "falls behind",
+    "batch_notify_size": "streams that get a step's tokens before the event loop turns to other "
+    "work; 0: all of them",
+    "timeout_keep_alive_s": "seconds after which an idle connection is closed; must be longer than "
+    "clients keep theirs, or a request may meet a connection that is being closed",
+    "slow_client_timeout_s": "seconds after which a client that does not read its answer, or does "
+    "not send its request, is disconnected",
+    "slow_client_buffer_bytes": "unread bytes of a stream at which --slow-client-timeout starts to "
+    "run",
     "sampling_defaults": "defaults of the sampling parameters: the model's or OpenAI's",
-    "reasoning_parser": "how the model writes reasoning: a field of its own in chats then",
-    "tool_call_parser": "how the model writes tool calls: fields of their own in chats then",
+    "reasoning_parser": "format of the model's reasoning, which chats then return in a field of "
+    "its own; none: it stays in the text",
+    "tool_call_parser": "format of the model's tool calls, which chats then return in fields of "
+    "their own; none: they stay in the text",
     "enable_metrics": "serve /metrics",
     "enable_tokenizer_info_endpoint": "serve /tokenizer_info: tokenizer_config.json, with the chat "
     "template",
-    "otlp_traces_endpoint": "URL that takes the spans of ended requests by OTLP over HTTP, for "
-    "example http://HOST:4318/v1/traces; needs the extra otel; '': none",
-    "timeline_requests": "latest requests, each choice counts, of which each process can tell "
-    "/requests/ID/timeline; 0: none",
-    "max_request_bytes": "largest request body",
+    "otlp_traces_endpoint": "URL to which spans of ended requests are sent (OTLP over HTTP), for "
+    "example http://HOST:4318/v1/traces; needs the extra otel; '': none are sent",
+    "timeline_requests": "number of latest requests, counting each choice, that each process keeps "
+    "for /requests/ID/timeline; 0: none",
+    "max_request_bytes": "maximum bytes of a request body",
 }
 
 
 def main(argv: Sequence[str], prog: str = "kvferry serve") -> None:
     """Run the HTTP server until it is told to stop; with --api-workers, the parent of several."""
-    parser = flags.Parser(prog=prog, description="serve the HTTP API")
+    parser = flags.Parser(prog=prog, description="start the HTTP API")
     flags.add_flags(parser, ServeConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)

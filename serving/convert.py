@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str], prog: str = "kvferry convert") -> None:
     """Write the converted checkpoint; every command takes its folder as --model-path."""
     parser = flags.Parser(
-        prog=prog, description="write a checkpoint as Orbax, which restores into its shardings"
+        prog=prog, description="write a checkpoint in Orbax form, which loads shard by shard"
     )
     parser.add_argument(
         "--model-path",
         type=flags.path,
         required=True,
         metavar="DIR",
-        help="Hugging Face checkpoint",
+        help="folder of a Hugging Face checkpoint",
     )
     parser.add_argument(
-        "--output", type=flags.path, required=True, metavar="DIR", help="folder to write, new"
+        "--output", type=flags.path, required=True, metavar="DIR", help="new folder to write"
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="type to store; auto: the checkpoint's",
+        help="type of the stored weights; auto: the checkpoint's",
     )
     args = parser.parse_args(argv)
     # Signals end the process at once: a conversion that is cut off must not exit as if done.

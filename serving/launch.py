@@ -15,7 +15,7 @@ COMMANDS = {
     "decode": "start a decode worker",
     "serve": "start the HTTP API",
     "registry": "start the registry of workers",
-    "convert": "write a checkpoint as a sharded Orbax checkpoint",
+    "convert": "write a checkpoint in Orbax form, which loads shard by shard",
 }
 # They stand above serving in the import order.
 ABOVE = {"plan": "bench.plan", "bench": "bench"}
@@ -81,7 +81,7 @@ def _command(name: str) -> Callable[[Sequence[str], str], None]:
 
 def _usage() -> str:
     rows = [*COMMANDS.items()]
-    rows.append(("plan", "what fits on given devices, and how fast it is at best"))
+    rows.append(("plan", "tell what fits on given devices, and how fast it is at best"))
     rows.append(("bench", "run and compare benchmarks (kvferry bench --help)"))
     rows.append(("test", "run the tests (./kvferry in a clone)"))
     lines = "\n".join(f"  {name:<10}{what}" for name, what in rows)

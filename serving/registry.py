@@ -56,16 +56,19 @@ class RegistryConfig:
 HELP = {
     "host": "address to listen on",
     "disaggregation_bootstrap_port": "port to listen on; 0 picks one",
-    "routes_port": "port for the data-parallel ranks of rooms, told and followed; 0 picks one",
+    "routes_port": "port on which prefill workers report, and decode workers follow, the "
+    "data-parallel ranks of rooms; 0 picks one",
     "lease_ttl_s": "seconds after its last heartbeat for which a worker counts as alive",
-    "route_ttl_s": "seconds for which the data-parallel rank of a room is kept that nobody ends",
-    "max_routes": "rooms whose data-parallel ranks are kept at most; the oldest go first",
+    "route_ttl_s": "seconds after which the data-parallel rank of a room that nobody ends is "
+    "dropped",
+    "max_routes": "maximum number of rooms whose data-parallel ranks are kept; the oldest are "
+    "dropped first",
 }
 
 
 def main(argv: Sequence[str], prog: str = "kvferry registry") -> None:
     """Run the registry until it is told to stop."""
-    parser = flags.Parser(prog=prog, description="keep the list of live workers")
+    parser = flags.Parser(prog=prog, description="start the registry, which knows the live workers")
     flags.add_flags(parser, RegistryConfig, HELP)
     flags.add_security_flags(parser)
     args = parser.parse_args(argv)

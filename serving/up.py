@@ -74,18 +74,22 @@ def main(argv: Sequence[str], prog: str, roles: Roles) -> None:
 
 
 def _parser(prog: str, roles: Roles) -> flags.Parser:
-    parser = flags.Parser(prog=prog, description="start prefill, decode and the API here")
+    parser = flags.Parser(prog=prog, description="start prefill, decode and the API on this host")
     flags.add_flags(
         parser, ServeConfig, api.HELP, skip=("registry_address",), optional=("model_path",)
     )
     for role in roles:
         parser.add_argument(
-            f"--{role}", type=int, default=1, metavar="N", help=f"number of {role} groups"
+            f"--{role}",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"number of {role} workers to start (default: 1)",
         )
     parser.add_argument(
         "--colocated",
         action="store_true",
-        help="both roles in one process: no prefill group, decode computes every prompt itself",
+        help="run both roles in one process: no prefill worker; decode computes every prompt",
     )
     parser.set_defaults(model_path=None, prefill=None)
     both = parser.add_argument_group("both roles")
