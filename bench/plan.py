@@ -96,7 +96,7 @@ class PlanConfig:
         if self.max_running_requests % dp_size:
             raise ConfigError(
                 f"--dp-size {dp_size} must divide --max-running-requests "
-                f"{self.max_running_requests}: every rank has as many slots"
+                f"{self.max_running_requests}: all ranks have the same number of slots"
             )
         return self.max_running_requests // dp_size or _SLOTS
 

@@ -38,7 +38,7 @@ class DecodeConfig(WorkerConfig):
         if self.max_running_requests % self.dp_size:
             raise ConfigError(
                 f"--dp-size {self.dp_size} must divide --max-running-requests "
-                f"{self.max_running_requests}: every rank has as many slots"
+                f"{self.max_running_requests}: all ranks have the same number of slots"
             )
         at_least(self, "headroom_pages", 0)
         at_least(self, "local_prefill_tokens", ANY_PROMPT)

@@ -165,7 +165,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
         num_tokens = len(submit.token_ids) // 4
         limit = most_local(self.config, self._facts.context_length)
         if is_local(submit) and num_tokens > limit:
-            message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of {limit}"
+            message = f"{num_tokens} tokens, {self.worker_id()} computes prompts of at most {limit}"
             return wire.Refusal(submit.room, Code.STALE.value, message)
         return super().capacity_refusal(submit)
 
@@ -178,7 +178,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
             case Finished(room, first):
                 self._transferred(room, first)
             case SenderLost(rooms, message, code):
-                what = "prefill gave it up" if code is Code.GONE else "prefill lost"
+                what = "prefill gave the request up" if code is Code.GONE else "prefill lost"
                 for room in rooms:
                     self.fail(room, code, f"{what}: {message}")
             case GrantFailed(rooms, message):
@@ -186,7 +186,7 @@ class DecodeWorker(RoleWorker[Held, DecodeConfig]):
                     held = self._held.get(room)
                     # Once pages have come, the grant did arrive: only its answer was lost.
                     if held is not None and held.room.state is State.RESERVED:
-                        self.fail(room, Code.PEER_LOST, f"prefill not reached: {message}")
+                        self.fail(room, Code.PEER_LOST, f"prefill cannot be reached: {message}")
             case _:
                 raise AssertionError(f"unknown event {event!r}")
 

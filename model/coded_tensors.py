@@ -124,8 +124,8 @@ def codes_to_keep(files: Checkpoint, cfg: ModelConfig, dims: Dims, asked: bool) 
         others = [x for x in names if x in present and not files.is_quantised(x)]
         if others and asked and name in EXPERT_WEIGHTS:
             raise ModelError(
-                f"{files.folder}: tensor {others[0]} is not quantised, as experts are by "
-                f"config.json; accepted with --quantization {dims.codes}: all of them"
+                f"{files.folder}: tensor {others[0]} is not quantised, though config.json says "
+                f"that experts are; --quantization {dims.codes} needs all of them quantised"
             )
         if others:
             in_part = len(others) < len(names) or name in EXPERT_WEIGHTS

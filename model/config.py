@@ -206,7 +206,7 @@ class ModelConfig:
 def _config(fields: Fields, generation: Fields | None) -> ModelConfig:
     listed = fields.raw("architectures", REQUIRED)
     if not isinstance(listed, list) or len(listed) != 1:
-        raise fields.fail("architectures", listed, f"a list of one of {', '.join(ARCHITECTURES)}")
+        raise fields.fail("architectures", listed, f"a list with one of {', '.join(ARCHITECTURES)}")
     architecture = fields.one_of("architectures", listed[0], ARCHITECTURES)
     _refuse_unsupported(fields)
     quantization = read_quantization(fields, architecture)
@@ -246,7 +246,7 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
     # MiniMax gives the part as a number of entries.
     size = fields.integer("rotary_dim", None) if architecture == "MiniMaxM2ForCausalLM" else None
     if size is not None and size > head_dim:
-        raise fields.fail("rotary_dim", size, f"{head_dim}, which is head_dim, or less")
+        raise fields.fail("rotary_dim", size, f"at most head_dim, which is {head_dim}")
     share = _PARTLY_TURNED[architecture] if size is None else size / head_dim
     rope = read_rope(fields, theta, usual_share=share)
     turned = rope.turned_of(head_dim)
@@ -254,7 +254,7 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> RopeConfig:
         accepted = f"a part of head_dim {head_dim} that is an even number above 0"
         raise fields.fail("partial_rotary_factor", rope.share, accepted)
     if size not in (None, turned):
-        raise fields.fail("rotary_dim", size, f"{turned}, as partial_rotary_factor has it, or null")
+        raise fields.fail("rotary_dim", size, f"{turned}, as in partial_rotary_factor, or null")
     return rope
 
 

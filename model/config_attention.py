@@ -65,7 +65,7 @@ def _heads(fields: Fields, architecture: str) -> dict[str, Any]:
         raise fields.fail("hidden_size", hidden, f"a multiple of {heads} heads, or head_dim")
     head_dim = hidden // heads if head_dim is None else head_dim
     if head_dim % 2:
-        raise fields.fail("head_dim", head_dim, "an even number, halves of it are rotated")
+        raise fields.fail("head_dim", head_dim, "an even number: halves of it are rotated")
     if architecture == "MiniMaxM2ForCausalLM":
         _check_minimax(fields)
     qkv_bias = _qkv_bias(fields, architecture)
@@ -110,7 +110,7 @@ def _latent_heads(fields: Fields) -> dict[str, Any]:
         value_dim=fields.integer("v_head_dim"),
     )
     if latent.rope_dim % 2:
-        raise fields.fail("qk_rope_head_dim", latent.rope_dim, "an even number, of rotated pairs")
+        raise fields.fail("qk_rope_head_dim", latent.rope_dim, "an even number: pairs are rotated")
     same = {
         "num_key_value_heads": heads,
         "head_dim": latent.rope_dim,

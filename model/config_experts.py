@@ -164,7 +164,7 @@ def _layers_behind_dense(fields: Fields, architecture: str) -> tuple[bool, ...]:
         raise fields.fail("mlp_layer_types", listed, f"{_DENSE} or {_SPARSE} for each layer")
     found = tuple(kind == _SPARSE for kind in listed)
     if num_dense is not None and found != tuple(i >= num_dense for i in range(num_layers)):
-        accepted = "what mlp_layer_types says, or one of the two"
+        accepted = "as many as in mlp_layer_types, or only one of the two"
         raise fields.fail("first_k_dense_replace", num_dense, accepted)
     return found
 

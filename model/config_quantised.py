@@ -77,8 +77,8 @@ def codes_of(published: str, asked: str) -> str:
     if asked not in exact:
         accepted = ", ".join(("auto", "none", *exact))
         raise ModelError(
-            f"--quantization {asked}: weights are {published} by config.json, which {asked} cannot "
-            f"say without rounding; accepted: {accepted}"
+            f"--quantization {asked}: config.json says that weights are {published}, which {asked} "
+            f"cannot hold without rounding; accepted: {accepted}"
         )
     return asked
 
@@ -100,7 +100,7 @@ def _groups_of_integers(settings: Fields) -> dict[str, Any]:
         raise settings.fail("sparsity_config", sparsity.values, "null, {}, or of format 'dense'")
     groups = settings.sub("config_groups")
     if groups is None or len(groups.values) != 1:
-        raise settings.fail("config_groups", groups and list(groups.values), "an object of one")
+        raise settings.fail("config_groups", groups and list(groups.values), "one group")
     group = groups.sub(next(iter(groups.values)))
     weights = group and group.sub("weights")
     if group is None or weights is None:

@@ -113,7 +113,7 @@ class ExecutableCache:
         """
         found = self._folder.stat()
         if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"others than this user may write to {self._folder}, or own it")
+            raise PermissionError(f"another user owns {self._folder}, or may write to it")
 
     def remove_forgotten(self, now_s: float) -> None:
         """Remove files last read a month before the latest: of former sources, or of killed writes.
@@ -130,7 +130,7 @@ class ExecutableCache:
             for path in (path for path in read_s if read_s[path] < latest_s - _FORGOTTEN_S):
                 path.unlink(missing_ok=True)
         except OSError as error:  # another worker removed it, or it is another user's
-            log.info("an executable that nobody needs may stay: %s", error)
+            log.info("executables no longer used are not all removed: %s", error)
 
     def get(self, recipe: Recipe) -> tuple[jax.stages.Compiled, bool]:
         """The program as `Recipe.compile` makes it, and whether the folder had it."""
@@ -176,7 +176,7 @@ class ExecutableCache:
         digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         try:
             if hashlib.sha256(body).digest() != digest:
-                raise ValueError("its digest is another")
+                raise ValueError("its digest does not match")
             shape, _, payload = body.partition(b"\n")
             trees = jax.tree.structure((tuple(args), {})), _tree_of(json.loads(shape))
             load = serialize_executable.deserialize_and_load
@@ -200,13 +200,13 @@ class ExecutableCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            log.warning("compiled again: %s", error)
+            log.warning("an executable cannot be read and is compiled again: %s", error)
             return None
         try:
             if self._writes:
                 os.utime(path)
         except OSError as error:  # then it may be removed as forgotten
-            log.info("an executable's time stays as it is: %s", error)
+            log.info("an executable's time of last use cannot be updated: %s", error)
         return content
 
     def _write(self, path: Path, content: bytes) -> bool:
@@ -263,7 +263,7 @@ def _shape_of(tree: Any) -> Any:
         if node is None or isinstance(node, int):
             return node
         if not isinstance(node, dict | list | tuple):
-            raise NoFingerprint(f"a {type(node).__qualname__} that it gives")
+            raise NoFingerprint(f"a program that returns a {type(node).__qualname__}")
         keys = list(node) if isinstance(node, dict) else None
         items = node.values() if isinstance(node, dict) else node
         name = f"{type(node).__module__}:{type(node).__qualname__}"

@@ -87,7 +87,7 @@ class Fields:
         """The value of a field with two names, or None. Raises ModelError where they differ."""
         value, same = self.raw(name, None), self.raw(other, None)
         if value is not None and same is not None and value != same:
-            raise self.fail(name, value, f"{same!r}, as {other} has it, or one of the two")
+            raise self.fail(name, value, f"{same!r}, as in {other}, or only one of the two")
         return same if value is None else value
 
     def only(self, values: Mapping[str, Any]) -> None:

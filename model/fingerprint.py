@@ -28,7 +28,7 @@ def fingerprint(value: Any) -> str:
     try:
         return _tell(value)
     except RecursionError:
-        raise NoFingerprint("something holds itself") from None
+        raise NoFingerprint("a value contains itself") from None
 
 
 def _tell(value: Any) -> str:
@@ -85,7 +85,7 @@ def _tell_function(value: Any) -> str:
             # Its own code and module, whatever it wraps and is named after.
             code, module = value.__code__, value.__globals__["__name__"]
             if code.co_name == "<lambda>":
-                raise NoFingerprint(f"a lambda of {module} may not be alone in its line")
+                raise NoFingerprint(f"a lambda of {module}, which may share its line with another")
             name = _known(f"{module}.{code.co_qualname}:{code.co_firstlineno}")
             try:
                 cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -99,7 +99,7 @@ def _tell_function(value: Any) -> str:
 def _tell_fields(value: Any) -> str:
     if not dataclasses.is_dataclass(value):
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise NoFingerprint(f"{name} has no value to tell")
+        raise NoFingerprint(f"{name} has no value that can be written as text")
     fields = (f"{f.name}={_tell(getattr(value, f.name))}" for f in dataclasses.fields(value))
     return f"{_name(type(value))}({', '.join(fields)})"
 
@@ -115,7 +115,7 @@ def _name(of: Any) -> str:
 def _known(name: str) -> str:
     """The name, if it is of a known package; raises NoFingerprint otherwise."""
     if name.partition(".")[0] not in _KNOWN:
-        raise NoFingerprint(f"{name} is of no package whose source is told")
+        raise NoFingerprint(f"{name} is from a package whose source is not in fingerprints")
     return name
 
 

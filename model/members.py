@@ -38,17 +38,17 @@ def join(coordinator: str, num_members: int, member: int) -> None:
     try:
         error = came.get(timeout=_JOIN_S)
     except Empty:
-        error = TimeoutError(f"not all were there within {_JOIN_S} s")
+        error = TimeoutError(f"not all of them joined within {_JOIN_S} s")
     if error is not None:
         raise NodeLost(f"{num_members} nodes did not come together: {error}") from error
     try:
         owners = [device.process_index for device in jax.devices()]
     except (RuntimeError, AssertionError) as error:  # also when there are none here
-        raise NodeLost(f"devices of {num_members} nodes are not found: {error}") from error
+        raise NodeLost(f"the devices of {num_members} nodes are not found: {error}") from error
     counts = [owners.count(node) for node in range(num_members)]
     if len(set(counts)) > 1:
         told = ", ".join(map(str, counts))
-        raise ModelError(f"devices of the nodes: {told}; all must have as many")
+        raise ModelError(f"devices of the nodes: {told}; every node must have the same number")
 
 
 def _meet(
@@ -90,7 +90,7 @@ def texts_of_all(text: str) -> list[str]:
         padded[: len(data)] = data
         rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     except (RuntimeError, ValueError) as error:
-        raise NodeLost(f"another node is gone, see what it said: {error}") from error
+        raise NodeLost(f"another node is lost, see its last lines: {error}") from error
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 

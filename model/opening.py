@@ -301,7 +301,7 @@ def check_reads_codes(devices: Sequence[Any]) -> None:
         if parts is not None and tuple(map(int, parts.groups())) < CODES_CAPABILITY:
             raise ModelError(
                 f"{device.device_kind} has compute capability {capability}; --quantization fp8 "
-                "and --kv-cache-dtype fp8_e4m3 take 8.9 and later"
+                "and --kv-cache-dtype fp8_e4m3 need 8.9 or later"
             )
 
 

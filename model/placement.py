@@ -324,7 +324,7 @@ def read_location(
         if (in_parts[..., 1:] == in_parts[..., :-1]).any():
             raise ModelError(
                 f"--init-expert-location {path}: {_MAPS} has an expert twice in one of {num_parts} "
-                "parts; accepted: copies in parts apart"
+                "parts; accepted: copies in different parts"
             )
         return maps.astype(np.int32)
     one = (num_layers, num_experts)

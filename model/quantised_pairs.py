@@ -41,7 +41,7 @@ class Quantised(Checkpoint, ABC):
                 raise ModelError(f"{self._at(one)}: no tensor {other} in {self.folder}")
         if self._DATA and name in self._where:
             raise ModelError(
-                f"{self._at(name)}: is there as {data} and {scales} too; accepted: one"
+                f"{self._at(name)}: is there beside {data} and {scales}; accepted: only one form"
             )
         if self.dtype(data) != self._STORED:
             got = self.dtype(data)

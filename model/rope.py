@@ -77,7 +77,7 @@ def read_rope(
             continue
         theta = settings.theta() or top or default_theta
         if top is not None and theta != top:
-            raise fields.fail("rope_theta", top, f"{theta}, as {name} has it, or one of the two")
+            raise fields.fail("rope_theta", top, f"{theta}, as in {name}, or only one of the two")
         share = _share(fields, settings, usual_share)
         found[name] = replace(_settings(fields, settings, theta, latent), share=share)
     if not found:
@@ -103,7 +103,7 @@ def _share(fields: Fields, settings: Fields, usual: float | None) -> float:
         if not 0.0 < value <= 1.0:
             raise place.fail(name, value, "a number above 0, and at most 1.0")
         if found not in (None, value):
-            raise place.fail(name, value, f"{found}, as {settings.file} has it, or one of the two")
+            raise place.fail(name, value, f"{found}, as in {settings.file}, or only one of the two")
         found = value
     return found or usual or 1.0
 
@@ -113,7 +113,7 @@ def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> R
     kinds = [x for name in ("rope_type", "type") if (x := settings.raw(name, None)) is not None]
     kind = settings.one_of("rope_type", kinds[0] if kinds else "default", tuple(_KINDS))
     if kinds[1:] not in ([], [kind]):
-        raise settings.fail("type", kinds[1], f"{kind!r}, as rope_type has it, or one of the two")
+        raise settings.fail("type", kinds[1], f"{kind!r}, as in rope_type, or only one of the two")
     taken = _KINDS[kind] + (_LATENT_KEYS if latent and kind == "yarn" else ())
     for name, value in settings.values.items():
         # Objects are settings of one layer type each, and would rotate its layers differently.
@@ -129,7 +129,7 @@ def _settings(fields: Fields, settings: Fields, theta: float, latent: bool) -> R
     # transformers 5 obeys the outer one.
     outer = fields.integer("original_max_position_embeddings", original)
     if outer != original:
-        accepted = f"{original}, as {settings.file} has it, or one of the two"
+        accepted = f"{original}, as in {settings.file}, or only one of the two"
         raise fields.fail("original_max_position_embeddings", outer, accepted)
     if kind == "yarn":
         return _yarn(settings, theta, factor, original)

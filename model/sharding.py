@@ -184,7 +184,7 @@ class Dims:
         if redundant > most:
             raise ModelError(
                 f"{redundant} redundant experts: {experts} experts in {self.ep} parts take at most "
-                f"{most}, since two copies in one part are of no use"
+                f"{most}, since a second copy in the same part is of no use"
             )
         if self.physical_experts % self.ep:
             extra = f" + {redundant} redundant" if redundant else ""
@@ -197,9 +197,9 @@ class Dims:
             inputs, group, _ = self.coded_inputs[name]
             if group < LEAST_GROUP:
                 raise ModelError(
-                    f"{name} of {inputs} inputs on a device is not kept as codes: {group} of them "
-                    f"could share a scale; accepted: {LEAST_GROUP} and more, with fewer devices "
-                    "(--tp-size) or --quantization none"
+                    f"{name}, with {inputs} inputs on a device, is not kept as codes: only {group} "
+                    f"of them could share a scale; accepted: {LEAST_GROUP} or more; use fewer "
+                    "devices (--tp-size) or --quantization none"
                 )
 
     @property

@@ -125,7 +125,7 @@ class Admin:
         try:
             while not probe.done() and self._dispatcher.rows_taken == seen:
                 if clock.monotonic_s() > end_s:
-                    raise _no_progress("no token has come of any request")
+                    raise _no_progress("no token of any request has arrived")
                 await asyncio.wait((probe,), timeout=_PROBE_LOOKS_S)
             if self._dispatcher.rows_taken == seen:
                 probe.result()

@@ -219,7 +219,7 @@ def _told(front: Front, server: "_Server") -> dict[signal.Signals, Callable[[], 
 def http_config(app: ASGIApp, config: ServeConfig, metrics: Metrics) -> uvicorn.Config:
     """How uvicorn serves connections. metrics: counts the connections that are too many."""
     files = open_files.limit()
-    what = f"%d connection(s) too many for a process that may open {files} files: told 503, or cut"
+    what = f"%d connection(s) too many for a process that may open {files} files: got 503 or closed"
     surplus = Tally(log, what)
 
     def on_surplus(peer: str) -> None:

@@ -105,7 +105,7 @@ class Body:
             if not more:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
             if self._held and clock.monotonic_s() - began_s > timeout_s + num_bytes / _LEAST_RATE:
-                raise _too_slow(f"{num_bytes} bytes of the body came in {timeout_s:g} s and more")
+                raise _too_slow(f"only {num_bytes} bytes of the body came in over {timeout_s:g} s")
 
     def _hold(self, num_bytes: int) -> ApiError | None:
         """Count so many bytes as held; or hold nothing, and return why they are too many."""
@@ -177,6 +177,6 @@ def _too_large(most_bytes: int) -> ApiError:
 
 
 def _no_room(held_bytes: int) -> ApiError:
-    message = f"{held_bytes} bytes of other large bodies are here or on their way; try again"
+    message = f"{held_bytes} bytes of other large bodies are being received; try again"
     headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}
     return ApiError(429, message, code=str(Code.QUEUE_FULL), headers=headers)

@@ -33,7 +33,7 @@ _MAX_DROPPED_BYTES: Final = 1 << 20  # that a refused client may still send
 _REFUSED_S = 5.0  # how long a refused client may go on sending, or take to read
 _SURPLUS_S = 1.0  # how long a client beyond the bound may send nothing
 _KEY = "kvferry.body_writer"  # in the state of a scope
-_invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent what is no HTTP request")
+_invalid = Tally(logging.getLogger(__name__), "%d connection(s) sent something other than HTTP")
 _CRLF = b"\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _HEADS = [b"%x\r\n" % num_bytes for num_bytes in range(4096)]  # for all but huge chunks
@@ -133,7 +133,7 @@ class Bound:
         """What a client beyond the bound is told."""
         return ApiError(
             503,
-            f"this server has {self.most} connections, which is all it may have",
+            f"this server has {self.most} connections, its maximum",
             code="too_many_connections",
             headers={"Retry-After": str(RETRY_AFTER_S)},
         )

@@ -80,15 +80,17 @@ class Dispatcher:
         self._stopped = False
         self._was_ready = False
         self._met = asyncio.Event()  # once all workers that the registry lists were open
+        self.metrics.gauge("num_running_reqs", "Generations handed to workers", self.num_running)
         self.metrics.gauge(
-            "num_running_reqs", "Generations in the workers' hands", self.num_running
-        )
-        self.metrics.gauge("num_queue_reqs", "Generations waiting for a place", self.num_queued)
-        self.metrics.gauge(
-            "stream_interval", "Tokens of a streamed chunk now", lambda: self.interval.tokens
+            "num_queue_reqs", "Generations waiting to be handed to workers", self.num_queued
         )
         self.metrics.gauge(
-            "step_lag_seconds", "What the last step waited to be handled", lambda: self._steps.lag_s
+            "stream_interval", "Tokens per streamed chunk at present", lambda: self.interval.tokens
+        )
+        self.metrics.gauge(
+            "step_lag_seconds",
+            "How long the last step waited to be handled",
+            lambda: self._steps.lag_s,
         )
 
     async def start(self) -> None:
@@ -240,7 +242,7 @@ class Dispatcher:
                 flushed = flushed and answer.flushed
                 self._router.flushed(link.key)
                 messages.append(f"{link.worker_id}: {answer.message}")
-        return flushed, "; ".join(messages) or "no worker is there"
+        return flushed, "; ".join(messages) or "no worker is available"
 
     def forget_prefixes(self) -> None:
         """Another process of this server had all caches flushed."""

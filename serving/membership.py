@@ -196,7 +196,7 @@ class Membership:
         was_open = link.open
         self._close(link)
         if was_open:
-            self._context.owner.on_broken(link, f"{link.worker_id} was started anew")
+            self._context.owner.on_broken(link, f"{link.worker_id} was restarted")
 
     def _close(self, link: WorkerLink) -> None:
         if self._links.pop(link.key, None) is None:

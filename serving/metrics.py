@@ -87,7 +87,7 @@ class _ClusterCollector(Collector):
             labels=labels,
         )
         counters = GaugeMetricFamily(
-            "kvferry_worker_counter", "A worker's own counters", labels=["worker", "name"]
+            "kvferry_worker_counter", "Counters of a worker, by name", labels=["worker", "name"]
         )
         for worker_id, state in sorted(self.states.items()):
             compiles.add_metric([worker_id], state.compiles_after_ready)
@@ -130,20 +130,22 @@ def _transfers(states: Sequence[tuple[str, wire.WorkerState]]) -> Iterable[Metri
     )
     took = CounterMetricFamily(
         "kvferry_transfer_seconds",
-        "Seconds of writing them, connections added up, waiting left out",
+        "Seconds spent writing pages, summed over connections, without waits",
         labels=pair,
     )
     rate = GaugeMetricFamily(
         "kvferry_transfer_gigabytes_per_second",
-        "10^9 bytes for each second of writing, over the last 64 frames",
+        "10^9 bytes per second of writing pages, over the last 64 frames",
         labels=pair,
     )
     in_flight = GaugeMetricFamily(
-        "kvferry_transfer_in_flight_bytes", "Pages that wait to be written", labels=["worker"]
+        "kvferry_transfer_in_flight_bytes",
+        "Bytes of pages that wait for writing",
+        labels=["worker"],
     )
     waiting = GaugeMetricFamily(
         "kvferry_transfer_grants_waiting",
-        "Rooms for which decode has not reserved pages yet, as the worker sees it",
+        "Rooms for which decode has not reserved pages yet, as seen by the worker",
         labels=["worker", "role"],
     )
     failures = CounterMetricFamily(
@@ -196,7 +198,7 @@ class _Health(Collector):
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
             "kvferry_worker_passed_over",
-            "1 while a worker is passed over, by reason; a breaker half open shows 0.5",
+            "1 while a worker is passed over, by reason; 0.5 while its breaker is half open",
             labels=["worker", "reason"],
         )
         open_share = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
@@ -238,7 +240,7 @@ class Metrics:
         self._registry = registry
         self._ttft = BulkHistogram(
             "kvferry_time_to_first_token_seconds",
-            "Request received to first token written",
+            "From request received to first token written",
             _TTFT_BOUNDS_S,
         )
         self._itl = BulkHistogram(
@@ -246,7 +248,7 @@ class Metrics:
         )
         self._e2e = BulkHistogram(
             "kvferry_e2e_request_latency_seconds",
-            "Request received to last token written",
+            "From request received to last token written",
             _E2E_BOUNDS_S,
         )
         for histogram in (self._ttft, self._itl, self._e2e):
@@ -255,7 +257,7 @@ class Metrics:
         self._cached_tokens = _counter(registry, "cached_tokens", "Prompt tokens found in a cache")
         self._generation_tokens = _counter(registry, "generation_tokens", "Tokens generated")
         self._requests = _counter(
-            registry, "num_requests", "Generations ended, by how", "finish_reason"
+            registry, "num_requests", "Generations that ended, by finish reason", "finish_reason"
         )
         self._ended: dict[str, Counter] = {}
         self._rejected = _counter(registry, "requests_rejected", "Requests answered with 429")
@@ -263,13 +265,13 @@ class Metrics:
             registry, "connections_rejected", "HTTP connections beyond what open files allow"
         )
         self._retries = _counter(registry, "retries", "Generations placed again", "reason")
-        self._preemptions = _counter(registry, "preemptions", "Generations that gave their pages")
-        self._stale = _counter(registry, "stale_rows", "Rows and batches dropped as not expected")
+        self._preemptions = _counter(registry, "preemptions", "Generations preempted")
+        self._stale = _counter(registry, "stale_rows", "Unexpected rows and batches dropped")
         self._silent = _counter(
-            registry, "sibling_silent", "Questions that another API process did not answer"
+            registry, "sibling_silent", "Questions that another API process did not answer in time"
         )
         self._untraced = _counter(
-            registry, "traces_dropped", "Requests whose spans did not get to the OTLP endpoint"
+            registry, "traces_dropped", "Requests whose spans did not reach the OTLP endpoint"
         )
         self._gauges = _Gauges()
         registry.register(self._gauges)

@@ -195,7 +195,7 @@ class ChatReader:
         # A response format is about the text, and an answer that must be calls has none. It is not
         # refused, because agents always send one.
         if form is not None and form.field != "response_format":
-            raise bad_field("tool_choice", f"that asks for calls cannot go with {form.name}")
+            raise bad_field("tool_choice", f"a required tool call cannot go with {form.name}")
         only = named_tool(fields.tool_choice)
         places = self._places_of_parameters()
         form = calls_form(self.parsing, fields.tools or (), only, model.tokenizer, places)
@@ -261,7 +261,7 @@ def _parsing(fields: ChatFields, model: ServedModel) -> Parsing:
                 raise not_served(name)
     must_call = must_be_calls(fields.tool_choice)
     if must_call and config.tool_call_parser == "none":
-        raise bad_field("tool_choice", "that asks for calls needs a server with --tool-call-parser")
+        raise bad_field("tool_choice", "required tool calls need a server with --tool-call-parser")
     calls = config.tool_call_parser != "none" and fields.tool_choice != "none"
     return Parsing(
         config.reasoning_parser,

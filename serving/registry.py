@@ -39,8 +39,8 @@ class RegistryConfig:
             raise ConfigError(f"--routes-port must be 0 to 65535, got {self.routes_port}")
         if self.lease_ttl_s < 2 * HEARTBEAT_S:
             raise ConfigError(
-                f"--lease-ttl must be at least {2 * HEARTBEAT_S:g}, since workers say every "
-                f"{HEARTBEAT_S:g} s that they live, got {self.lease_ttl_s}"
+                f"--lease-ttl must be at least {2 * HEARTBEAT_S:g}, since workers send a heartbeat "
+                f"every {HEARTBEAT_S:g} s, got {self.lease_ttl_s}"
             )
         if self.route_ttl_s <= 0:
             raise ConfigError(f"--route-ttl must be above 0, got {self.route_ttl_s}")

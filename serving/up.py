@@ -128,7 +128,7 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
         if args.prefill:
             raise ConfigError(f"--colocated starts no prefill group, got --prefill {args.prefill}")
         if flag and local != ANY_PROMPT:
-            raise ConfigError(f"--colocated has decode compute any prompt, got {flag} {local}")
+            raise ConfigError(f"--colocated lets decode compute every prompt, got {flag} {local}")
         args.prefill, args.decode_local_prefill_tokens = 0, ANY_PROMPT
     if args.prefill is None:
         args.prefill = 1
@@ -136,8 +136,8 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
         return
     if not args.colocated and local != ANY_PROMPT:
         raise ConfigError(
-            "--prefill 0 leaves long prompts to nobody: give --local-prefill-tokens "
-            f"{ANY_PROMPT} with it, or --colocated in its place; got {local}"
+            "with --prefill 0 nobody computes long prompts: give --local-prefill-tokens "
+            f"{ANY_PROMPT} too, or --colocated instead; got {local}"
         )
     shared = {field.name for field in fields(WorkerConfig)}
     for field in fields(roles["prefill"]):
@@ -145,7 +145,7 @@ def _settle_prefill(args: argparse.Namespace, roles: Roles) -> None:
             if name in args and name not in shared:
                 asked = "--colocated" if args.colocated else "--prefill 0"
                 raise ConfigError(
-                    f"{flags.flag_name(name)} is for prefill, of which {asked} starts no group"
+                    f"{flags.flag_name(name)} is for prefill, and {asked} starts no prefill group"
                 )
 
 

@@ -129,7 +129,7 @@ class Leases:
         if known.outlived == epoch:
             raise Superseded(what)
         self._leases[worker_id] = replace(known, rival=epoch)
-        raise Unavailable(f"{what}, whose lease ends unless it lives")
+        raise Unavailable(f"{what}, and keeps the name unless its lease ends")
 
     def view(self) -> wire.ClusterView:
         """All live workers, by name."""
@@ -395,7 +395,7 @@ class RegistryClient:
             try:
                 await self._watch_once(on_view, complaint)
             except TimeoutError:
-                complaint.tell(f"no view for {SILENCE_S:g} s")
+                complaint.tell(f"nothing came for {SILENCE_S:g} s")
                 await self._client.renew()
             except KvferryError as error:
                 complaint.tell(error)

@@ -249,7 +249,7 @@ def security_from(args: argparse.Namespace) -> Security:
     else:
         token = os.environ.get(TOKEN_ENV, "").strip()
     if len(token) < MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
-        got = len(token) if len(token) < MIN_TOKEN_CHARS else "some that ASCII does not print"
+        got = len(token) if len(token) < MIN_TOKEN_CHARS else "some not printable in ASCII"
         raise ConfigError(
             f"a cluster token of at least {MIN_TOKEN_CHARS} characters is needed, got {got}: "
             f"give --cluster-token-file or ${TOKEN_ENV} (openssl rand -hex 32 makes one)"

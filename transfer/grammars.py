@@ -50,7 +50,7 @@ class Constraint:
     def failure(self) -> RequestError:
         """Why the grammar cannot go on."""
         why = " ".join(self.matcher.get_error().replace(_TERSE, "").split())
-        why = why or "no token of this model's can follow"
+        why = why or "no token of this model can come next"
         return RequestError(Code.BAD_REQUEST, f"the grammar cannot be followed: {why}")
 
 

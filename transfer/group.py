@@ -112,10 +112,10 @@ class Leader:
 
     def wait_for_all(self) -> None:
         """Wait until every member follows (build thread). Raises Unavailable when one does not."""
-        log.info("all is compiled; %d other nodes have to follow", self._num_members - 1)
+        log.info("all is compiled; waiting until %d other nodes follow", self._num_members - 1)
         if not self._all_follow.wait(FOLLOW_TIMEOUT_S):
             missing = sorted(set(range(1, self._num_members)) - set(self._feeds))
-            raise Unavailable(f"nodes {missing} do not follow within {FOLLOW_TIMEOUT_S:g} s")
+            raise Unavailable(f"nodes {missing} did not follow within {FOLLOW_TIMEOUT_S:g} s")
 
     def tell(self, name: str, key: int, arrays: Sequence[np.ndarray]) -> None:
         """Tell every member to make this call (engine thread)."""

@@ -36,8 +36,8 @@ def plan_heads(
     ):
         if stored % num_kv_heads or stored % shards:
             raise Incompatible(
-                f"{name} stores {stored} kv heads in {shards} shards, which does not divide: "
-                f"the model has {num_kv_heads}"
+                f"{name} stores {stored} kv heads in {shards} shards, the model has "
+                f"{num_kv_heads}: the shards and the model's heads must each divide those stored"
             )
     src_local, dst_local = src_stored // src_shards, dst_stored // dst_shards
     src_copies, dst_copies = src_stored // num_kv_heads, dst_stored // num_kv_heads

@@ -129,7 +129,7 @@ class Meeting:
         """Answer once all nodes are here, and again when node 0 leaves."""
         refused = self._refused(request)
         if refused is not None:
-            log.warning("a node that came is refused: %s", refused.refusal)
+            log.warning("a node was refused: %s", refused.refusal)
             yield refused
             return
         rank = request.node_rank
@@ -169,7 +169,7 @@ class Meeting:
             if ours != other:
                 return Met(refusal=f"{name} differs: node 0 has {ours}, node {rank} has {other}")
         if not 0 < rank < self._num_nodes:
-            return Met(refusal=f"--node-rank {rank}: nodes 1 to {self._num_nodes - 1} are awaited")
+            return Met(refusal=f"--node-rank {rank}: expected 1 to {self._num_nodes - 1}")
         here = self._came.get(rank)
         if here is not None and here.visit == request.visit:
             return None
@@ -209,7 +209,7 @@ class Visit:
                         break
                     except Unavailable as error:
                         if not heard:
-                            log.info("node 0 is waited for: %s", error)
+                            log.info("waiting for node 0: %s", error)
                         heard = f"; last heard: {error}"
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:

@@ -98,7 +98,7 @@ class Member:
         built.cancel()
         if stopped.done():
             return None
-        raise Unavailable("node 0 is gone while this node was built, see what it said")
+        raise Unavailable("node 0 was lost while this node was starting, see its last lines")
 
     async def _serve(
         self, parts: _Built, stopped: "asyncio.Task[Any]", on_ready: Callable[[str], None]
@@ -161,7 +161,7 @@ class Member:
         except TimeoutError:
             raise Unavailable(f"node 0 said nothing for {SILENCE_S:g} s") from None
         except StopAsyncIteration:
-            raise Unavailable("node 0 has no more for this node") from None
+            raise Unavailable("node 0 ended the stream of calls to this node") from None
         for call in told.calls:
             self._queue.put(call)
         return told.is_last

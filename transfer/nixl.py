@@ -156,7 +156,7 @@ class Abandoned:
         if left >= self._most:
             raise PeerLost(
                 f"{left} lost connections have a NIXL write under way, at most {self._most} may; "
-                "start this worker anew unless their receivers come back or end"
+                "restart this worker unless their receivers come back or end"
             )
 
 
@@ -178,7 +178,7 @@ def _probe_sending(sender_id: str) -> None:
 
 def _say_what_tls_leaves_out(security: Security) -> None:
     if security.ca_file is not None:
-        log.warning("TLS covers what this end says by TCP; NIXL moves pages unencrypted")
+        log.warning("TLS covers only the TCP connection; NIXL moves pages unencrypted")
 
 
 class NixlSender(TcpSender):

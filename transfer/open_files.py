@@ -30,7 +30,7 @@ def raise_limit() -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _count(hard) < _LEAST:
-        raise ConfigError(f"{hard} files may be open (ulimit -n); expected {_LEAST} at least")
+        raise ConfigError(f"{hard} files may be open (ulimit -n); expected at least {_LEAST}")
     wanted = min(WANTED, _count(hard))
     if _count(soft) < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
@@ -70,7 +70,7 @@ class Shortage:
         if num >= for_control() and now_s - self._told_s >= _MINUTE_S:
             self._told_s = now_s
             log.warning(
-                "%d of %d files are open (ulimit -n): who connects to this process may be refused",
+                "%d of %d files are open (ulimit -n): new connections may be refused",
                 num,
                 limit(),
             )

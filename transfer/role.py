@@ -221,12 +221,12 @@ class RoleWorker[H: HeldRoom, C: WorkerConfig](Worker):
             )
             return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         if submit.sampling.grammar and self._grammars is None:
-            message = f"{self.worker_id()} follows no grammars"
+            message = f"{self.worker_id()} does not support grammars"
             return wire.Refusal(submit.room, Code.BAD_REQUEST.value, message)
         num_tokens = self.request_tokens(submit)
         limit = self._facts.request_limit(self._num_pages)
         if num_tokens > limit:
-            message = f"{num_tokens} tokens, this {self.role} worker takes {limit}"
+            message = f"{num_tokens} tokens, this {self.role} worker takes at most {limit}"
             return wire.Refusal(submit.room, Code.TOO_LONG.value, message)
         if len(self._held) >= self.config.max_queued_requests:
             message = f"{len(self._held)} requests held, at most {self.config.max_queued_requests}"

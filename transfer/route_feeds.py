@@ -86,7 +86,7 @@ class RouteFeeds:
                 complaint.settle()
                 await (self._feed(link) if hello.follows else self._hear(link, hello))
             else:
-                log.debug("too many connections for routes: one was refused")
+                log.debug("too many connections for routes: refused one")
         except Unavailable as error:
             log.debug("%s", error)  # the peer is gone: every link ends that way
         except RpcError as error:
@@ -108,7 +108,7 @@ class RouteFeeds:
             data = await link.receive()
             routes = wire.decode(data, wire.Routes)
             if (routes.worker_id, routes.epoch) != (hello.peer_id, hello.epoch):
-                raise BadMessage(f"{hello.peer_id} tells the routes of {routes.worker_id}")
+                raise BadMessage(f"{hello.peer_id} reports routes of {routes.worker_id}")
             self.put(routes, data)
 
     async def _feed(self, link: RouteLink) -> None:
@@ -122,7 +122,7 @@ class RouteFeeds:
         self._followers.add(link)
         try:
             await link.receive(0)
-            raise BadMessage("a reader of routes has nothing to say")
+            raise BadMessage("a follower of routes must send nothing after its hello")
         finally:
             self._followers.discard(link)
 
@@ -170,7 +170,7 @@ class RoutePublisher:
         self._news = RouteNews(worker_id, epoch)
         self._connect = lambda: connect(worker_id, epoch)
         self._link: RouteLink | None = None
-        self._complaint = Complaint(log, "routes are not told")
+        self._complaint = Complaint(log, "routes cannot be reported")
 
     def feed(self, bound: Iterable[tuple[int, int]], ended: Iterable[int]) -> None:
         """Add the changes of one turn: rooms with their ranks, and rooms that ended."""
@@ -199,7 +199,7 @@ class RoutePublisher:
         try:
             self.registered()
             await link.receive(0)
-            raise BadMessage("a registry has nothing to say to who tells routes")
+            raise BadMessage("the registry must send nothing to a worker that reports routes")
         finally:
             self._link = None
             link.close()

@@ -105,7 +105,7 @@ class _ShmLane(SlotLane):
         """Why shared memory is not used, with both sides' values."""
         mine = self.sender.host or "unknown"
         if offer is None:
-            return f"this side is on host {mine}, decode offers none"
+            return f"this side is on host {mine}, decode offers no shared memory"
         if not self._is_here(offer):
             return f"this side is on host {mine}, decode on {offer.host_identity}"
         return (

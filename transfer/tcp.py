@@ -322,7 +322,7 @@ class TcpReceiver(Receiver):
         super().left(feeder, message)
 
     def _accept(self, listener: socket.socket, kind: "type[TcpFeeder]") -> None:
-        complaint = Complaint(log, "a page connection cannot be taken")
+        complaint = Complaint(log, "a page connection cannot be accepted")
         while not self._closed:
             try:
                 sock, address = listener.accept()

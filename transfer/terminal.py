@@ -119,7 +119,7 @@ class _Outlet:
             with self._changed:
                 self._waiting.popleft()
                 if not self._waiting and self._dropped:
-                    said = f"{self._dropped} lines are not here: nobody read them in time\n"
+                    said = f"{self._dropped} lines were dropped: nobody read them in time\n"
                     self._waiting.append(said.encode())
                     self._dropped = 0
                 self._changed.notify_all()

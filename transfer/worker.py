@@ -337,7 +337,7 @@ class Worker(ABC):
         if submit.api_id not in self._streams:
             return _refuse(submit, Code.STALE, f"{submit.api_id} has no reply stream here")
         if self.leaving.draining:
-            return _refuse(submit, Code.DRAINING, f"{self.worker_id()} drains")
+            return _refuse(submit, Code.DRAINING, f"{self.worker_id()} is draining")
         malformed = _malformed(submit)
         if malformed:
             return _refuse(submit, Code.BAD_REQUEST, malformed)
@@ -403,7 +403,7 @@ class Worker(ABC):
         for api_id, batch in batches.items():
             replies = self._streams.get(api_id)
             if replies is not None and not replies.offer(batch):
-                log.warning("%s does not read its steps: dropped", api_id)
+                log.warning("%s does not read its steps: connection dropped", api_id)
                 del self._streams[api_id]
                 replies.end()
                 self.inbox.post(ApiGone(api_id))
@@ -425,7 +425,7 @@ class Worker(ABC):
                 if self.handing_on and not self.num_held():
                     self.handing_on = False
                     left = self.state()
-                    log.info("emptied: %d rooms, %d pages held", left.rooms, left.pages_held)
+                    log.info("drained: %d rooms, %d pages held", left.rooms, left.pages_held)
                     self.on_loop(self.leaving.emptied)
         except BaseException as error:
             log.exception("the engine of this %s worker failed", self.role)
@@ -450,7 +450,7 @@ async def _logged(task: Coroutine[Any, Any, None]) -> None:
     try:
         await task
     except Exception:
-        log.exception("routes are not followed any more")
+        log.exception("routes are no longer followed")
 
 
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:

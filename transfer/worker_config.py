@@ -102,16 +102,16 @@ class WorkerConfig:
             )
         if self.expert_distribution_file:
             if not self.enable_eplb:
-                raise ConfigError("--expert-distribution-file needs --enable-eplb, which counts")
+                raise ConfigError("--expert-distribution-file needs --enable-eplb to count rows")
             folder = Path(self.expert_distribution_file).absolute().parent
             if not folder.is_dir():
-                raise ConfigError(f"--expert-distribution-file: {folder} is no folder")
+                raise ConfigError(f"--expert-distribution-file: {folder} is not a folder")
         if self.ep_size == 1:
             usual = WorkerConfig.__dataclass_fields__
             for name in ("ep_num_redundant_experts", "init_expert_location", "enable_eplb"):
                 if getattr(self, name) != usual[name].default:
                     flag = name.replace("_", "-")
-                    raise ConfigError(f"--{flag} needs --ep-size above 1: experts are in one part")
+                    raise ConfigError(f"--{flag} needs --ep-size above 1, got 1")
 
     def _check_nodes(self) -> None:
         """Raises ConfigError unless the nodes share the devices evenly and can meet."""
@@ -122,7 +122,7 @@ class WorkerConfig:
         if num_devices % self.nnodes:
             raise ConfigError(
                 f"--nnodes {self.nnodes} must divide --dp-size {self.dp_size} x --tp-size "
-                f"{self.tp_size}: every node has as many devices"
+                f"{self.tp_size}: all nodes have the same number of devices"
             )
         if self.nnodes > 1:
             host, _, port = self.dist_init_addr.rpartition(":")
@@ -133,11 +133,11 @@ class WorkerConfig:
                 )
             if self.enable_eplb and self.dp_size > 1:
                 raise ConfigError(
-                    "--enable-eplb takes --nnodes 1 or --dp-size 1: rows are counted by rank, got "
+                    "--enable-eplb needs --nnodes 1 or --dp-size 1: each rank counts its rows, got "
                     f"--nnodes {self.nnodes} and --dp-size {self.dp_size}"
                 )
         elif self.dist_init_addr:
-            raise ConfigError("--dist-init-addr needs --nnodes above 1: there is nobody to meet")
+            raise ConfigError("--dist-init-addr needs --nnodes above 1: one node meets nobody")
 
     @property
     def own_devices(self) -> int:
@@ -179,8 +179,8 @@ def check_experts(ep_size: int, tp_size: int, dp_size: int) -> None:
             )
     elif ep_size % dp_size or tp_size % (ep_size // dp_size):
         raise ConfigError(
-            f"--ep-size {ep_size} is above --tp-size {tp_size}: experts that data-parallel ranks "
-            f"share are in --dp-size {dp_size} times as many parts as a divisor of the tp size"
+            f"--ep-size {ep_size} is above --tp-size {tp_size}: data-parallel ranks then share the "
+            f"experts, and it must be --dp-size {dp_size} times a divisor of the tp size"
         )
 
 

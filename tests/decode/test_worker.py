@@ -248,7 +248,7 @@ def test_a_request_that_could_never_fit_is_refused_at_the_door() -> None:
     refused = worker.refusal(alone.leg(1, num_tokens=4, max_new=9))
     assert refused is not None
     assert refused.code == "too_long"
-    assert refused.message == "13 tokens, this decode worker takes 12"
+    assert refused.message == "13 tokens, this decode worker takes at most 12"
 
 
 def test_a_full_queue_is_refused_at_the_door() -> None:

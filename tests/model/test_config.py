@@ -103,7 +103,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
     ("base", "change", "message"),
     [
         (QWEN2, {"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel'; acc"),
-        (QWEN2, {"architectures": []}, "architectures is []; accepted: a list of one of Llama"),
+        (QWEN2, {"architectures": []}, "architectures is []; accepted: a list with one of Llama"),
         (QWEN2, {"vocab_size": None}, "vocab_size is missing"),
         (QWEN2, {"vocab_size": "many"}, "vocab_size is 'many'; accepted: an integer of at least 1"),
         (QWEN2, {"num_hidden_layers": 0}, "num_hidden_layers is 0; accepted: an integer of at"),
@@ -128,7 +128,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (
             QWEN2,
             {"rope_parameters": {"rope_theta": 1e6}},
-            "rope_theta is 10000.0; accepted: 1000000.0, as rope_parameters has it, or one of",
+            "rope_theta is 10000.0; accepted: 1000000.0, as in rope_parameters, or only one of",
         ),
         (
             QWEN2,
@@ -153,7 +153,7 @@ def test_a_top_k_of_minus_one_is_off_as_it_is_for_clients(tmp_path: Path) -> Non
         (
             QWEN2,
             {"rope_scaling": {"rope_type": "default", "type": "yarn", "factor": 4.0}},
-            "rope_scaling: type is 'yarn'; accepted: 'default', as rope_type has it",
+            "rope_scaling: type is 'yarn'; accepted: 'default', as in rope_type",
         ),
         (
             QWEN2,

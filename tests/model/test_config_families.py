@@ -237,7 +237,7 @@ def test_minimax_turns_a_part_that_is_a_number_of_entries(tmp_path: Path) -> Non
         (FLASH_V5 | {"mlp_layer_types": ["dense", "moe", "sparse"]}, "accepted: dense or sparse"),
         (
             FLASH_V5 | {"first_k_dense_replace": 2},
-            "first_k_dense_replace is 2; accepted: what mlp_layer_types says, or one of the two",
+            "first_k_dense_replace is 2; accepted: as many as in mlp_layer_types, or only",
         ),
         (
             QWEN | {"use_sliding_window": True},
@@ -259,10 +259,10 @@ def test_minimax_turns_a_part_that_is_a_number_of_entries(tmp_path: Path) -> Non
         (MINIMAX | {"layernorm_mlp_beta": 3.5}, "layernorm_mlp_beta is 3.5; accepted: 1.0"),
         (MINIMAX | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; accepted: \"sigmoid"),
         (MINIMAX | {"rotary_dim": 15}, "a part of head_dim 32 that is an even number above 0"),
-        (MINIMAX | {"rotary_dim": 64}, "rotary_dim is 64; accepted: 32, which is head_dim, or"),
+        (MINIMAX | {"rotary_dim": 64}, "rotary_dim is 64; accepted: at most head_dim, which is 32"),
         (
             MINIMAX_V5 | {"rotary_dim": 8},
-            "rotary_dim is 8; accepted: 16, as partial_rotary_factor has it, or null",
+            "rotary_dim is 8; accepted: 16, as in partial_rotary_factor, or null",
         ),
     ],
 )

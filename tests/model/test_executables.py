@@ -316,7 +316,7 @@ def test_a_program_that_gives_what_json_cannot_tell_is_compiled_as_ever(
 ) -> None:
     program = Program("odd", gives_a_part, ARGS[:1])
     compile_all([program], kept=ExecutableCache(tmp_path))
-    assert "a Partial that it gives: its executable is not kept" in caplog.text
+    assert "a program that returns a Partial: its executable is not kept" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,7 +372,7 @@ def test_nothing_is_kept_or_loaded_where_others_may_write(
         assert (ExecutableCache.beside_compiled() is None) == (mode != 0o755)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-    assert ("others than this user may write" in caplog.text) == (mode != 0o755)
+    assert ("another user owns" in caplog.text) == (mode != 0o755)
 
 
 def test_nothing_is_loaded_from_a_folder_of_another_user(
@@ -384,7 +384,7 @@ def test_nothing_is_loaded_from_a_folder_of_another_user(
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     else:
         os.chown(tmp_path, 12345, -1)  # a folder of root is for all
-    with pytest.raises(PermissionError, match="others than this user"):
+    with pytest.raises(PermissionError, match="another user owns"):
         cache.check_owner()
 
 

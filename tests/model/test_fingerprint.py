@@ -107,18 +107,18 @@ def test_what_makes_the_same_program_is_told_alike() -> None:
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (object(), "builtins.object has no value to tell"),
-        (lambda: 1, "a lambda of tests.model.test_fingerprint may not be alone in its line"),
+        (object(), "builtins.object has no value that can"),
+        (lambda: 1, "a lambda of tests.model.test_fingerprint, which may share its line"),
         (plus(object()), "builtins.object"),
         (Sizes(1).__eq__, "method"),
         (np.array([object()]), "ndarray"),
         (np.zeros(1, [("a", int)]), "ndarray"),
-        (jax.jit(times), "PjitFunction has no value to tell"),
+        (jax.jit(times), "PjitFunction has no value that can"),
         ({}.get, "builtin_function_or_method"),
-        (endless(), "something holds itself"),
+        (endless(), "a value contains itself"),
         (unbound(), "holds an empty cell"),
-        (os.path.join, "posixpath.join:.* is of no package whose source is told"),
-        (pytest.MonkeyPatch, "is of no package"),
+        (os.path.join, "posixpath.join:.* is from a package whose source is not in"),
+        (pytest.MonkeyPatch, "is from a package"),
     ],
 )
 def test_what_has_no_value_of_its_own_is_refused(value: Any, says: str) -> None:
@@ -127,5 +127,5 @@ def test_what_has_no_value_of_its_own_is_refused(value: Any, says: str) -> None:
 
 
 def test_an_array_on_a_device_is_refused() -> None:
-    with pytest.raises(NoFingerprint, match="ArrayImpl has no value to tell"):
+    with pytest.raises(NoFingerprint, match="ArrayImpl has no value that can"):
         fingerprint(jnp.zeros(2))

@@ -17,7 +17,9 @@ def test_whoever_waits_too_long_for_the_others_says_so(monkeypatch: pytest.Monke
     over = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: over.wait(20))
     monkeypatch.setattr(members, "_JOIN_S", 0.05)
-    with pytest.raises(NodeLost, match=r"2 nodes did not come together: not all were there within"):
+    with pytest.raises(
+        NodeLost, match=r"2 nodes did not come together: not all of them joined within"
+    ):
         members.join("a:1", 2, 0)
     over.set()
 
@@ -51,7 +53,7 @@ def test_nodes_with_other_numbers_of_devices_all_say_so(monkeypatch: pytest.Monk
     with contextlib.ExitStack() as running:
         nodes = [running.enter_context(child(_NODE, str(rank), address)) for rank in (0, 1)]
         for node in nodes:
-            assert said(node) == "devices of the nodes: 2, 3; all must have as many"
+            assert said(node) == "devices of the nodes: 2, 3; every node must have the same number"
 
 
 def test_a_process_alone_agrees_with_itself() -> None:
@@ -69,5 +71,5 @@ def test_a_node_that_is_gone_while_all_agree_is_told_of(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", fails)
-    with pytest.raises(NodeLost, match=r"another node is gone, .*: Connection closed by peer"):
+    with pytest.raises(NodeLost, match=r"another node is lost, .*: Connection closed by peer"):
         members.texts_of_all("a")

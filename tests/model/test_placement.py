@@ -296,7 +296,7 @@ def test_a_file_says_where_experts_are_at_the_start(kind: str, tmp_path: Path) -
         ),
         (
             '{"physical_to_logical_map": [[0, 1, 2, 0], [0, 0, 1, 2]]}',
-            "has an expert twice in one of 2 parts; accepted: copies in parts apart",
+            "has an expert twice in one of 2 parts; accepted: copies in different parts",
         ),
         ('{"physical_to_logical_map": [[0, 1, 2, -1], [0, 1, 2, 0]]}', "integers from 0 on"),
         ('{"physical_to_logical_map": [[0, 1, 2, 0.5], [0, 1, 2, 0]]}', "is float64[2, 4]"),

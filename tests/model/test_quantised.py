@@ -371,7 +371,7 @@ def _refused(folder: Path, tensors: Tensors, kind: str) -> str:
     [
         (_drop(SCALES), f"tensor {BLOCKS}: no tensor {SCALES} in "),
         (_drop(BLOCKS), f"tensor {SCALES}: no tensor {BLOCKS} in "),
-        (_add(EXPERTS, (3, COLS, ROWS), np.float32), f"tensor {EXPERTS}: is there as {BLOCKS} and"),
+        (_add(EXPERTS, (3, COLS, ROWS), np.float32), f"tensor {EXPERTS}: is there beside {BLOCKS}"),
         (_retype(BLOCKS, np.int8), f"tensor {BLOCKS}: dtype I8; accepted: U8"),
         (_retype(SCALES, np.float32), f"tensor {SCALES}: dtype F32; accepted: U8"),
         (_cut(SCALES), f"tensor {SCALES}: shape [2, 70, 3], expected [3, 70, 3]"),
@@ -428,7 +428,7 @@ def test_fp8_parts_that_do_not_fit_are_refused(
         (_drop(SCALE), f"tensor {PACKED}: no tensor {SCALE} in "),
         (_drop(PACKED), f"tensor {SCALE}: no tensor {PACKED} in "),
         (_drop(SHAPE), f"tensor {PACKED}: no tensor {SHAPE} in "),
-        (_add(WEIGHT, (OUT4, IN4), np.float32), f"tensor {WEIGHT}: is there as {PACKED} and"),
+        (_add(WEIGHT, (OUT4, IN4), np.float32), f"tensor {WEIGHT}: is there beside {PACKED} and"),
         (_retype(PACKED, np.uint32), f"tensor {PACKED}: dtype U32; accepted: I32"),
         (_retype(SCALE, np.float64), f"tensor {SCALE}: dtype F64; accepted: BF16, F16, F32"),
         (_cut(SCALE), f"tensor {SCALE}: shape [69, 3], expected [70, 3]"),

@@ -360,7 +360,10 @@ def test_too_long_and_too_many_are_refused_at_the_door() -> None:
     alone, worker = prefill(num_pages=2)
     long = worker.refusal(alone.leg(1, num_tokens=9))
     assert long is not None
-    assert (long.code, long.message) == ("too_long", "9 tokens, this prefill worker takes 8")
+    assert (long.code, long.message) == (
+        "too_long",
+        "9 tokens, this prefill worker takes at most 8",
+    )
     for room in (1, 2, 3, 4):
         alone.submit(room)
     many = worker.refusal(alone.leg(5))

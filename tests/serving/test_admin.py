@@ -121,7 +121,7 @@ async def test_a_cache_is_flushed_by_the_name_that_vllm_has_for_it() -> None:
         response = await live.http.post("/reset_prefix_cache")
         assert response.status_code == 400
         assert error_of(response)["code"] == "not_flushed"
-        assert "no worker is there" in error_of(response)["message"]
+        assert "no worker is available" in error_of(response)["message"]
 
 
 async def test_loads_are_told_as_routers_of_sglang_read_them() -> None:

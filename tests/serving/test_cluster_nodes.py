@@ -97,7 +97,7 @@ def test_a_node_that_was_started_differently_says_in_what_and_may_come_again(
     differs = "--max-total-tokens differs: node 0 has 512, node 1 has 1024"
     other = _start(commands, tmp_path, port, 1, "--max-total-tokens=1024")
     assert _said_at_its_end(other, 2) == f"kvferry prefill: {differs}"
-    leader.says(f"a node that came is refused: {differs}")
+    leader.says(f"a node was refused: {differs}")
     _start(commands, tmp_path, port, 1, "--max-total-tokens=512")
     leader.says("loading weights")  # together
 

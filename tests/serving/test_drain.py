@@ -79,7 +79,7 @@ def test_workers_leave_under_load_then_all_of_it_and_no_request_notices(cluster:
         finally:
             stop.set()
         assert sum(future.result() for future in asked) >= len(want)
-    assert cluster.log.read_text().count("emptied: 0 rooms, 0 pages held") == 2
+    assert cluster.log.read_text().count("drained: 0 rooms, 0 pages held") == 2
     assert sorted(worker["role"] for worker in cluster.settled()) == ["decode", "prefill"]
     assert 'kvferry_retries_total{reason="peer_lost"}' not in cluster.http.get("/metrics").text
     # Those that are left serve on, until all are told to leave.

@@ -268,13 +268,13 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (
             DecodeConfig,
             {"tp_size": 2, "ep_size": 3, "dp_size": 2},
-            "share are in --dp-size 2 times as many parts",
+            "must be --dp-size 2 times a divisor of the tp size",
         ),
         (DecodeConfig, {"tp_size": 2, "ep_size": 8, "dp_size": 2}, "--ep-size 8 is above"),
         (
             DecodeConfig,
             {"enable_eplb": True},
-            "--enable-eplb needs --ep-size above 1: experts are in one part",
+            "--enable-eplb needs --ep-size above 1, got 1",
         ),
         (
             PrefillConfig,
@@ -286,7 +286,7 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
         (
             DecodeConfig,
             {"tp_size": 2, "ep_size": 2, "expert_distribution_file": "a.json"},
-            "--expert-distribution-file needs --enable-eplb, which counts",
+            "--expert-distribution-file needs --enable-eplb to count rows",
         ),
         (
             DecodeConfig,
@@ -296,7 +296,7 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
                 "enable_eplb": True,
                 "expert_distribution_file": "/nowhere/at/all/a.json",
             },
-            "--expert-distribution-file: /nowhere/at/all is no folder",
+            "--expert-distribution-file: /nowhere/at/all is not a folder",
         ),
         (
             DecodeConfig,
@@ -341,7 +341,11 @@ def test_a_misspelt_flag_is_told_before_the_one_it_leaves_missing(
             {"api_workers": 3, "max_inflight_requests": 2},
             "--max-inflight-requests, which they share (2), got 3",
         ),
-        (RegistryConfig, {"lease_ttl_s": 0.3}, "--lease-ttl must be at least 1, since workers say"),
+        (
+            RegistryConfig,
+            {"lease_ttl_s": 0.3},
+            "--lease-ttl must be at least 1, since workers send",
+        ),
         (RegistryConfig, {"route_ttl_s": 0.0}, "--route-ttl must be above 0, got 0.0"),
         (RegistryConfig, {"max_routes": 0}, "--max-routes must be at least 1, got 0"),
         (
@@ -380,7 +384,7 @@ def test_certificates_are_handed_on_to_children() -> None:
     [
         (None, "at least 16 characters is needed, got 0: give --cluster-token-file or $KVFERRY_"),
         ("short", "at least 16 characters is needed, got 5"),
-        ("geheimer-schlüssel", "got some that ASCII does not print"),
+        ("geheimer-schlüssel", "got some not printable in ASCII"),
     ],
 )
 def test_a_token_that_guards_nothing_is_refused(

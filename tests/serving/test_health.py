@@ -45,5 +45,5 @@ async def test_a_server_whose_workers_bring_no_token_fails_its_probe() -> None:
         response = await live.http.get("/health_generate")
         assert response.status_code == 503
         assert error_of(response)["code"] == "no_progress"
-        assert error_of(response)["message"] == "no token has come of any request"
+        assert error_of(response)["message"] == "no token of any request has arrived"
         await until(lambda: live.rooms == 0)

@@ -85,7 +85,11 @@ async def test_the_grammar_of_such_an_answer_is_that_of_the_call() -> None:
             "response_format",
             "response_format.json_schema.schema: is required",
         ),
-        ({"extra_body": {"regex": "a+"}}, "tool_choice", "tool_choice: that asks for calls cannot"),
+        (
+            {"extra_body": {"regex": "a+"}},
+            "tool_choice",
+            "tool_choice: a required tool call cannot",
+        ),
         ({"tools": []}, "tool_choice", "tool_choice: needs tools"),
         (
             {"tools": [*TOOLS, BAD]},

@@ -63,7 +63,7 @@ def test_too_few_files_to_serve_at_all_are_told_of_in_a_line() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    said = "kvferry registry: 32 files may be open (ulimit -n); expected 64 at least\n"
+    said = "kvferry registry: 32 files may be open (ulimit -n); expected at least 64\n"
     assert done.stderr == said
 
 

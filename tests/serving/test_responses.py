@@ -415,7 +415,7 @@ async def test_an_aborted_answer_is_cancelled() -> None:
         ),
         ({"tool_choice": "any"}, "tool_choice", 'tool_choice: expected "none", "auto", "required"'),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tool_choice: this server does not"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice: that asks for calls needs"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice: required tool calls need"),
         ({"top_logprobs": 21}, "top_logprobs", "top_logprobs: must be "),
         ({"stream_options": {}}, "stream_options", "stream_options: is allowed only with stream"),
         ({"temperature": -1}, "temperature", "temperature: must be at least 0, got -1.0"),

@@ -50,27 +50,27 @@ def test_prefill_is_started_otherwise(argv: tuple[str, ...], count: int) -> None
         ("--colocated --prefill 2", "--colocated starts no prefill group, got --prefill 2"),
         (
             "--colocated --local-prefill-tokens 40",
-            "--colocated has decode compute any prompt, got --local-prefill-tokens 40",
+            "--colocated lets decode compute every prompt, got --local-prefill-tokens 40",
         ),
         (
             "--colocated --local-prefill-tokens -1 --decode-local-prefill-tokens 0",
-            "--colocated has decode compute any prompt, got --decode-local-prefill-tokens 0",
+            "--colocated lets decode compute every prompt, got --decode-local-prefill-tokens 0",
         ),
-        ("--prefill 0", "give --local-prefill-tokens -1 with it, or --colocated in its place"),
-        ("--prefill 0 --local-prefill-tokens 40", "or --colocated in its place; got 40"),
+        ("--prefill 0", "give --local-prefill-tokens -1 too, or --colocated instead"),
+        ("--prefill 0 --local-prefill-tokens 40", "or --colocated instead; got 40"),
         ("--prefill -1 --local-prefill-tokens -1", "--prefill must be 1 to 256, got -1"),
         ("--colocated --decode 0", "--decode must be 1 to 256, got 0"),
         (
             "--colocated --prefill-tp-size 2",
-            "--prefill-tp-size is for prefill, of which --colocated starts no group",
+            "--prefill-tp-size is for prefill, and --colocated starts no prefill group",
         ),
         (
             "--colocated --max-seqs-per-chunk 2",
-            "--max-seqs-per-chunk is for prefill, of which --colocated starts no group",
+            "--max-seqs-per-chunk is for prefill, and --colocated starts no prefill group",
         ),
         (
             "--prefill 0 --local-prefill-tokens -1 --load-balance-method total_tokens",
-            "--load-balance-method is for prefill, of which --prefill 0 starts no group",
+            "--load-balance-method is for prefill, and --prefill 0 starts no prefill group",
         ),
     ],
 )

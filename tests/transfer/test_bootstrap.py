@@ -320,7 +320,7 @@ async def test_a_registry_behind_a_port_that_said_nothing_is_watched(
             silent.setblocking(False)
             views = registry.watch()
             connection, _ = await asyncio.get_running_loop().sock_accept(silent)
-            await until(lambda: "trying again: no view for 0.3 s" in caplog.text)
+            await until(lambda: "trying again: nothing came for 0.3 s" in caplog.text)
         await registry.start()
         await a_view(views, shows())
         connection.close()

@@ -270,7 +270,7 @@ async def test_calls_are_for_those_who_know_the_token(led: Group) -> None:
 
 def test_a_leader_whose_members_do_not_come_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "FOLLOW_TIMEOUT_S", 0.01)
-    with pytest.raises(Unavailable, match=r"nodes \[1, 2\] do not follow within 0.01 s"):
+    with pytest.raises(Unavailable, match=r"nodes \[1, 2\] did not follow within 0.01 s"):
         Leader(3, lambda rank: None).wait_for_all()
 
 
@@ -296,7 +296,7 @@ def test_a_leader_whose_members_do_not_come_says_which(monkeypatch: pytest.Monke
                 "enable_eplb": True,
                 "dist_init_addr": "host:1",
             },
-            "--enable-eplb takes --nnodes 1 or --dp-size 1",
+            "--enable-eplb needs --nnodes 1 or --dp-size 1",
         ),
     ],
 )

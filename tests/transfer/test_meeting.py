@@ -127,7 +127,7 @@ async def test_a_rank_that_is_taken_or_not_awaited_is_refused(nodes: Nodes) -> N
     with pytest.raises(ConfigError, match=r"^--node-rank 1 is taken: another node came with it$"):
         await nodes.come(1)
     for rank in (0, 3, -1):
-        with pytest.raises(ConfigError, match=f"^--node-rank {rank}: nodes 1 to 2 are awaited$"):
+        with pytest.raises(ConfigError, match=f"^--node-rank {rank}: expected 1 to 2$"):
             await nodes.come(rank)
     assert await nodes.come(2) == await first == await leader
 

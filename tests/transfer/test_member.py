@@ -37,7 +37,7 @@ async def _followed(led: Group) -> "asyncio.Task[None]":
 async def test_a_leader_that_fails_takes_members_with_an_error(led: Group) -> None:
     running = await _followed(led)
     await led.leader.dismiss(is_well=False)
-    with pytest.raises(Unavailable, match="node 0 has no more for this node"):
+    with pytest.raises(Unavailable, match="node 0 ended the stream of calls"):
         await asyncio.wait_for(running, 5)
     assert not led.lost
 
@@ -73,6 +73,6 @@ async def test_a_member_whose_leader_is_gone_before_it_follows_ends(
     running = asyncio.create_task(ending.run(lambda what: None))
     await until(lambda: hasattr(ending, "_visit"))
     ending._visit.over.set()
-    with pytest.raises(Unavailable, match="node 0 is gone while this node was built"):
+    with pytest.raises(Unavailable, match="node 0 was lost while this node was starting"):
         await asyncio.wait_for(running, 5)
     over.set()
