@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: numbers in range, and flags of a server as a shell has them."""
+"""The benchmarks' command lines: numbers in range, and a server's flags as a shell splits them."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The load client before servers that speak otherwise than ours, or nonsense."""
+"""The load client against servers whose HTTP differs from ours, and servers that send nonsense."""
 
 import asyncio
 
@@ -68,7 +68,7 @@ async def test_a_malformed_event_is_a_failed_request_among_others(event):
 
 
 async def answering(data: bytes, ask) -> object:
-    """What ask makes of a server that answers with these bytes."""
+    """What ask returns when the server answers with these bytes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Rows of all lengths, of which as many tokens are asked for as there are pages."""
+"""Rows of mixed context lengths that together fill the pages there are."""
 
 from dataclasses import replace
 

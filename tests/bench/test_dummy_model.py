@@ -1,4 +1,4 @@
-"""Folders of shapes without weights: read back, they are the shapes, and every id has a text."""
+"""Model folders without weights: read back, they have the shape's sizes; every id has a text."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whatever ends a benchmark ends what it started, and Ctrl-C is a line."""
+"""However a benchmark ends, so does everything it started; Ctrl-C prints one line."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ with lifeline() as fd:
 
 
 def test_ctrl_c_while_a_process_is_started_comes_once_it_is_known():
-    """Whichever thread hears it: a mask of one would not be enough."""
+    """Whichever thread receives it, so masking the signal in one thread would not be enough."""
     known: list[bool] = []
 
     def start() -> None:
@@ -46,7 +46,7 @@ def test_ctrl_c_while_a_process_is_started_comes_once_it_is_known():
             known.append(True)
 
     def interrupt() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as a thread of before
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as in an older thread
         signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
@@ -63,12 +63,12 @@ def test_ctrl_c_is_a_line_and_ends_what_was_started():
 
         def started() -> bool:
             children[:] = psutil.Process(bench.pid).children()
-            with contextlib.suppress(psutil.NoSuchProcess):  # git's, which names the commit
+            with contextlib.suppress(psutil.NoSuchProcess):  # git, which names the commit
                 return any("bench.host_limits" in child.cmdline() for child in children)
             return False
 
         wait_until(started)
-        os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to all of them
+        os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to the whole process group
         _, said = bench.communicate(timeout=30)
     assert (bench.returncode, said) == (130, b"kvferry bench: interrupted\n")
     wait_until(lambda: all(map(has_ended, children)))

@@ -1,4 +1,4 @@
-"""Floors beside figures worked out by hand and beside the published sizes of the models."""
+"""Performance floors against figures worked out by hand and the models' published sizes."""
 
 import math
 from dataclasses import replace
@@ -41,8 +41,8 @@ from model.sharding import Dims, kv_spec, make_mesh
 
 H200 = Ceilings(copy_gb_s=4300, matmul_tflop_s=790)
 
-# Bytes and products of decode steps, one for each of the shape's slots, and then of its chunks,
-# of networks without what came later: latent attention, shared experts, biases, windows.
+# (bytes, floating-point operations) of a decode step for each of the shape's slot counts, then of a
+# chunk for each of its sizes; no latent attention, shared experts, biases or windows.
 PLAIN = {
     "demo": [
         (17309696.0, 8912896.0),
@@ -84,7 +84,7 @@ PLAIN = {
 
 
 def total_params(shape: Shape) -> int:
-    """All but norms, of what the floors count."""
+    """All parameters that the floors count: everything but the norms."""
     cfg = shape.cfg
     tables = cfg.vocab_size * cfg.hidden_size * (1 if cfg.tie_word_embeddings else 2)
     expert = _count(expert_weights(cfg)) + expert_biases(cfg) + cfg.hidden_size
@@ -201,7 +201,7 @@ def test_half_of_the_layers_have_the_window():
 
 def test_shared_experts_are_read_in_every_step_but_not_by_the_kernel_of_routed_ones():
     alone = replace(DEMO_LATENT, cfg=replace(DEMO_LATENT.cfg, shared_intermediate_size=0))
-    weights = 3 * (3 * 256 * 192)  # of the one in each of three layers
+    weights = 3 * (3 * 256 * 192)  # one shared expert in each of three layers
     for tokens in (1, 8):
         cost, without = (decode_step_cost(shape, tokens, 10) for shape in (DEMO_LATENT, alone))
         assert cost.num_bytes - without.num_bytes == pytest.approx(weights * 4)

@@ -1,4 +1,4 @@
-"""The front end benchmark: what it counts of a stream, and what it catches."""
+"""The front end benchmark: what it counts in a stream, and which errors it catches."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def spelt(interval: int = 1, stream: int = 3) -> list[bytes]:
 
 
 def unpacked(data: bytes) -> Iterator[bytes]:
-    """What follows the three numbers of a native round, part by part."""
+    """The parts that follow the three numbers of a native round, one by one."""
     at = 12
     while at < len(data):
         (length,) = struct.unpack_from("<I", data, at)
@@ -100,7 +100,7 @@ def test_a_server_may_put_something_of_its_own_before_the_id():
 
 
 def response(end: str = "response.incomplete", stream: int = 3) -> list[bytes]:
-    """What a server of Responses writes, without the heads of chunks: all but text in one."""
+    """What a Responses server writes, without chunk headers; the opening events as one piece."""
 
     def event(kind: str, **data: object) -> bytes:
         told = orjson.dumps({"type": kind, **data})
@@ -125,7 +125,7 @@ def test_a_response_is_read_as_a_chat_is():
     for time_s, data in enumerate(response()):
         reads.add(float(time_s), data)
         counted.append(reads.events)
-    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))  # as after a chat's one event
+    assert counted[:-1] == list(range(1, NUM_TOKENS + 2))  # as after a chat's single opening event
     found = Heard.of(3, reads, NUM_TOKENS, TEXTS, RESPONSES)
     assert found.token_s.tolist() == [float(k + 1) for k in range(NUM_TOKENS)]
 
@@ -183,7 +183,7 @@ def test_events_are_counted_once_wherever_reads_cut_them():
 
 
 def test_an_answer_that_is_no_stream_ends_the_round_at_once():
-    """It has no last chunk to wait for."""
+    """There is no last chunk to wait for."""
     cell = Cell(2, 4, 1)
     steering, _engine = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listening, steering, _engine:
@@ -222,9 +222,9 @@ def test_a_round_waits_for_a_server_whose_workers_are_away():
                     assert connection.recv(1 << 16).startswith(b"GET /health ")
                     answers.append(status)
                     connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 4\r\n\r\n")
-                    connection.sendall(b"word")  # a read of its own, perhaps
+                    connection.sendall(b"word")  # perhaps read separately
                 assert connection.recv(1) == b""
-                assert of_stream.recv(1) == b""  # nothing was asked there
+                assert of_stream.recv(1) == b""  # nothing was asked on this connection
 
         server = threading.Thread(target=serve)
         server.start()

@@ -1,4 +1,4 @@
-"""Designs of the front end beside each other: what a run asks for, and small real runs of each."""
+"""Front end designs side by side: what a run asks for, and small real runs of each design."""
 
 import argparse
 import asyncio
@@ -137,7 +137,7 @@ def test_auto_leaves_the_interval_to_the_server_and_is_never_steered_by_events()
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line(words, told, capsys):
-    # What is named and does not work is no wrong flag.
+    # A Python that is named correctly but does not work is no usage error.
     assert cli.run(arguments(*words)) == (1 if "-python /" in told else 2)
     assert f"kvferry bench: {told}" in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ async def test_in_backlog_all_steps_leave_and_nothing_is_waited_for():
         await asyncio.wait_for(Pacer(way, ours).steps(current), 5.0)
         assert left == [1, 2, 3, 4]
         theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):  # nobody was asked what the client has
+        with pytest.raises(BlockingIOError):  # the client's socket was not read
             theirs.recv(1)
 
 
@@ -272,7 +272,7 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
     cases: dict[str, dict[str, Any]] = defaultdict(dict)
     for row in rows:
         assert math.isfinite(row["value"])
-        # 0: a server in haste sent all in so few events that none tells the size.
+        # 0: the server fell behind and sent everything in too few events to tell the size.
         assert row["shapes"]["piece_bytes"] == 0 or row["shapes"]["piece_bytes"] > 100
         cases[row["case"]][row["metric"]] = row
     paces = ("saturated", "paced 2 ms", "paced 0.1 ms", "backlog")
@@ -295,7 +295,7 @@ def test_a_small_run_of_every_design_at_every_pace_accounts_for_every_token(tmp_
         for name in (*DESIGNS, *floors)
         for pace in paces
     }
-    assert len(sizes) == 1  # the same bytes of every design
+    assert len(sizes) == 1  # every design sends the same bytes
 
 
 @pytest.mark.timeout(60)

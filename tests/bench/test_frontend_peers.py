@@ -1,4 +1,4 @@
-"""Front ends of other projects: what they are asked, and the tokens that come to them."""
+"""Front ends of other projects: the requests they get, and the tokens they return."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ async def test_first_tokens_leave_as_requests_come_and_steps_are_of_all_streams_
     way = PeerSteps(messages, IDS)
     await way.start()
     names = [request_id(stream) for stream in range(3)]
-    for _ in range(2):  # a round knows nothing of the one before
+    for _ in range(2):  # a round knows nothing of the previous one
         messages.sent.clear()
         current = way.begin(Cell(3, 2, 1))
         await messages.came.put([names[2], names[0]])

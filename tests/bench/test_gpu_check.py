@@ -1,4 +1,4 @@
-"""gpu_check: parts in processes of their own, within minutes, one failure not ending the others."""
+"""gpu_check: parts in separate processes, within minutes; one failure does not end the others."""
 
 import contextlib
 import io
@@ -26,7 +26,7 @@ from tests.cluster import has_ended, wait_until
 
 
 class Runs:
-    """Instead of processes: which ran beside which. Each takes all it may unless told otherwise."""
+    """Stands in for processes, noting which ran side by side. Each takes its limit unless told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **codes: int | None) -> None:
         self.now_s = 0.0
@@ -159,7 +159,7 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch, capsys):
 
 
 def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, tmp_path):
-    """Even what has a session of its own, and does not heed SIGTERM."""
+    """Even a child in a session of its own that ignores SIGTERM."""
     monkeypatch.setattr(gpu_check, "STOP_TIMEOUT_S", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     deaf += f"open({str(tmp_path / 'deaf')!r}, 'w').close(); signal.pause()"
@@ -168,7 +168,7 @@ def test_a_part_that_takes_too_long_is_stopped_with_all_it_started(monkeypatch, 
     started: list[psutil.Process] = []
 
     class Clockless(psutil.Popen):
-        """However soon time is up, the child is there."""
+        """The child exists by the time the limit is up, however soon that is."""
 
         def wait(self, timeout: float | None = None) -> Any:
             if not started:
@@ -241,7 +241,7 @@ def test_what_no_time_is_left_for_is_left_out_by_name():
 
 
 def test_another_shape_stops_by_itself_with_what_tells_most_measured(monkeypatch, capsys):
-    """Time is up after two steps: it is no failure."""
+    """Time is up after two steps; that is not a failure."""
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 16)
     monkeypatch.setitem(ceilings.MATMUL_SIZE, "cpu", 64)
     now_s = 0.0

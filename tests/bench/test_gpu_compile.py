@@ -1,4 +1,4 @@
-"""Counting what a compiled program would do, and compiling for a GPU without its packages."""
+"""Counting the work in a compiled program, and compiling for a GPU without its packages."""
 
 import subprocess
 import sys
@@ -77,12 +77,12 @@ def test_loops_count_as_often_as_they_turn_and_parts_as_what_they_are() -> None:
 
     work = count(TEXT, turns)
     assert asked == ["jit(step)/experts/while"]
-    # A loop whose length is data asks before each turn, and once more.
+    # A loop of unknown length evaluates its condition before each turn, and once more at the end.
     assert work.launches == 8 + (3 + 4) + 1 + 1 + 1
-    assert work.kernels == 1  # which says nothing of what it reads
+    assert work.kernels == 1  # its text does not show what it reads
     assert "jit(step)/kernel" not in work.bytes_by_scope
-    assert work.waits == 3 + 1 + 1  # of the loop whose length is data, and of the condition
-    taken = 2 * 4 * 16 * 2 + 4  # one layer read and written, and which
+    assert work.waits == 3 + 1 + 1  # for the loop of unknown length, and for the conditional
+    taken = 2 * 4 * 16 * 2 + 4  # one layer read and written, and its index
     assert work.bytes_by_scope["jit(step)/layers/take"] == (8 + 3) * taken
     assert work.bytes_by_scope["jit(step)/put"] == 2 * 4 * 4 + 4  # not the pool
     assert work.bytes_by_scope["jit(step)/branch"] == 2 * 4 * 4

@@ -1,4 +1,4 @@
-"""The summary of gpu_check: steps beside their floor, what was checked of all, the rest by name."""
+"""gpu_check's summary: steps beside their floor, checks counted together, other figures by name."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What a plan says of workers that do not run, against those that would."""
+"""A plan's figures for workers that do not run, against what real ones would have."""
 
 import dataclasses
 import subprocess
@@ -75,7 +75,7 @@ def test_devices_share_a_step_and_ranks_that_share_experts_read_them_once() -> N
     )
     assert quarter == pytest.approx(one / 4)
     assert apart == pytest.approx(one)
-    # Of four times the rows, a quarter of nearly all experts; the rest as one alone.
+    # Four times the rows read a quarter of nearly all experts; the rest costs what one device pays.
     assert one / 4 < together < one / 2
 
 
@@ -87,7 +87,7 @@ def test_devices_with_a_copy_each_of_a_key_read_it_each(shape: Shape, tp_size: i
     context, slots = 16384, 64
     shorter, longer = (group.step_s(slots, x, H200) for x in (context, 2 * context))
     assert longer - shorter == pytest.approx(slots * context * token_bytes / 4300e9, rel=0.01)
-    few = Ceilings(1.0, 1e9)  # so that bytes decide
+    few = Ceilings(1.0, 1e9)  # so low a bandwidth that bytes decide
     one, two = (group.chunk_s(x, 1, few) for x in (4096, 8192))
     assert two - one > 2 * 4096 * token_bytes / 1e9
 
@@ -120,7 +120,7 @@ def test_codes_take_half_of_the_memory_and_are_read_in_half_the_time() -> None:
     touched = experts_touched(cfg, 64) / 128 * experts + dense
     gained = wide.step_s(64, 1024, H200) - narrow.step_s(64, 1024, H200)
     assert gained == pytest.approx(touched * (1 - 4 / 128) / 4300e9)
-    # Of two devices that share each expert, scales are no two devices' either.
+    # Where two devices share each expert, no scale spans both of them.
     halves = plan_group(cfg, dataclasses.replace(config, quantization="fp8", tp_size=2), 139.0)
     assert halves.dims.coded_inputs["experts_down"][:2] == (384, 128)
 
@@ -241,7 +241,7 @@ def test_pages_that_differ_and_requests_too_long_are_refused() -> None:
         report(PLAN, one, narrow)
     with pytest.raises(ModelError, match="50256 tokens are above the model's 40960"):
         report(dataclasses.replace(PLAN, input_tokens=50_000), one, one)
-    small = dataclasses.replace(one, num_pages=19)  # of 64 tokens, one too few
+    small = dataclasses.replace(one, num_pages=19)  # 20 pages of 64 tokens would be needed
     with pytest.raises(ModelError, match="no request of 1280 tokens fits the pages of decode"):
         report(PLAN, one, small)
 

@@ -1,4 +1,4 @@
-"""The picture of stream intervals: which rows make a point, the same bytes each time, refusals."""
+"""The plot of stream intervals: which rows become points, that bytes repeat, and refusals."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: scopes of instructions, and a real trace of a small step."""
+"""Where a step spends its time: scopes of instructions, and a real trace of a small step."""
 
 import io
 

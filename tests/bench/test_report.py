@@ -1,4 +1,4 @@
-"""Rows keep what makes a number worth reading, and comparing two runs says which way is better."""
+"""Rows keep the context a number needs, and comparing two runs says which direction is better."""
 
 import io
 import json
@@ -141,7 +141,7 @@ def test_compare_fails_on_worse_only_when_asked(tmp_path, capsys):
 @pytest.mark.parametrize("names", [("full", "empty"), ("empty", "full"), ("empty", "empty")])
 def test_with_no_rows_there_is_nothing_to_compare(names, tmp_path, capsys):
     (tmp_path / "full").write_text(row().to_json() + "\n")
-    (tmp_path / "empty").write_text("")  # of a run that died
+    (tmp_path / "empty").write_text("")  # from a run that died
     assert main(["compare", *(str(tmp_path / name) for name in names), "--fail-on-worse"]) == 2
     assert capsys.readouterr().err == f"kvferry bench: {tmp_path / 'empty'} has no rows\n"
 

@@ -1,4 +1,4 @@
-"""The simulated routing experiment: what it promises of its prompts, its costs and its answers."""
+"""The routing simulation: what it promises about its prompts, its costs and its answers."""
 
 import io
 import math
@@ -115,7 +115,7 @@ def test_every_method_and_its_baseline_is_among_the_ways() -> None:
 
 
 def test_saturation_is_the_rate_of_full_chunks() -> None:
-    """The first one begins alone, then four go at once."""
+    """The first prompt runs alone, then four to a chunk."""
     arrivals = [a_prompt(CHUNK_TOKENS, float(number), number) for number in range(41)]
     assert saturation(arrivals, COST) == pytest.approx(41 / (11 * 3.048))
 
@@ -134,7 +134,7 @@ def test_rows_stand_beside_the_baseline_of_the_same_load() -> None:
 
 
 def test_late_binding_by_tokens_beats_drawn_rooms_near_saturation() -> None:
-    """The direction of the experiment's answer; docs/benchmarks.md has its size."""
+    """Only the direction of the experiment's result; docs/benchmarks.md has its size."""
     plan = plan_arrivals("skewed", 500, 1)
     arrivals = at_rate(plan, 0.95 * saturation(plan, ChunkCost()))
     drawn, late = (

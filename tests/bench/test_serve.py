@@ -1,4 +1,4 @@
-"""The load client against a server of a few lines: what it stamps, counts and calls a failure."""
+"""The load client against a minimal server: what it timestamps, counts and calls a failure."""
 
 import asyncio
 import contextlib
@@ -48,9 +48,9 @@ async def server_of(
     bodies: list[bytes] | None = None,
     paths: Mapping[str, object] | None = None,
 ) -> AsyncIterator[Server]:
-    """Answers every request with these pieces, each a chunk of its own.
+    """Answer every request with these pieces, each sent as its own chunk.
 
-    bodies: what came. paths: answers to requests for these.
+    bodies: receives the request bodies. paths: answers to requests for these paths.
     """
     seen: list[asyncio.Task[None] | None] = []
 
@@ -254,7 +254,7 @@ def test_an_address_with_more_than_host_and_port_is_refused(rest):
 
 
 def a_timeline(**prefill: object) -> dict[str, object]:
-    """Two chunks; 100 ms to the first byte out."""
+    """Two chunks; the first byte leaves after 100 ms."""
     known = {
         "reported": True,
         "grant_wait_ms": 5.0,

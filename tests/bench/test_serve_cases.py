@@ -1,4 +1,4 @@
-"""What `bench serve` makes of its arguments: which server, which cases, which prompts."""
+"""How `bench serve` reads its arguments: which server, which cases, which prompts."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ def parsed(*argv: str) -> argparse.Namespace:
 
 
 class Recorded:
-    """Runs the benchmark with no server behind it, and keeps what one would have been asked."""
+    """Runs the benchmark without a server and records the requests it would have sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ok: bool = True) -> None:
         self.started: list[list[str]] = []

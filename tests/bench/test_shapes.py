@@ -1,4 +1,4 @@
-"""Shapes named after a model are what its config.json says."""
+"""Shapes named after a model have the sizes in that model's config.json."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from bench.shapes import DEEPSEEK_V2_LITE, GPT_OSS_20B, Shape
 from model.config import ModelConfig
 
-# As published, but for fields that say nothing of the network's sizes and numbers.
+# As published, without the fields that say nothing about the network's sizes and constants.
 DEEPSEEK_V2_LITE_JSON = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "attention_bias": False,
@@ -53,7 +53,7 @@ DEEPSEEK_V2_LITE_JSON = {
     "v_head_dim": 128,
     "vocab_size": 102400,
 }
-# It names no dtype, and its experts are stored in fewer bits: both are left out of the comparison.
+# It names no dtype, and its experts are stored in fewer bits: the comparison leaves out both.
 GPT_OSS_20B_JSON = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,

@@ -1,4 +1,4 @@
-"""The transfer benchmark: sizes as published, limits that measure something, pages that arrive."""
+"""The transfer benchmark: published sizes, limits that measure something, and pages that arrive."""
 
 import io
 import socket

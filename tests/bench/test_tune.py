@@ -1,4 +1,4 @@
-"""Tiles of experts' products: what is tried, what is taken, and what the table says then."""
+"""Tuning the tiles of experts' products: the candidates, the choice, and the resulting table."""
 
 import io
 import math
@@ -41,7 +41,7 @@ def _tuning(shape: Shape) -> tune.Tuning:
 def _timed_by(
     tuning: tune.Tuning, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Tiles]
 ) -> list[int]:
-    """Tiles take the longer, the more of their numbers are not those wanted."""
+    """The more numbers of a tile differ from the wanted ones, the longer it takes."""
     seen: list[int] = []
 
     def off(cut, want):

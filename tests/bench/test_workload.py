@@ -1,4 +1,4 @@
-"""A workload is a function of its config: lengths, arrivals and prefixes come out as asked."""
+"""A workload is a function of its config: lengths, arrivals and prefixes are as configured."""
 
 import math
 import statistics
