@@ -1,4 +1,4 @@
-"""Slots and pages: oldest first, nobody overtakes, the youngest leaves."""
+"""Slots and pages: the oldest request first, no overtaking, and the youngest is preempted."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def test_a_seat_has_pages_for_its_prompt_and_first_token() -> None:
 def test_nobody_overtakes_one_who_waits_for_pages() -> None:
     desk = admission(num_pages=4)
     desk.add(1, 8, 1.0)
-    desk.add(2, 8, 2.0)  # needs three, one is free
+    desk.add(2, 8, 2.0)  # needs three pages, one is free
     desk.add(3, 1, 3.0)
     assert rooms(desk.admit()) == [1]
     assert desk.admit() == ()
@@ -100,7 +100,7 @@ def test_the_victim_is_the_youngest_seat_at_worst_the_only_one() -> None:
     for room, arrival_s in ((1, 1.0), (2, 9.0), (3, 5.0)):
         desk.add(room, 1, arrival_s)
     desk.admit()
-    desk.add(4, 1, 99.0)  # waits: it has nothing to give
+    desk.add(4, 1, 99.0)  # waits: it holds nothing to give up
     order = []
     for _ in range(3):
         order.append(desk.victim(0).room)
@@ -128,7 +128,7 @@ def test_a_room_goes_where_most_pages_are_free_then_most_slots() -> None:
     desk = admission(num_pages=8, num_slots=4, ranks=2)
     for room, num_tokens in enumerate((11, 3, 3, 3, 3), start=1):
         desk.add(room, num_tokens, float(room))
-    # Three pages, then one each: the second rank has more until both have five left.
+    # Three pages, then one each: rank 1 has more free pages until both have five.
     assert ranks(desk.admit()) == {1: 0, 2: 1, 3: 1, 4: 1, 5: 0}
     desk.check()
 
@@ -163,7 +163,7 @@ def test_one_who_waits_for_pages_of_any_rank_is_overtaken_in_none() -> None:
     desk = admission(num_pages=2, num_slots=4, ranks=2)
     desk.add(1, 1, 1.0, rank=0)
     desk.add(2, 1, 2.0, rank=1)
-    desk.add(3, 4, 3.0)  # two pages: one is free on either rank
+    desk.add(3, 4, 3.0)  # two pages: each rank has one free
     desk.add(4, 1, 4.0)
     desk.add(5, 1, 5.0, rank=0)
     assert ranks(desk.admit()) == {1: 0, 2: 1}
@@ -185,8 +185,8 @@ def test_a_rank_that_could_evict_all_it_has_is_roomier_than_one_in_use() -> None
     desk.add(1, 20, 1.0, rank=0, sharing=sharing(range(20)))
     (seat,) = desk.admit()
     desk.computed(seat, 20)
-    desk.release(1)  # three pages of that rank are free, five cached
-    desk.add(2, 15, 2.0, rank=1)  # half of the other's
+    desk.release(1)  # on rank 0 three pages are free, five cached
+    desk.add(2, 15, 2.0, rank=1)  # half of rank 1's pages
     desk.add(3, 1, 3.0)
     assert ranks(desk.admit()) == {2: 1, 3: 0}
 
@@ -198,7 +198,7 @@ def test_a_prompt_computed_here_shares_the_pages_of_one_before_it() -> None:
     desk.computed(first, 6)  # a chunk that fills one page
     desk.add(2, 9, 2.0, sharing=sharing(range(9)))
     desk.add(3, 9, 3.0, sharing=sharing(range(9), "other"))
-    desk.add(4, 9, 4.0)  # prefill computes it: it fills its own
+    desk.add(4, 9, 4.0)  # prefill computes it, into pages of its own
     second, third, fourth = desk.admit()
     assert second.num_cached == PAGE
     assert second.pages[0] == first.pages[0]
@@ -214,7 +214,7 @@ def test_what_is_cached_is_as_good_as_free_but_for_pages_in_use() -> None:
     desk.computed(first, 12)
     desk.release(1)
     assert len(desk.caches[0]) == 3
-    desk.add(2, 12, 2.0, sharing=sharing(range(12)))  # two pages of it, and two more
+    desk.add(2, 12, 2.0, sharing=sharing(range(12)))  # two cached pages, and two more
     (second,) = desk.admit()
     assert second.num_cached == 2 * PAGE
     assert desk.grow(second) is None
@@ -226,7 +226,7 @@ def test_what_is_cached_is_as_good_as_free_but_for_pages_in_use() -> None:
 
 
 class AdmissionBesideModel(RuleBasedStateMachine):
-    """Random arrivals, growth and ends; what is waiting and seated is told by plain dicts."""
+    """Random arrivals, growth and ends; plain dicts model which rooms wait and which are seated."""
 
     caching = False
 
@@ -282,7 +282,7 @@ class AdmissionBesideModel(RuleBasedStateMachine):
         self.waiting.pop(room, None)
 
     def pages(self) -> set[int]:
-        """All that seats have."""
+        """All pages that seats hold."""
         return {page for seat in self.seated.values() for page in seat.pages}
 
     @invariant()
@@ -299,7 +299,7 @@ TestAdmissionBesideModel = AdmissionBesideModel.TestCase
 
 
 class SharedPagesBesideModel(AdmissionBesideModel):
-    """The same, where every prompt is computed here and begins as all others do."""
+    """The same, with every prompt computed here and starting with the same tokens."""
 
     caching = True
 
@@ -330,7 +330,7 @@ def test_pages_that_sharing_frees_seat_who_waits() -> None:
 
 
 def test_pages_that_a_seat_shares_with_one_who_waits_are_not_counted_twice() -> None:
-    """Both may come at once: the second is looked at again when the first is computed."""
+    """Both may come at once: the second is considered again when the first has been computed."""
     desk = admission(num_pages=6, headroom_pages=1, caching=True)
     tokens = range(4 * PAGE)
     for room in (1, 2):
@@ -340,10 +340,10 @@ def test_pages_that_a_seat_shares_with_one_who_waits_are_not_counted_twice() -> 
     looks = [desk.may_admit]
     desk.computed(first, 2 * PAGE)
     looks.append(desk.may_admit)
-    assert desk.admit() == ()  # it needs three more, and one is left
+    assert desk.admit() == ()  # it needs three more pages, and one is left
     desk.computed(first, len(tokens))
     looks.append(desk.may_admit)
-    assert desk.admit() == ()  # still two, and one for the first to grow
+    assert desk.admit() == ()  # it needs two more, and one is kept for the first to grow
     assert looks == [False, True, True]
     desk.release(1)
     assert rooms(desk.admit()) == [2]

@@ -1,4 +1,4 @@
-"""Limits of a decode worker are checked before anything starts."""
+"""A decode worker's limits are checked before anything starts."""
 
 from pathlib import Path
 

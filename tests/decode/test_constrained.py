@@ -1,4 +1,4 @@
-"""Slots with a grammar: what becomes of those whose grammar cannot go on."""
+"""Slots with a grammar, and what happens to them when the grammar cannot continue."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Drafts: what is proposed, what is accepted, and that no request draws other tokens for them."""
+"""Drafts: which are proposed and accepted, and that no request draws different tokens with them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ MOST_ROWS = 4
 def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
     """The longest match wins, then the later one."""
     best: tuple[int, int] | None = None
-    for end in range(len(tokens) - 1):  # of a match: its last token
+    for end in range(len(tokens) - 1):  # end: the last token of a match
         size = 0
         while (
             size < how.max_match
@@ -68,8 +68,8 @@ def proposed_slowly(how: Drafting, tokens: Sequence[int]) -> list[int] | None:
 def test_what_followed_the_longest_and_latest_match_is_proposed(
     rows: list[list[int]], how: Drafting
 ) -> None:
-    rows = [*rows, *[[1]] * (MOST_ROWS - len(rows))]  # of one number of rows: it compiles for each
-    history = np.full((MOST_ROWS, CAPACITY), 1, np.int32)  # what is behind the end must not count
+    rows = [*rows, *[[1]] * (MOST_ROWS - len(rows))]  # each number of rows would compile anew
+    history = np.full((MOST_ROWS, CAPACITY), 1, np.int32)  # what follows the end must not count
     for row, tokens in enumerate(rows):
         history[row, : len(tokens)] = tokens
     length = jnp.array([len(tokens) for tokens in rows], jnp.int32)
@@ -105,7 +105,7 @@ PAGE = 4
 
 
 def started(num_pages: int, num_tokens: int, max_new: int) -> tuple[DecodeScheduler, Admission]:
-    """A scheduler of three drafts a step with one slot."""
+    """A scheduler with three drafts a step and one slot."""
     admission = Admission([PagePool(num_pages)], 1, PAGE, 0)
     scheduler = DecodeScheduler(admission, PAGE, drafts=3)
     admission.add(1, num_tokens, 0.0)
@@ -124,11 +124,11 @@ def test_pages_are_there_for_all_that_steps_in_flight_may_write() -> None:
     scheduler, admission = started(num_pages=8, num_tokens=3, max_new=100)
     seat = admission._seats[1]
     assert len(seat.pages) == 1
-    # Length 4: it writes positions 3 to 6; if all are accepted the next one 7 to 10, then 11 to 14.
+    # Length 4: a step writes positions 3 to 6; with all accepted, the next 7 to 10, then 11 to 14.
     plans = [planned(scheduler) for _ in range(3)]
     assert [plan.new_pages.tolist() for plan in plans] == [[page] for page in seat.pages[1:]]
     assert [plan.places.tolist() for plan in plans] == [[1], [2], [3]]
-    # None was, so length is 7: the next writes positions 6 to 9, 10 to 13 and 14 to 17 at most.
+    # None was, so length is 7: the next steps write positions 6 to 9, 10 to 13, 14 to 17 at most.
     scheduler.finish(plans[0], np.array([[5, REJECTED, REJECTED, REJECTED]], np.int32))
     scheduler.finish(plans[1], np.array([[5, NO_DRAFT, NO_DRAFT, NO_DRAFT]], np.int32))
     scheduler.finish(plans[2], np.array([[5, NO_DRAFT, NO_DRAFT, NO_DRAFT]], np.int32))
@@ -169,7 +169,7 @@ def test_a_step_asked_for_again_enters_the_page_that_it_had_got() -> None:
     for _ in range(2):
         with pytest.raises(OutOfPages):
             scheduler.plan(True)
-    assert scheduler.plan(False) is not None  # it has pages for a token each
+    assert scheduler.plan(False) is not None  # without drafts there are pages enough
     scheduler.stop(seats[1].slot)
     admission.release(2)
     plan = planned(scheduler)
@@ -207,12 +207,12 @@ def engine_of(dp_size: int) -> DecodeEngine:
     buckets = decode_buckets(SLOTS, CONTEXT, DEVICE_PAGE, HOW)
     buckets = replace(buckets, slots=(SLOTS // 4, SLOTS))
     local = local_buckets(48, 48, DEVICE_PAGE)
-    # Of one rank tokens are drawn with the step, of two apart.
+    # With one rank the step draws the tokens, with two a program of its own.
     return DecodeEngine(opened, buckets, 0.0, 4 * CONTEXT, local, apart=dp_size > 1)
 
 
 class Request:
-    """What one draws."""
+    """One request and the tokens it draws."""
 
     def __init__(self, token_ids: np.ndarray, params: SamplingParams) -> None:
         self.token_ids, self.params = token_ids, params
@@ -223,9 +223,9 @@ class Request:
 def run(
     dp_size: int, requests: Mapping[int, Request], tries: Callable[[int], bool]
 ) -> tuple[int, int]:
-    """Draw all to their ends, a step ahead of what is read. Returns drafts made and accepted.
+    """Run all requests to their end, one step ahead of reading. Returns drafts made and accepted.
 
-    tries: whether the step of this number does.
+    tries: whether the step of this number makes drafts.
     """
     engine = engine_of(dp_size)
     pools = [PagePool(engine.num_pages) for _ in range(dp_size)]
@@ -358,7 +358,7 @@ def test_steps_of_many_slots_are_judged_by_themselves() -> None:
     speculation.took(1, True, 0.01)
     assert not speculation.pays(slots[:1])
     assert speculation.pays(slots)
-    for num_slots in (7, 8):  # shapes are padded to the same
+    for num_slots in (7, 8):  # both counts are padded to the same shape
         speculation.took(num_slots, num_slots == 8, 0.004 + 0.01 * (num_slots == 8))
     assert not speculation.pays(slots)
 
@@ -375,5 +375,5 @@ def test_a_bad_moment_is_forgotten() -> None:
     assert 100 < steps < 2000
     speculation.took(1, True, 0.002)
     assert speculation.pays(SLOT)
-    speculation.took(1, True, 0.9)  # and one among good ones is none
+    speculation.took(1, True, 0.9)  # one bad moment among good ones does not count
     assert speculation.pays(SLOT)

@@ -1,4 +1,4 @@
-"""Where each slot of a plan is among the rows of a step; memory for pages that come."""
+"""Which row of a step each slot of a plan has, and memory for pages that arrive."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -54,7 +54,7 @@ def test_pages_that_come_wait_once_as_many_as_were_planned_for_are_on_the_device
     assert engine.plan.scratch_bytes > engine._most_placing * engine.plan.page_bytes
 
     placed: list[int] = []
-    waits: list[int] = []  # how many were placed before
+    waits: list[int] = []  # runs placed before each wait
     wait = jax.block_until_ready
 
     def counted(value: object) -> object:
@@ -146,7 +146,7 @@ def test_steps_that_look_at_short_page_tables_draw_what_others_do(
 
 
 def test_tokens_drawn_apart_are_those_of_steps_that_draw_them() -> None:
-    """As on accelerators, by programs in which the host waits for no predicate."""
+    """As on accelerators: programs in which the host waits for no predicate."""
     page_size, context = 16, 128
     greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
     drawn = msgspec.structs.replace(greedy, temperature=1.0, seed=7)
@@ -197,7 +197,7 @@ class _Noted:
 
 
 def test_each_slot_draws_what_its_own_mask_leaves() -> None:
-    """Of two ranks, whose slots are counted one behind the other; more than one call's worth."""
+    """Two ranks, whose slots are numbered consecutively; more slots than one call takes."""
     page_size, context = 16, 128
     opened = open_plainly(demo_model_path(), page_size, context, dp_size=2)
     engine = DecodeEngine(opened, full_steps(6, context, page_size), 0.0, 12 * context)

@@ -1,4 +1,4 @@
-"""Grants on their way to prefill: told when they fail, over clients whose number has a bound."""
+"""Grants on their way to prefill: failures are reported, and the number of clients is bounded."""
 
 import asyncio
 from pathlib import Path

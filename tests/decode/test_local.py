@@ -1,4 +1,4 @@
-"""Prompts that decode computes itself: what a chunk takes, and what a room goes through."""
+"""Prompts that decode computes itself: what a chunk takes, and which states a room goes through."""
 
 from typing import cast
 
@@ -19,14 +19,14 @@ from transfer.worker import Aborted, Drain
 
 
 class Desk:
-    """Seats of prompts that share nothing, and the queue behind them."""
+    """Seats of prompts that share nothing, and the queue of those prompts."""
 
     def __init__(self, ranks: int = 1, chunk_tokens: int = 10, chunk_pages: int = 1000) -> None:
         self.admission = Admission([PagePool(100) for _ in range(ranks)], 100, PAGE, 0, True)
         self.queue = LocalQueue(self.admission, PAGE, chunk_tokens, chunk_pages)
 
     def seat(self, room: int, num_tokens: int, rank: int = 0, first: int = 0) -> Seat:
-        """first: token with which it begins; 0: one that no other has."""
+        """first: the prompt's first token; 0: one that no other prompt has."""
         token_ids = np.full(num_tokens, first or 1000 + room, np.int32)
         sharing = Sharing(token_ids, "", num_tokens - 1)
         self.admission.add(room, num_tokens, float(room), rank, sharing)
@@ -63,7 +63,7 @@ def test_what_others_have_computed_by_then_is_not_computed_again() -> None:
     seats = [desk.seat(room, 14, first=7) for room in (1, 2, 3)]
     pages = {page for seat in seats for page in seat.pages}
     assert spans(desk.queue) == [[(1, 0, 10)]]
-    assert spans(desk.queue) == [[(1, 10, 14), (2, 12, 14), (3, 12, 14)]]  # of the same chunk, too
+    assert spans(desk.queue) == [[(1, 10, 14), (2, 12, 14), (3, 12, 14)]]  # also within the chunk
     assert seats[1].pages[:3] == seats[0].pages[:3]
     assert [seat.num_cached for seat in seats] == [0, 12, 12]
     assert len({page for seat in seats for page in seat.pages}) == len(pages) - 6
@@ -73,7 +73,7 @@ def test_what_others_have_computed_by_then_is_not_computed_again() -> None:
 def test_a_prompt_that_waits_for_its_turn_shares_all_that_was_computed_meanwhile() -> None:
     desk = Desk(chunk_tokens=16)
     seats = [desk.seat(room, 64, first=7) for room in (1, 2)]
-    desk.seat(3, 4)  # for which the first one leaves a part of its chunk
+    desk.seat(3, 4)  # the first prompt leaves a part of its chunk for it
     computed = 0
     while any(pieces := desk.queue.plan()):
         computed += sum(piece.num_tokens for piece in pieces[0])
@@ -89,7 +89,7 @@ def test_a_room_that_ends_between_two_chunks_leaves_the_second_to_others() -> No
     assert spans(desk.queue) == [[(1, 0, 10)]]
     desk.queue.remove(1)
     desk.admission.release(1)
-    assert spans(desk.queue) == [[(2, 8, 18)]]  # behind the two pages that were filled
+    assert spans(desk.queue) == [[(2, 8, 18)]]  # after the two pages that the first one filled
     desk.admission.check()
 
 
@@ -102,14 +102,14 @@ def test_a_prompt_of_several_chunks_leaves_a_quarter_of_each_to_shorter_ones() -
     assert spans(desk.queue) == [[(1, 13, 20), (2, 0, 1)]]
     desk = Desk(chunk_tokens=8)
     desk.seat(1, 20)
-    desk.seat(2, 8)  # one chunk would do
+    desk.seat(2, 8)  # one chunk would do for it
     assert spans(desk.queue) == [[(1, 0, 6), (2, 0, 2)]]
 
 
 def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() -> None:
     desk = Desk(chunk_tokens=64)
     for room, num_tokens in ((1, 90), *((room, 1) for room in range(2, 20))):
-        desk.seat(room, num_tokens)  # sixteen tokens are left to eighteen, and seven fit
+        desk.seat(room, num_tokens)  # sixteen tokens are reserved for eighteen prompts; seven fit
     (chunk,) = spans(desk.queue)
     assert chunk[0] == (1, 0, 64 - (MAX_SEQS - 1))
     assert len(chunk) == MAX_SEQS
@@ -130,14 +130,14 @@ def test_a_chunk_has_at_most_so_many_pages_of_context() -> None:
         desk.seat(room, num_tokens)
     assert rooms(desk.queue) == [[1]]  # nobody overtakes
     assert desk.queue.left(0) == (2, 16)
-    assert rooms(desk.queue) == [[2, 3]]  # all four
+    assert rooms(desk.queue) == [[2, 3]]  # all four pages
     assert desk.queue.left(0) == (0, 0)
 
 
 def test_chunks_are_as_long_as_the_longest_prompt_or_as_asked() -> None:
     assert local_buckets(40, 512, 16).tokens[-1] == 48
     assert local_buckets(4096, 512, 16).tokens[-1] == 512
-    # Context of a whole prompt fits one chunk, whatever is packed in front of it.
+    # The context of a whole prompt fits one chunk, whatever is packed before it.
     assert local_buckets(4096, 512, 16).pages >= 4096 // 16 + MAX_SEQS
 
 
@@ -207,7 +207,7 @@ def test_any_prompt_is_computed_in_chunks_between_which_others_decode() -> None:
 def test_a_prefix_that_was_computed_here_is_shared_and_told() -> None:
     alone, worker = local(ANY_PROMPT, num_pages=8)
     for room in (1, 2):
-        # Tokens of the helper begin at the room's number, so these are named.
+        # The helper's tokens begin at the room's number, so shared ones are given here.
         tokens = wire.pack_i32(range(100, 113))
         alone.submit(room, 13, max_new=2, prefill=alone.ref(), token_ids=tokens)
         while alone.turn():
@@ -225,7 +225,7 @@ def test_a_prefix_that_was_computed_here_is_shared_and_told() -> None:
 
 def test_cached_pages_make_room_for_a_prompt_and_for_its_growth() -> None:
     alone, worker = local(ANY_PROMPT, num_pages=8)
-    for room in range(1, 5):  # 24 positions each: six pages of eight, none of them shared
+    for room in range(1, 5):  # 24 positions each: six of the eight pages, none of them shared
         tokens = wire.pack_i32(range(100 * room, 100 * room + 16))
         alone.submit(room, 16, max_new=8, prefill=alone.ref(), token_ids=tokens)
         while alone.turn():

@@ -1,4 +1,4 @@
-"""Pages of layers with a window go round in rings, and nobody sees it in the tokens."""
+"""Windowed layers keep their pages in rings, which changes no token."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ from transfer.wire import SamplingParams
 PAGE, RING = 4, 3
 
 
-# Window, pages of its ring, drafts of a step. The tightest has as many drafts as a page allows, and
-# every page begins to be written over while its last position is still seen.
+# Window, pages of its ring, drafts of a step. The last, tightest kind has as many drafts as a page
+# allows: overwriting of each page begins while its last position is still visible.
 KINDS = {
     "a window of one page": (16, 2, 0),
     "of a page and a bit": (18, 3, 3),
@@ -34,7 +34,7 @@ KINDS = {
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OneProcess, OneProcess]:
-    """Decode with all pages, and with rings and perhaps drafts."""
+    """Decode that keeps all pages, and decode with rings and perhaps drafts."""
     window, ring_pages, drafts = KINDS[request.param]
     golden, path = GOLDENS / "gpt_oss" / "model", tmp_path_factory.mktemp("windows")
     shutil.copytree(golden, path, dirs_exist_ok=True)
@@ -94,8 +94,8 @@ def test_a_seat_that_grows_takes_a_page_for_its_ring_until_that_is_whole() -> No
 
 def test_headroom_is_left_for_the_two_pages_of_who_grows() -> None:
     desk = Admission([PagePool(10)], 4, PAGE, 1, ring_pages=RING)
-    desk.add(1, 3, 0.0)  # a page and one of its ring
-    desk.add(2, 12, 1.0)  # four and three: that would leave one, and the first could not grow
+    desk.add(1, 3, 0.0)  # a page, and a page of its ring
+    desk.add(2, 12, 1.0)  # four and three pages: with one left, the first could not grow
     assert [seat.room for seat in desk.admit()] == [1]
 
 
@@ -110,8 +110,8 @@ def test_who_cannot_have_both_pages_takes_none() -> None:
 
 def test_a_prompt_waits_until_its_ring_fits_too() -> None:
     desk = a_desk(9)
-    desk.add(1, 12, 0.0)  # four pages, a ring of three
-    desk.add(2, 4, 1.0)  # two and two
+    desk.add(1, 12, 0.0)  # four pages, and a ring of three
+    desk.add(2, 4, 1.0)  # two pages, and two of its ring
     assert [seat.room for seat in desk.admit()] == [1]
     desk.release(1)
     assert [seat.room for seat in desk.admit()] == [2]

@@ -1,4 +1,4 @@
-"""The batch, one step behind the device: what joins a step, and what a step's tokens mean."""
+"""The batch, read one step behind the device: what joins a step, and what its tokens mean."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ EOS = 7
 
 
 class Bench:
-    """A scheduler with seats as it needs them."""
+    """A scheduler that seats rooms as needed."""
 
     def __init__(self, num_pages: int = 16, num_slots: int = 4) -> None:
         self.pool = PagePool(num_pages)
@@ -28,9 +28,9 @@ class Bench:
         num_generated: int = 0,
         stop_ids: tuple[int, ...] = (EOS,),
     ) -> Seat:
-        """A room whose pages and first token are there.
+        """Start a room whose pages and first token have arrived.
 
-        num_tokens: those from prefill, num_generated of them drawn by earlier attempts.
+        num_tokens: those from prefill, of which earlier attempts drew num_generated.
         """
         self.admission.add(room, num_tokens, float(room))
         (seat,) = self.admission.admit()
@@ -48,7 +48,7 @@ class Bench:
         return plan
 
     def read(self, plan: StepPlan) -> StepResult:
-        """A step that drew a token for each slot."""
+        """Read a step that drew a token for each slot."""
         return self.scheduler.finish(plan, np.full((len(plan.slots), 1), 5, np.int32))
 
 
@@ -72,13 +72,13 @@ def test_a_prompt_that_fills_its_pages_starts_on_a_page_of_its_own() -> None:
     bench = Bench()
     seat = bench.start(1, num_tokens=8)
     assert len(seat.pages) == 3
-    assert bench.plan().new_pages.tolist() == [-1]  # it is in the table from the start
+    assert bench.plan().new_pages.tolist() == [-1]  # the page has been in the table from the start
 
 
 def test_tokens_are_counted_over_all_attempts() -> None:
     bench = Bench()
     bench.start(1, num_tokens=9, num_generated=4)
-    # Prefill drew index 4.
+    # Prefill drew the token with index 4.
     assert [bench.read(bench.plan()).token_idx.tolist() for _ in range(3)] == [[5], [6], [7]]
 
 
@@ -142,17 +142,17 @@ def test_a_slot_that_only_stopped_is_dropped_too() -> None:
     seat = bench.start(1)
     plan = bench.plan()
     bench.end(1, seat.slot)
-    bench.scheduler.stop(seat.slot)  # twice is no matter
+    bench.scheduler.stop(seat.slot)  # stopping twice does no harm
     assert bench.scheduler.finish(plan, np.array([[5]])).rows.tolist() == []
 
 
 def test_out_of_pages_leaves_nothing_half_done() -> None:
     bench = Bench(num_pages=3)
-    first = bench.start(1, num_tokens=3)  # both have a page and need one more in two steps
+    first = bench.start(1, num_tokens=3)  # both have one page and need another within two steps
     second = bench.start(2, num_tokens=3)
     before = bench.plan()
     assert before.rooms.tolist() == [1, 2]
-    for _ in range(2):  # asked again, it takes nothing more
+    for _ in range(2):  # the second try takes nothing more
         with pytest.raises(OutOfPages):
             bench.scheduler.plan()
         assert (len(first.pages), len(second.pages)) == (2, 1)
@@ -188,7 +188,7 @@ def test_wanted_logprobs_are_told_by_slot() -> None:
 def test_a_slot_forgets_the_steps_in_flight_of_its_last_owner() -> None:
     bench = Bench(num_slots=1)
     seat = bench.start(1, num_tokens=3)
-    first = bench.plan()  # of a room that ends before it is read
+    first = bench.plan()  # planned for a room that ends before the step is read
     second = bench.plan()
     bench.end(1, seat.slot)
     bench.start(2, num_tokens=3)

@@ -1,4 +1,4 @@
-"""What decode does with pages, steps and ends, event by event; tests/sim plays the rest."""
+"""What decode does with pages, steps and ends, event by event; tests/sim covers the rest."""
 
 from typing import cast
 
@@ -76,13 +76,13 @@ def test_a_deadline_is_counted_from_receipt_however_the_wall_clock_is_set() -> N
 
 
 def test_the_request_that_has_waited_longest_goes_first_wherever_it_came_in() -> None:
-    """Each says how old it is: hosts whose wall clocks differ have nothing else in common."""
+    """A submit carries the request's age, since hosts' wall clocks need not agree."""
     alone, _ = decode(num_slots=1)
     start(alone, 1, max_new=2)
     alone.submit(2, age_s=1.0)
     alone.clock.advance(3.0)
     alone.submit(3, age_s=2.5)
-    alone.submit(4, age_s=5.0)  # it was elsewhere before
+    alone.submit(4, age_s=5.0)  # it waited elsewhere before
     for room in (4, 2, 3):
         while alone.turn():
             pass
@@ -91,7 +91,7 @@ def test_the_request_that_has_waited_longest_goes_first_wherever_it_came_in() ->
 
 
 def test_who_waits_is_seated_as_soon_as_an_end_leaves_a_seat() -> None:
-    """The turn in which somebody ends says that there is more to do: no word would wake it."""
+    """The turn in which a request ends must ask for another: no message would wake the worker."""
     alone, _ = decode(num_slots=1)
     start(alone, 1, max_new=3)
     alone.submit(2)
@@ -129,7 +129,7 @@ def test_nobody_is_preempted_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Speculation, "pays", lambda self, slots: True)
     alone, worker = decode(num_pages=4, drafts=3)
     alone.submit(1, num_tokens=7, max_new=3)  # its drafts would need a third page at once
-    alone.submit(2, num_tokens=7, max_new=2)  # and this one leaves two after a step
+    alone.submit(2, num_tokens=7, max_new=2)  # this one leaves two pages after one step
     alone.turn()
     for room in (1, 2):
         arrive(alone, room, num_tokens=7)
@@ -154,7 +154,7 @@ def test_a_dry_rank_sends_its_own_youngest_away_and_steps_are_of_both_ranks() ->
     assert alone.events() == [("preempted", 2, "")]
     for room in (1, 3):
         assert [idx for number, idx in alone.tokens() if number == room] == list(range(1, 8))
-    assert worker.counters["steps"] < 10  # one after the other they would take 14 and more
+    assert worker.counters["steps"] < 10  # one room after the other, it would take 14 or more
     worker.check_idle()
 
 
