@@ -1,4 +1,4 @@
-"""Checks, while tests run, that arrays have the shapes and dtypes that annotations name."""
+"""Checks, while tests run, that arrays have the shapes and dtypes their annotations declare."""
 
 import inspect
 from collections.abc import Callable
@@ -8,10 +8,11 @@ import jaxtyping
 
 
 def check_arrays_of(package: str) -> None:
-    """On every call of its functions, which for those under `jax.jit` means while tracing.
+    """Check every call of the package's functions; under `jax.jit` that means while tracing.
 
-    The hook would wrap all functions, those without arrays and those that others define at each of
-    their calls, too, whose annotations mypy has read: a tenth of the time of tests of model/.
+    jaxtyping's import hook would wrap every function, also those without arrays and those defined
+    anew at each call of another one. mypy has checked those annotations already, and wrapping them
+    takes a tenth of the time of the tests of model/.
     """
     wrap = jaxtyping.jaxtyped
 
@@ -26,13 +27,13 @@ def check_arrays_of(package: str) -> None:
 
         return decorate
 
-    # What the hook writes above each function is looked up when the function is defined.
+    # The decorator that the hook writes above a function is looked up when that is defined.
     jaxtyping.jaxtyped = jaxtyped  # type: ignore[assignment]
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
 def _names_arrays(annotation: Any) -> bool:
-    if isinstance(annotation, str):  # which may name anything
+    if isinstance(annotation, str):  # it may name anything
         return True
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True

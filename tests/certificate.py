@@ -1,4 +1,4 @@
-"""A certificate made on the spot, for tests that speak TLS."""
+"""A self-signed certificate, generated when needed, for tests that speak TLS."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from transfer.rpc import Security
 
 
 def made_security(token: str, folder: Path) -> Security:
-    """With a self-signed certificate for localhost and 127.0.0.1; without openssl, a skip."""
+    """The certificate covers localhost and 127.0.0.1; without openssl the test is skipped."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("no openssl on the PATH to make a certificate with")

@@ -1,4 +1,4 @@
-"""A real system for tests: `kvferry up` in processes of its own, reached over HTTP."""
+"""A real system for tests: `kvferry up` as separate processes, reached over HTTP."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ class Cluster:
         return reply.json()
 
     def generate(self, input_ids: list[int], **sampling: Any) -> Any:
-        """POST /generate with these ids."""
+        """POST /generate with these ids and return its answer."""
         more = {k: sampling.pop(k) for k in list(sampling) if k.startswith(("return_", "logprob_"))}
         more |= {k: sampling.pop(k) for k in list(sampling) if k.startswith("top_logprobs")}
         body = {"input_ids": input_ids, "sampling_params": sampling, **more}
@@ -68,9 +68,9 @@ class Cluster:
         return ids
 
     def workers(self) -> list[dict[str, Any]]:
-        """The state of each worker, as /get_server_info tells it, once all of them answer.
+        """Each worker's state from /get_server_info, once all workers answer.
 
-        One that was just killed is listed without a state until its lease is over.
+        A worker that was just killed is listed without a state until its lease expires.
         """
         found: list[dict[str, Any]] = []
 
@@ -87,7 +87,7 @@ class Cluster:
         return next(worker for worker in self.workers() if worker["role"] == role)
 
     def settled(self) -> list[dict[str, Any]]:
-        """The workers' state once no room is left anywhere."""
+        """The workers' states once no worker holds a room."""
         wait_until(lambda: all(worker["rooms"] == 0 for worker in self.workers()))
         return self.workers()
 
@@ -103,7 +103,7 @@ class Cluster:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it is gone, or a zombie, as where init reaps nobody."""
+    """Whether it is gone, or a zombie, which is what remains where init does not reap."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -111,7 +111,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Ask until the answer is yes. The state asked for is another process's."""
+    """Poll until the condition, which depends on another process, holds."""
     until = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < until, "did not happen in time"
@@ -119,9 +119,9 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def environment(as_users: bool = False, few_steps: bool = False) -> dict[str, str]:
-    """What a user's shell would give, and quick compilation where this process has it.
+    """A user's environment, plus the flags for quick compilation if this process has them.
 
-    as_users: without the latter. few_steps: see tests/compiling.py.
+    as_users: without quick compilation. few_steps: see tests/compiling.py.
     """
     own = "XLA_FLAGS", *processors.VARIABLES
     kept = {k: v for k, v in os.environ.items() if k not in own}
@@ -131,7 +131,7 @@ def environment(as_users: bool = False, few_steps: bool = False) -> dict[str, st
 
 @contextlib.contextmanager
 def up(*flags: str, as_users: bool = False, few_steps: bool = False) -> Iterator[Cluster]:
-    """`kvferry up` with these flags on a free port; stopped by Ctrl-C, and nothing is left.
+    """`kvferry up` with these flags on a free port; ended with Ctrl-C, after which nothing is left.
 
     as_users, few_steps: see `environment`.
     """

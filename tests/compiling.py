@@ -1,8 +1,9 @@
-"""How XLA compiles in tests, and runs: in half the time, for programs that take longer.
+"""XLA flags for tests: programs compile in half the time, and run more slowly.
 
-Programs as they are compiled for whoever starts a server are those of three networks in
-tests/serving/test_cluster_goldens.py, of every benchmark, and of a campaign of faults outside of
-pytest. CI optimizes none of those that tests of model/ and bench/ compile in their own process.
+Programs compiled as for users are those of three networks in
+tests/serving/test_cluster_goldens.py, those of all benchmarks, and those of a fault campaign run
+outside pytest. CI turns off optimization for the programs that tests of model/ and bench/ compile
+in their own process.
 """
 
 import os
@@ -12,31 +13,31 @@ from model import processors
 QUICKLY = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters,xla_cpu_disable_loop_unrolling"
 )
-# In half of that again, for steps that take three times as long.
+# Halves that time again, for steps that take three times as long.
 NOT_OPTIMIZED = "--xla_backend_optimization_level=0"
 _DEVICES = "--xla_force_host_platform_device_count"
 
 
 def prepare() -> None:
-    """Before jax is imported: what this process compiles, and on how many devices.
+    """Set, before jax is imported, the flags of this process and its number of devices.
 
-    Whoever has set one of the flags is left it.
+    Flags that are already set stay as they are.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     for flag in (f"{_DEVICES}=8", QUICKLY):
         if flag.split("=")[0] not in flags:
             flags = f"{flags} {flag}".strip()
     os.environ["XLA_FLAGS"] = flags
-    # As small networks have it: all threads of eight devices together took twice the time of tests.
+    # One thread, enough for small networks: all threads of eight devices doubled the time of tests.
     os.environ.setdefault(processors.VARIABLES[0], "1")
-    # Which line asked for each operation is in no program, and a seventh of the time to compile it.
+    # Source locations are not part of a program, and recording them took a seventh of compile time.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 def of_systems(few_steps: bool = False) -> dict[str, str]:
-    """The part of that which processes under test are given, too.
+    """The compiler flags that processes under test get as well.
 
-    few_steps: to those that make so few that compiling takes longer.
+    few_steps: for processes that make so few steps that compiling takes longer than running.
     """
     if QUICKLY not in os.environ.get("XLA_FLAGS", ""):
         return {}

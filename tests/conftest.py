@@ -1,4 +1,4 @@
-"""One surrounding for every test: eight virtual CPU devices, strict dtypes, checked shapes."""
+"""One environment for every test: eight virtual CPU devices, strict dtypes, checked shapes."""
 
 import gc
 import os
@@ -27,15 +27,15 @@ def _prepare_environment() -> None:
 
 _prepare_environment()
 
-# Only now: it imports jax.
+# Imported only now, since it imports jax.
 from tests import annotations  # noqa: E402
 
 annotations.check_arrays_of("model")
-# A host that does other things stops a test for as long as it likes.
+# On a busy host a test may stand still for any length of time, so examples have no deadline.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
-# Programs that are traced make millions of objects that stay: to look at all of them again and
-# again took 2% of the tests of model/.
+# Traced programs leave millions of live objects; collecting over all of them again and again took
+# 2% of the time of the tests of model/.
 gc.set_threshold(10_000, 20, 100)
 
 
@@ -51,10 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_own_garbage() -> None:
-    """What a module finds here is looked at by no collection of its own.
+    """Freeze what exists before a module's tests, so that their collections do not look at it.
 
-    Programs traced before it are millions of objects: each collection took half a second, and a
-    test that looks for what it left behind held its loop until workers seemed to be silent.
+    Programs traced earlier are millions of objects: each collection took half a second, and a test
+    that collects to find leaks blocked its event loop until workers seemed to be silent.
     """
     gc.collect()
     gc.freeze()
@@ -62,7 +62,7 @@ def _only_own_garbage() -> None:
 
 @pytest.fixture
 def heard_hangups() -> Iterator[None]:
-    """What the test starts hears SIGHUP, also where the tests run under nohup: it inherits that."""
+    """Let processes that the test starts receive SIGHUP, even if the tests run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -70,7 +70,7 @@ def heard_hangups() -> Iterator[None]:
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """A process that leaves ignores signals from then on; this one stays."""
+    """Restore the signal handlers: a process that leaves ignores signals, but this one goes on."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield

@@ -26,7 +26,7 @@ Open = Callable[..., Ends]
     ids=["loopback", "tcp", "shm", "nixl"],
 )
 def open_ends(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Makes pairs of ends that are closed behind the test."""
+    """Makes pairs of ends and closes them after the test."""
     with ExitStack() as stack:
 
         def make(**settings: Any) -> Ends:
@@ -143,7 +143,7 @@ def test_more_rooms_than_there_is_memory_for_end_on_all_shards(open_ends: Open) 
     contents = {room: logical_pages(3, seed=room) for room in range(12)}
     for room in contents:
         ends.receiver.expect(room, 1, 3)
-    for room, pages in contents.items():  # faster than a first connection is made
+    for room, pages in contents.items():  # faster than the first connection is made
         ends.send_room(room, pages, dst=(4, 4), runs_of=1)
     ends.until(lambda: len(ends.diary.finished) == len(contents))
     for room, pages in contents.items():
@@ -184,7 +184,7 @@ def test_a_room_without_pages_to_send_ends_too(ends: Ends) -> None:
 
 
 def refused(ends: Ends, room: int, reason: str) -> None:
-    """The room ended in one NACK, counted under its reason, and nothing of it is finished."""
+    """The room ended in one NACK, counted under its reason, and never finished."""
     ends.until(lambda: ("nacked", room) in ends.diary.kinds())
     ends.settle()
     assert ends.diary.kinds() == [("nacked", room)]
@@ -331,7 +331,7 @@ def test_nothing_of_a_cancelled_room_is_sent_any_more(ends: Ends) -> None:
 
 
 def test_cancelling_a_finished_room_does_not_take_it_back(ends: Ends) -> None:
-    """Nor is that a refusal: it came too late to mean anything."""
+    """It does not count as a refusal either: it came too late to mean anything."""
     ends.receiver.expect(1, 1, 2)
     ends.send_room(1, logical_pages(2))
     ends.until(lambda: bool(ends.diary.finished))
@@ -339,7 +339,7 @@ def test_cancelling_a_finished_room_does_not_take_it_back(ends: Ends) -> None:
     ends.settle()
     assert ends.diary.lost == []
     refused = sum(n for name, n in ends.receiver.counters.items() if name.startswith("refused"))
-    assert refused == isinstance(ends, TcpEnds)  # whose way to settle has one
+    assert refused == isinstance(ends, TcpEnds)  # TCP's settle() causes one refusal
 
 
 def test_a_dead_receiver_loses_every_open_room_once(ends: Ends) -> None:
@@ -351,7 +351,7 @@ def test_a_dead_receiver_loses_every_open_room_once(ends: Ends) -> None:
     ends.until(lambda: len(ends.diary.events) == 2)
     assert sorted(ends.diary.kinds()) == [("lost", 1), ("lost", 2)]
     assert all(event.message for event in ends.diary.events)
-    ends.send_room(1, logical_pages(4))  # prefill did not know yet
+    ends.send_room(1, logical_pages(4))  # prefill did not know yet that the room was over
     assert ends.sender.in_flight_bytes == 0
     assert len(ends.diary.events) == 2
 

@@ -1,4 +1,4 @@
-"""Both ends of a transfer backend with everything that they say written down, for every backend."""
+"""Both ends of a transfer backend, with every callback recorded; the same for every backend."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from transfer.tcp import TcpReceiver, TcpSender
 
 
 class Diary:
-    """Callbacks of both ends, in the order in which they came."""
+    """Callbacks of both ends, in the order of their calls."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -38,7 +38,7 @@ class Diary:
         self._write(self.events, event, event.kind)
 
     def on_pages(self, room: int, page_start: int, shards: list[np.ndarray]) -> None:
-        # Copied, since keeping a view keeps the backend's memory.
+        # A copy, since keeping a view would keep the backend's memory.
         kept = [np.array(shard) for shard in shards]
         self._write(self.pages, (room, page_start, kept), "pages")
 
@@ -82,7 +82,7 @@ class Diary:
 
 
 class Ends(ABC):
-    """A sender and a receiver of one backend. Close it."""
+    """A sender and a receiver of one backend. The caller closes them."""
 
     sender: PageSender
     receiver: PageReceiver
@@ -93,11 +93,11 @@ class Ends(ABC):
 
     @abstractmethod
     def until(self, done: Callable[[], bool]) -> None:
-        """Let frames move until done(); an AssertionError when that never comes."""
+        """Let frames move until done() is true; AssertionError if that never happens."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Let everything that was sent before arrive, and everything said about it."""
+        """Let everything sent so far arrive, and every callback about it."""
 
     @abstractmethod
     def kill_sender(self) -> None:
@@ -180,10 +180,10 @@ class TcpEnds(Ends):
         with self.diary.changed:
             while not done():
                 assert SYSTEM_CLOCK.monotonic_s() < end_s, self.diary.order
-                self.diary.changed.wait(0.05)  # counters change without a word
+                self.diary.changed.wait(0.05)  # counters change without a callback
 
     def settle(self) -> None:
-        """A last room, sent on the same connection, arrives behind all others."""
+        """Send one more room on the same connection: it arrives after all others."""
         room = 1 << 40
         while any(known == room for known, _ in self.diary.finished):
             room += 1
@@ -202,7 +202,7 @@ class TcpEnds(Ends):
 
 
 class ShmEnds(TcpEnds):
-    """As TcpEnds, with settings of transfer.shm; staging_bytes 0 is a few frames."""
+    """As TcpEnds, with settings of transfer.shm; staging_bytes 0 is room for a few frames."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class ShmEnds(TcpEnds):
         hosts: tuple[str | None, str | None] = (None, None),
         connections: int = 1,
     ) -> None:
-        """demands, hosts: of the sender and of the receiver."""
+        """demands, hosts: (sender's, receiver's)."""
         Ends.__init__(self)
         diary = self.diary
         self.receiver = ShmReceiver(
@@ -248,7 +248,7 @@ class ShmEnds(TcpEnds):
 
 
 class NixlEnds(TcpEnds):
-    """As TcpEnds, with staging_bytes of transfer.nixl; 0 is a few frames."""
+    """As TcpEnds, with staging_bytes of transfer.nixl; 0 is room for a few frames."""
 
     def __init__(
         self,
