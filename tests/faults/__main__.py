@@ -1,4 +1,4 @@
-"""`python -m tests.faults --faults 1000 --seed 1`: a soak; the same words play a failure again."""
+"""A soak: `python -m tests.faults --faults 1000 --seed 1`; the same arguments replay a failure."""
 
 import argparse
 import asyncio
@@ -15,7 +15,7 @@ from tests.faults.play import Played, play
 
 
 def main() -> int:
-    """Play one campaign and say what was seen. 1 when a promise was not kept."""
+    """Play one campaign and print what was seen. Returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults",
         description=__doc__,

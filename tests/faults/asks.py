@@ -1,4 +1,4 @@
-"""What clients ask of the system under fault: a catalogue, each entry with its one right answer."""
+"""What clients ask of the system under faults: a catalogue; each entry has one right answer."""
 
 from dataclasses import dataclass
 from random import Random
@@ -22,7 +22,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: same numbers in, same tokens out, wherever and however often it runs."""
+    """One request. The same fields give the same tokens, wherever and however often it runs."""
 
     number: int
     route: Route
@@ -31,9 +31,9 @@ class Ask:
     max_tokens: int
 
     def body(self, salt: str) -> dict[str, Any]:
-        """For its route. salt: keeps cached prefixes apart without changing a token."""
+        """The body for its route. salt: keeps cached prefixes apart without changing a token."""
         sampling = dict(self.sampling)
-        regex = sampling.pop("regex", None)  # which says where the text ends: not here
+        regex = sampling.pop("regex", None)  # the regex, not EOS, then decides where the text ends
         more: dict[str, Any] = {"ignore_eos": True} if regex is None else {"regex": regex}
         if self.route == "generate":
             if "seed" in sampling:
@@ -71,7 +71,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """All that a client was told: it must be the same every time. ids: () where none are told."""
+    """Everything a client was told; it must be the same each time. ids: () where there are none."""
 
     text: str
     ids: tuple[int, ...] = ()
@@ -80,12 +80,12 @@ class Answer:
     completion_tokens: int = 0
 
     def begins(self, whole: "Answer") -> bool:
-        """Whether this, cut short, is the beginning of the whole one."""
+        """Whether this answer, perhaps cut short, is a beginning of `whole`."""
         return whole.text.startswith(self.text) and whole.ids[: len(self.ids)] == self.ids
 
 
 def draw_asks(rng: Random, count: int, context: int) -> list[Ask]:
-    """A mix of routes, samplings, short prompts and some of several chunks."""
+    """A mix of routes, samplings, short prompts and some prompts of several chunks."""
     asks = []
     for number in range(count):
         is_long = rng.random() < 0.5

@@ -1,6 +1,6 @@
-"""`python -m tests.faults.behind_proxy ADDRESS decode ...`: decode that tells another data address.
+"""`python -m tests.faults.behind_proxy ADDRESS decode ...`: decode behind another data address.
 
-Everything else is `kvferry decode`: a proxy stands at the address, as one in a network would.
+All else is `kvferry decode`. A proxy listens at ADDRESS, as it might in a real network.
 """
 
 import sys
@@ -10,7 +10,7 @@ from transfer.tcp import TcpReceiver
 
 
 def main() -> None:
-    """Put the address in front of the receiver's own, then start what is asked."""
+    """Announce ADDRESS instead of the receiver's own, then start what is asked."""
     address = sys.argv.pop(1)
     start = TcpReceiver.start
 

@@ -1,4 +1,4 @@
-"""One campaign: aims and does one fault after another, and now and then lets all come to rest."""
+"""One campaign: aims and injects one fault after another, and sometimes lets the system settle."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _LAG_TICK_S = 0.05
 
 
 class Broken(AssertionError):
-    """A promise was not kept; the message has all that helps to see why."""
+    """A promise was broken; the message has everything that helps to see why."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Counts:
 
 
 class Campaign:
-    """Faults of one seed on one system, which is started."""
+    """Faults of one seed on one system, which has been started."""
 
     def __init__(
         self, system: System, seed: int, means: Means, num_clients: int, settle_every: int
@@ -51,16 +51,16 @@ class Campaign:
         self._settle_every = settle_every
         self._start_counts: dict[str, Counts] = {}
         self._later: set[asyncio.Task[None]] = set()
-        self._cut_off: set[str] = set()  # workers whose cable is harmed
+        self._cut_off: set[str] = set()  # workers whose cable is unplugged or lossy
         self._number = 0
-        self._lag_s = 0.0  # the latest that this process woke up, of late
+        self._lag_s = 0.0  # how late this process woke up recently, at worst
         self._lags: asyncio.Task[None] | None = None
 
     def hear(self, line: Line) -> None:
         self.notices.hear(line)
 
     async def run(self, count: int, tell: Callable[[Strike], None] = lambda strike: None) -> None:
-        """Do so many faults. Raises Broken at the first promise that is not kept."""
+        """Inject `count` faults. Raises Broken at the first broken promise."""
         self._lags = asyncio.create_task(self._measure_lag())
         try:
             await self.traffic.start()
@@ -84,7 +84,7 @@ class Campaign:
     # --- a fault ----------------------------------------------------------------------------------
 
     async def _do(self, fault: Fault) -> Strike:
-        """Aim it, do it, and have somebody look whether it was noticed."""
+        """Aim the fault, inject it, and schedule the check that it was noticed."""
         await until(lambda: self._target(fault) is not None, 60.0, self.system.describe)
         if fault.phase in FRAME_PHASES and self.system.proxies:
             strike = await self._at_frame(fault)
@@ -94,7 +94,7 @@ class Campaign:
         return strike
 
     async def _at_frame(self, fault: Fault) -> Strike:
-        """At a frame that passes a proxy, of whatever request."""
+        """Inject it at a frame of any request that passes a proxy."""
         strikes: list[Strike] = []
 
         def spring(pair: Pair) -> Harm:
@@ -104,7 +104,7 @@ class Campaign:
         trap = Trap(fault.phase, _harm(fault), fault.at, lasts_s=fault.lasts_s, spring=spring)
         for proxy in self.system.proxies.values():
             proxy.trap = trap
-        # Links are harmed at a frame or not at all; while nobody is there to send one, it waits.
+        # A fault of a link needs a frame, so it waits longer, until somebody is there to send one.
         until_s = time.monotonic() + (START_TIMEOUT_S if fault.role == "link" else AIM_TIMEOUT_S)
         while not trap.sprung.is_set() and time.monotonic() < until_s:
             self.traffic.launch_long()
@@ -115,13 +115,13 @@ class Campaign:
         return strikes[0] if strikes else self._strike(fault, "missed", None)
 
     async def _at_request(self, fault: Fault) -> Strike:
-        """At a phase of a request that is sent for it."""
+        """Inject it at a phase of a request sent for this purpose."""
         flight = self.traffic.launch_long()
         hit = await self._reached(fault, flight) if flight is not None else False
         return self._strike(fault, fault.phase if hit else "missed", self._last_pair())
 
     async def _reached(self, fault: Fault, flight: Flight) -> bool:
-        """Wait for the phase; False when the request was past it."""
+        """Wait for the phase; False if the request was past it."""
         told = flight.told
         first_token_s = sorted(self.traffic.first_token_s)[len(self.traffic.first_token_s) // 2]
         if fault.phase in ("first_token", "mid_decode"):
@@ -140,7 +140,7 @@ class Campaign:
         return not told.frames
 
     def _strike(self, fault: Fault, hit: str, pair: Pair | None) -> Strike:
-        """Do it, now."""
+        """Inject the fault now."""
         if fault.role == "link":
             assert pair is not None, f"no frame passed for {fault}: {self.system.describe()}"
             sender = pair.sender if fault.kind in ("cut", "stall") else ""
@@ -191,9 +191,9 @@ class Campaign:
                 network.loses(worker, 0, 0)
 
     def _target(self, fault: Fault, pair: Pair | None = None) -> Member | None:
-        """Who is hurt: of the pair if it is known and well, else of the role, else anybody.
+        """Which process to hurt: one of the pair if known and well, else one of the role, else any.
 
-        Nobody who is cut off: the end of a cut is its own, and who else ends there is not seen.
+        Never one that is cut off: the cut ends by itself, and other ends behind it would go unseen.
         """
         members = self.system.members
         well = [m for m in members.values() if m.up and m.name not in self._cut_off]
@@ -211,7 +211,7 @@ class Campaign:
         return max(pairs, key=lambda pair: pair.at_s, default=None)
 
     async def _see_noticed(self, strike: Strike) -> None:
-        """Once it must have been noticed, look whether it was."""
+        """Check, once the time for it has passed, that the fault was noticed."""
         if strike.bound_s == math.inf or strike.hit == "missed":
             return
         await asyncio.sleep(strike.bound_s + 1.0)
@@ -225,7 +225,7 @@ class Campaign:
     # --- rest -------------------------------------------------------------------------------------
 
     async def _rest(self) -> None:
-        """Let every request end, everybody be well again, and look what is left."""
+        """Wait until every request has ended and every process is well, then check what is left."""
         begun_s = time.monotonic()
         self.traffic.hold()
         if self._later:
@@ -249,7 +249,7 @@ class Campaign:
         raise AssertionError(f"{REST_TIMEOUT_S:g} s after the last request: {left}")
 
     async def _counts_are_back(self) -> None:
-        """Each worker has all pages and slots that it had at first, and compiled nothing."""
+        """Each worker has as many free pages and slots as at first, and compiled nothing."""
         api = self.system.named("api")[0].name
         await self.system.flush(api)
         for worker in (await self.system.info(api))["workers"]:
@@ -268,7 +268,7 @@ class Campaign:
         assert not found, "\n".join(found)
 
     def _given_up_too_soon(self) -> list[str]:
-        """Whoever was given up met a fault for each of its attempts."""
+        """Requests that were given up although they met fewer faults than they had attempts."""
         wrong = []
         for flight in self.traffic.given_up:
             told = flight.told
@@ -292,7 +292,7 @@ class Campaign:
         )
 
     async def _measure_lag(self) -> None:
-        """How late this process wakes up tells how busy the machine is."""
+        """Measure how late this process wakes up, which shows how busy the machine is."""
         while True:
             asked_s = time.monotonic()
             await asyncio.sleep(_LAG_TICK_S)
@@ -301,14 +301,14 @@ class Campaign:
 
 
 def _harm(fault: Fault) -> Harm:
-    """What a proxy does to the frame itself."""
+    """What a proxy does to the frame."""
     if fault.kind in ("flip", "cut", "delay", "stall"):
         return fault.kind
     return "none"
 
 
 def _harm_of(fault: Fault, pair: Pair, target: str) -> Harm:
-    """What becomes of the rest of a frame: a sender that is gone sends no more."""
+    """What happens to the rest of a frame: a dead sender sends no more."""
     if target == pair.sender and fault.role != "link":
         return (
             "cut" if fault.kind in ("kill", "int") else "none" if fault.kind == "term" else "stall"

@@ -1,4 +1,4 @@
-"""One client's request to an API process: what it was told, and how that ended."""
+"""One client's request to an API process: what the client was told, and how it ended."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-import httpx2  # what the official client speaks HTTP with
+import httpx2  # the official client's HTTP library
 import openai
 
 from tests.faults.asks import Answer, Ask
@@ -17,16 +17,16 @@ from tests.faults.asks import Answer, Ask
 End = Literal[
     "done",  # the whole answer
     "refused",  # a status, with a time after which to try again
-    "failed",  # another status, or an error as the stream's last frame
+    "failed",  # another status, or the stream's last frame is an error
     "broken",  # the connection ended
-    "late",  # nothing of these in time
+    "late",  # none of these in time
     "garbled",  # something else: a frame after the last, two errors, ...
 ]
 
 
 @dataclass
 class Told:
-    """What one attempt of a client came to."""
+    """What one attempt of a client received."""
 
     answer: Answer = field(default_factory=lambda: Answer(""))
     end: End = "late"
@@ -36,7 +36,7 @@ class Told:
     sent_s: float = 0.0
     first_s: float = 0.0  # when the first token came; 0.0 = none
     ended_s: float = 0.0
-    frames: int = 0  # that carried tokens
+    frames: int = 0  # those that carried tokens
     changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     def token(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Client:
         await self._openai.close()
 
     async def ask(self, ask: Ask, salt: str, request_id: str, told: Told) -> None:
-        """Fill in what is told, as it comes; never raises for what the server does."""
+        """Fill in `told` as events arrive; never raises for what the server does."""
         told.sent_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -86,7 +86,7 @@ class Client:
             told.end, told.message = "broken", f"{type(error).__name__}: {error}"
         except openai.APIStatusError as error:
             _refused(told, error.response)
-        except openai.APIError as error:  # an error frame, as the official client reads it
+        except openai.APIError as error:  # an error frame, as the official client raises it
             body = error.body if isinstance(error.body, dict) else {}
             told.end, told.message = "failed", error.message
             told.code = str(body.get("code"))
@@ -139,7 +139,7 @@ class Client:
                 )
                 told.end = "done"
         if told.end != "done":
-            # The official client does not tell a stream that broke off from one that ended.
+            # The official client does not distinguish a stream that broke off from one that ended.
             told.end, told.message = "broken", "the stream ended early"
 
     async def _responses(self, body: dict[str, Any], headers: dict[str, str], told: Told) -> None:
@@ -166,7 +166,7 @@ class Client:
 
 
 def _take_response(response: Any, told: Told) -> None:
-    """The last event has all of it once more."""
+    """The last event repeats the whole answer."""
     assert response.output_text == told.answer.text, (response.output_text, told.answer.text)
     finish = {"completed": "stop", "incomplete": "length"}[response.status]
     usage = response.usage

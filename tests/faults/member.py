@@ -1,4 +1,4 @@
-"""One process of the system under fault: started, hurt, started again, and heard line by line."""
+"""One process of the system under faults: started, hurt, restarted, and read line by line."""
 
 import contextlib
 import math
@@ -27,7 +27,7 @@ READY = {
 
 @dataclass(frozen=True)
 class Line:
-    """What a process said, and when it was heard (monotonic seconds)."""
+    """A line that a process wrote, and when it was read (monotonic seconds)."""
 
     member: str
     life: int  # 1 for its first start
@@ -37,7 +37,7 @@ class Line:
 
 @dataclass
 class Trouble:
-    """A time in which a process was not there, or not itself. Monotonic seconds."""
+    """A period in which a process was ending, gone or frozen. Monotonic seconds."""
 
     kind: Literal["kill", "term", "freeze"]
     start_s: float
@@ -50,7 +50,7 @@ class Trouble:
 class Member:
     """A `kvferry` command that may be started any number of times.
 
-    hear: called for each line, from a thread of the member's own.
+    hear: called for each line, from the member's reader thread.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Member:
         hear: Callable[[Line], None],
         inside: Sequence[str] = (),
     ) -> None:
-        """command: after `python -m`. inside: what runs it, as `ip netns exec NAME`."""
+        """command: what follows `python -m`. inside: its prefix, such as `ip netns exec NAME`."""
         self.name = name
         self.role = role
         self.life = 0
@@ -80,7 +80,7 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """Whether it does its work now."""
+        """Whether it is working now."""
         return self.alive and self.ready and not self.frozen
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class Member:
         self._reader.start()
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
+        """Send SIGKILL, and wait for the end."""
         self._begin("kill")
         self._signal(signal.SIGKILL)
         self.ready = self.frozen = False
@@ -110,7 +110,7 @@ class Member:
             self._process.wait()
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Tell it to end, which it does when it is done."""
+        """Tell it to end, which it does in its own time."""
         self._begin("term")
         self._signal(number)
         self.ready = False
@@ -127,11 +127,11 @@ class Member:
             self.troubles[-1].end_s = time.monotonic()
 
     def hurt(self, start_s: float, end_s: float = math.inf) -> list[Trouble]:
-        """What was done to it between these times."""
+        """What happened to it between these times."""
         return [trouble for trouble in self.troubles if trouble.touches(start_s, end_s)]
 
     def odd_end(self) -> list[str]:
-        """What is wrong with how it ended; told to end, it must do so with code 0."""
+        """What is wrong with how it ended; if told to end, it must exit with code 0."""
         last = self.troubles[-1] if self.troubles else None
         told = last.kind if last is not None and last.end_s == math.inf else ""
         code = self.exit_code()

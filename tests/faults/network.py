@@ -1,4 +1,4 @@
-"""How the processes reach each other: by loopback, or each in a network namespace of its own."""
+"""How processes reach each other: over loopback, or each from its own network namespace."""
 
 import asyncio
 import os
@@ -18,18 +18,18 @@ class Network(Protocol):
     def host_of(self, name: str) -> str: ...
 
     def inside(self, name: str) -> tuple[str, ...]:
-        """Words before a command that runs there."""
+        """A command prefix that runs a command there."""
         ...
 
 
 class Loopback:
-    """All in one place."""
+    """All processes on one host."""
 
     async def open(self, names: Sequence[str]) -> None:
-        """There is nothing to make."""
+        """There is nothing to set up."""
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """There is nothing to tear down."""
 
     def host_of(self, name: str) -> str:
         return "127.0.0.1"
@@ -39,8 +39,8 @@ class Loopback:
 
 
 class Namespaces:
-    """A bridge in a namespace of its own; registry and API processes beside it, each worker in a
-    namespace behind a cable (veth) that can be unplugged."""
+    """A namespace with a bridge, registry and API processes, and for each worker a namespace
+    behind a cable (veth) that can be unplugged."""
 
     def __init__(self) -> None:
         self._prefix = f"kvf{os.getpid()}"
@@ -59,7 +59,7 @@ class Namespaces:
         await asyncio.to_thread(self._close)
 
     def unplug(self, worker: str) -> None:
-        """Nothing reaches it, and nobody is told."""
+        """Nothing reaches it any more, and no process is told."""
         self._in_hub("link", "set", "dev", self._cable(worker), "down")
 
     def plug(self, worker: str) -> None:
@@ -134,7 +134,7 @@ def why_no_netem() -> str:
 
 
 def _why_not(words: Sequence[str], program: str = "ip") -> str:
-    """Try something in a namespace made for it."""
+    """Try a command in a temporary namespace."""
     if shutil.which("ip") is None:
         return "there is no ip"
     space = f"kvf{os.getpid()}-try"

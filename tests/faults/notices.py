@@ -1,4 +1,4 @@
-"""When the others noticed a fault, and which requests moved: read off what the processes say."""
+"""When processes noticed a fault, and which requests moved, read off the processes' output."""
 
 import math
 import re
@@ -11,10 +11,11 @@ from tests.faults.system import System
 from tests.faults.traffic import Traffic
 
 KILL_NOTICED_S = 1.0
-# A stream is silent for 3 s, looked at every 0.5 s, the last word up to 0.5 s before the fault;
-# a data connection is lost within its stall timeout of 3 s, counted from its next sign of life.
+# A stream is given up after 3 s of silence, checked every 0.5 s; its last message came up to 0.5 s
+# before the fault. A data connection is lost after its stall timeout of 3 s, counted from its next
+# sign of life.
 SILENCE_NOTICED_S = 4.5
-_LISTENED_S = 12.0  # for a strike: longer than any lasts, and than it takes to be noticed
+_LISTENED_S = 12.0  # for a strike: longer than any fault lasts, or takes to be noticed
 _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 _MOVES = re.compile(r"(\S+) moves: ")
 _PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
@@ -22,22 +23,22 @@ _PAGES_LOST = re.compile(r"page connection closed with \d+ rooms")
 
 @dataclass
 class Strike:
-    """A fault that was done, and what was seen of it. Times are monotonic seconds."""
+    """A fault that was injected, and what was seen of it. Times are monotonic seconds."""
 
     fault: Fault
     target: str
-    hit: str  # the phase that was met; "missed" when the request was past it
+    hit: str  # the phase that was hit; "missed" if the request was past it
     at_s: float
     life: int
-    seen_by: dict[str, int] = field(default_factory=dict)  # API processes to notice -> life
-    frames: dict[str, int] = field(default_factory=dict)  # request -> token frames until then
+    seen_by: dict[str, int] = field(default_factory=dict)  # processes that should notice it -> life
+    frames: dict[str, int] = field(default_factory=dict)  # request -> token frames before the fault
     noticed: dict[str, float] = field(default_factory=dict)  # who -> seconds after
     moved: dict[str, float] = field(default_factory=dict)  # request -> seconds after
-    excused: bool = False  # what it hit may have ended before anybody had to notice
+    excused: bool = False  # what it hit may have ended before it had to be noticed
 
     @property
     def bound_s(self) -> float:
-        """Until when it must have been noticed; inf where it need not be."""
+        """Seconds within which it must be noticed; inf if it need not be."""
         fault = self.fault
         if fault.kind in ("kill", "int"):
             return KILL_NOTICED_S
@@ -51,7 +52,7 @@ class Strike:
 
 
 class Notices:
-    """Listens to all processes for what they say of the last strikes."""
+    """Listens to what all processes say about the latest strikes."""
 
     def __init__(self, system: System, traffic: Traffic) -> None:
         self.strikes: list[Strike] = []
@@ -59,7 +60,7 @@ class Notices:
         self._traffic = traffic
 
     def struck(self, fault: Fault, target: str, hit: str, sender: str = "") -> Strike:
-        """Call in the moment of the fault. sender: prefill's end of a data connection."""
+        """Call at the moment of the fault. sender: prefill's end of a data connection."""
         system = self._system
         member = system.members[target]
         strike = Strike(fault, target, hit, time.monotonic(), member.life)
@@ -91,7 +92,7 @@ class Notices:
             self._moved(found[1], line.at_s)
 
     def _moved(self, request_id: str, at_s: float) -> None:
-        """Of the latest strike that can be the reason."""
+        """Credit the move to the latest strike that can be its cause."""
         for strike in reversed(self.strikes):
             if strike.fault.role not in ("api", "registry") and strike.at_s <= at_s:
                 if request_id in strike.frames:
@@ -99,7 +100,7 @@ class Notices:
                 return
 
     def overdue(self, strike: Strike, lag_s: float) -> list[str]:
-        """Who should have noticed and did not. lag_s: by how much this machine was late."""
+        """Processes that should have noticed and did not. lag_s: how late this machine was."""
         wrong: list[str] = []
         strike.excused = strike.fault.role == "link" and self._may_have_dropped(strike, lag_s)
         if strike.excused:
@@ -118,9 +119,9 @@ class Notices:
         return wrong
 
     def _may_have_dropped(self, strike: Strike, lag_s: float) -> bool:
-        """Whether the rooms of a connection may have ended with an API process or with decode's.
+        """Whether a connection's rooms may have ended along with an API process or decode.
 
-        Then it owes nothing, and nobody asks it for signs of life until it has a room again.
+        Then the connection owes nothing, and no signs of life until it has a room again.
         """
         until_s = strike.at_s + strike.bound_s + lag_s
         ends = self._system.members[strike.target].hurt(strike.at_s, until_s)

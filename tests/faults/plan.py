@@ -1,4 +1,4 @@
-"""What a seed draws: faults, each by itself, so that any one can be drawn again."""
+"""What a seed draws: faults, each drawn independently, so that any one can be drawn again."""
 
 from dataclasses import dataclass
 from random import Random
@@ -7,13 +7,13 @@ from typing import Literal
 Kind = Literal[
     "kill",  # SIGKILL
     "term",  # SIGTERM: workers and API processes drain
-    "int",  # SIGINT: it ends at once
+    "int",  # SIGINT: the process ends at once
     "hang",  # SIGSTOP for a while, then SIGCONT
     "hang_kill",  # SIGSTOP for a while, then SIGKILL
     "flip",  # one bit of a frame of pages
     "cut",  # a data connection is reset
-    "delay",  # a frame takes its time, less than the stall timeout
-    "stall",  # a data connection moves nothing for longer than that
+    "delay",  # a frame is delayed, by less than the stall timeout
+    "stall",  # a data connection moves nothing for longer than the stall timeout
     "part",  # a worker's host cannot be reached for a while (needs namespaces)
     "lossy",  # a worker's host loses and delays packets for a while (needs netem)
 ]
@@ -34,7 +34,7 @@ PHASES: tuple[Phase, ...] = (
     "mid_decode",
 )
 FRAME_PHASES: tuple[Phase, ...] = ("mid_chunk", "mid_frame", "last_frame")
-# Above what every deadline for a silent peer comes to.
+# Longer than every deadline for a silent peer.
 LONG_HANG_S = (4.5, 6.0)
 SHORT_HANG_S = (0.1, 1.2)
 
@@ -47,7 +47,7 @@ class Fault:
     kind: Kind
     role: Role
     phase: Phase
-    index: int  # which of the role's processes, counted modulo those there are
+    index: int  # which of the role's processes, modulo their number
     at: float  # where in the phase, 0 to 1
     lasts_s: float  # of a hang, a delay, a cut-off
     pause_s: float  # before the next fault
@@ -64,11 +64,11 @@ class Means:
     frames: bool  # a proxy stands between the data ports
     namespaces: bool  # workers have networks of their own
     netem: bool
-    long_share: float = 0.3  # of hangs and stalls that outlast the deadlines
+    long_share: float = 0.3  # share of hangs and stalls that outlast the deadlines
 
 
 def draw_fault(seed: int, number: int, means: Means) -> Fault:
-    """The fault of that number in that seed's campaign."""
+    """The fault with this number in this seed's campaign."""
     rng = Random(f"{seed}:{number}")
     kinds: list[Kind] = ["kill", "kill", "kill", "hang", "hang", "hang", "hang_kill", "term", "int"]
     if means.frames:

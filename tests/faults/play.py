@@ -1,4 +1,4 @@
-"""One campaign from its flags to its figures."""
+"""One campaign, from its flags to its figures."""
 
 import math
 import time
@@ -64,7 +64,7 @@ async def play(
     long_share: float = 0.3,
     tell: Callable[[Strike], None] = lambda strike: None,
 ) -> Played:
-    """Start a system, do the faults, stop it. Raises Broken; RuntimeError without the network."""
+    """Start a system, inject faults, stop it. Raises Broken; RuntimeError without namespaces."""
     is_apart = network == "namespaces"
     if is_apart and (why := why_no_namespaces()):
         raise RuntimeError(f"this machine has no network namespaces: {why}")
@@ -98,7 +98,7 @@ async def play(
 
 
 def _what(strike: Strike) -> str:
-    """What kind of thing was hurt; a stand-in where the one aimed at was gone already."""
+    """The kind of process hurt: not the role aimed at, if a stand-in had to be hit."""
     return "link" if strike.fault.role == "link" else strike.target.rpartition("-")[0] or "registry"
 
 
@@ -108,12 +108,12 @@ def _moved(strikes: Sequence[Strike]) -> str:
 
 
 def _noticed(strikes: Sequence[Strike]) -> dict[str, str]:
-    """Of each kind, seconds from fault to notice: how many, middle, 90 %, most."""
+    """By kind, seconds from fault to notice: count, median, 90 %, maximum."""
     by_kind: dict[str, list[float]] = {}
     for strike in strikes:
         if strike.bound_s < math.inf and strike.hit != "missed" and not strike.excused:
             of_kind = by_kind.setdefault(f"{strike.fault.kind} {_what(strike)}", [])
-            # From the kill on, of one that was frozen before.
+            # Count from the kill, if the process was frozen before it.
             begun_s = strike.fault.lasts_s if strike.fault.kind == "hang_kill" else 0.0
             of_kind += [took_s - begun_s for took_s in strike.noticed.values()]
     return {f"noticed: {kind}": _spread(took) for kind, took in sorted(by_kind.items()) if took}

@@ -1,4 +1,4 @@
-"""A proxy on the data plane that reads frames as they pass, and harms one where it is told to."""
+"""A data-plane proxy that reads frames as they pass, and harms one when told to."""
 
 import asyncio
 import socket
@@ -14,17 +14,17 @@ from transfer import wire
 from transfer.backend import DIGEST_BYTES, HEADER_BYTES, Frame, Kind
 from transfer.handshake import Hello
 
-_ESTABLISHED = 1  # of the kernel's TCP states
-_HELD_UP_S = 1.0  # well below the time in which a sender hears nothing and gives up
+_ESTABLISHED = 1  # a TCP state of the kernel
+_HELD_UP_S = 1.0  # well below the silence after which a sender gives up
 Harm = Literal["none", "flip", "cut", "delay", "stall"]
 
 
 @dataclass
 class Trap:
-    """What is to happen at a frame: waits for the first that fits, once.
+    """What to do at a frame: the trap springs once, at the first frame that fits.
 
-    harm: to the connection. at: where in the frame, 0 to 1.
-    spring: called when the part before `at` is on its way; may name another harm for the rest.
+    harm: what is done to the connection. at: where in the frame, 0 to 1.
+    spring: called when the part before `at` has been sent; may name another harm for the rest.
     """
 
     phase: Phase
@@ -39,7 +39,7 @@ class Trap:
 
 @dataclass(frozen=True)
 class Pair:
-    """The two ends of a connection, when something passed there."""
+    """The two ends of a connection, and when something passed there."""
 
     sender: str
     decode: str
@@ -53,7 +53,7 @@ class Proxy:
         self.decode = decode
         self.trap: Trap | None = None
         self.counts: Counter[str] = Counter()
-        self.faults: list[BaseException] = []  # of its own
+        self.faults: list[BaseException] = []  # errors of the proxy itself
         self.last_finish: Pair | None = None
         self._target_port = target_port
         self._server: asyncio.Server | None = None
@@ -79,7 +79,7 @@ class Proxy:
             self._tasks.discard(task)
 
     def caught(self, frame: Frame, sender: str) -> Trap | None:
-        """The trap, if this frame of that sender springs it."""
+        """The trap, if this frame from this sender springs it."""
         trap = self.trap
         if trap is None or trap.pair is not None or trap.over:
             return None
@@ -105,8 +105,8 @@ class _Passage:
         self._sender = ""
         self._flows = asyncio.Event()
         self._flows.set()
-        # The sender may have given the connection up by now, and its end of it not show: that is
-        # behind all that it sent before. What befalls such a one is nobody's to notice.
+        # True once a frame was held up for long: the sender may have given up the connection, with
+        # its FIN still behind all that it sent before. Nobody need notice a fault there.
         self._held_up = False
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class _Passage:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # Whichever side ended, the other hears of it.
+            # Whichever side ended, close the other one too.
             for way in ways:
                 way.cancel()
             for end in await asyncio.gather(*ways, return_exceptions=True):
@@ -162,7 +162,7 @@ class _Passage:
         middle = min(int(trap.at * len(data)), len(data) - 1)
         if trap.harm == "flip":
             data[middle] ^= 1 << (middle % 8)
-        if trap.phase == "mid_chunk":  # behind a whole frame, while the next chunk computes
+        if trap.phase == "mid_chunk":  # after a whole frame, while the next chunk computes
             middle = len(data)
         try:
             await self._send(data[:middle])
@@ -193,14 +193,14 @@ class _Passage:
 
 
 def _left(writer: asyncio.StreamWriter) -> bool:
-    """Whether the other end has closed, though what it sent before may still have to be read."""
+    """Whether the other end has closed, although data it sent before may still be unread."""
     sock = writer.get_extra_info("socket")
     state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     return state != _ESTABLISHED
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection as a cut one ends: with a reset, and nothing that waits is sent."""
+    """End a connection as if it were cut: with a reset, and without sending what is queued."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

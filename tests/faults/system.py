@@ -1,4 +1,4 @@
-"""The system under fault: its processes, what they say of each other, and who is started again."""
+"""The system under faults: its processes, what they say about each other, and their restarts."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from tests.ports import free_port
 
 CONTEXT = 512
 START_TIMEOUT_S = 240.0
-# Small pools and chunks: prompts of several chunks, and requests that push each other out.
+# Small pools and chunks: prompts of several chunks, and requests that preempt each other.
 SIZES = {
     "prefill": (
         "--chunked-prefill-size=32",
@@ -38,7 +38,7 @@ _BROKE = re.compile(r"worker (\S+) (?:broke off|has drained)")
 class System:
     """Registry, workers and API processes, each a process that may end at any time.
 
-    Whoever ends is started again, as an operator's supervisor would do.
+    A process that ends is started again, as an operator's supervisor would do.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class System:
         sizes: Mapping[str, tuple[str, ...]] = SIZES,
         on_line: Callable[[Line], None] = lambda line: None,
     ) -> None:
-        """workers: of each role. prefills: where there are more. model: else the demo's.
+        """workers: of each role. prefills: if more than workers. model: default the demo model.
 
         sizes: flags of each role.
 
@@ -67,7 +67,7 @@ class System:
         self.proxies: dict[str, Proxy] = {}
         self.network = network or Loopback()
         self.open: dict[str, set[str]] = {}  # api -> workers whose streams it has open
-        self.unexpected: list[str] = []  # processes that ended untold
+        self.unexpected: list[str] = []  # how processes ended that were not told to
         self._on_line = on_line
         self._loop = asyncio.get_running_loop()
         self._keeper: asyncio.Task[None] | None = None
@@ -90,7 +90,7 @@ class System:
         return self.folder / f"{api}.sock"
 
     async def start(self) -> None:
-        """Until every API process sees every worker."""
+        """Start everything, and wait until every API process sees every worker."""
         await self.network.open([member.name for member in self.members.values()])
         for proxy in self.proxies.values():
             await proxy.start(self._proxy_ports[proxy.decode])
@@ -100,7 +100,7 @@ class System:
         await self.whole()
 
     async def whole(self) -> None:
-        """Wait until nobody is missing, and everybody sees everybody."""
+        """Wait until all processes are up, and every API process sees every worker."""
         workers = {m.name for m in self.members.values() if m.role in ("prefill", "decode")}
 
         def is_whole() -> bool:
@@ -115,7 +115,7 @@ class System:
         )
 
     def describe(self) -> str:
-        """Who is in what state, in a line."""
+        """Each process's state, in one line."""
         states = []
         for name, member in self.members.items():
             state = "frozen" if member.frozen else "up" if member.up else "starting"
@@ -136,7 +136,7 @@ class System:
     # --- its state --------------------------------------------------------------------------------
 
     async def info(self, api: str) -> dict[str, Any]:
-        """What /get_server_info of that process says."""
+        """What /get_server_info of this API process says."""
         transport = httpx.AsyncHTTPTransport(uds=str(self.uds(api)))
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=30
@@ -164,7 +164,7 @@ class System:
     # --- processes --------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        """Start again whoever ended."""
+        """Restart every process that ended."""
         while True:
             for member in self.members.values():
                 if member.alive:
@@ -239,7 +239,7 @@ class System:
 
 
 async def until(true: Callable[[], bool], timeout_s: float, why: Callable[[], str]) -> None:
-    """Ask until the answer is yes; the state asked for is other processes'."""
+    """Poll until the condition, which depends on other processes, holds."""
     try:
         async with asyncio.timeout(timeout_s):
             while not true():  # noqa: ASYNC110  (other processes' state)

@@ -1,4 +1,4 @@
-"""Real processes die, hang and are cut off while clients stream, and every text stays the same."""
+"""Processes die, hang and are cut off while clients stream, and every text stays the same."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the others say of a fault is heard, however many come after it."""
+"""Notices of a fault are matched to it, however many faults follow."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The proxy's trap waits for a frame that passes, whatever became of those before."""
+"""The proxy's trap waits for a live frame, whatever happened to earlier connections."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from tests.faults.proxy import Proxy, Trap
 from tests.ports import free_port
 from transfer.backend import HEADER_BYTES, Frame, Kind, whole_frame
 
-# More than the sockets on its way hold: who sends it waits until it is read.
+# More than the sockets along the way hold, so the sender waits until it is read.
 LONG = memoryview(bytes(16 << 20))
 
 
@@ -71,7 +71,7 @@ async def test_what_a_sender_left_behind_springs_no_trap() -> None:
 async def test_a_connection_that_stood_still_springs_no_further_trap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its sender may have given it up, and what says so be behind all that it sent before."""
+    """Its sender may have given up, and its FIN be queued behind everything it sent before."""
     monkeypatch.setattr("tests.faults.proxy._HELD_UP_S", 0.05)
     ends: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     decode = await asyncio.start_server(lambda *end: ends.put(end), "127.0.0.1", 0)
@@ -99,7 +99,7 @@ async def test_a_connection_that_stood_still_springs_no_further_trap(
 async def _springs(
     trap: Trap, port: int, ends: "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"
 ) -> None:
-    """The trap, at the next frame of another connection."""
+    """The trap springs at the next frame of another connection."""
     _, well = await asyncio.open_connection("127.0.0.1", port)
     well.write(whole_frame(Frame(Kind.PAGES), payload=[LONG[:4096]]))
     reader, writer = await ends.get()

@@ -1,4 +1,4 @@
-"""Three prefill and two decode workers under load: one of each is killed, and nobody can tell."""
+"""Three prefill and two decode workers under load: killing one of each changes no answer."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.faults.traffic import Traffic
 from tests.serving.commands import MODEL
 
 PATIENCE_S = 60.0
-# Few programs to compile: seven lives of a worker on as many cores as there are.
+# Few programs to compile: workers start seven times, on however many cores there are.
 SIZES = {
     "prefill": ("--chunked-prefill-size=32", "--max-seqs-per-chunk=1"),
     "decode": ("--max-running-requests=4", "--max-total-tokens=1024"),
@@ -21,7 +21,7 @@ SIZES = {
 
 
 class Load:
-    """Clients of a system, with what they found wrong and how much ran to its end since."""
+    """Clients of a system, with their findings and a count of complete answers."""
 
     def __init__(self, system: System) -> None:
         self.findings: list[str] = []
@@ -29,23 +29,23 @@ class Load:
         self._system = system
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Let them ask on until then. Raises when one was told something wrong."""
+        """Let the clients go on until the condition holds. Raises if one got a wrong answer."""
         await until(lambda: bool(self.findings) or true(), PATIENCE_S, self._system.describe)
         assert self.findings == []
 
     async def until_done(self, more: int) -> None:
-        """Until so many more answers are complete."""
+        """Wait until this many more answers are complete."""
         enough = self.traffic.ends["done"] + more
         await self.until(lambda: self.traffic.ends["done"] >= enough)
 
     async def until_hit(self) -> None:
-        """Until some stream is in the middle of its text."""
+        """Wait until some stream is in the middle of its text."""
         flights = self.traffic.flights
         await self.until(lambda: any(f.told.frames > 2 for f in flights.values()))
 
 
 async def moves(system: System) -> float:
-    """How often a request went on elsewhere, for whatever reason."""
+    """How often a request continued elsewhere, for whatever reason."""
     transport = httpx.AsyncHTTPTransport(uds=str(system.uds("api-0")))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         text = (await http.get("/metrics")).text
@@ -64,7 +64,7 @@ async def test_workers_killed_under_load_and_replaced_change_no_token(tmp_path: 
         load.traffic.go()
         await load.until_done(5)
         kills = Counter({"prefill-1": 0, "decode-0": 0})
-        while not kills.total() or await moves(system) == 0:  # who is idle has nothing to move
+        while not kills.total() or await moves(system) == 0:  # an idle worker has nothing to move
             assert kills.total() < 10
             for name in kills:
                 await load.until_hit()
@@ -74,7 +74,7 @@ async def test_workers_killed_under_load_and_replaced_change_no_token(tmp_path: 
             await system.whole()
         lives = {name: system.members[name].life - 1 for name in kills}
         assert lives == kills
-        await load.until_done(10)  # by those that came as well
+        await load.until_done(10)  # also from the restarted workers
         load.traffic.hold()
         await load.until(lambda: not load.traffic.flights)
         assert set(load.traffic.ends) == {"done"}

@@ -1,4 +1,4 @@
-"""Requests in flight, and the judgement on how each of them ended."""
+"""Requests in flight, and the judgement of how each of them ended."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,7 @@ from tests.faults.client import Client, Told
 from tests.faults.member import Member
 from tests.faults.system import CONTEXT, REQUEST_TIMEOUT_S, System
 
-# A request has its own deadline; a client that hears nothing for so long has found a hang.
+# Requests have a deadline of their own; a client that hears nothing for this long found a hang.
 CLIENT_TIMEOUT_S = REQUEST_TIMEOUT_S + 20.0
 NUM_ASKS = 25
 GIVEN_UP = "given up after"
@@ -42,10 +42,10 @@ class Traffic:
     ) -> None:
         self.asks = draw_asks(Random(f"asks {seed}"), num_asks, CONTEXT)
         self.expected: dict[int, Answer] = {}
-        self.flights: dict[str, Flight] = {}  # by request id, while they last
+        self.flights: dict[str, Flight] = {}  # by request id, while they run
         self.ends: Counter[str] = Counter()
         self.given_up: list[Flight] = []
-        self.first_token_s: list[float] = []  # undisturbed
+        self.first_token_s: list[float] = []  # from the undisturbed requests
         self._system = system
         self._rng = Random(f"traffic {seed}")
         self._complain = complain
@@ -57,7 +57,7 @@ class Traffic:
         self._served: set[tuple[str, int]] = set()  # API processes that have answered
 
     async def start(self) -> None:
-        """Learn the right answers, alone, then let the clients go."""
+        """Learn the right answers, one request at a time, then start the clients."""
         for api in self._system.named("api"):
             self._http[api.name] = Client(self._system.uds(api.name), CLIENT_TIMEOUT_S)
         for ask in self.asks:
@@ -82,27 +82,27 @@ class Traffic:
         self._open.set()
 
     def hold(self) -> None:
-        """Start nothing more; see `flights` for what still runs."""
+        """Start no more requests; `flights` has those that still run."""
         self._open.clear()
 
     def launch(self, ask: Ask, api: Member) -> Flight:
         """Send one request."""
         self._numbers += 1
         flight = Flight(f"f{self._numbers}", ask, api, api.life)
-        # Most prompts are computed anew; some find their prefix where it was left.
+        # Most prompts are computed anew; some find a cached prefix, wherever that is.
         salt = flight.request_id if self._rng.random() < 0.7 else ""
         self.flights[flight.request_id] = flight
         flight.task = asyncio.create_task(self._fly(flight, salt))
         return flight
 
     def launch_long(self) -> Flight | None:
-        """A streamed request of several chunks, for a fault to aim at; None: nobody takes it."""
+        """A streamed request of several chunks to aim a fault at; None if no API process is up."""
         ups = [api for api in self._system.named("api") if api.up]
         long = [a for a in self.asks if len(a.prompt) > 2 * CONTEXT // 3 and a.route != "whole"]
         return self.launch(self._rng.choice(long), self._rng.choice(ups)) if ups else None
 
     async def _client(self) -> None:
-        """One after the other."""
+        """Send one request after the other."""
         while True:
             await self._open.wait()
             apis = [api for api in self._system.named("api") if api.alive and api.ready]
@@ -113,7 +113,7 @@ class Traffic:
             assert flight.task is not None
             await flight.task
             if flight.told.end in ("refused", "broken"):
-                await asyncio.sleep(0.1)  # a client's own pause before it tries again
+                await asyncio.sleep(0.1)  # a client's pause before it tries again
 
     async def _fly(self, flight: Flight, salt: str) -> None:
         client, told = self._http[flight.api.name], flight.told
@@ -138,7 +138,7 @@ class Traffic:
             )
 
     def _wrong(self, flight: Flight) -> str:
-        """What must not be; "" = nothing."""
+        """What is wrong with how the request ended; "" = nothing."""
         told = flight.told
         expected = self.expected[flight.ask.number]
         if told.end == "done":
