@@ -1,4 +1,4 @@
-"""A network that needs no weights: its tokens and logprobs can be computed by hand."""
+"""A network without weights, whose tokens and logprobs can be computed by hand."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from transfer.stops import finish_of
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int = 200) -> int:
-    """The fake network: any change of any token before it changes it."""
+    """The fake network: changing any earlier token changes the next one."""
     state = 17
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % 1_000_003
@@ -17,12 +17,12 @@ def next_token(token_ids: Sequence[int], vocab_size: int = 200) -> int:
 
 
 def logprob_of(token_id: int) -> float:
-    """The fake network's logprob of a token it chose: exact in f32."""
+    """The fake network's logprob of a token it chose, exact in f32."""
     return -0.125 * (1 + token_id % 8)
 
 
 def top_of(token_id: int) -> list[tuple[int, float]]:
-    """All twenty candidates beside it, best first."""
+    """All twenty candidates listed with the token, best first."""
     own = logprob_of(token_id)
     return [(token_id + rank, own - 0.125 * rank) for rank in range(wire.NUM_TOP_LOGPROBS)]
 
@@ -32,7 +32,7 @@ def expected_tokens(
     params: wire.SamplingParams,
     network: Callable[[Sequence[int]], int] = next_token,
 ) -> list[int]:
-    """What a request must bring, to its stop id or length."""
+    """The tokens that a request must get, up to its stop id or its length."""
     tokens: list[int] = []
     while not tokens or not finish_of(tokens[-1], len(tokens) - 1, params):
         tokens.append(network([*prompt_ids, *tokens]))
@@ -40,13 +40,13 @@ def expected_tokens(
 
 
 def top_arrays(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """i32[n, 20], f32[n, 20]: the candidates beside each id."""
+    """i32[n, 20], f32[n, 20]: the candidates listed with each id."""
     top = np.array([top_of(token_id) for token_id in ids]).reshape(len(ids), -1, 2)
     return top[..., 0].astype(np.int32), top[..., 1].astype(np.float32)
 
 
 def prompt_logprobs(prompt_ids: Sequence[int], start: int) -> wire.PromptLogprobs:
-    """What prefill tells of the prompt from position `start` on."""
+    """What prefill reports about the prompt from position `start` on."""
     ids = prompt_ids[start:]
     top_ids, top_logprobs = top_arrays(ids)
     return wire.PromptLogprobs(

@@ -1,4 +1,4 @@
-"""Fake registry and workers: the control plane for real, with tokens from a fake network."""
+"""A fake registry and fake workers: the real control plane, with tokens from a fake network."""
 
 import asyncio
 from collections import deque
@@ -22,7 +22,7 @@ _HEARTBEAT_S = 0.5
 
 
 class FakeRegistry:
-    """Shows whatever members it is given to whoever watches."""
+    """Shows the members it is given to every watcher."""
 
     def __init__(self, security: Security) -> None:
         self.members: dict[str, wire.Member] = {}
@@ -45,7 +45,7 @@ class FakeRegistry:
             self._server = None
 
     def set(self, member: wire.Member) -> None:
-        """Add or replace one worker, and tell everybody."""
+        """Add or replace one worker, and tell every watcher."""
         self.members[member.info.worker_id] = member
         self.push()
 
@@ -54,7 +54,7 @@ class FakeRegistry:
         self.push()
 
     async def restart(self) -> None:
-        """At the same address, knowing nobody."""
+        """Restart at the same address, knowing no worker."""
         await self.stop()
         self.members.clear()
         await self.start(int(self.address.rpartition(":")[2]))
@@ -92,7 +92,7 @@ class FakeRoom:
 
 
 class FakeHome(Protocol):
-    """What a fake worker asks of the cluster around it."""
+    """What a fake worker needs from the cluster around it."""
 
     security: Security
     registry: FakeRegistry
@@ -110,7 +110,7 @@ class FakeHome(Protocol):
 
 
 class FakeWorker:
-    """One worker of either role: takes legs, and brings their tokens when it is stepped."""
+    """One worker of either role: takes legs, and sends their tokens when it is stepped."""
 
     def __init__(self, cluster: FakeHome, role: wire.Role, worker_id: str) -> None:
         self.cluster = cluster
@@ -119,16 +119,16 @@ class FakeWorker:
         self.epoch = 0
         self.address = ""
         self.rooms: dict[int, FakeRoom] = {}
-        self.aborted: list[int] = []  # rooms, as told
+        self.aborted: list[int] = []  # rooms of Abort calls, in order
         self.submit_calls: list[int] = []  # how many legs each Submit carried
-        self.refusals: deque[Code] = deque()  # for the next legs, one each
+        self.refusals: deque[Code] = deque()  # for the next legs, one each; those legs are refused
         self.gate = asyncio.Event()  # while cleared, calls to Submit do not get through
         self.gate.set()
         self.draining = False
-        self.stuck = False  # its loop stands still, and yet it says that it lives
-        self.slots = 1 << 20  # rooms of a step
+        self.stuck = False  # its loop stands still, although it sends signs of life
+        self.slots = 1 << 20  # at most so many rooms in a step
         self._turns = 0
-        self.silent = False  # hung: connected, but says nothing any more
+        self.silent = False  # hung: connected, but it sends nothing any more
         self.load = wire.Load(pages_total=256, pages_free=256, slots_total=64, slots_free=64)
         self.dp_size = 1
         self.ranks: tuple[wire.Load, ...] = ()
@@ -150,7 +150,7 @@ class FakeWorker:
     # --- life ---
 
     async def start(self) -> None:
-        """Serve as a new incarnation, on a new port, and be listed."""
+        """Serve as a new incarnation, on a new port, and register."""
         self.epoch += 1
         self.silent = False
         self.rooms.clear()
@@ -168,7 +168,7 @@ class FakeWorker:
         self.announce()
 
     async def kill(self, *, unlist: bool = False) -> None:
-        """Die without a word; the registry notices only when told to (unlist)."""
+        """Die without a message; the registry notices only if told to (unlist)."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(0.0)
@@ -177,13 +177,13 @@ class FakeWorker:
             self.cluster.registry.remove(self.worker_id)
 
     async def break_streams(self) -> None:
-        """Lose every reply stream, and with it the rooms, but live on at the same address."""
+        """Lose every reply stream, and its rooms, but keep serving at the same address."""
         for queue in self._streams.values():
             queue.put_nowait(None)
         await until(lambda: not self._streams)
 
     def announce(self) -> None:
-        """Tell the registry who this is and how loaded."""
+        """Tell the registry this worker's info and load."""
         self.cluster.registry.set(
             wire.Member(self.info(), self.epoch, self.load, self.draining, self.ranks)
         )
@@ -207,11 +207,11 @@ class FakeWorker:
     # --- what a test does to it ---
 
     def hold(self) -> None:
-        """Keep back every batch from now on: streams stay open, tokens come later."""
+        """Keep back every batch from now on: streams stay open, but tokens wait."""
         self._held = self._held or []
 
     def release(self) -> None:
-        """Send what was kept back, in order, and everything that follows."""
+        """Send what was kept back, in order; later batches are sent at once again."""
         held, self._held = self._held or [], None
         for api_id, batch in held:
             self._send(api_id, batch)
@@ -226,7 +226,7 @@ class FakeWorker:
         )
 
     async def leave(self) -> None:
-        """Go in order, with nothing left."""
+        """Leave in order: a farewell on every stream, then off the registry."""
         farewell = wire.RoomEvent(0, "drained")
         for queue in self._streams.values():
             queue.put_nowait(wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, events=(farewell,)))
@@ -236,7 +236,7 @@ class FakeWorker:
         await self.kill(unlist=True)
 
     def send_rows(self, room: int, token_idx: int, token_id: int, *, epoch: int = 0) -> None:
-        """One row out of nowhere, to every stream; epoch 0 = the worker's own."""
+        """Send an unexpected row to every stream; epoch 0 = the worker's own."""
         batch = wire.StepBatch(
             self.worker_id,
             epoch or self.epoch,
@@ -251,7 +251,7 @@ class FakeWorker:
             queue.put_nowait(batch)
 
     def tell(self, *legs: wire.LegRecord) -> None:
-        """How legs went, to every stream."""
+        """Send how legs went to every stream."""
         batch = wire.StepBatch(self.worker_id, self.epoch, 0, 0.0, legs=legs)
         for queue in self._streams.values():
             queue.put_nowait(batch)
@@ -291,7 +291,7 @@ class FakeWorker:
     def _can_step(self, room: FakeRoom) -> bool:
         if self.role == "decode":
             return room.ready
-        # Pages must be reserved over there before prefill computes.
+        # Decode must have reserved pages before prefill computes.
         return self.cluster.decode_room(room) is not None
 
     def _prefilled(self, room: FakeRoom) -> None:
@@ -372,7 +372,7 @@ class FakeWorker:
         return wire.FlushReply(True, "flushed")
 
     async def _drain(self, _: wire.Empty) -> wire.DrainReply:
-        """Say so at once, to the registry too; a test makes it leave."""
+        """Draining is reported at once, also to the registry; the test makes it leave."""
         began, self.draining = not self.draining, True
         self.announce()
         return wire.DrainReply(len(self.rooms), 30.0, began)

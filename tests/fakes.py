@@ -8,7 +8,7 @@
         cluster.step()                                      # prefill, then decode, one step each
 
 The next token is `next_token(all tokens so far)`, so every output can be computed by hand
-(`expected_tokens`), whatever moves the request made.
+(`expected_tokens`), wherever the request was moved.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ SECURITY = Security(token="fake-cluster-token")
 
 
 def open_workers(dispatcher: Dispatcher) -> dict[Key, float]:
-    """(id, epoch) of the workers whose streams are open -> monotonic time of the last word."""
+    """(id, epoch) of the workers whose streams are open -> monotonic time of the last message."""
     return {link.key: link.heard_s for link in dispatcher._membership.open_links()}
 
 
@@ -86,7 +86,7 @@ class FakeCluster:
 
     @property
     def timers(self) -> ManualTimers:
-        """What goes off when a test moves the manual clock."""
+        """The timers that fire when a test moves the manual clock."""
         assert self._timers is not None, "this cluster runs on the machine's clock"
         return self._timers
 
@@ -113,12 +113,12 @@ class FakeCluster:
         await self.registry.stop()
 
     def config(self, **changes: Any) -> ServeConfig:
-        """Of an API process of this cluster; model_path is an empty path unless given."""
+        """The configuration of an API process here; model_path is an empty path unless given."""
         settings = {"model_path": Path("fake"), "registry_address": self.registry.address}
         return ServeConfig(**{**settings, **changes})
 
     async def dispatcher(self, *, wait: bool = True, **changes: Any) -> Dispatcher:
-        """A started dispatcher, stopped with the cluster; wait: until it sees every worker."""
+        """A started dispatcher, stopped with the cluster. wait: until it sees every worker."""
         dispatcher = Dispatcher(
             self.config(**changes),
             self.security,
@@ -132,8 +132,8 @@ class FakeCluster:
         return dispatcher
 
     async def pass_time(self, seconds: float) -> None:
-        """Advance the manual clock by halves of a second, in each of which every worker that
-        neither is dead nor hangs gives a sign of life."""
+        """Advance the manual clock in steps of half a second; before each, every worker that is
+        neither dead nor hung gives a sign of life."""
         while seconds > 0:
             for worker in self.workers:
                 worker.sign_of_life()
@@ -152,7 +152,7 @@ class FakeCluster:
         )
 
     def sees_all(self, dispatcher: Dispatcher) -> bool:
-        """Whether it takes every worker that is alive for work."""
+        """Whether the dispatcher knows exactly the workers that are alive."""
         alive = {(worker.worker_id, worker.epoch) for worker in self.workers if worker.alive}
         return set(open_workers(dispatcher)) == alive
 
@@ -165,7 +165,7 @@ class FakeCluster:
         request_id: str = "request",
         **sampling: Any,
     ) -> GenerationSpec:
-        """A request that came in just now."""
+        """A request that arrived just now."""
         now_s = self.clock.monotonic_s()
         params = wire.SamplingParams(max_new_tokens=max_new_tokens, **sampling)
         prompt = Prompt(list(prompt_ids))
@@ -175,15 +175,15 @@ class FakeCluster:
         return expected_tokens(spec.prompt.ids, spec.sampling, self.network)
 
     def step(self) -> int:
-        """One step of every worker, prefill first. How many tokens they made."""
+        """One step of every worker, prefill first. Returns how many tokens they made."""
         return sum(worker.step() for worker in self.workers)
 
     def wake(self) -> None:
-        """There is work to step."""
+        """Tell the stepper that there is work."""
         self._work.set()
 
     async def submitted(self, num_rooms: int) -> list[int]:
-        """The rooms of which both legs are there, once there are that many."""
+        """Wait for this many rooms with both legs submitted; returns those rooms."""
 
         def complete() -> list[int]:
             rooms = [room for worker in self.prefill for room in worker.rooms.values()]
@@ -193,7 +193,7 @@ class FakeCluster:
         return complete()
 
     def decode_room(self, room: FakeRoom) -> FakeRoom | None:
-        """The other leg of a room at prefill."""
+        """The decode leg of a room at prefill."""
         ref = room.submit.decode
         for worker in self.decode:
             if (worker.worker_id, worker.epoch) == (ref.worker_id, ref.epoch) and worker.alive:

@@ -1,4 +1,4 @@
-"""Rules of the house: each takes one file and returns what is wrong in it, one line per finding."""
+"""The house rules: each takes one file and yields what is wrong in it, one line per finding."""
 
 import ast
 import re
@@ -61,7 +61,7 @@ SHOWS_UNIX_TIME = frozenset(
         "serving/chat_template.py",
     ]
 )
-# Calls whose string arguments are names of mesh axes.
+# Calls whose string arguments name mesh axes.
 AXIS_CALLS = frozenset(
     [
         "P",
@@ -93,7 +93,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The file parsed."""
+        """The parsed file."""
         return ast.parse(self.text, self.path)
 
     @cached_property
@@ -103,7 +103,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """First folder of the path, empty for a file at the root."""
+        """First folder of the path; empty for a file at the root."""
         return self.path.split("/")[0] if "/" in self.path else ""
 
     @property
@@ -166,7 +166,7 @@ def imports_point_one_way(module: Module) -> Iterator[str]:
 
 
 def only_launch_imports_both_roles(module: Module) -> Iterator[str]:
-    """The composition root alone knows prefill and decode."""
+    """Only the composition root may know both prefill and decode."""
     if module.package == "tests" or module.path == "serving/launch.py":
         return
     roles = {_root(name) for _, name in module.imports} | {module.package}
@@ -201,7 +201,7 @@ def only_the_clock_reads_time(module: Module) -> Iterator[str]:
 
 
 def the_wall_clock_is_only_shown(module: Module) -> Iterator[str]:
-    """What waits, is measured or travels goes by monotonic time: the other is set as hosts like."""
+    """Waits, measurements and messages use monotonic time: a wall clock may be set at any time."""
     if module.package not in PRODUCT or module.path in SHOWS_UNIX_TIME:
         return
     for node in module.nodes:
@@ -226,7 +226,7 @@ def mesh_axes_are_named_once(module: Module) -> Iterator[str]:
 
 
 def no_type_checking_blocks(module: Module) -> Iterator[str]:
-    """A circle of imports is removed, not hidden."""
+    """An import cycle is removed, not hidden."""
     for node in module.nodes:
         if (isinstance(node, ast.Name) and node.id == "TYPE_CHECKING") or (
             isinstance(node, ast.Attribute) and node.attr == "TYPE_CHECKING"
@@ -327,7 +327,7 @@ def pure_modules_reach_no_jax(modules: list[Module]) -> Iterator[str]:
     by_name = {module.name: module for module in modules}
 
     def owners(name: str) -> Iterator[str]:
-        """The modules of ours that importing `name` runs."""
+        """Our modules that importing `name` runs."""
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             if ".".join(parts[:end]) in by_name:
@@ -348,7 +348,7 @@ def pure_modules_reach_no_jax(modules: list[Module]) -> Iterator[str]:
                         todo.append(owner)
 
 
-# What belongs to one machine, one registry, or to how the work was organised.
+# What belongs to one machine, to one tracker, or to how the work was organised.
 FORBIDDEN_TEXT = (
     (
         "machine path",
@@ -370,7 +370,7 @@ FORBIDDEN_TEXT = (
 
 
 def text_names_no_machine_and_no_ticket(path: str, text: str) -> Iterator[str]:
-    """Tracked text holds nothing that only the author's machine or tracker explains."""
+    """Tracked text contains nothing that only the author's machine or tracker can explain."""
     for number, line in enumerate(text.splitlines(), 1):
         for what, pattern in FORBIDDEN_TEXT:
             found = pattern.search(line)
@@ -386,7 +386,7 @@ _MENTION = re.compile(
 
 
 def readme_names_only_what_exists(root: Path, text: str) -> Iterator[str]:
-    """Every folder or file of a drawn tree, and every path in backticks, is there."""
+    """Every folder or file of a drawn tree, and every path in backticks, exists."""
     for block in _FENCE.findall(text):
         lines = [line for line in block.splitlines() if line.strip()]
         found = [match for match in map(_TREE_LINE.match, lines) if match]
@@ -400,7 +400,7 @@ def readme_names_only_what_exists(root: Path, text: str) -> Iterator[str]:
             path = (parents[-1][1] if parents else root) / token
             if token.endswith("/"):
                 if not path.is_dir():
-                    # The tree may be drawn below a line with the clone's own name.
+                    # The tree may be drawn below a line that names the clone itself.
                     if not parents and token.strip("/") == "kvferry":
                         continue
                     yield f"README.md: no folder {path.relative_to(root)}/"

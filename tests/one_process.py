@@ -1,4 +1,4 @@
-"""Both roles in this process, pages copied by hand: what a served request must equal."""
+"""Both roles in this process, with pages copied by hand: the reference for served requests."""
 
 import queue
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ class OneProcess:
     def __init__(
         self, path: Path, has_rings: bool = False, drafting: Drafting | None = None
     ) -> None:
-        """has_rings: decode keeps no more than windows, as a worker does; else all pages.
+        """has_rings: decode keeps only what windows need, as a worker does; else all pages.
 
-        drafting: of every step; None: of none.
+        drafting: for every step; None: no drafts.
         """
         self._opened = _opened(path)
         self._facts = PoolFacts.of(self._opened)
         self._grammars = Grammars(path, self._opened.model.cfg)
-        # One program of a chunk: compiling is what takes time here.
+        # One chunk program only: compiling is what takes time here.
         self._buckets = replace(prefill_buckets(CHUNK, 1, CONTEXT, PAGE_SIZE), tokens=(CHUNK,))
         self._prefill = PrefillEngine(self._opened, self._buckets, 0.0, POOL_TOKENS, 1)
         window = self._facts.window if has_rings else 0
@@ -53,7 +53,7 @@ class OneProcess:
         self.rings = Rings(self._facts, self._decode.num_pages, buckets.ring_pages)
 
     def run(self, token_ids: Sequence[int], params: wire.SamplingParams) -> list[int]:
-        """Generated ids."""
+        """Returns the generated ids."""
         ids = np.array(token_ids, np.int32)
         constraint = self._constraint(ids, params) if params.grammar else None
         pool, ring_pages = PagePool(self.rings.pool_pages), self.rings.ring_pages

@@ -1,4 +1,4 @@
-"""Ports for servers of tests that are told theirs before they start."""
+"""Ports for test servers that are told theirs before they start."""
 
 import random
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nobody has now, and that no other call of this process has returned."""
+    """A free port that no other call in this process has returned."""
     for port in _PORTS:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -20,10 +20,10 @@ def free_port() -> int:
 
 
 def _ports() -> Iterator[int]:
-    """Each once, in any order.
+    """Each candidate port once, in random order.
 
-    Below those that the system gives out by itself: between the choice and the server's start
-    another socket could be given one of those.
+    Only ports below the range from which the system assigns ephemeral ones: it could give such a
+    port to another socket between the choice here and the server's start.
     """
     told = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_given = int(told.read_text().split()[0]) if told.exists() else 32768

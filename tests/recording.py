@@ -1,4 +1,4 @@
-"""What tests watch and wait with: a recording sink, timers moved by hand, a bounded wait."""
+"""What tests record and wait with: a recording sink, manual timers, a bounded wait."""
 
 import asyncio
 import heapq
@@ -14,7 +14,7 @@ _WAIT_S = 20.0
 
 
 class ManualTimers:
-    """Timers that go off when the test moves its clock."""
+    """Timers that fire when the test moves its clock."""
 
     def __init__(self, clock: ManualClock) -> None:
         self.clock = clock
@@ -28,7 +28,7 @@ class ManualTimers:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Move the clock, calling on the way what falls due, each at its own time."""
+        """Move the clock; timers that fall due fire on the way, each at its own time."""
         end_s = self.clock.monotonic_s() + seconds
         while self._due and self._due[0][0] <= end_s:
             due_s, _, timer = heapq.heappop(self._due)
@@ -38,7 +38,7 @@ class ManualTimers:
 
     @property
     def num_set(self) -> int:
-        """Timers that will still go off."""
+        """Timers that have yet to fire."""
         return sum(not timer.cancelled for _, _, timer in self._due)
 
 
@@ -57,7 +57,7 @@ class _ManualTimer:
 
 
 class RecordingSink:
-    """Keeps what a generation tells, and checks what must never happen."""
+    """Keeps what a generation reports, and checks what must never happen."""
 
     def __init__(self) -> None:
         self.cached_tokens: int | None = None
@@ -93,7 +93,7 @@ class RecordingSink:
         self.done.set()
 
     async def finished(self) -> list[int]:
-        """All tokens, once it ended."""
+        """All tokens, once the generation has ended."""
         async with asyncio.timeout(_WAIT_S):
             await self.done.wait()
         return self.token_ids
@@ -109,7 +109,7 @@ class RecordingSink:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until it holds; fails after 20 s."""
+    """Let the loop run until the condition holds; fails after 20 s."""
     async with asyncio.timeout(_WAIT_S):
         while not condition():  # noqa: ASYNC110  (it may be about anything)
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Requests of many kinds, and what one process alone answers to them."""
+"""Requests of many kinds, and the answers that one process gives to them."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +13,8 @@ from tests.cluster import Cluster
 from tests.one_process import CONTEXT, OneProcess
 from transfer import wire
 
-# A small pool, and chunks of a few prompts, of the demo model. Systems with the same sizes compile
-# them once.
+# The demo model with a small pool and chunks of a few prompts. Systems with the same sizes compile
+# them only once.
 CROWD = (
     f"--context-length={CONTEXT}",
     "--page-size=16",
@@ -64,7 +64,7 @@ def jobs_of(tokenizer: Tokenizer, max_new_tokens: int) -> list[tuple[list[int], 
     return [
         (
             tokenizer.encode(text),
-            # A regular expression says where the text ends: here, past max_new_tokens.
+            # A regular expression decides where the text ends: here, past max_new_tokens.
             {"ignore_eos": "regex" not in sampling, **sampling, "max_new_tokens": max_new_tokens},
         )
         for text in TEXTS
@@ -86,9 +86,9 @@ def expected(
 def crowds(
     cluster: Cluster, jobs: list[tuple[list[int], dict[str, Any]]], want: list[list[int]]
 ) -> list[Any]:
-    """All jobs at once, again and again until decode has preempted; the answers to the last.
+    """Send all jobs at once, repeatedly, until decode has preempted; returns the last answers.
 
-    Its pool is small, but how many meet there is a matter of time.
+    Decode's pool is small, but timing decides how many requests meet there.
     """
     before = _preemptions(cluster)
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""The rules of the house hold everywhere, and each rule catches what it is for."""
+"""The house rules hold everywhere, and each rule catches what it is for."""
 
 import re
 import subprocess
@@ -11,13 +11,13 @@ from tests import house
 from tests.house import MODULE_RULES, Module
 
 ROOT = Path(__file__).resolve().parents[1]
-# Fixtures from outside, and this pair, which has to spell out what is forbidden.
+# Fixtures from other projects, and these two files, which must spell out what is forbidden.
 NOT_READ = ("tests/goldens/", "tests/house.py", "tests/test_house.py", "LICENSE")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".lock", ".sh", ".txt", ".yml", ".yaml", ".cfg", ""}
 
 
 def tracked_files() -> list[str]:
-    """Paths git tracks or would track; every file of the known folders where git is not there."""
+    """Paths that git tracks or would track; without git, every file of the known folders."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -180,7 +180,7 @@ def test_a_pure_module_that_reaches_jax_through_another_is_caught():
 @pytest.mark.parametrize(
     "line",
     [
-        # In halves, so that no tool that reads this file takes the samples for the real thing.
+        # Split in two, so that no tool that reads this file takes the samples for the real thing.
         "open('/wor" + "k/main/x')",
         "see .." + "/shared/notes",
         "cd /ho" + "me/someone",

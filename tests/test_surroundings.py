@@ -1,4 +1,4 @@
-"""The promises that tests/conftest.py makes to every other test."""
+"""Checks what tests/conftest.py promises to every other test."""
 
 import jax
 import jax.numpy as jnp
