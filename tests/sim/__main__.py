@@ -1,4 +1,4 @@
-"""A longer soak: `python -m tests.sim 5000`, or one seed again: `python -m tests.sim --seed 7`."""
+"""A longer soak: `python -m tests.sim 5000`; one seed again: `python -m tests.sim --seed 7`."""
 
 import argparse
 import logging
@@ -8,7 +8,7 @@ from tests.sim.simulation import play
 
 
 def main() -> None:
-    """Play seeds and show what happened in them."""
+    """Play seeds and print what happened in them."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.sim",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""One worker by itself, driven by hand: for tests of what it does event by event."""
+"""One worker by itself, driven by hand, for tests of what it does event by event."""
 
 from collections import Counter
 from random import Random
@@ -16,7 +16,7 @@ API = "api"
 
 
 class Alone:
-    """A worker, its clock, and what it published. Nothing of the data plane arrives by itself."""
+    """A worker, its clock, and what it published. No frame of the data plane arrives by itself."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Alone:
         open_stream(self.worker, API)
 
     def submit(self, room: int, num_tokens: int = 3, max_new: int = 4, **fields: object) -> None:
-        """Hand it a leg that passed the door."""
+        """Hand the worker a leg that it does not refuse."""
         leg = self.leg(room, num_tokens, max_new, **fields)
         assert self.worker.refusal(leg) is None
         self.worker.handle(Submitted((leg,), self.clock.monotonic_s()))
@@ -91,17 +91,17 @@ class Alone:
         return leg
 
     def ref(self, worker_id: str = "") -> wire.WorkerRef:
-        """How a submit names this worker, or another."""
+        """How a submit refers to this worker, or to another."""
         return wire.WorkerRef(worker_id or self.worker.worker_id(), self.worker.epoch, "here")
 
     def grant(self, room: int, epoch: int | None = None) -> wire.Grant:
-        """What a decode worker nobody listens at would send."""
+        """The grant of a decode worker at whose address nobody listens."""
         epoch = self.worker.epoch if epoch is None else epoch
         pages = wire.pack_i32(range(pages_for(self._num_tokens.get(room, 1), PAGE)))
         return wire.Grant(room, epoch, "sim://nobody", pages, 1, 2)
 
     def turn(self) -> bool:
-        """One turn, checked."""
+        """Run one turn, and check the worker's bookkeeping."""
         more = self.worker.turn()
         self.worker.check(self.net.stats)
         return more
@@ -123,7 +123,7 @@ class Alone:
         ]
 
     def legs(self) -> list[wire.LegRecord]:
-        """How the rooms that are over went."""
+        """The records of all legs that have ended."""
         return [leg for batch in self.batches for leg in batch.legs]
 
     def _publish(self, _: Worker, batches: dict[str, wire.StepBatch]) -> None:

@@ -1,4 +1,4 @@
-"""A model of an API process: places requests, puts their tokens in order, and moves them."""
+"""A model of an API process: places requests, puts their tokens in order, and moves requests."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,14 +23,14 @@ STRAYS_TOLERATED = 3
 
 @dataclass(eq=False)
 class Request:
-    """What a client asked, and what it was told."""
+    """What a client asked for, and what it was told."""
 
     number: int
     prompt_ids: list[int]
     sampling: wire.SamplingParams
     salt: str
     patience_s: float
-    is_dictated: bool  # the ranks of both workers are chosen outside
+    is_dictated: bool  # the client chooses the ranks of both workers
     arrival_s: float = 0.0  # by the clock of its API process
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Request:
         self.end = how
 
     def check(self, token_idx: int, token_id: int, finish: int) -> None:
-        """A token that some worker drew is the one that an undisturbed one draws."""
+        """Check that a token some worker drew is the one an undisturbed worker draws."""
         what = f"request {self.number}, token {token_idx}"
         assert token_idx < len(self.expected), f"{what} comes after the end"
         assert token_id == self.expected[token_idx], f"{what} is {token_id}"
@@ -62,7 +62,7 @@ class Request:
 
 
 class Line:
-    """One reply stream of one API process at one incarnation of a worker, and what goes there."""
+    """One reply stream from one incarnation of a worker to one API process, and the calls back."""
 
     def __init__(
         self, api: "Api", worker: SimPrefill | SimDecode, api_id: str, lost_reply: float
@@ -72,7 +72,7 @@ class Line:
         self.api_id = api_id
         self.open = False
         self.draining = False
-        self.drained = False  # nothing of ours is left there
+        self.drained = False  # the worker holds nothing of ours any more
         self.duplicate = 0.0
         self._lost_reply = lost_reply
         self._net = api.net
@@ -92,19 +92,19 @@ class Line:
         self._to_worker.send(lambda: run_now(self.worker._abort(batch)))
 
     def steps(self, batch: wire.StepBatch) -> None:
-        """The worker publishes."""
+        """Publish the worker's batch."""
         data = wire.encode(batch)
         self._to_api.send(lambda: self.api.on_batch(self, wire.decode(data, wire.StepBatch)))
 
     def farewell(self) -> None:
-        """The worker ends its stream in order: all that it said arrives before."""
+        """The worker ends its stream in order: all that it has sent arrives before the end."""
         worker = self.worker
         event = wire.RoomEvent(0, "drained")
         self.steps(wire.StepBatch(worker.worker_id(), worker.epoch, 0, 0.0, events=(event,)))
         self._to_api.send(self.break_)
 
     def break_(self) -> None:
-        """Nothing more arrives; both ends notice in their time."""
+        """Nothing more arrives; both ends notice, each after a while."""
         if not self._to_worker.open:
             return
         self._to_worker.close()
@@ -127,7 +127,7 @@ class Line:
             self._net.stats["submit_replies_lost"] += 1
             refused = [wire.Refusal(submit.room, Code.PEER_LOST.value, "no answer")]
         for refusal in refused:
-            # Answers and steps come by different calls: they overtake each other.
+            # Replies and steps come by different calls, so they overtake each other.
             self._net.after(self._net.delay(), partial(self.api.on_refused, self, refusal))
 
 
@@ -141,9 +141,9 @@ class Api:
         self.lines: list[Line] = []
         self.live: list[Request] = []
         self._clock = clock
-        self._owners = owners  # every room there ever was, of all API processes
+        self._owners = owners  # the request of every room there ever was, of all API processes
         self._rooms: dict[int, Request] = {}
-        # Rooms that their first token ended, while prefill may still fail to tell decode.
+        # Rooms that ended with their first token, while prefill may still fail to tell decode.
         self._ended_by_first: dict[int, tuple[Line, ...]] = {}
         self._strays: dict[tuple[str, int], int] = {}
 
@@ -152,7 +152,7 @@ class Api:
         self.live.append(request)
 
     def tick(self, abort: float) -> None:
-        """Deadlines, clients that leave, and places for those who wait."""
+        """Handle deadlines, clients that leave, and placement of waiting requests."""
         for request in list(self.live):
             if request.deadline_s < self._clock.monotonic_s():
                 self._close(request, "deadline")
@@ -181,8 +181,8 @@ class Api:
         line.open = False
         self.lines.remove(line)
         for request in list(self._rooms.values()):
-            # Decode said something: then it has all of prefill's pages. So it has when prefill
-            # left in order after the first token.
+            # If decode sent a token, it has all of prefill's pages. So it has if prefill left in
+            # order after the first token.
             enough = request.attempt_start + (0 if line.drained else 1)
             if request.pair[1] is line or (
                 request.pair[0] is line and len(request.tokens) <= enough
@@ -278,7 +278,7 @@ class Api:
             self.net.stats["preempted"] += 1
         elif event.code == Code.GONE.value:
             self.net.stats["failed_gone"] += 1
-            return  # the other one tells why, always: nothing here waits for less
+            return  # the other worker always says why, and this model relies on it
         elif event.code == Code.DEADLINE.value:
             assert request.deadline_s < self._clock.monotonic_s()
             self._close(request, "deadline")

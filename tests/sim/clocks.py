@@ -1,4 +1,4 @@
-"""Clocks of hosts: each counts from its own start, and somebody sets its wall clock wrong."""
+"""Hosts' clocks: each counts from its own start, and wall clocks get set wrong."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ _MOST_WRONG_S = 7_200.0
 
 
 class HostClock:
-    """One host's; time passes as `time` says."""
+    """One host's clock; time passes as `time` says."""
 
     def __init__(self, time: ManualClock, rng: Random) -> None:
         self._time = time
@@ -28,5 +28,5 @@ class HostClock:
         return self._time.thread_cpu_s()
 
     def set_wrong(self) -> None:
-        """The wall clock is set, forward or back; no time passes."""
+        """Set the wall clock forward or back; no time passes."""
         self.wrong_s = self._rng.uniform(-_MOST_WRONG_S, _MOST_WRONG_S)

@@ -1,7 +1,7 @@
-"""Engines without a device: pages are real arrays, and every read checks what it finds.
+"""Engines without a device: pages are real arrays, and every read checks what it finds in them.
 
-A device runs calls in order of dispatch; running each at once, when it is dispatched, gives the
-same contents. What is read later than it could be is counted, to see that the loops do overlap.
+A device runs calls in order of dispatch, so running each call at its dispatch gives the same
+contents. Reads that come after later dispatches are counted, to show that the loops overlap.
 """
 
 from collections import Counter
@@ -25,10 +25,10 @@ AnyPiece = Piece | LocalPiece
 
 
 class Pool:
-    """f32[1, 2, pages of all groups, page_size, stored heads, 1], and what one may find in it."""
+    """f32[1, 2, pages of all groups, page_size, stored heads, 1], with checks of its contents."""
 
     def __init__(self, num_pages: int, facts: PoolFacts, tp_size: int) -> None:
-        """num_pages: of each group."""
+        """num_pages: pages in each group."""
         self.facts = facts
         self.tp_size = tp_size
         self._num_pages = num_pages
@@ -39,7 +39,7 @@ class Pool:
     def write(
         self, pages: Sequence[int], start: int, states: Sequence[int], ring: Sequence[int] = ()
     ) -> None:
-        """Positions start .. start+len(states)-1 of the request that has these pages."""
+        """Write positions start .. start+len(states)-1 of the request that has these pages."""
         at = np.arange(start, start + len(states))
         for group, table in enumerate(self._tables(pages, ring)):
             kv = self._kv_of(states, start, group)
@@ -49,7 +49,7 @@ class Pool:
     def expect(
         self, pages: Sequence[int], states: Sequence[int], what: str, ring: Sequence[int] = ()
     ) -> None:
-        """The first positions of these pages hold exactly this, of a ring those in the window."""
+        """The pages' first positions must hold exactly this; of a ring, those in the window."""
         for group, table in enumerate(self._tables(pages, ring)):
             first = max(len(states) + 1 - self.facts.window, 0) if group and ring else 0
             at = np.arange(first, len(states))
@@ -65,7 +65,7 @@ class Pool:
                 )
 
     def _tables(self, pages: Sequence[int], ring: Sequence[int]) -> list[np.ndarray]:
-        """The page of each place, of each group."""
+        """For each group, the page at each place of the table."""
         own = np.asarray(pages, np.int32)
         if self.facts.groups == 1:
             return [own]
@@ -85,7 +85,7 @@ class Pool:
 
 
 class Late:
-    """An array on the device: reading it notes how many later calls were dispatched by then."""
+    """An array on the device: reading it counts how many later calls had been dispatched."""
 
     def __init__(self, values: np.ndarray, engine: "ChunkEngine | StepEngine") -> None:
         self._values = values
@@ -99,7 +99,7 @@ class Late:
 
 
 class ChunkEngine:
-    """Prefill's device."""
+    """Prefill's engine."""
 
     name = "chunk"
 
@@ -128,7 +128,7 @@ class ChunkEngine:
         assert len(plans) == len(self._pools)
         assert any(plans)
         states: Any = np.zeros(len(plans) * self._seqs, np.int64)  # in place of logits
-        asked = [(0.0, 0)] * (len(plans) * self._chunk_tokens)  # a row a token, padding included
+        asked = [(0.0, 0)] * (len(plans) * self._chunk_tokens)  # a row per token, padding included
         placed = []
         for rank, pieces in enumerate(plans):
             assert len(pieces) <= self._seqs
@@ -172,7 +172,7 @@ class _Slot:
 
 
 class StepEngine:
-    """Decode's device."""
+    """Decode's engine."""
 
     name = "step"
 
@@ -196,7 +196,7 @@ class StepEngine:
         self._pools = [Pool(num_pages, facts, tp_size) for _ in range(dp_size)]
         self._local_chunk = local_chunk
         self._drafts = drafts
-        self._rooms: set[int] = set()  # whose prompts were computed here, in part or in whole
+        self._rooms: set[int] = set()  # rooms whose prompts were computed here, in part or in whole
         self._rank_slots = rank_slots
         self._num_slots = dp_size * rank_slots
         self._slots: dict[int, _Slot] = {}
@@ -239,7 +239,7 @@ class StepEngine:
         ids = np.zeros(len(pieces), np.int32)
         placed: list[Placed[LocalPrompt]] = []
         told: list[tuple[float, int]] = []
-        # Rows in another order than the pieces: whoever forgets to look them up is found out.
+        # Rows are not in the pieces' order, so that code which does not look them up is found out.
         for row, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
             prompt = piece.prompt
             states[row] = _compute(self._pools[prompt.rank], piece, f"chunk of room {prompt.room}")
@@ -260,7 +260,7 @@ class StepEngine:
         return chunk, _sampled(ids, self) if asks else None
 
     def can_draft(self, slots: np.ndarray) -> bool:
-        """A step of many slots leaves no rows for drafts."""
+        """A step with many slots has no rows left for drafts."""
         return self._drafts > 0 and len(slots) <= max(1, self._rank_slots // 2)
 
     def step(
@@ -277,9 +277,9 @@ class StepEngine:
         can_draft = self.can_draft(slots)
         assert can_draft or not tries, "pages are reserved for drafts that no step makes"
         width = 1 + self._drafts if tries else 1
-        made = int(can_draft)  # then a column says whether they were right
+        made = int(can_draft)  # an extra column then says whether the drafts were right
         ids = np.zeros((self._num_slots, width + made), np.int32)  # the compiled step pads
-        # Not those of the plan: whoever forgets to look them up shall see other tokens.
+        # Rows are not in the plan's order: code that does not look them up gets other tokens.
         rows = slots[::-1].copy()
         plan = np.stack([rows, slots, new_pages, places, new_in_ring], axis=1)
         for row, number, new_page, place, in_ring in plan.tolist():
@@ -294,7 +294,7 @@ class StepEngine:
             self.stats["rings_round"] += 0 < len(slot.ring) < len(slot.pages)
             self._expect(number, slot, "steps")
             assert (slot.mask is not None) == bool(slot.params.grammar)
-            ids[row, -1] = slot.states[-1] % 2  # by chance, as what is drawn
+            ids[row, -1] = slot.states[-1] % 2  # pseudo-random, like the tokens drawn
             ids[row, :width] = self._drawn(number, slot, width)
             slot.mask = None
         assert num_pages == max(len(self._slots[number].pages) for number in slots.tolist())
@@ -303,7 +303,7 @@ class StepEngine:
         return StepInFlight(out, rows, width, bool(made))
 
     def _drawn(self, number: int, slot: _Slot, width: int) -> list[int]:
-        """What one step brings a slot: as many drafts are right as its state says."""
+        """What one step draws for a slot; the slot's state decides how many drafts are right."""
         pool, params, mask = self._pool_of(number), slot.params, slot.mask
         most = slot.num_prompt_tokens + params.max_new_tokens - 1  # positions that may be written
         drawn: list[int] = []
@@ -312,7 +312,7 @@ class StepEngine:
             if len(slot.token_ids) > most or (ahead and params.grammar):
                 break
             position = len(slot.token_ids) - 1
-            if ahead > right:  # what drafts that were wrong leave behind
+            if ahead > right:  # what wrong drafts leave behind
                 position += ahead - right - 1
                 if position >= most:
                     break
@@ -326,7 +326,7 @@ class StepEngine:
             drawn.append(draw(state, token_idx, params.seed, mask))
             slot.token_ids.append(drawn[-1])
             self.stats["drafts_accepted"] += ahead > 0
-        # Over-run: the device goes on, to be passed over.
+        # Past its end a slot goes on drawing; the scheduler must skip these tokens.
         return drawn + [NO_DRAFT] * (width - len(drawn)) if drawn else [FIRST_ID] * width
 
     def _expect(self, number: int, slot: _Slot, what: str) -> None:
@@ -338,7 +338,7 @@ class StepEngine:
 
 
 def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
-    """The state behind the piece's last token; its pages are written."""
+    """Write the piece's pages; returns the state after its last token."""
     prompt, page_size = piece.prompt, pool.facts.page_size
     salt = prompt.sharing.salt if isinstance(prompt, LocalPrompt) else prompt.salt
     tokens = prompt.token_ids.tolist()
@@ -354,14 +354,14 @@ def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
 
 
 def _told(piece: AnyPiece) -> list[tuple[float, int]]:
-    """Logprob and id of the token that follows each of the piece's."""
+    """Logprob and id of the token that follows each of the piece's tokens."""
     follow = [*piece.prompt.token_ids[piece.start + 1 : piece.end + 1].tolist(), 0]
     spots = range(piece.start + 1, piece.end + 1)
     return list(zip(map(prompt_logprob, spots), follow, strict=False))
 
 
 def prompt_logprob(position: int) -> float:
-    """What the fake network says of the prompt's token there."""
+    """The fake network's logprob of the prompt's token at this position."""
     return -position / 8
 
 

@@ -1,7 +1,7 @@
-"""Grammars one can compute by hand, compiled in as long as a message takes.
+"""Grammars that can be computed by hand; compiling one takes as long as a message.
 
-What may come next follows from the sum of all tokens so far, so a token that was taken twice, or
-not at all, is seen by the next one.
+Which tokens are allowed next follows from the sum of all tokens so far, so a token that was
+consumed twice, or not at all, shows at the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from transfer import wire
 from transfer.errors import Code, RequestError
 from transfer.grammars import Constraint, Grammars, Outcome
 
-WRONG = "wrong"  # compiles nowhere
+WRONG = "wrong"  # a grammar that does not compile
 
 
 class SumMatcher:
-    """In place of llguidance's."""
+    """Replaces llguidance's matcher."""
 
     def __init__(self, grammar: str, token_ids: Sequence[int]) -> None:
         self._grammar = grammar
@@ -36,7 +36,7 @@ class SumMatcher:
 
 
 class SimGrammars(Grammars):
-    """Outcomes come as events of the network."""
+    """Outcomes arrive as events of the simulated network."""
 
     def __init__(self, net: Net) -> None:
         self._net = net

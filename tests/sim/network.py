@@ -1,7 +1,7 @@
-"""A network one can compute by hand: its kv at a position depends on every token up to there.
+"""A network that can be computed by hand: a position's kv depends on every token up to there.
 
-The kv of a position holds a running hash of all tokens so far, so a page with anything wrong in
-it, or in its place, is seen by whoever reads it; the next token follows from the last hash.
+The kv of a position holds a running hash of all tokens so far, so any reader notices a page with
+wrong contents or in the wrong place; the next token follows from the last hash.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def chain(token_ids: Sequence[int], state: int = START) -> list[int]:
 
 
 def draw(state: int, token_idx: int, seed: int, mask: np.ndarray | None = None) -> int:
-    """The token after `state`: a function of (seed, token index, logits), and of those allowed."""
+    """The token after `state`: a function of seed, token index, logits and the allowed tokens."""
     span = VOCAB - FIRST_ID
     best = (state * 7 + token_idx * 131 + seed * 7919) % span
     order = (FIRST_ID + (best + step) % span for step in range(span))
@@ -41,14 +41,14 @@ def draw(state: int, token_idx: int, seed: int, mask: np.ndarray | None = None) 
 
 
 def may_follow(grammar: str, token_ids: Sequence[int]) -> np.ndarray:
-    """u32[2]: a third of the vocabulary, by the tokens so far and the number of the grammar."""
+    """u32[2]: a third of the vocabulary, chosen by the tokens so far and the grammar's number."""
     rest = (sum(token_ids) + int(grammar)) % 3
     bits = np.arange(mask_words(VOCAB) * 32) % 3 == rest
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def expected_tokens(prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-    """What an undisturbed request brings, to its stop id or length."""
+    """What an undisturbed request generates, to its stop id or length."""
     state = chain(prompt_ids)[-1]
     tokens: list[int] = []
     grammar = params.grammar if params.grammar.isdigit() else ""

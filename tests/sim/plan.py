@@ -9,7 +9,7 @@ from prefill.balancer import METHODS, Method
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Sizes of one worker; every incarnation of it has the same."""
+    """Sizes of one worker, the same for each of its incarnations."""
 
     worker_id: str
     num_pages: int
@@ -25,17 +25,17 @@ class WorkerPlan:
     run_pages: int = 0
     num_slots: int = 0
     headroom_pages: int = 0
-    dp_size: int = 1  # pages and slots are of each rank
+    dp_size: int = 1  # num_pages and num_slots count per rank
     balancing: Method = "shortest_queue"
     local_tokens: int = 0  # longest prompt that decode computes itself
     drafts: int = 0  # tokens that a step drafts for each slot
     window: int = 0  # positions that half of the layers see; 0: all see all
-    queue_bytes: int = 1 << 30  # that may wait for one decode worker
+    queue_bytes: int = 1 << 30  # bytes that may wait for one decode worker
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One simulation. Rates are chances a tick."""
+    """One simulation. Rates are chances per tick."""
 
     prefills: tuple[WorkerPlan, ...]
     decodes: tuple[WorkerPlan, ...]
@@ -45,25 +45,25 @@ class Plan:
     limit_tokens: int  # most tokens, prompt and output, that every worker can hold
     longest_prompt: int
     worker_death: float
-    death_between: float  # chance that a death comes between events and turn
+    death_between: float  # chance that a death comes between handling events and the turn
     api_death: float
     drain: float
     control_break: float
     data_break: float
-    corrupt: float  # a frame
-    lost_reply: float  # of a grant or a submit
-    duplicate: float  # of a submit
-    abort: float  # a request and tick
-    hasty: float  # share of requests with a deadline too short for most
+    corrupt: float  # per frame
+    lost_reply: float  # per grant or submit
+    duplicate: float  # per submit
+    abort: float  # per request and tick
+    hasty: float  # share of requests with a deadline too short for most of them
     dictated: float  # share of requests whose ranks are chosen outside
 
 
 def draw_plan(rng: Random) -> Plan:
-    """A third of the seeds play in peace, so that nothing but load can be blamed there."""
+    """Draw a plan. A third of the seeds have no trouble, so that only load can be blamed there."""
     page_size = rng.choice((2, 4, 4, 8))
     context = page_size * rng.choice((8, 12))
     logical_heads = 2
-    window = rng.choice((0, 0, 1, page_size, 2 * page_size + 1))  # of the model that all serve
+    window = rng.choice((0, 0, 1, page_size, 2 * page_size + 1))  # of the model they all serve
     trouble = 0.0 if rng.random() < 0.33 else rng.choice((0.5, 1.0, 2.0))
 
     def worker(worker_id: str, full_lengths: float) -> WorkerPlan:

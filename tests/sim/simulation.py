@@ -1,8 +1,8 @@
 """The whole system from one seed: real bookkeeping, fake devices, a network that misbehaves.
 
-After each event of each worker its pages, slots and room states must add up; every token any
-worker draws must be the one that an undisturbed request would get; every request ends once; and
-when all is over everything is free again, long before any deadline would have freed it.
+After each event of each worker, its pages, slots and room states must add up; every token that any
+worker draws must be the one an undisturbed request would get; every request ends once; and when
+all is over, everything is free again, long before any deadline would have freed it.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ from transfer.worker import Drain, Worker
 
 GRAMMARS = ("", "", "", "", "", "", "", "0", "1", "2", "2", WRONG)
 TICK_S = 0.01
-PATIENCE_S = 100_000.0  # of a request that is not hasty: no deadline helps a stuck one
-CLOCK_IS_SET = 0.02  # a tick
+PATIENCE_S = 100_000.0  # of requests that are not hasty, so that no deadline helps a stuck one
+CLOCK_IS_SET = 0.02  # chance per tick
 LINGER_TICKS = round(LINGER_S / TICK_S)
-TROUBLE_TICKS = 200  # after the last arrival: then peace, lest the next accident free the stuck
-PEACE_TICKS = 4_000  # enough for all that is left
-SETTLE_TICKS = 1_500  # beyond prefill's patience with early grants
+TROUBLE_TICKS = 200  # after the last arrival; more trouble later could free what is stuck
+PEACE_TICKS = 4_000  # enough for all requests that remain
+SETTLE_TICKS = 1_500  # longer than prefill keeps early grants
 
 
 class SimulationFailed(Exception):
@@ -99,7 +99,7 @@ class Simulation:
         for api in self.apis:
             api.tick(self.plan.abort if trouble else 0.0)
         for worker in list(self.workers.values()):
-            # A worker that is slow for a while is as good as a network that is.
+            # Slow workers shake up the order of events as a slow network does.
             if self._chance(0.8):
                 self._turn(worker, trouble)
         if trouble:
@@ -122,7 +122,7 @@ class Simulation:
             self._leave(worker)
 
     def _worth(self, worker: SimPrefill | SimDecode) -> float:
-        """Deaths are dearest where rooms rarely are, so that is where they come most."""
+        """Weight of a worker's death: larger if it has rooms in states that are rare."""
         rare = (State.COMPUTING, State.SENDING, State.READY, State.RECEIVING)
         return 4.0 if any(held.room.state in rare for held in worker._held.values()) else 1.0
 
@@ -174,7 +174,7 @@ class Simulation:
             self._open_line(api, worker)
 
     def _kill(self, worker: SimPrefill | SimDecode) -> None:
-        """All its state is gone; another incarnation comes later."""
+        """The worker loses all its state; another incarnation comes later."""
         for held in worker._held.values():
             self.stats[f"{worker.role}_died_{held.room.state.value}"] += 1
         self.stats[f"{worker.role}_deaths"] += 1
@@ -191,7 +191,7 @@ class Simulation:
         self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
 
     def _drain(self, worker: SimPrefill | SimDecode) -> None:
-        """Told to leave; its API processes hear of it from itself alone, which is the latest."""
+        """Tell a worker to leave. API processes hear of it only from the worker, the latest way."""
         if worker.leaving.draining:
             return
         for held in worker._held.values():
@@ -204,7 +204,7 @@ class Simulation:
         return self.net.tick >= self._linger_until[worker]
 
     def _leave(self, worker: SimPrefill | SimDecode) -> None:
-        """Drained: all that it still says arrives, then it is gone, and another comes later."""
+        """A drained worker leaves: all it has sent still arrives, and a new life comes later."""
         self.stats[f"{worker.role}_drained"] += 1
         worker.check_drained()
         worker_id = worker.worker_id()
@@ -213,14 +213,14 @@ class Simulation:
             if owner is worker:
                 del self._lines[worker, api_id]
                 line.farewell()
-        # It waits until all have read its last word: what breaks then is of rooms that ended.
+        # It waits until all have read its last message: only rooms that have ended see the break.
         data_plane = worker.sender if isinstance(worker, SimPrefill) else worker.receiver
         self.net.after(LONGEST_DELAY, data_plane.close)
         again = LONGEST_DELAY + self.rng.randrange(2, 40)
         self.net.after(again, lambda: self._spawn(self._plans[worker_id]))
 
     def _open_line(self, api: Api, worker: SimPrefill | SimDecode) -> None:
-        """As often as an API process and a worker find each other, under a name of its own."""
+        """Called whenever an API process and a worker find each other; each line has a new name."""
         self._num_lines += 1
         line = Line(api, worker, f"{api.name}.{self._num_lines}", self.plan.lost_reply)
         line.duplicate = self.plan.duplicate
@@ -246,7 +246,7 @@ class Simulation:
                 line.steps(batch)
 
     def _send_grants(self, decode: Worker, address: str, grants: tuple[wire.Grant, ...]) -> None:
-        """A call of its own: it may overtake others, and its answer may be lost."""
+        """A separate call: it may overtake others, and its reply may be lost."""
         host = address.partition(":")[0]
 
         def arrive() -> None:
@@ -304,7 +304,7 @@ class Simulation:
     # --- the end --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """What is under way arrives, and then nothing may be held by anyone."""
+        """Let everything under way arrive; then nobody may hold anything."""
         for _ in range(SETTLE_TICKS):
             self._tick(trouble=False)
             if self.net.idle and all(self._idle(worker) for worker in self.workers.values()):
@@ -329,5 +329,5 @@ class Simulation:
 
 
 def play(seed: int) -> Counter[str]:
-    """One seed; what happened in it. Raises SimulationFailed."""
+    """Play one seed; returns what happened in it. Raises SimulationFailed."""
     return Simulation(seed).run()

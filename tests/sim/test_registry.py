@@ -1,8 +1,8 @@
-"""Registry, routes and router from one seed, while workers and messages come as they like.
+"""Registry, routes and router from one seed, with workers and messages coming in any order.
 
-The registry's own handlers, without sockets; workers that tell it of themselves as the product's
-do; a router that sees views late. Whatever is lost, doubled, reordered or restarted meanwhile,
-nobody is sent where nobody is, no charge is left behind, and when all is calm everybody agrees.
+The registry's own handlers run without sockets; workers report to it as the product's do; the
+router sees views late. Whatever is lost, doubled, reordered or restarted meanwhile, no request is
+sent to a worker that is not there, no charge is left, and once all is calm, all agree.
 """
 
 from collections.abc import Awaitable, Callable
@@ -32,7 +32,7 @@ class Life:
     epoch: int
     news: RouteNews = field(init=False)
     registered: bool = False
-    silent: bool = False  # it runs, and none of its heartbeats arrives
+    silent: bool = False  # it runs, but none of its heartbeats arrive
 
     def __post_init__(self) -> None:
         self.news = RouteNews(self.info.worker_id, self.epoch)
@@ -45,7 +45,7 @@ class Life:
 
 
 class World:
-    """One seed."""
+    """The cluster of one seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -54,7 +54,7 @@ class World:
         self.router = Router("least_load", seed)
         self.views = [wire.ClusterView(0, ())]
         self.pairs: list[Pair] = []
-        self.late: list[Callable[[], Awaitable[object]]] = []  # calls on their way, or doubled
+        self.late: list[Callable[[], Awaitable[object]]] = []  # calls that were delayed or doubled
         self._epochs = 0
         self._rooms = 0
         self.restart_registry()
@@ -77,7 +77,7 @@ class World:
             await self._call(lambda: self.registry._deregister(wire.Deregister(name, life.epoch)))
 
     async def talk(self, life: Life) -> None:
-        """One heartbeat of a worker, and its news of routes, as far as they get through."""
+        """A worker's heartbeat, and its news of routes, as far as they get through."""
         if life.silent:
             return
         if not life.registered:
@@ -110,7 +110,7 @@ class World:
         return self.registry._feeds.put(message, wire.encode(message))
 
     async def _call(self, call: Callable[[], Awaitable[object]]) -> object:
-        """A call that may be lost, or lose its answer, or come again later."""
+        """Make a call that may get lost, lose its reply, or be repeated later."""
         dice = self.rng.random()
         if dice < 0.1:
             return None
@@ -122,7 +122,7 @@ class World:
     # --- the router ---
 
     def route(self) -> None:
-        """Pick by a view that may be old; end some of what was picked."""
+        """Pick from a view that may be old; end some earlier picks."""
         view = self.rng.choice(self.views[-3:])
         now_s = self.clock.monotonic_s()
         by_role = {
@@ -175,7 +175,7 @@ class World:
                 continue
 
     def check(self) -> None:
-        """What holds at any time."""
+        """What must hold at any time."""
         members = self.registry.leases.view().members
         epochs = {member.info.worker_id: member.epoch for member in members}
         assert len(epochs) == len(members)

@@ -1,4 +1,4 @@
-"""Many seeds of the whole system, what must happen in them, and faults that must be noticed."""
+"""The whole system under many seeds: what must happen in them, and faults they must detect."""
 
 import logging
 from collections import Counter
@@ -27,8 +27,8 @@ from transfer.prefix_cache import PrefixCache, Sharing
 from transfer.role import GrammarReady, RoleWorker
 from transfer.worker import Aborted, ApiGone
 
-SEEDS = range(500, 600)  # in which the rarest of what is listed below happens, too
-FAULT_SEEDS = range(242, 312)  # a fault has to show within these
+SEEDS = range(500, 600)  # chosen so that the rarest of what is listed below happens too
+FAULT_SEEDS = range(242, 312)  # each fault must be detected within these
 
 HAPPENS = [
     "ended_finished",
@@ -37,7 +37,7 @@ HAPPENS = [
     "ended_bad_request",
     "ended_api_died",
     "second_attempts_finished",
-    # the good road and what makes it worth its while
+    # the normal course, and what makes it fast
     "cached_tokens",
     "prompt_logprobs",
     "tokens_early",
@@ -46,9 +46,9 @@ HAPPENS = [
     "drafts_accepted",
     "rings_round",
     "chunk_read_1_behind",
-    "decode_receiving_done",  # its first token ended it
+    "decode_receiving_done",  # its first token ended the room
     "decode_decoding_done",
-    # full houses
+    # load
     "preempted",
     "refused_queue_full",
     # several ranks behind one address
@@ -65,7 +65,7 @@ HAPPENS = [
     "decode_grammars",
     "grammars_resumed",
     "grammars_not_wanted",
-    # endings in every state
+    # failures in every state
     "prefill_queued_failed",
     "prefill_granted_failed",
     "prefill_computing_failed",
@@ -87,7 +87,7 @@ HAPPENS = [
     "decode_died_receiving",
     "decode_died_decoding",
     "api_deaths",
-    # workers that are told to leave
+    # workers told to leave
     "prefill_drained",
     "decode_drained",
     "prefill_drains_queued",
@@ -99,7 +99,7 @@ HAPPENS = [
     "decode_drains_decoding",
     "refused_draining",
     "failed_draining",
-    # what connections do
+    # connections
     "control_breaks",
     "data_links_broken",
     "failed_peer_lost",
@@ -111,14 +111,14 @@ HAPPENS = [
     "submit_replies_lost",
     "decode_pages_late",
     "replies_NACK",
-    # on hosts
+    # hosts
     "clocks_set",
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    """Refused frames are what this is about: no warning each."""
+    """No warning for each refused frame: these tests are about them."""
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
@@ -126,7 +126,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def played() -> Counter[str]:
-    """What happened over all seeds. A seed that fails is named in the error."""
+    """What happened over all seeds; a failing seed is named in the error."""
     total: Counter[str] = Counter()
     for seed in SEEDS:
         total += play(seed)
@@ -136,7 +136,7 @@ def played() -> Counter[str]:
 def test_every_request_ends_once_with_the_right_tokens_and_everything_comes_back(
     played: Counter[str],
 ) -> None:
-    """The simulation checks all that; here that it had something to check."""
+    """The simulation checks the rest; this checks that it had something to check."""
     assert played["ended_finished"] > 5 * len(SEEDS)
     assert played["rooms"] > played["ended_finished"]
 

@@ -1,9 +1,9 @@
 """The network of a simulation: delays, order, broken connections, and the data plane on it.
 
-A channel is one direction of one connection: messages keep their order, and what is under way
-is lost when it breaks. Messages on different channels overtake each other at random. The data
-plane is a backend like any other: bookkeeping of both ends is the real one (transfer/inbound,
-transfer/outbound), only sockets and threads are not there.
+A channel is one direction of one connection: its messages keep their order, and those under way
+are lost when it breaks. Messages on different channels overtake each other at random. The data
+plane is a backend like any other: both ends have the real bookkeeping (transfer/inbound,
+transfer/outbound); only sockets and threads are missing.
 """
 
 import heapq
@@ -43,13 +43,13 @@ class Net:
         heapq.heappush(self._due, (tick, self._number, action))
 
     def delay(self) -> int:
-        """Ticks that a message takes; now and then a long time."""
+        """Ticks that a message takes; sometimes many."""
         return (
             self.rng.randrange(LONGEST_DELAY) if self.rng.random() < 0.05 else self.rng.randrange(3)
         )
 
     def deliver(self) -> None:
-        """Move on by a tick, and do what is due."""
+        """Advance by one tick, and do what is due."""
         self.tick += 1
         while self._due and self._due[0][0] <= self.tick:
             heapq.heappop(self._due)[2]()
@@ -89,14 +89,14 @@ class Fabric:
         self.links: list[Link] = []
 
     def break_one(self) -> None:
-        """A connection is lost."""
+        """Break a random connection."""
         if self.links:
             self.net.stats["data_links_broken"] += 1
             self.net.rng.choice(self.links).break_("reset")
 
 
 class Link(Lane):
-    """One data connection: the sender's lane, and to the receiver the feeder of its rooms."""
+    """One data connection: the sender's lane, and the feeder of the receiver's rooms."""
 
     def __init__(self, fabric: Fabric, sender: "SimSender", address: str) -> None:
         super().__init__(address)
@@ -161,7 +161,7 @@ class Link(Lane):
         self._back.send(lambda: self._sender.heard(self, frame, meta))
 
     def break_(self, message: str) -> None:
-        """Both ends notice, each in its time; nothing more arrives."""
+        """Both ends notice, each after a while; nothing more arrives."""
         if not self._forward.open:
             return
         self._forward.close()
@@ -185,7 +185,7 @@ class SimSender(Sender):
 
     @property
     def open_rooms(self) -> list[int]:
-        """Rooms that wait for their one event."""
+        """Rooms still waiting for their one event."""
         return [room for lane in self._all_lanes() for room in lane.rooms]
 
 
@@ -211,7 +211,7 @@ class SimReceiver(Receiver):
         return self._address
 
     def close(self) -> None:
-        """The process is gone: so are its connections."""
+        """The process is gone, and its connections with it."""
         self._closed = True
         if self._fabric.receivers.get(self._address) is self:
             del self._fabric.receivers[self._address]
@@ -220,5 +220,5 @@ class SimReceiver(Receiver):
 
     @property
     def expected(self) -> set[int]:
-        """Rooms whose frames would be taken."""
+        """Rooms whose frames would be accepted."""
         return set(self._inbound._rooms)

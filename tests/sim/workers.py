@@ -1,4 +1,4 @@
-"""The real workers without loop and device, and what must hold of them between any two events."""
+"""The real workers without loop and device, and invariants checked between any two events."""
 
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -41,7 +41,7 @@ REACHABLE = {(side, state): _reachable(side, state) for side in Side for state i
 
 
 def run_now[T](call: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
+    """The result of a coroutine that never suspends."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -50,7 +50,7 @@ def run_now[T](call: Coroutine[Any, Any, T]) -> T:
 
 
 class RoomWatch:
-    """Sees every room of a worker from its first state to its last."""
+    """Follows every room of a worker from its first state to its last."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -80,7 +80,7 @@ def _facts_of(plan: WorkerPlan) -> PoolFacts:
 
 
 class SimPrefill(PrefillWorker):
-    """A prefill worker whose surroundings are simulated."""
+    """A prefill worker in simulated surroundings."""
 
     def __init__(self, plan: WorkerPlan, fabric: Fabric, clock: Clock, publish: Publish) -> None:
         config = PrefillConfig(
@@ -148,7 +148,7 @@ class SimPrefill(PrefillWorker):
             assert dictated in (-1, held.prompt.rank), f"room {room} is not where it was sent"
 
     def check_idle(self) -> None:
-        """Nothing is left but what the cache keeps."""
+        """Nothing is held but what the cache keeps."""
         assert not self._held, f"rooms left: {self._left()}"
         assert not self._inflight
         assert not self._early
@@ -158,7 +158,7 @@ class SimPrefill(PrefillWorker):
         assert not self.sender.in_flight_bytes
 
     def check_drained(self) -> None:
-        """It leaves, and holds nothing but what the cache keeps."""
+        """The worker is leaving, and holds nothing but what the cache keeps."""
         for rank in self._ranks.ranks:
             assert rank.pool.num_held == len(rank.cache) == rank.cache.num_evictable()
         assert not self.sender.open_rooms
@@ -168,7 +168,7 @@ class SimPrefill(PrefillWorker):
 
 
 class SimDecode(DecodeWorker):
-    """A decode worker whose surroundings are simulated."""
+    """A decode worker in simulated surroundings."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class SimDecode(DecodeWorker):
         seated = {room for room, held in self._held.items() if held.seat is not None}
         assert set(self._admission._seats) == seated
         assert self._admission.num_waiting == len(self._held) - len(seated)
-        # A room that its sender cancelled is not expected any more; its end is in the inbox.
+        # A room that its sender cancelled is no longer expected, while its end waits in the inbox.
         assert self.receiver.expected <= seated
         decoding = {room for room, held in self._held.items() if held.room.state is State.DECODING}
         running = {running.seat.room for running in self._scheduler._running.values()}
@@ -279,7 +279,7 @@ class SimDecode(DecodeWorker):
         assert not self.receiver.expected
 
     def check_drained(self) -> None:
-        """It leaves, and holds nothing."""
+        """The worker is leaving, and holds nothing."""
         assert self._loads.num_held == 0
         assert self._admission.num_free_slots == self._admission.num_slots
 
@@ -290,6 +290,6 @@ def open_stream(worker: Worker, api_id: str) -> None:
 
 
 def close_stream(worker: Worker, api_id: str) -> None:
-    """Its stream broke."""
+    """The API process's stream breaks."""
     if worker._streams.pop(api_id, None) is not None:
         worker.inbox.post(ApiGone(api_id))
