@@ -1,4 +1,4 @@
-"""Prompts go to the rank that the method names, and equals take turns."""
+"""Each method's choice of a rank for a prompt; ranks that are equal take turns."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ def a_load(requests: int = 0, tokens: int = 0, pages_free: int = 64) -> RankLoad
 
 
 def picks(balancer: Balancer, loads: list[RankLoad], num: int) -> list[int]:
-    """Ranks of this many prompts of 100 tokens in rooms 0, 1, ..., the loads staying the same."""
+    """Ranks picked for `num` prompts of 100 tokens in rooms 0, 1, ..., with unchanging loads."""
     return [balancer.pick(room, 100, loads, [0] * len(loads)) for room in range(num)]
 
 
@@ -79,7 +79,7 @@ def test_equals_take_turns_beside_a_busier_rank(method: Method) -> None:
 def test_total_tokens_keeps_ranks_within_the_longest_prompt_of_each_other(
     lengths: list[int], dp_size: int
 ) -> None:
-    """What greedy balancing promises, whatever comes in whatever order."""
+    """The promise of greedy balancing, whatever prompts arrive in whatever order."""
     balancer = Balancer("total_tokens", dp_size)
     loads = [IDLE] * dp_size
     for room, length in enumerate(lengths):

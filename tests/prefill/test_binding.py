@@ -1,4 +1,4 @@
-"""When a prompt gets its rank and which one: never one where it would wait for a row or a page."""
+"""When a prompt is bound to a rank, and to which: never where it would wait for a row or a page."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from transfer.prefix_cache import PrefixCache
 
 
 class Rows(Bench):
-    """Ranks whose chunks have a number of rows of one's own."""
+    """Ranks whose chunks have a chosen number of rows."""
 
     def __init__(
         self, seqs: int = 2, method: Method = "shortest_queue", num_pages: int = 32
@@ -21,7 +21,7 @@ class Rows(Bench):
         self.ranks = Ranks([_rank(num_pages, seqs) for _ in range(2)], method)
 
     def add_salted(self, room: int, num_tokens: int, salt: str, rank: int = -1) -> Prompt:
-        """A granted prompt; all of these begin alike."""
+        """A granted prompt; the prompts added here all start with the same tokens."""
         ids = np.arange(num_tokens, dtype=np.int32)
         prompt = self.prompts[room] = Prompt(room, ids, float(room), salt, rank=rank)
         self.ranks.add(prompt)
@@ -52,7 +52,7 @@ def test_beside_a_long_prompt_nobody_is_bound_who_finds_no_row() -> None:
     for rank, (short, long) in enumerate(((1, 2), (3, 4))):
         bench.add(short, num_tokens=2, rank=rank)
         bench.add(long, num_tokens=60, rank=rank)
-    bench.add(5, num_tokens=2)  # two tokens are left of the quarter, and no row
+    bench.add(5, num_tokens=2)  # two tokens of the quarter are left, but no row
     assert bench.plan() == [[1, 2], [3, 4]]
     assert bench.rank_of(5) == -1
 
@@ -62,7 +62,7 @@ def test_beside_a_long_prompt_nobody_is_bound_who_finds_the_quarter_used_up() ->
     for room in (1, 2):
         bench.add(room, num_tokens=60)
     for room in (3, 4, 5):
-        bench.add(room, num_tokens=3)  # of four tokens
+        bench.add(room, num_tokens=3)  # of the quarter's four tokens
     assert bench.plan() == [[1, 3], [2, 4]]
     assert bench.rank_of(5) == -1
 
@@ -72,7 +72,7 @@ def test_beside_a_long_prompt_means_there_whatever_the_balancer_prefers() -> Non
     for room in (1, 2):
         bench.add(room, num_tokens=8, rank=0)
     bench.add(3, num_tokens=60, rank=1)
-    bench.add(4, num_tokens=4)  # rank 0 has fewer tokens, and no room
+    bench.add(4, num_tokens=4)  # rank 0 has fewer tokens, but no room
     assert bench.plan() == [[1, 2], [3, 4]]
 
 
@@ -81,7 +81,7 @@ def test_a_rank_that_waits_for_pages_keeps_nobody_from_the_place_beside_a_long_p
     bench.add(1, num_tokens=60, rank=0)
     for _ in range(4):
         bench.plan()
-    bench.add(2, num_tokens=8, rank=0)  # two pages, and one is free
+    bench.add(2, num_tokens=8, rank=0)  # needs two pages, one is free
     bench.add(3, num_tokens=60, rank=1)
     assert bench.plan() == [[], [3]]
     bench.add(4, num_tokens=4)
@@ -96,7 +96,7 @@ def test_pages_of_its_own_prefix_do_not_make_room_for_the_rest_of_it() -> None:
     bench.release(1)  # two pages are cached, two are free
     bench.add(3, num_tokens=3, rank=0)
     bench.plan()
-    bench.add(4, num_tokens=16, first=0)  # two of the cache and two more, and one is free
+    bench.add(4, num_tokens=16, first=0)  # two cached pages and two more, but only one is free
     assert bench.plan() == [[], []]
     assert bench.rank_of(4) == -1
     bench.release(2)
@@ -108,7 +108,7 @@ def test_the_page_of_its_last_token_is_none_that_the_cache_has() -> None:
     bench.add(1, num_tokens=16, rank=0, first=0)
     bench.add(2, num_tokens=16, rank=1)
     bench.plan()
-    bench.add(3, num_tokens=16, first=0)  # the last page is computed again, and none is free
+    bench.add(3, num_tokens=16, first=0)  # the last page is computed again, but none is free
     assert bench.plan() == [[], []]
     assert bench.rank_of(3) == -1
     bench.release(2)

@@ -1,4 +1,4 @@
-"""The queue in front of prefill's ranks: late, oldest first, and nobody past a dictated one."""
+"""The queue of prompts before prefill's ranks: bound late, oldest first, dictated ones in turn."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PAGE, CHUNK, SEQS = 4, 16, 2
 
 
 class Bench:
-    """Ranks, and the prompts they were given."""
+    """Ranks, and the prompts given to them."""
 
     def __init__(
         self, dp_size: int = 2, method: Method = "shortest_queue", num_pages: int = 32
@@ -72,14 +72,14 @@ def test_a_long_prompt_keeps_its_rank_busy_and_the_others_go_past_it() -> None:
         bench.add(room, num_tokens=16)
     assert bench.plan() == [[1], [2]]
     assert bench.plan() == [[1], [3]]
-    assert bench.plan() == [[1], [4]]  # though only eight tokens are left of the first
+    assert bench.plan() == [[1], [4]]  # although the first prompt has only eight tokens left
 
 
 def test_a_short_prompt_goes_beside_a_long_one_when_every_rank_has_one() -> None:
     bench = Bench()
     for room in (1, 2, 3):
         bench.add(room, num_tokens=60)
-    bench.add(4, num_tokens=5)  # more than the quarter of a chunk
+    bench.add(4, num_tokens=5)  # more than a quarter of a chunk
     bench.add(5, num_tokens=3)
     bench.add(6, num_tokens=4)
     bench.add(7, num_tokens=2)
@@ -123,7 +123,7 @@ def test_a_prompt_that_was_not_granted_is_bound_to_none() -> None:
     assert bench.plan() == [[], []]
     assert len(bench.ranks) == 1
     bench.ranks.grant(prompt)
-    bench.ranks.grant(prompt)  # told twice
+    bench.ranks.grant(prompt)  # a second grant changes nothing
     assert bench.plan() == [[1], []]
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_follows_from_the_room_is_taken_in_order() -> None:
 def test_without_pages_anywhere_a_prompt_stays_unbound_and_keeps_its_turn() -> None:
     bench = Bench(num_pages=4)
     for room in (1, 2):
-        bench.add(room, num_tokens=13)  # all pages of a rank
+        bench.add(room, num_tokens=13)  # takes all pages of a rank
     assert bench.plan() == [[1], [2]]
     for room in (3, 4, 5):
         bench.add(room, num_tokens=5)
@@ -187,7 +187,7 @@ def test_a_prompt_goes_to_the_rank_that_has_pages_for_it(method: Method) -> None
 def test_pages_that_others_of_the_same_turn_wait_for_are_taken() -> None:
     bench = Bench(num_pages=4)
     for room in (1, 2, 3):
-        bench.add(room, num_tokens=9)  # three of a rank's four pages
+        bench.add(room, num_tokens=9)  # takes three of a rank's four pages
     assert bench.plan() == [[1], [2]]
     assert bench.prompts[3].rank == -1
     assert bench.plan() == [[], []]
@@ -199,11 +199,11 @@ def test_cached_pages_make_room_unless_they_are_held_or_its_own_prefix() -> None
     bench.add(2, num_tokens=16, rank=1)
     bench.plan()
     bench.release(1)  # three of rank 0's pages are cached, one is free
-    bench.add(3, num_tokens=16, first=0)  # two from the cache and what else there is
+    bench.add(3, num_tokens=16, first=0)  # the two cached pages it can share, and the others
     assert bench.plan() == [[3], []]
     bench.add(4, num_tokens=5)
     assert bench.plan() == [[], []]
-    bench.release(2)  # cached, and nobody holds them
+    bench.release(2)  # its pages stay cached, and nobody holds them
     assert bench.plan() == [[], [4]]
 
 
@@ -214,16 +214,16 @@ def test_a_prompt_s_own_prefix_is_no_room_for_the_rest_of_it() -> None:
     bench.plan()
     bench.plan()
     bench.release(1)  # three of rank 0's pages are cached, two are held, one is free
-    bench.add(3, num_tokens=20, first=0)  # three pages of the cache, and two more
+    bench.add(3, num_tokens=20, first=0)  # three cached pages, and two more
     assert bench.plan() == [[], [3]]
 
 
 def test_who_waits_for_pages_takes_none_for_what_is_cached() -> None:
     bench = Bench(num_pages=9)
     bench.add(1, num_tokens=12, rank=0, first=0)
-    bench.add(2, num_tokens=33, rank=1)  # all pages there
+    bench.add(2, num_tokens=33, rank=1)  # takes all pages of rank 1
     bench.plan()
-    bench.add(3, num_tokens=20, first=0)  # two pages beside those of the first
+    bench.add(3, num_tokens=20, first=0)  # two pages besides those cached from the first
     bench.add(4, num_tokens=16)
     assert bench.plan() == [[3, 4], [2]]
 
@@ -238,7 +238,7 @@ def test_small_prompts_do_not_pass_a_large_one_for_ever() -> None:
         bench.add(room, num_tokens=5, rank=room % 2 if room > 9 else -1)
     for ended in (2, 3):
         bench.release(ended)
-        assert bench.plan() == [[], []]  # there are pages for any of the others
+        assert bench.plan() == [[], []]  # there are pages enough for any of the others
     bench.release(4)
     assert bench.plan() == [[6], [5]]
 
@@ -281,7 +281,7 @@ def test_a_release_before_and_after_the_binding_leaves_nothing(turns: int) -> No
 
 
 def test_a_cached_prefix_is_no_work_so_chunks_are_filled_past_it() -> None:
-    """Four prompts of a full chunk's length, of which three quarters are cached at rank 0."""
+    """Three prompts of a full chunk's length; rank 0 has three quarters of two of them cached."""
     bench = Bench(dp_size=1 + 1, method="prefix_aware", num_pages=64)
     bench.add(1, num_tokens=13, rank=0, first=0)
     bench.plan()
@@ -289,6 +289,6 @@ def test_a_cached_prefix_is_no_work_so_chunks_are_filled_past_it() -> None:
     for room in (2, 3):
         bench.add(room, num_tokens=16, first=0)
     bench.add(4, num_tokens=16, first=900)
-    # The first two compute four tokens each; counted in full, each would have filled a chunk.
+    # These two compute four tokens each; counted in full, each would have filled a chunk.
     assert bench.plan() == [[2, 3], [4]]
     assert [bench.prompts[room].num_cached for room in (2, 3, 4)] == [12, 12, 0]

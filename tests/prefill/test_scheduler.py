@@ -1,4 +1,4 @@
-"""Chunks within their budgets, in order of arrival, and every page back however a prompt ends."""
+"""Chunks within their budgets, in order of arrival; all pages come back however a prompt ends."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ class Bench:
         logprobs_start: int = -1,
         granted: bool = True,
     ) -> Prompt:
-        """A prompt; a count stands for tokens that no other room has."""
+        """A prompt; an int `tokens` stands for that many tokens that no other room has."""
         if isinstance(tokens, int):
             tokens = [1000 * room + at for at in range(tokens)]
         prompt = Prompt(
@@ -69,7 +69,7 @@ def test_nothing_runs_before_its_grant() -> None:
     assert bench.plan() == []
     assert bench.scheduler.queued() == (1, 5)
     bench.scheduler.grant(1)
-    bench.scheduler.grant(1)  # told twice
+    bench.scheduler.grant(1)  # a second grant changes nothing
     assert bench.plan() == [(1, 0, 5)]
     assert bench.plan() == []
     assert bench.scheduler.queued() == (0, 0)
@@ -94,7 +94,7 @@ def test_no_more_prompts_than_the_chunk_has_rows() -> None:
 def test_context_pages_of_a_chunk_stay_within_their_budget() -> None:
     bench = Bench(chunk_tokens=32, chunk_pages=4)
     bench.add(1, 9)  # three pages
-    bench.add(2, 8)  # two: they do not fit beside them
+    bench.add(2, 8)  # two pages: they do not fit beside the three
     bench.add(3, 1)  # fits, but does not overtake
     assert bench.plan() == [(1, 0, 9)]
     assert bench.plan() == [(2, 0, 8), (3, 0, 1)]
@@ -109,12 +109,12 @@ def test_a_long_prompt_goes_chunk_by_chunk() -> None:
 def test_a_long_prompt_leaves_a_quarter_of_each_chunk_to_shorter_ones_behind_it() -> None:
     bench = Bench(num_pages=64, chunk_tokens=16)
     bench.add(1, 40)
-    bench.add(2, 3)  # no more than that is left to it
+    bench.add(2, 3)  # the chunk leaves it no more than that
     assert bench.plan() == [(1, 0, 13), (2, 0, 3)]
-    bench.add(3, 20)  # long itself: it waits
+    bench.add(3, 20)  # is long itself, so it waits
     bench.add(4, 10)
     assert bench.plan() == [(1, 13, 25), (4, 0, 4)]
-    assert bench.plan() == [(1, 25, 40), (4, 4, 5)]  # this chunk ends it
+    assert bench.plan() == [(1, 25, 40), (4, 4, 5)]  # this chunk completes prompt 1
     assert bench.plan() == [(3, 0, 12), (4, 5, 9)]
     assert bench.plan() == [(3, 12, 20), (4, 9, 10)]
 
@@ -124,14 +124,14 @@ def test_a_short_prompt_that_is_older_takes_what_it_needs_of_a_long_ones_chunk()
     bench.add(1, 14)
     bench.add(2, 40)
     bench.add(3, 16)
-    assert bench.plan() == [(1, 0, 14), (3, 0, 2)]  # less than its share is left to the long one
+    assert bench.plan() == [(1, 0, 14), (3, 0, 2)]  # too little is left to the long one
     assert bench.plan() == [(2, 0, 12), (3, 2, 6)]
 
 
 def test_nothing_is_left_to_those_who_wait_for_pages() -> None:
     bench = Bench(num_pages=12, chunk_tokens=16)
     bench.add(1, 40)  # ten pages
-    bench.add(2, 12)  # three, two are free
+    bench.add(2, 12)  # three pages, two are free
     assert bench.plan() == [(1, 0, 16)]
     assert bench.plan() == [(1, 16, 32)]
     assert bench.plan() == [(1, 32, 40)]
@@ -144,7 +144,7 @@ def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() 
     crowd.add(1, 100)
     for room in range(2, 9):
         crowd.add(room, 1)
-    # Four tokens are left to seven, and two of them fit beside the long one.
+    # Four tokens are reserved for seven prompts; only two fit beside the long one.
     assert crowd.plan() == [(1, 0, 14), (2, 0, 1), (3, 0, 1)]
     alone = Bench(num_pages=64, chunk_tokens=16, chunk_seqs=1)
     alone.add(1, 40)
@@ -154,7 +154,7 @@ def test_what_short_prompts_do_not_take_of_their_quarter_goes_to_the_long_one() 
     cached.add(1, list(range(12)))
     cached.plan()
     cached.add(2, 40)
-    cached.add(3, [*range(12), 99])  # thirteen tokens, and twelve are cached
+    cached.add(3, [*range(12), 99])  # thirteen tokens, of which twelve are cached
     assert cached.plan() == [(2, 0, 15), (3, 12, 13)]
     assert cached.plan() == [(2, 15, 31)]
 
@@ -168,7 +168,7 @@ def test_a_piece_that_gets_the_rest_keeps_to_the_pages_of_a_chunk(
     bench.plan()
     bench.add(2, 40)
     assert bench.plan() == [(2, 0, 16)]
-    bench.add(3, [*range(8), 99])  # three pages beside seven, and one token of the quarter
+    bench.add(3, [*range(8), 99])  # three pages beside the other's seven; one token of the quarter
     assert bench.plan() == [(2, 16, end), (3, 8, 9)]
 
 
@@ -192,7 +192,7 @@ def test_nobody_overtakes_into_the_free_pages() -> None:
 
 
 def test_a_started_prompt_goes_on_behind_an_older_one_that_waits_for_pages() -> None:
-    """Without it both would wait for ever: the older for pages, the younger for its turn."""
+    """Otherwise both would wait for ever: the older for pages, the younger for its turn."""
     bench = Bench(num_pages=8, chunk_tokens=16)
     bench.add(2, 24, arrival_s=2.0)
     assert bench.plan() == [(2, 0, 16)]
@@ -242,7 +242,7 @@ def test_the_last_token_is_always_computed(num_tokens: int) -> None:
     [(-1, 12), (0, 0), (1, 0), (4, 0), (5, 4), (9, 8), (13, 12), (16, 12), (99, 12)],
 )
 def test_positions_whose_logprobs_are_asked_are_computed(logprobs_start: int, cached: int) -> None:
-    """The row before position p tells p's logprob, so reuse ends one token earlier."""
+    """The row before position p gives p's logprob, so reuse ends one token earlier."""
     bench = Bench()
     tokens = list(range(16))
     bench.add(1, tokens)
@@ -260,18 +260,18 @@ def test_cached_pages_give_way_to_a_prompt_that_needs_them() -> None:
     assert len(bench.cache) == 4
     bench.add(2, 12)
     assert bench.plan() == [(2, 0, 12)]
-    assert len(bench.cache) == 6  # three of the new one, and of the old all but one
+    assert len(bench.cache) == 6  # three of the new prompt, and all but one of the old
 
 
 @pytest.mark.parametrize("chunks", [None, 0, 1, 2, 3])
 def test_abort_in_every_state_frees_every_page(chunks: int | None) -> None:
-    """None: before its grant; else after that many chunks."""
+    """chunks: None: before the grant; else after that many chunks."""
     bench = Bench(chunk_tokens=8, cached=False)
     bench.add(1, 20, granted=chunks is not None)
     for _ in range(chunks or 0):
         assert bench.plan()
     bench.scheduler.release(1)
-    bench.scheduler.release(1)  # an unknown room is no matter
+    bench.scheduler.release(1)  # releasing an unknown room does nothing
     assert bench.all_back()
     assert bench.plan() == []
     assert len(bench.scheduler) == 0
@@ -298,7 +298,7 @@ def test_random_events_keep_budgets_order_and_pages(events: list, cached: bool) 
     for kind, number, arrival, granted in events:
         if kind == "add":
             room += 1
-            shared = list(range(number))  # all prompts share beginnings
+            shared = list(range(number))  # prompts share beginnings
             live[room] = bench.add(room, shared, arrival_s=arrival, granted=granted)
         elif kind == "plan":
             _run_chunk(bench, computed)
@@ -332,7 +332,7 @@ def _run_chunk(bench: Bench, computed: dict[int, int]) -> bool:
 
 
 def _drain(bench: Bench, live: dict[int, Prompt], computed: dict[int, int]) -> None:
-    """All that are left get their grant, and all of them run: nobody is stuck."""
+    """Grant all that are left and run them to their end: none may get stuck."""
     for room in live:
         bench.scheduler.grant(room)
     while live:
@@ -345,7 +345,7 @@ def _drain(bench: Bench, live: dict[int, Prompt], computed: dict[int, int]) -> N
             bench.scheduler.release(room)
 
 
-# --- who has not begun ----------------------------------------------------------------------------
+# --- prompts that have not begun ------------------------------------------------------------------
 
 
 def test_a_long_prompt_without_a_turn_leaves_the_pages_to_shorter_ones() -> None:
@@ -367,7 +367,7 @@ def test_a_prompt_that_waits_for_its_turn_shares_all_that_was_computed_meanwhile
     computed = 0
     while pieces := bench.scheduler.plan():
         computed += sum(piece.num_tokens for piece in pieces)
-    assert computed == 64 + 4 + 4  # of the second one its last page, whose last token is computed
+    assert computed == 64 + 4 + 4  # of the second prompt only the last page
     assert bench.pool.num_held == 16 + 1 + 1
 
 
@@ -408,7 +408,7 @@ def test_there_is_room_up_to_a_chunk_and_for_a_quarter_of_it_beside_a_long_promp
     for room, num_tokens in ((3, 40), (4, 2), (5, 1)):
         bench.add(room, num_tokens)
         beside.append(bench.scheduler.room_beside)
-    assert beside == [4, 2, 0]  # a third one is the last of a chunk
+    assert beside == [4, 2, 0]  # a third piece would be a chunk's last
 
 
 def test_while_one_finds_no_pages_there_is_no_room_and_as_much_as_ever_once_it_has_them() -> None:

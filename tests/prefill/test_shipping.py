@@ -1,4 +1,4 @@
-"""Which pages leave after a chunk, and under which numbers."""
+"""Which pages are shipped after a chunk, and with which numbers."""
 
 import numpy as np
 import pytest
@@ -19,10 +19,10 @@ PAGE = 4
     ("start", "num_tokens", "already", "expected"),
     [
         (0, 8, 0, [0, 1]),  # two full pages
-        (0, 6, 0, [0]),  # the page in the making stays
-        (6, 4, 1, [1]),  # ... and goes when it is full
+        (0, 6, 0, [0]),  # the unfinished page stays
+        (6, 4, 1, [1]),  # ... and leaves once it is full
         (4, 2, 1, []),
-        (8, 3, 2, [2]),  # the last piece takes its half page along
+        (8, 3, 2, [2]),  # the last piece takes its half-filled page along
         (10, 1, 0, [0, 1, 2]),  # cached pages are shipped too
     ],
 )
@@ -77,7 +77,7 @@ def test_so_many_pages_cannot_be_granted_for_five(groups: int, num_granted: int)
 def test_every_page_that_decode_granted_is_filled_once_and_from_its_own_positions(
     num_tokens: int, window: int, page_size: int, cuts: list[int], whole: bool
 ) -> None:
-    """Decode says how many pages it wants, prefill which those are: both must mean the same."""
+    """Decode says how many pages it wants, prefill which: both must mean the same pages."""
     ring_pages = 0 if whole else touched_pages(window, page_size)
     num_places = num_tokens // page_size + 1
     pages, ring = list(range(1000, 1000 + num_places)), list(range(2000, 2000 + ring_pages))
@@ -91,7 +91,7 @@ def test_every_page_that_decode_granted_is_filled_once_and_from_its_own_position
     shipping = Shipping(page_size, num_pages=100, most=3, groups=2)
     first = shipping.first_windowed(num_tokens, len(granted))
     assert first is not None
-    filled: dict[int, int] = {}  # by decode's page, the one of prefill
+    filled: dict[int, int] = {}  # decode's page -> prefill's
     shipped = 0
     ends = sorted({*(cut for cut in cuts if cut < num_tokens), num_tokens})
     for start, end in zip([0, *ends], ends, strict=False):
@@ -120,7 +120,7 @@ def test_every_page_that_decode_granted_is_filled_once_and_from_its_own_position
 def test_what_a_step_writes_is_not_where_its_first_token_still_looks(
     start: int, window: int, drafts: int, page_size: int
 ) -> None:
-    drafts = min(drafts, page_size - 1)  # as flags are checked for
+    drafts = min(drafts, page_size - 1)  # as checked for the flags
     size = touched_pages(window, page_size) * page_size
     seen = range(max(start + 1 - window, 0), start + drafts + 1)
     assert len({at % size for at in seen}) == len(seen)

@@ -1,4 +1,4 @@
-"""What prefill does with grants, ends and deadlines, event by event; tests/sim plays the rest."""
+"""What prefill does with grants, ends and deadlines, event by event; tests/sim covers the rest."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -122,7 +122,7 @@ def test_prompts_wait_while_too_many_pages_wait_for_their_decode_worker(dp_size:
     assert alone.tokens() == []
     queued = worker.sender.in_flight_bytes
     alone.submit(3)
-    worker.handle(Granted((alone.grant(3),)))  # comes later, and waits, too
+    worker.handle(Granted((alone.grant(3),)))  # it comes later, and waits as well
     alone.submit(4)
     worker.handle(Granted((msgspec.structs.replace(alone.grant(4), data_address="sim://another"),)))
     while alone.turn():
@@ -192,7 +192,7 @@ def test_pages_stay_until_decode_has_them() -> None:
 
 
 class OnDevice:
-    """Staged pages that are gone once the host has them."""
+    """Staged pages that are freed once the host has them."""
 
     alive = 0
 
@@ -226,7 +226,7 @@ def test_the_pages_of_a_long_cached_prefix_pass_through_memory_that_was_planned(
     assert alone.tokens() == [(1, 0), (2, 0), (3, 0)]
     assert worker.counters["cached_tokens"] == 2 * 56
     assert worker.counters["pages_sent"] == 3 * 15
-    assert len(seen) == 8 + 2 * 4  # a chunk of two pages at a time, then four runs at once
+    assert len(seen) == 8 + 2 * 4  # two pages per chunk, then four runs at once
     most = worker._buckets.staged_pages // worker._buckets.run_pages[-1]
     assert max(seen) == most == 2
     assert OnDevice.alive == worker._staged_pages == 0
@@ -369,7 +369,7 @@ def test_too_long_and_too_many_are_refused_at_the_door() -> None:
     many = worker.refusal(alone.leg(5))
     assert many is not None
     assert (many.code, many.message) == ("queue_full", "4 requests held, at most 4")
-    # One that comes twice, and some that were at the door together.
+    # One leg that comes twice, and some that were admitted at the same time.
     together = tuple(alone.leg(room) for room in (4, 5, 6))
     worker.handle(Submitted(together, alone.clock.monotonic_s()))
     alone.turn()

@@ -1,4 +1,4 @@
-"""What prefill tells of itself: early grants, failed transfers, loads, pages and shipments."""
+"""What prefill reports of itself: early grants, failed transfers, loads, pages and shipments."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from transfer.worker import Aborted
 
 
 def run_dry(alone: Alone) -> None:
-    """Turn until there is nothing to compute."""
+    """Run turns until there is nothing to compute."""
     while alone.turn():
         pass
 
@@ -88,7 +88,7 @@ def test_no_grant_is_taken_before_the_worker_is_ready() -> None:
     ("kind", "code", "counted"),
     [
         ("nacked", "stale", {"transfers_refused": 1}),
-        ("nacked", "gone", {}),  # decode counts what became of it
+        ("nacked", "gone", {}),  # decode counts why the room was gone
         ("lost", "peer_lost", {"transfers_lost": 1}),
         ("unsent", "stale", {"transfers_unsent": 1}),
     ],
@@ -119,7 +119,7 @@ def test_the_leg_of_an_aborted_room_tells_what_had_left() -> None:
 
 
 def _send_one(alone: Alone, lane: Lane) -> int:
-    """The next frame leaves; its bytes."""
+    """Let the next frame leave; returns its number of bytes."""
     sender: Any = alone.worker._sender  # type: ignore[union-attr]
     job = sender.next_job(lane)
     assert job.payload is not None
