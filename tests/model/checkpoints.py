@@ -1,4 +1,4 @@
-"""Makes tiny checkpoints for tests, and computes them again in plain numpy, in float64."""
+"""Makes tiny checkpoints for tests, and recomputes their logits in plain numpy, in float64."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ QWEN2: dict[str, Any] = {
     "sliding_window": 128,
     "eos_token_id": 7,
 }
-# Biases on the output projection too, rotation stretched, one kv head.
+# With biases on the output projection too, scaled rotary positions, and one kv head.
 LLAMA: dict[str, Any] = QWEN2 | {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": True,
@@ -36,14 +36,14 @@ LLAMA: dict[str, Any] = QWEN2 | {
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "tie_word_embeddings": True,
 }
-# A window over the second layer alone, shorter than a page.
+# A window in the second layer only, shorter than a page.
 QWEN2_WINDOW: dict[str, Any] = QWEN2 | {
     "use_sliding_window": True,
     "sliding_window": 11,
     "max_window_layers": 1,
     "layer_types": ["full_attention", "sliding_attention"],
 }
-# A window over every layer, longer than one.
+# A window in every layer, longer than a page.
 MISTRAL: dict[str, Any] = QWEN2 | {
     "architectures": ["MistralForCausalLM"],
     "sliding_window": 19,
@@ -58,19 +58,19 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def golden_config(name: str, file: str = "model/config.json") -> dict[str, Any]:
-    """What a recorded checkpoint says of itself; file: within its folder."""
+    """A JSON file of a recorded checkpoint. file: its path within the checkpoint's folder."""
     folder = Path(__file__).resolve().parents[1] / "goldens" / name
     found: dict[str, Any] = json.loads((folder / file).read_text())
     return found
 
 
 def read_config(folder: Path, config: dict[str, Any]) -> ModelConfig:
-    """Of a checkpoint that says this. Raises ModelError."""
+    """The configuration read from such a config.json. Raises ModelError."""
     return ModelConfig.from_dir(write_config(folder, config))
 
 
 def refusal(folder: Path, config: dict[str, Any]) -> str:
-    """Why a checkpoint that says this is not read; "" where it is."""
+    """Why a checkpoint with this config.json is refused; "" if it is read."""
     try:
         read_config(folder, config)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Drives a network as an engine would, in the plainest way: packed chunks, then paged decoding."""
+"""Drives a network as an engine would, but plainly: packed chunks, then paged decoding."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def open_plainly(path: Path, page_size: int, context_length: int, **more: Any) -
 
 
 class Golden:
-    """The recorded numbers of one checkpoint."""
+    """The numbers recorded for one checkpoint."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Golden:
 
 
 class Ran(NamedTuple):
-    """One prompt's run: logits at every prompt position, chosen ids, logits behind each choice."""
+    """One prompt's run: logits at every prompt position, chosen ids, the logits of each choice."""
 
     logits: np.ndarray
     ids: list[int]
@@ -65,7 +65,7 @@ class Ran(NamedTuple):
 
 
 class Harness:
-    """A loaded model with its programs; every chunk and step has the same padded shape."""
+    """A loaded model with its programs. All chunks have one padded shape, and all steps."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Harness:
         ep: int = 1,
         dtype: str = "float32",
         page_dtype: str = "",  # "": as dtype
-        dp: int = 1,  # ranks, which all do the same
+        dp: int = 1,  # ranks, which all compute the same
         stacks: Stacks | None = None,
-        platform: str = "",  # as if on this one
-        coded: bool | str = False,  # whether weights that may be codes are, or which codes
+        platform: str = "",  # compute as on this platform
+        coded: bool | str = False,  # whether to keep codes where possible, or which codes
         optimized: bool = False,  # see compiled_soon
     ) -> None:
         self._optimized = optimized
@@ -118,7 +118,7 @@ class Harness:
         return init_pool(self.pages, num_pages, self.model.mesh)
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[Ran]:
-        """Prefill all prompts in chunks that mix them, then decode all in one greedy batch."""
+        """Prefill all prompts in chunks that mix them, then decode all greedily in one batch."""
         pages = scattered_pages([len(p) + new_tokens for p in prompts])
         pool = self.new_pool()
         rows: list[np.ndarray] = []
@@ -156,7 +156,7 @@ class Harness:
         return found[:-1], pool
 
     def capture(self, *prompts: list[int]) -> tuple[np.ndarray, Captured]:
-        """Prompts as one chunk, looked at from inside. Returns its last hidden states too."""
+        """Run prompts as one chunk, capturing its inside. Also returns the last hidden states."""
         lengths = [len(prompt) for prompt in prompts]
         (batch,) = chunks(prompts, scattered_pages(lengths), sum(lengths))
         run = compiled_soon(prefill_captured, self._optimized)
@@ -165,12 +165,12 @@ class Harness:
 
 
 def compiled_soon(function: Any, optimized: bool) -> Any:
-    """A program of (model, params, pool, ...), not optimized: few calls are made of it.
+    """A program of (model, params, pool, ...), not optimized by default: it gets few calls.
 
-    It is compiled for the shapes of its first call. Under `jax.jit` alone the second one would
-    compile anew, for the pool that the first gave back: its sharding is the same, but written
-    otherwise.
-    optimized: compiled up to three times as long, for calls that take longer than that.
+    It is compiled for the shapes of its first call. Under `jax.jit` alone, the second call would
+    compile again for the pool that the first returned: its sharding is the same, but spelt
+    differently.
+    optimized: takes up to three times as long to compile; for programs whose calls take longer.
     """
     options = {"xla_backend_optimization_level": 3 if optimized else 0}
     program = jax.jit(function, static_argnums=0, donate_argnums=2, compiler_options=options)
@@ -185,7 +185,7 @@ def compiled_soon(function: Any, optimized: bool) -> Any:
 
 
 def full_steps(slots: int, context: int, page_size: int, window: int = 0) -> DecodeBuckets:
-    """Buckets whose only step is one of all slots: compiling is what takes time in tests."""
+    """Buckets whose only step has all slots, since compiling is what takes time in tests."""
     buckets = decode_buckets(slots, context, page_size, window=window)
     return dataclasses.replace(buckets, slots=(slots,))
 
@@ -195,7 +195,7 @@ def i32(values: Any) -> jax.Array:
 
 
 def scattered_pages(lengths: Sequence[int]) -> list[list[int]]:
-    """Pages for sequences of these lengths, in no order."""
+    """Pages for sequences of these lengths, in random order."""
     free = list(np.random.default_rng(5).permutation(NUM_PAGES))
     return [[int(free.pop()) for _ in range(-(-n // PAGE_SIZE))] for n in lengths]
 

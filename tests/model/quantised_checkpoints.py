@@ -1,4 +1,4 @@
-"""Checkpoints in each quantised form, beside what they stand for, written where a test wants."""
+"""Checkpoints in each quantised form and the values they represent, written where a test wants."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.model.harness import GOLDENS
 
 Tensors = dict[str, np.ndarray]
 
-# Widths that are multiples of 32, and of which halves and quarters are not.
+# Widths are multiples of 32, but their halves and quarters are not.
 GPT_OSS: dict[str, Any] = json.loads(
     (GOLDENS / "gpt_oss" / "model" / "config.json").read_text()
 ) | {
@@ -47,7 +47,7 @@ INT4 = {
         "quant_method": "compressed-tensors",
     }
 }
-# As llm-compressor's W8A16 is published, and the same unpacked.
+# As llm-compressor publishes W8A16; int8_pair also writes it unpacked.
 INT8 = {
     "quantization_config": {
         "config_groups": {
@@ -65,7 +65,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6],
 
 
 def _random(folder: Path) -> Tensors:
-    """Every tensor of the checkpoint whose configuration is there."""
+    """Every tensor, with random values, of the checkpoint whose configuration is in the folder."""
     cfg = ModelConfig.from_dir(folder)
     draw = np.random.default_rng(6)
     return {
@@ -76,10 +76,10 @@ def _random(folder: Path) -> Tensors:
 
 
 def as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks, scales, and the nearest values that they can say: of [experts, in, out]."""
+    """Blocks, scales and the nearest values that they can represent, of [experts, in, out]."""
     groups = np.ascontiguousarray(values.astype(np.float32).transpose(0, 2, 1))
     groups = groups.reshape(*groups.shape[:2], -1, 32)
-    exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2  # the largest comes to 4 to 8
+    exponents = np.floor(np.log2(np.abs(groups).max(-1))) - 2  # scales the largest to 4 to 8
     scaled = groups / np.exp2(exponents)[..., None]
     codes = np.abs(scaled[..., None] - E2M1).argmin(-1).astype(np.uint8)
     blocks = codes[..., 0::2] | codes[..., 1::2] << 4
@@ -90,7 +90,7 @@ def as_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def as_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes, scales, and the values that they stand for: of [out, in]."""
+    """Bytes, scales and the values that they represent, of [out, in]."""
     wide = values.astype(np.float32)
     counts = [-(-size // by) for size, by in zip(wide.shape, block, strict=True)]
     stored = np.empty(wide.shape, ml_dtypes.float8_e4m3fn)
@@ -104,7 +104,7 @@ def as_fp8(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.n
 
 
 def as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Words, scales, and the values that they stand for: of [out, in]."""
+    """Words, scales and the values that they represent, of [out, in]."""
     groups = values.astype(np.float32).reshape(len(values), -1, 32)
     scales = (np.abs(groups).max(-1) / 7.5).astype(ml_dtypes.bfloat16)
     steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-8, 7).astype(np.int8)
@@ -115,7 +115,7 @@ def as_int4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def as_int8(values: np.ndarray, group: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integers, scales, and the values that they stand for: of [out, in]. group: 0: a row."""
+    """Integers, scales and the values they represent, of [out, in]. group: 0: one scale per row."""
     groups = values.astype(np.float32).reshape(len(values), -1, group or values.shape[1])
     scales = (np.abs(groups).max(-1) / 127.5).astype(ml_dtypes.bfloat16)
     steps = np.rint(groups / scales.astype(np.float32)[..., None]).clip(-128, 127).astype(np.int8)
@@ -124,7 +124,7 @@ def as_int8(values: np.ndarray, group: int = 0) -> tuple[np.ndarray, np.ndarray,
 
 
 def in_words(steps: np.ndarray) -> np.ndarray:
-    """Four integers of a row in each i32, the first lowest, with 128 added."""
+    """Four integers of a row in each i32, the first in the lowest byte, each with 128 added."""
     codes = (steps.astype(np.int32) + 128).astype(np.uint32).reshape(len(steps), -1, 4)
     words = (codes << np.arange(0, 32, 8, dtype=np.uint32)).sum(-1, dtype=np.uint32)
     return words.view(np.int32)
@@ -138,8 +138,8 @@ def _golden_tensors(name: str) -> Tensors:
 
 
 def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tuple[Path, Path]:
-    """A network with its routed experts quantised, as Kimi K2's are, or of one that has none its
-    projections, and without.
+    """A network with int4 weights, and its plain twin. Quantised are the routed experts, as in Kimi
+    K2, or in a network without experts the projections.
     """
     tensors = _golden_tensors(golden)
     packed = dict(tensors)
@@ -160,9 +160,9 @@ def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tupl
 def int8_pair(
     quantised: Path, plain: Path, golden: str = "deepseek_v3", group: int = 0, packed: bool = True
 ) -> tuple[Path, Path]:
-    """A network with every projection as integers of eight bits, and with what those stand for.
+    """A network with every projection in integers of eight bits, and its plain twin.
 
-    group: of a row's values that share a scale, 0: all. packed: four to a word.
+    group: how many values of a row share a scale; 0: all. packed: four integers to a word.
     """
     tensors = _golden_tensors(golden)
     stored = dict(tensors)
@@ -186,7 +186,7 @@ def int8_pair(
 
 
 def mxfp4_pair(quantised: Path, plain: Path) -> tuple[Path, Path]:
-    """GPT-OSS's network, quantised and not."""
+    """GPT-OSS's network with quantised experts, and its plain twin."""
     tensors = _random(write_config(plain, GPT_OSS))
     packed: Tensors = {}
     for name, values in tensors.items():
@@ -208,9 +208,9 @@ def fp8_pair(
     block: tuple[int, int],
     change: Callable[[Tensors], None] = lambda _: None,
 ) -> tuple[Path, Path]:
-    """A network with every projection quantised, and with what those then stand for.
+    """A network with every projection quantised to fp8, and its plain twin.
 
-    change: what is done to the quantised tensors before they are written.
+    change: applied to the quantised tensors before they are written.
     """
     tensors = _golden_tensors(golden)
     packed = dict(tensors)

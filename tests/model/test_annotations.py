@@ -1,4 +1,4 @@
-"""What annotations of arrays promise is checked while tests run."""
+"""The shapes and dtypes in array annotations are checked while tests run."""
 
 import jax.numpy as jnp
 import jaxtyping

@@ -1,4 +1,4 @@
-"""Padding is chosen from lists that cover every size, and numbers that do not tile are refused."""
+"""Padded shapes come from lists that cover every size; sizes that do not tile are refused."""
 
 from itertools import pairwise
 
@@ -88,14 +88,14 @@ def test_prefill_shapes_hold_every_chunk(
     assert buckets.pages >= pages_for(context, page_size)
     assert 1 <= buckets.run_pages[-1] <= MAX_RUN_PAGES
     assert bucket_for(1, buckets.run_pages) >= 1
-    # Where there are several lists, what begins in a chunk finds room in the first.
+    # Where there are several lists, prompts that begin in a chunk fit the first one.
     for tokens in buckets.tokens:
         lists = list_sizes(buckets, tokens, page_size)
         assert lists[-1] == buckets.pages
         assert all(2 * one <= other for one, other in pairwise(lists))
         whole, rest = divmod(tokens - max_seqs + 1, page_size)
         if tokens >= max_seqs and len(lists) > 1:
-            # All prompts but one have a token each.
+            # The case with most pages: all prompts but one have one token each.
             assert max_seqs - 1 + whole + (rest > 0) <= lists[0]
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of a chunk, by programs of its own, beside one program for all of it."""
+"""What may be asked of a chunk: separate programs give the same as one program for everything."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def _engine(dp_size: int, apart: bool) -> PrefillEngine:
 
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_what_is_asked_of_a_chunk_apart_is_what_one_program_says(dp_size: int) -> None:
-    """As on accelerators, where no program but that of all requests has a predicate."""
+    """As on accelerators, where only the program that serves every request has a predicate."""
     ids = np.random.default_rng(3).integers(0, 256, (2, 40)).astype(np.int32)
     found, kinds = [], list[list[str]]()
     for apart in (False, True):
@@ -72,5 +72,5 @@ def test_only_the_draw_of_anything_has_a_predicate_apart() -> None:
     programs = [*chunks._chunk.values(), *chunks._logprobs.values(), *chunks._sample]
     have = {p.name for p in programs if " conditional(" in str(p.compiled.as_text())}
     assert have == {"sample[anything, history=1]", "sample[anything, history=128]"}
-    # What outlives a chunk's program is planned for.
+    # Memory is planned for what outlives a chunk's program.
     assert chunks.hidden_bytes == 64 * chunks._model.cfg.hidden_size * 4

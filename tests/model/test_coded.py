@@ -1,4 +1,4 @@
-"""Weights kept as codes of a byte: the same numbers as expanded ones, and what is refused."""
+"""Weights kept as codes of one byte give the same numbers as expanded ones; what is refused."""
 
 import logging
 from collections.abc import Callable
@@ -40,8 +40,8 @@ DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "fp8": partial(fp8_pair, "qwen3", block=(24, 16)),
     "int8": partial(int8_pair, golden="qwen3", group=16, packed=False),
 }
-# tp, ep, dp: whole experts, experts that devices share, that ranks share.
-# Of correct float32 runs, whose logits reach so far: tests/goldens/README.md.
+# tp, ep, dp: whole experts, experts that devices share, experts that ranks share.
+# Tolerance of correct float32 runs, and how large their logits are: tests/goldens/README.md.
 RECORDED_ATOL, RECORDED_REACH = 2e-4, 13
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
 
@@ -50,7 +50,7 @@ MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
 def folders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A quantised checkpoint, and what it stands for."""
+    """A quantised checkpoint, and its plain twin."""
     return PAIRS[request.param](
         tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp("plain")
     )
@@ -68,7 +68,7 @@ def _model(folder: Path, mesh: tuple[int, int, int], dtype: str, how: str) -> Mo
 
 
 def _axis(name: str) -> int:
-    """Of inputs."""
+    """The axis of inputs."""
     return {"experts_gate_up": 2, "experts_down": 2, "o": 3}.get(name, 1)
 
 
@@ -109,7 +109,7 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
     quantised, plain = folders
     kept, whole = _model(quantised, mesh, dtype, "auto"), _model(plain, mesh, dtype, "auto")
     assert {"experts_gate_up", "experts_down"} <= set(kept.dims.coded)
-    # Of these two everything is quantised but what latent attention multiplies by heads.
+    # In these two all is quantised, but for the parts of latent attention multiplied by heads.
     every = ModelConfig.from_dir(quantised).quantization in ("fp8", "int8-packed")
     assert every == ("o" in kept.dims.coded) == ("shared_down" in kept.dims.coded)
     seen = set()
@@ -130,9 +130,10 @@ def test_kept_codes_stand_for_what_is_expanded_otherwise(
 
 
 def _adds_up_alike() -> bool:
-    """Whether a product of half as many outputs, as a lane of codes has, comes out as its half.
+    """Whether half of a product's outputs come out the same when computed without the other half.
 
-    Where a processor's vectors are wider than a lane it is added up in another order.
+    A lane of codes has half as many outputs; where a processor's vectors are wider than a lane, it
+    is added up in another order.
     """
     draw = np.random.default_rng(0)
     x, w = (jnp.asarray(draw.standard_normal(size, np.float32)) for size in ((16, 64), (64, 32)))
@@ -140,8 +141,8 @@ def _adds_up_alike() -> bool:
     return bool(jnp.array_equal(product(x, w)[:, ::2], product(x, w[:, ::2])))
 
 
-# Each kind of codes in each form of products, with whole experts, parts of them or parts that ranks
-# share. int4 comes to the codes of mxfp4, and like it leaves all but experts as they are.
+# Each kind of codes in each form of products, with whole experts, parts of experts, and parts that
+# ranks share. int4 becomes the same codes as mxfp4, and also leaves all but experts as they are.
 @pytest.mark.parametrize(
     ("folders", "platform", "dtype", "mesh"),
     [
@@ -168,7 +169,7 @@ def test_a_network_of_codes_generates_what_its_weights_do(
     interpreted = (platform, dtype) == ("cuda", "float32")
     if not interpreted or _adds_up_alike():
         atol = 1e-5
-    else:  # roundings are shares of what is rounded
+    else:  # rounding errors are proportional to what is rounded
         reach = max(np.abs(other.step_logits).max() for other in expanded)
         atol = RECORDED_ATOL * reach / RECORDED_REACH
     for one, other in zip(kept, expanded, strict=True):
@@ -183,7 +184,7 @@ def test_a_network_of_codes_generates_what_its_weights_do(
 def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     backend: kernels.Backend, rows: int, dtype: type, largest: int
 ) -> None:
-    """One row by the experts that it chose, all rows by all, and rounds of many."""
+    """1 row takes the experts that it chose, 20 take all experts, 300 go by rounds of many rows."""
     experts = backend.build(
         kernels.ExpertsShape("cuda", "bfloat16", 64, 32, 16, 4, interpreted=True)
     )
@@ -205,7 +206,7 @@ def test_products_of_codes_are_those_of_the_weights_bit_for_bit(
     stacks = ExpertStacks(*weights)
     gate_up, down, gate_up_scale, down_scale = map(jnp.asarray, (*codes, *scales))
     kept = ExpertStacks(gate_up, down, None, None, gate_up_scale, down_scale)
-    # Optimized even where tests are not: else XLA adds up the two in unlike order.
+    # Optimized even if tests are not: otherwise XLA adds up the two in different orders.
     program = jax.jit(experts, compiler_options={"xla_backend_optimization_level": 3})
     expected, found = (np.asarray(program(*args, given, jnp.int32(0))) for given in (stacks, kept))
     assert np.abs(expected).max() > 0
@@ -228,7 +229,7 @@ def test_weights_without_codes_are_the_same_codes_on_every_mesh(golden: str, how
                 _values(np.asarray(codes), np.asarray(scales), _axis(name), "float32")
                 for codes, scales in ((of[name], of[f"{name}_scale"]) for of in (run, stacks))
             )
-            # Heads that are dealt out over copies of a kv head stand in the same order.
+            # Heads that are spread over copies of a kv head keep their order.
             other = other.reshape(one.shape)
             assert (one == other).all(), name
 
@@ -250,7 +251,7 @@ def test_answers_of_rounded_weights_are_near_the_recorded(
 
 
 def test_codes_and_their_scales_move_together() -> None:
-    """Placed anew by the rows that chose them, experts stand for what they stood for."""
+    """After experts move by the rows that chose them, they still stand for the same weights."""
     policy = ExpertPolicy(2, enable_eplb=True, eplb_rebalance_num_iterations=1)
     opened = _open(GOLDENS / "qwen3_moe" / "model", "fp8", policy, 2, 2)
     trained = _open(GOLDENS / "qwen3_moe" / "model", "fp8").params["layers"]
@@ -281,7 +282,7 @@ def test_a_quantised_checkpoint_stays_so_unless_asked_otherwise(
     assert kept.model.dims.coded == asked.model.dims.coded
     assert "experts_down" in kept.model.dims.coded
     assert expanded.model.dims.coded == ()
-    # The numbers are the same, so workers that differ in it may serve one request.
+    # The numbers are the same, so workers that differ in this may serve one request.
     assert kept.digest == asked.digest == expanded.digest
     assert _open(folders[1], "auto").model.dims.coded == ()
 
@@ -372,7 +373,7 @@ def test_a_quantised_network_without_experts_keeps_its_codes(kind: str, tmp_path
 
 
 def _expanded(name: str) -> Callable[[dict[str, np.ndarray]], None]:
-    """A change to a checkpoint's tensors: one that is not quantised."""
+    """A change to a checkpoint's tensors that makes one of them unquantised."""
 
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors[name] = tensors[name].astype(np.float32)
@@ -418,7 +419,7 @@ def test_experts_that_are_quantised_in_part_are_expanded_unless_asked_for(
 
 
 def test_weights_of_few_inputs_to_a_scale_are_not_rounded(tmp_path: Path) -> None:
-    """A head of 10 inputs and a width of 30 have two to a scale, on every mesh."""
+    """On every mesh, the head's 10 inputs and the width of 30 allow only two inputs to a scale."""
     write_checkpoint(tmp_path, QWEN2)
     assert _open(tmp_path, "fp8").model.dims.coded == ("qkv", "gate_up")
 
@@ -456,14 +457,14 @@ def test_a_missing_tensor_is_told_as_such(tmp_path: Path) -> None:
 def test_a_network_in_tiles_generates_what_whole_products_do(
     how: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, stacked layers, strips of the head: with tiles that small networks are not."""
+    """Experts, stacked layers strips of the head, with tiles made small for a small network."""
     folder, _ = fp8_pair("deepseek_v3", tmp_path / "fp8", tmp_path / "plain", (24, 16))
     prompts = [list(range(1, n)) for n in (5, 40, 23)]
     whole = Harness(folder, coded=how).run(prompts, 8)
     tiny = {"_INPUTS": 16, "_OUTPUTS": 48, "_WIDEST": 64, "_STRIP": 32, "_SMALL": 64, "_LEAST": 8}
     for name, size in (tiny | {"_LARGE": 64}).items():
         monkeypatch.setattr(products, name, size)
-    jax.clear_caches()  # of what the same model was traced to before
+    jax.clear_caches()  # drops earlier traces of the same model
     tiles = Harness(folder, coded=how).run(prompts, 8)
     jax.clear_caches()
     for one, other in zip(tiles, whole, strict=True):

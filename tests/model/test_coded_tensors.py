@@ -1,4 +1,4 @@
-"""Slices of tensors as codes and scales, of every quantised form and of none."""
+"""Slices of tensors as codes and scales, from every quantised form and from none."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.model.quantised_checkpoints import (
 
 NAME = "model.experts"
 OUT, IN = 70, 160
-# Of what is not quantised, and of int4, as both codes.
+# Unquantised tensors and int4 become either kind of codes.
 KINDS = {
     "": ("", (128, 128), np.uint8),
     "to int8": ("", (128, 128), np.int8),
@@ -65,7 +65,7 @@ def _tensors(kind: str) -> Tensors:
             codes, scales, _ = as_fp8(values, block)
             return {NAME: codes, f"{NAME}_scale_inv": scales}
         case _:
-            values[3, 32:64] = 0  # what no other form has a scale for
+            values[3, 32:64] = 0  # a group of zeros, which only this form can have no scale for
             return {NAME: values}
 
 
@@ -119,8 +119,8 @@ def test_codes_times_scales_are_what_a_slice_stands_for(
     if KINDS[kind][0]:
         assert (values == exact).all()
         return
-    # Half of a step, of integers or of three bits behind the leading one or of the smallest number.
-    # 32 inputs, which is gcd(160, 128), share a scale.
+    # Half a step: of integers, of three bits after the leading one, or of the least number.
+    # 32 inputs, gcd(160, 128), share a scale.
     each = np.repeat(scales, 8, axis=1)
     steps = each / 2 if dtype == np.int8 else np.maximum(np.abs(exact) / 16, each / 1024)
     assert (np.abs(values - exact) <= steps * 1.00001).all()
@@ -170,8 +170,8 @@ def test_weights_too_small_for_a_scale_are_nothing(tmp_path: Path) -> None:
 def test_codes_of_weights_that_have_a_coarse_scale_are_no_larger_than_the_largest(
     kind: str, dtype: type, size: int, largest: int, least: int, tmp_path: Path
 ) -> None:
-    """Of such a weight what the largest code says is one and a half times the smallest float, and
-    the scale is that float."""
+    """The scale is the smallest float, and such a weight is one and a half times what the largest
+    code represents at that scale."""
     weight = np.float32(size) * np.float32(1e-45)
 
     def change(tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Configurations: what is read, and that everything else is refused in one line."""
+"""Configurations: what is read from them, and that everything else is refused in one line."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_windows_are_where_each_family_has_them(tmp_path: Path) -> None:
     assert windows(MIXTRAL, {"sliding_window": 64, "use_sliding_window": False})[0] == 64
     unread = {"layer_types": ["full_attention"] * MIXTRAL["num_hidden_layers"]}
     assert windows(MIXTRAL, {"sliding_window": 4096} | unread) == (0, ())
-    assert windows(QWEN2, switched) == (0, ())  # from the layer 28 on
+    assert windows(QWEN2, switched) == (0, ())  # layers have windows from layer 28 on
     assert windows(QWEN2, switched | {"max_window_layers": 1}) == (128, (False, True))
     listed = ["sliding_attention", "full_attention"]
     assert windows(QWEN2, switched | {"layer_types": listed}) == (128, (True, False))

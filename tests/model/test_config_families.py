@@ -20,7 +20,7 @@ GLM, FLASH, QWEN, OLMOE, MINIMAX = map(
 GLM_V5 = golden_config("glm4_moe", "config.v5.json")
 FLASH_V5 = golden_config("glm4_moe_lite", "config.v5.json")
 MINIMAX_V5 = golden_config("minimax_m2", "config.v5.json")
-# As Kimi K2 Instruct is published: DeepSeek V3's network, with one group of experts.
+# As Kimi K2 Instruct is published: DeepSeek V3's network with one group of experts.
 KIMI: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -158,7 +158,7 @@ def test_kimi_k2_stretches_positions_as_far_as_each_of_its_models_does(
     ("said", "generation", "ends"),
     [
         (163586, [163586], (163586,)),
-        (163585, 163586, (163586, 163585)),  # what either file names ends an answer
+        (163585, 163586, (163586, 163585)),  # an answer ends at what either file names
         (163586, None, (163586,)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configurations of GPT-OSS and DeepSeek: what is read of them, and what is refused in one line."""
+"""Configurations of GPT-OSS and DeepSeek: what is read from them, and refusals in one line."""
 
 import math
 from pathlib import Path

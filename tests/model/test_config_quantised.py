@@ -1,4 +1,4 @@
-"""Ways to store a checkpoint's tensors: what is read of compressed-tensors, and what is refused."""
+"""How checkpoints store tensors: what is read of compressed-tensors, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_integers_of_eight_bits_are_read_by_groups_and_by_rows(
 
 
 def test_integers_of_eight_bits_that_rows_are_rounded_for_are_refused(tmp_path: Path) -> None:
-    """As W8A8 is published."""
+    """Such as W8A8 as it is published."""
     rows = {"num_bits": 8, "dynamic": True, "strategy": "token"}
     group = _group(weights=WEIGHTS | {"num_bits": 8}, input_activations=rows)
     said = refusal(tmp_path, _stored(group | {"format": "int-quantized"}))

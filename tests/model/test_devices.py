@@ -1,4 +1,4 @@
-"""What a worker sets of JAX, whatever its surroundings say, and which devices it refuses."""
+"""Which JAX settings a worker makes in any environment, and which devices it refuses."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from model.errors import ModelError
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is set in these surroundings; this process's own JAX is left alone."""
+    """What gets set in this environment; this process's own JAX is left alone."""
     told: dict[str, Any] = {}
     with monkeypatch.context() as inside:
         inside.setattr(jax.config, "update", told.__setitem__)

@@ -1,4 +1,4 @@
-"""A digest tells checkpoints apart by a bounded part of each, and by what workers compute with."""
+"""A digest distinguishes checkpoints by a bounded part of each, and by how workers compute."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ LLAMA = GOLDENS / "llama" / "model"
 
 
 class _Files:
-    """Tensors of one shape, whose entries count up; what is read of them is kept."""
+    """Tensors of one shape, whose entries count up; records what is read of them."""
 
     def __init__(self, num_tensors: int, shape: tuple[int, ...]) -> None:
         self.names = [f"t{i}" for i in range(num_tensors)]
@@ -39,7 +39,7 @@ class _Files:
 
 @pytest.fixture
 def digest_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[_Files], str]:
-    """The digest of a checkpoint of such tensors."""
+    """The digest function for a checkpoint of such tensors."""
 
     def digest(files: _Files) -> str:
         monkeypatch.setattr(weights, "open_checkpoint", lambda *_: files)
@@ -75,7 +75,7 @@ def test_of_a_large_tensor_pieces_are_spread_from_its_start_to_its_end(
     assert starts[0] == 0
     assert pieces[-1][-1] == size - 1
     assert (np.diff(starts) > 0).all()
-    # A piece gives way to the end of its row.
+    # A piece moves to fit before the end of its row.
     assert np.diff(starts).max() < size / 31 + 512
     assert {len(piece) for piece in pieces} == {min(shape[-1], 256)}
 

@@ -1,4 +1,4 @@
-"""`--load-format dummy`: one random network for all, out of a folder that has no weights."""
+"""`--load-format dummy`: the same random network everywhere, from a folder without weights."""
 
 import shutil
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def _open(folder: Path, load_format: str = "dummy", **more: Any) -> OpenedModel:
 
 
 def _layers(params: Any) -> dict[str, np.ndarray]:
-    """Each parameter of layers, those of all in one array."""
+    """Each parameter of the layers, as one array over all layers."""
     found: dict[str, list[Any]] = {}
     for run in params["layers"]:
         for name, values in run.items():
@@ -73,12 +73,12 @@ def test_codes_of_a_quantised_config_need_no_weights_either(folder: Path) -> Non
     assert "experts_down" in kept.model.dims.coded
     assert kept.params["layers"][0]["experts_down"].dtype == jnp.uint8
     assert expanded.model.dims.coded == ()
-    # Random codes are no random numbers of another type: these two are different networks.
+    # Random codes are not the random numbers in another type, so these two are different networks.
     assert kept.digest != expanded.digest
 
 
 def test_random_integers_are_spread_as_random_weights_are(folder: Path) -> None:
-    """And do not pair with random codes of another kind."""
+    """They also do not pair with workers that drew another kind of codes."""
     opened = [_open(folder, quantization=x) for x in ("int8", "fp8", "none")]
     assert len({of.digest for of in opened}) == 3
     of_int8, _, expanded = (_layers(of.params) for of in opened)

@@ -1,4 +1,4 @@
-"""Placement of experts: what must hold of any loads, and what the loads gain by it."""
+"""Placement of experts: what must hold for any loads, and how much it evens out the loads."""
 
 import numpy as np
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""A program that was compiled before is loaded, and is the same; what cannot be read costs time."""
+"""A program compiled before is loaded unchanged; a cache that cannot be read only costs time."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from model.sampling import Asks, empty_rows
 from model.sharding import make_mesh
 
 DAY_S = 86400
-# Of a program that names none of its own.
+# For programs without options of their own.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 MESH = make_mesh(2, 1)
 ARGS = tuple(
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def matrix_of(held: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
-    """Of a product and more, so that XLA makes code for it."""
+    """A product and more, so that XLA generates code for it."""
 
     def matrix(left: jax.Array, right: jax.Array) -> dict[str, jax.Array]:
         return {"sum": jnp.sin(left @ right) + jnp.float32(held), "left": left * jnp.float32(2)}
@@ -47,7 +47,7 @@ def matrix_of(held: int) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array
 
 @pytest.fixture
 def held() -> int:
-    """A number that no program had before, in no cache."""
+    """A number that no earlier program had, so that no cache has this one."""
     return secrets.randbelow(1 << 20)
 
 
@@ -57,14 +57,14 @@ def _of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(folder: Path, held: int, **changed: Any) -> Program:
-    """The program, asked for as a process would that has just been started."""
+    """The program, requested as a process that has just started would."""
     program = Program("matrix", matrix_of(held), changed.get("args", ARGS), donate=(0,))
     compile_all([program], changed.get("more"), ExecutableCache(folder))
     return program
 
 
 def result(program: Program) -> np.ndarray:
-    """Of a run, which must give its first argument away."""
+    """The result of one run, which must donate its first argument."""
     arrays = [
         jax.device_put(np.full((4, 4), value, np.float32), arg.sharding)
         for value, arg in zip((0.1, 0.2), ARGS, strict=True)
@@ -76,7 +76,7 @@ def result(program: Program) -> np.ndarray:
 
 
 class Lowered(list):
-    """What was traced and lowered, meanwhile."""
+    """What gets traced and lowered from now on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         lower = executables._lowered
@@ -131,7 +131,7 @@ def test_a_setting_of_xla_or_jax_makes_other_executables(
     with monkeypatch.context() as patch:
         patch.setattr(executables, "_processor", lambda: "another")
         assert not made(tmp_path, held).was_kept
-    with monkeypatch.context() as patch:  # as where fewer processors may be used
+    with monkeypatch.context() as patch:  # as if fewer processors were available
         patch.setattr(processors, "threads", lambda _: 77)
         assert not made(tmp_path, held).was_kept
     assert made(tmp_path, held).was_kept
@@ -144,7 +144,7 @@ def test_a_name_that_is_none_leads_nowhere(tmp_path: Path, held: int, content: b
     named = asked.read_bytes()
     asked.write_bytes(content)
     again = made(tmp_path, held)
-    assert again.was_kept  # by its text
+    assert again.was_kept  # found by the program's text
     assert asked.read_bytes() == named
     np.testing.assert_array_equal(result(again), result(first))
 
@@ -199,11 +199,11 @@ def test_a_folder_that_may_only_be_read_is_read(
     lowered, before = Lowered(monkeypatch), sorted(tmp_path.iterdir())
     assert made(tmp_path, held).was_kept
     assert lowered == []
-    for _ in range(2):  # the second is JAX's, and not compiled once more for nothing
+    for _ in range(2):  # the second time it comes from JAX's cache, not compiled anew
         assert not made(tmp_path, held + 1).was_kept
     assert len(lowered) == 2
     assert sorted(tmp_path.iterdir()) == before
-    assert caplog.text.count("may not be written to") == 3  # once a process
+    assert caplog.text.count("may not be written to") == 3  # once per process: per cache
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])
@@ -266,7 +266,7 @@ def test_programs_are_loaded_side_by_side(tmp_path: Path, held: int) -> None:
 
 
 def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, held: int) -> None:
-    """Also what a killed write left. Of a folder whose files are all old nothing is."""
+    """Also what a killed write left. If all files of a folder are old, none is removed."""
     made(tmp_path, held)
     mine = set(tmp_path.iterdir())
     theirs, left = tmp_path / "asked-by-the-other-role", tmp_path / "tmp8s1x"
@@ -277,9 +277,9 @@ def test_what_was_last_read_a_month_before_another_is_removed(tmp_path: Path, he
     cache = ExecutableCache(tmp_path)
     cache.remove_forgotten(now_s)
     assert made(tmp_path, held).was_kept
-    cache.remove_forgotten(now_s)  # as the other role does, which has read nothing yet
+    cache.remove_forgotten(now_s)  # like the other role, which has read nothing yet
     assert set(tmp_path.iterdir()) == {*mine, theirs, left}
-    os.utime(theirs, (0, now_s))  # now it has
+    os.utime(theirs, (0, now_s))  # now it has read
     cache.remove_forgotten(now_s + 2 * DAY_S)
     assert set(tmp_path.iterdir()) == {*mine, theirs}
 

@@ -1,4 +1,4 @@
-"""model/filters against sorted values, in the form for a processor and that for a GPU."""
+"""model/filters against sorted values, in the processor's form and in the GPU's."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from model import filters
 
-VOCAB = 300  # of three short pieces, the last not full
+VOCAB = 300  # three short pieces, the last not full
 ROWS = 6
 INF = np.inf
 
@@ -23,7 +23,7 @@ both_forms = pytest.mark.parametrize("on_cpu", [True, False])
 
 
 def kept(values, on_cpu, top_k=0, top_p=1.0, min_p=0.0):
-    """bool[B, V]. Parameters of all rows, or a list of each row's."""
+    """bool[B, V]. Parameters for all rows, or a list with one per row."""
     rows = len(values)
     least = BY_FORM[on_cpu](
         np.asarray(values, np.float32),
@@ -40,7 +40,7 @@ def sorted_top_k(values, k):
 
 
 def sorted_top_p(values, top_p):
-    """The least of the best entries that weigh enough together, and ties."""
+    """The fewest of the best entries whose weights suffice together, and ties."""
     if top_p >= 1:
         return np.ones_like(values, bool)
     weights = np.exp(values.astype(np.float64) - values.max())
@@ -50,7 +50,7 @@ def sorted_top_p(values, top_p):
 
 
 def draw(seed):
-    """Values of many kinds, a row each."""
+    """Rows of values of different kinds."""
     rng = np.random.default_rng(seed)
     values = rng.normal(0, 4, (ROWS, VOCAB))
     values[1] = rng.integers(-3, 4, VOCAB)  # ties, and zeros
@@ -114,7 +114,7 @@ def test_a_row_without_filters_keeps_all_beside_one_that_has_some(on_cpu):
         min_p=np.where(off, 0.0, 0.1),
     )
     assert found[::2].all()
-    assert (found[1::2].sum(axis=1) < VOCAB).sum() >= 2  # all of one row's values are equal or tie
+    assert (found[1::2].sum(axis=1) < VOCAB).sum() >= 2  # elsewhere all values are equal or tie
 
 
 @both_forms
@@ -139,7 +139,7 @@ def test_a_threshold_is_the_largest_value_that_is_enough_however_many_bits_a_tur
 
 
 def test_where_sums_do_not_rise_what_is_kept_is_enough_all_the_same():
-    """Pivots of which one that is enough lies above one that is not, as rounding might have it."""
+    """A larger pivot is enough while a smaller one is not, as rounding may cause."""
     best = np.float32(2.0)
 
     def enough(pivots):

@@ -1,4 +1,4 @@
-"""What makes a program is told apart by its value, or not told at all."""
+"""Everything that shapes a program enters its fingerprint by value, or there is no fingerprint."""
 
 import enum
 import os

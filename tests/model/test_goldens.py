@@ -1,4 +1,4 @@
-"""Parity with the recorded numbers of the reference implementation, on every kind of mesh."""
+"""Parity with the reference implementation's recorded numbers, on every kind of mesh."""
 
 import shutil
 from functools import cache
@@ -30,19 +30,19 @@ ROUTED = (
     "olmoe",
     "minimax_m2",
 )
-# Of networks whose layers are alike, one has the meshes that the other has not.
+# Networks with layers alike share the meshes: each has some that the other has not.
 CASES = [("llama", 2, 1, 1), ("llama", 4, 1, 1), ("qwen3", 1, 1, 1), ("qwen3", 2, 1, 1)]
 CASES += [("mixtral", *mesh, 1) for mesh in ((1, 1), (2, 2), (4, 2))]
 CASES += [("qwen3_moe", *mesh, 1) for mesh in ((2, 1), (2, 2), (4, 1), (4, 4))]
 CASES += [(name, *mesh, 1) for name in ROUTED[2:] for mesh in ((1, 1), (4, 2))]
-# Ranks with experts of their own, and ranks that share them.
+# Ranks with their own experts, and ranks that share experts.
 CASES += [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 4, 2), ("qwen3_moe", 1, 4, 4)]
 CASES += [("gpt_oss", 2, 4, 2), ("deepseek_v3", 2, 4, 2)]
-# Norms over all heads, of which some shards have fewer, or the same.
+# Norms over all heads, with fewer heads on some shards, and with the same.
 CASES += [("minimax_m2", 2, 1, 2), ("olmoe", 2, 2, 1)]
-# Meshes on which dense layers have arrays of their own, as larger ones have on CPU.
+# Meshes on which each dense layer has its own arrays, as in larger networks on CPU.
 OWN_ARRAYS = {("llama", 2, 1, 1), ("qwen3", 1, 1, 1)}
-# And those on which everything has the form that an accelerator runs.
+# Meshes on which everything takes the form that an accelerator runs.
 AS_ON_CUDA = {
     ("llama", 2, 1, 2),
     ("qwen3", 2, 1, 1),
@@ -56,9 +56,9 @@ AS_ON_CUDA = {
     ("qwen2_moe", 4, 2, 1),
     ("minimax_m2", 4, 2, 1),
 }
-# Of these a call of interpreted kernels takes longer than to optimize them does.
+# With these, one call of the interpreted kernels takes longer than optimizing them.
 OPTIMIZED = {("qwen3", 2, 1, 1), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 4, 2, 1)}
-# Limits of tests/goldens/README.md for correct float32 runs.
+# The limits in tests/goldens/README.md for correct float32 runs.
 LOGIT_ATOL, LOGIT_MEAN, HIDDEN_ATOL, WEIGHT_ATOL = 2e-4, 2e-5, 1e-4, 5e-5
 
 golden = cache(Golden)

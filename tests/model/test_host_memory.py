@@ -1,4 +1,4 @@
-"""What a container leaves, by files as the kernel writes them."""
+"""How much host memory a container leaves, by files as the kernel writes them."""
 
 from pathlib import Path
 

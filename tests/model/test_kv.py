@@ -1,4 +1,4 @@
-"""The pool beside a plain numpy one."""
+"""The page pool against a plain numpy one."""
 
 import dataclasses
 
@@ -102,7 +102,7 @@ def test_fp8_pages_hold_the_nearest_value_and_never_overflow() -> None:
 def test_fp8_pages_travel_as_they_are() -> None:
     spec = dataclasses.replace(SPEC, dtype=FP8)
     pool = init_pool(spec, PAGES, make_mesh(1, 1))
-    values = np.random.default_rng(3).integers(0, 256, pool.shape, np.uint8)  # NaN among them
+    values = np.random.default_rng(3).integers(0, 256, pool.shape, np.uint8)  # includes NaN
     staged = jax.jit(gather_pages)(jnp.asarray(values), i32([4, 1]))
     written = np.asarray(jax.jit(write_pages, donate_argnums=0)(pool, staged, i32([0, 5])))
     assert (written[:, :, [0, 5]] == values[:, :, [4, 1]]).all()

@@ -1,4 +1,4 @@
-"""Chunks that have keys and values of each head find what those find that have the latent alone."""
+"""Chunks that expand latents to keys and values per head give what chunks on latents give."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_prompts_of_several_chunks_end_alike(
     found = harness.run(prompts, 1)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one.logits, other.logits, atol=2e-4)
-    # They were computed otherwise.
+    # The two really were computed in different ways.
     longest = int(np.argmax([len(prompt) for prompt in prompts]))
     assert not np.array_equal(expected[longest].logits, found[longest].logits)
 
@@ -40,7 +40,7 @@ def test_prompts_of_several_chunks_end_alike(
     [
         (8192, 8192, {}, True),
         (683, 8192, {}, True),
-        (682, 8192, {}, False),  # as many operations either way, of four times as many pages
+        (682, 8192, {}, False),  # as many operations either way; reads four times as many pages
         (8192, 87_000, {}, True),
         (8192, 88_000, {}, False),  # more than a gibibyte
         (8192, 8192, {"rope_dim": 60}, False),
@@ -56,7 +56,7 @@ def test_each_head_has_its_own_where_that_takes_fewer_operations_and_fits(
 
 
 def _engine() -> PrefillEngine:
-    """Of latents, as on an accelerator."""
+    """An engine with a latent pool, as on an accelerator."""
     opened = open_plainly(GOLDENS / "deepseek_v2" / "model", 16, 512, tp_size=2)
     cfg, mesh, stacks = opened.model.cfg, opened.model.mesh, opened.model.dims.stacks
     model = Model.create(cfg, mesh, "float32", 16, stacks=stacks, platform="tpu")

@@ -1,4 +1,4 @@
-"""Processes that share a mesh come together, or say why they did not."""
+"""Processes that share a mesh join each other, or say why they did not."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""No program copies the page pool: what it needs besides does not grow with the pool."""
+"""No program copies the page pool: a program's scratch memory does not grow with the pool."""
 
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_pages_of_several_ranks_move_without_collectives_either(function: Any) -
 
 @pytest.mark.parametrize("program", [_decode, _prefill])
 def test_layers_with_arrays_of_their_own_are_read_where_they_are(program: Any) -> None:
-    """No copy of weights, and none of the pool either."""
+    """Neither the weights nor the pool are copied."""
     model = _model("llama", "float32", 1, Stacks.NONE)
     small, large = (program(model, n).memory_analysis() for n in (SMALL, LARGE))
     assert large.temp_size_in_bytes == small.temp_size_in_bytes

@@ -1,4 +1,4 @@
-"""Routing against one row at a time, in plain Python, of every family's router."""
+"""Routing against one row at a time, in plain Python, for every family's router."""
 
 import dataclasses
 import itertools
@@ -51,9 +51,9 @@ class Routed(NamedTuple):
 def _routed(
     how: RouterConfig, logits: np.ndarray, bias: np.ndarray, correction: np.ndarray
 ) -> Routed:
-    """The router's weights are an identity, so that logits are what goes in.
+    """Route with an identity as the router's weights, so that the inputs are the logits.
 
-    All backends find the same, and so does an accelerator, where a row alone has company.
+    All backends must agree, and so must an accelerator, which pads a single row with others.
     """
     cfg = dataclasses.replace(
         BASE, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, router=how, hidden_size=EXPERTS
@@ -130,7 +130,7 @@ def _scores(how: RouterConfig, logits: list[float]) -> list[float]:
 
 
 def _one_row(how: RouterConfig, logits: list[float], correction: list[float]) -> dict[int, float]:
-    """Experts of one row with their weights."""
+    """The experts of one row, with their weights."""
     scores = _scores(how, logits)
     choice = [s + c if how.correction else s for s, c in zip(scores, correction, strict=True)]
     size = EXPERTS // how.num_groups
@@ -204,7 +204,7 @@ def test_a_correction_changes_the_choice_and_not_the_weights() -> None:
 
 @pytest.mark.parametrize(("mean", "total"), [(-30.0, 2.5), (-60.0, 0.0)])
 def test_tiny_scores_are_normalised_as_far_as_there_is_something(mean: float, total: float) -> None:
-    """Sigmoids of 1e-13 sum up to one; of those of 1e-26 nothing is made out of noise."""
+    """Sigmoids of 1e-13 are normalised to sum to one; those of 1e-26 count as noise."""
     found = _check(V3, _drawn(1.0, mean), np.zeros(EXPERTS, np.float32), _vector(0.3, 0.0, 2))
     np.testing.assert_allclose(found.weights.sum(-1), total, atol=1e-4)
 
@@ -218,7 +218,7 @@ def test_scores_of_nothing_give_weights_of_nothing_and_no_nan() -> None:
 
 
 def test_softmax_of_the_chosen_is_that_of_all_normalised_over_them() -> None:
-    """As GPT-OSS has it: the best logits, bias included, then softmax over those alone."""
+    """As in GPT-OSS: the best logits, bias included, then softmax over those alone."""
     logits, bias = _drawn(4.0), _vector(2.0, 0.0, 1)
     found = _routed(ROUTERS["gpt_oss"], logits, bias, np.zeros(EXPERTS, np.float32))
     whole = (logits + bias).astype(np.float64)

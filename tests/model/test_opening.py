@@ -1,4 +1,4 @@
-"""The pool of a CPU has a size that the next start finds again; what was asked for is as asked."""
+"""A CPU pool's size is the same at the next start, and a size that was asked for is exact."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def opened() -> OpenedModel:
 
 
 def pages(opened: OpenedModel, free: int, monkeypatch: pytest.MonkeyPatch, tokens: int = 0) -> int:
-    """Of a pool, where so much memory is free."""
+    """The pool's size in pages, if this much memory is free."""
     monkeypatch.setattr(opening, "memory_budget_bytes", lambda fraction, devices: free)
 
     def programs(num_pages: int) -> list[Program]:
@@ -37,7 +37,7 @@ def test_free_memory_that_differs_a_little_makes_the_same_pool(
 ) -> None:
     page = opened.kv.all_layers_bytes
     few, many = (pages(opened, share * 1_000 * page // 100, monkeypatch) for share in (105, 107))
-    assert few == many == 960  # a sixteenth of the budget is put aside for programs
+    assert few == many == 960  # a sixteenth of the budget is reserved for programs
     assert pages(opened, 2_100 * page, monkeypatch) == 2 * few
 
 

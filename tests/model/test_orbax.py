@@ -1,4 +1,4 @@
-"""The Orbax form holds the same model, for every mesh."""
+"""A model saved in Orbax form is the same model, on every mesh."""
 
 import errno
 import re
@@ -53,7 +53,7 @@ def test_what_was_saved_is_restored_into_every_mesh_padded_where_needed(tmp_path
         assert not is_orbax(source)
         assert ModelConfig.from_dir(out) == ModelConfig.from_dir(source)
         for tp, ep in meshes:
-            # Padded on several devices: layers with arrays of their own cover both there.
+            # Several devices need padding; giving layers their own arrays there covers both forms.
             stacks = Stacks.ALL if tp == 1 else Stacks.NONE
             direct = load_params(source, _model(source, tp, ep, stacks))
             restored = load_params(out, _model(out, tp, ep, stacks))
@@ -189,7 +189,7 @@ def test_a_changed_bit_is_refused_on_every_mesh(tp: int, tmp_path: Path) -> None
         shutil.copytree(tmp_path / "whole", copy)
         file = _data(copy)[-1]
         content = bytearray(file.read_bytes())
-        # Between chunks there may be bytes that nothing refers to any more: in the longest chunk.
+        # Unreferenced bytes may lie between chunks, so the bit to change is in the longest chunk.
         starts = [found.start() for found in re.finditer(rb"\x28\xb5\x2f\xfd", content)]
         size, start = max((b - a, a) for a, b in pairwise([*starts, len(content)]))
         content[start + size * (i + 1) // 10] ^= 1 << i
@@ -213,13 +213,13 @@ def test_folders_with_and_without_checksums_load_alike(
 
 
 def _data(folder: Path) -> list[Path]:
-    """Files of parameters and of the tree that leads to them, the largest last."""
+    """Files of parameters, and of the tree that leads to them; the largest is last."""
     files = [path for path in (folder / "params").rglob("d/*") if path.is_file()]
     return sorted(files, key=lambda path: path.stat().st_size)
 
 
 def _refusals(*paths: Path, tp: int = 1) -> list[str]:
-    """What loading says, in a process of its own: Orbax leaves reads behind that fail later."""
+    """What loading says, in a separate process: Orbax leaves reads behind that fail later."""
     script = """
 import sys
 from model import orbax

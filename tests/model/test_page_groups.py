@@ -1,4 +1,4 @@
-"""Pages of layers with a window: which layers have them, what a step looks at, what memory says."""
+"""Pages of windowed layers: which layers have them, what a step reads, and memory plans."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_a_step_looks_at_the_pages_of_the_window_and_at_no_others(
     assert seen.shape[1] == min(size, most)
     assert seen[0, : at - first + 1].tolist() == own[first : at + 1]
     assert int(rows.kv_idx[WINDOWED, 0]) == own[at] * page_size + idx
-    # Where a loop has layers of both groups, their tables are of one width.
+    # Where one loop runs layers of both groups, their tables have one width.
     _, wide = rows.of(jnp.int32(WINDOWED))
     assert wide[0, : seen.shape[1]].tolist() == seen[0].tolist()
     assert rows.of(FULL)[1].tolist() == [table.tolist()]

@@ -1,4 +1,4 @@
-"""Pages pass between pool and host as they are, also as where a mesh spans processes."""
+"""Pages pass between pool and host unchanged, also as if a mesh spanned processes."""
 
 import weakref
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
 
     planned = placing.spare_pages(sum(RUNS)) * dp_size * kv.page_bytes // mesh.size
     staged = sum(_device_bytes(placing._staged(count)) for count in RUNS)
-    # Where any rank may have to stand by there are runs with nothing beside those that come.
+    # Where ranks may have to join in with empty runs, those exist beside the runs that arrive.
     assert planned == staged * (2 if spans or dp_size > 1 else 1)
     gathered = gathering.gather(pool, *gathering.ids_of([[0]] * dp_size))
     assert gathering.copies * dp_size * kv.page_bytes // mesh.size == _device_bytes(gathered)
@@ -65,7 +65,7 @@ def test_pages_placed_are_gathered_as_they_were_and_take_the_memory_that_was_pla
     for rank, shards in runs.items():
         for shard, other in zip(shards, found[rank], strict=True):
             np.testing.assert_array_equal(np.asarray(other)[:, :, :3], shard)
-    # A run is padded to the length of its program: that is written nowhere.
+    # The padding of a run to its program's length is written nowhere.
     for pages, of_rank in zip(wanted, np.split(np.asarray(pool), dp_size, axis=2), strict=True):
         assert not np.delete(of_rank, pages, axis=2).any()
 
@@ -102,7 +102,7 @@ def test_what_a_mesh_of_several_processes_copies_once_more_is_not_pinned(
 
 
 class _Client:
-    """Stands for jax's of a GPU: addresses that are mapped, until it has had enough."""
+    """Replaces jax's GPU client: records mapped addresses, and refuses once it has `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""Experts that move while a network is in use: weights, map and counts against what they mean."""
+"""Experts move while a network is in use: weights, map and counts agree afterwards."""
 
 import json
 from pathlib import Path
@@ -28,8 +28,8 @@ from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 from transfer.wire import SamplingParams
 
-# (checkpoint, tp, ep, dp, redundant experts): parts of whole devices, parts that devices share,
-# parts that ranks share; experts with biases, and beside dense layers.
+# (checkpoint, tp, ep, dp, redundant experts): parts that are whole devices, parts that devices
+# share, parts that ranks share; experts with biases, and experts after dense layers.
 MESHES = [
     ("qwen3_moe", 4, 4, 1, 8),
     ("gpt_oss", 4, 2, 1, 2),
@@ -45,7 +45,7 @@ def _open(name: str, tp: int, ep: int, dp: int, policy: ExpertPolicy = AS_TRAINE
 
 
 def _told(opened: OpenedModel, experts: PlacedExperts, seed: int) -> None:
-    """As if a call had counted: rows of every rank, skewed at random."""
+    """Count rows as a call would: rows of every rank, skewed at random."""
     loads = experts.args.loads
     rng = np.random.default_rng(seed)
     counts = (1000 * rng.random(loads.shape) ** 4).astype(np.int32)
@@ -98,7 +98,7 @@ def test_a_move_has_one_layer_beside_the_weights_and_what_travels(
         shards = [run[key].addressable_shards[0].data for key in run if key.startswith("experts_")]
         layer = sum(shard.nbytes // shard.shape[0] for shard in shards)
         expert = layer // shards[0].shape[1]
-        # What goes to each part, what comes from each, and the one of those that is taken.
+        # Buffers sent to each part and received from each, and the one expert that is picked out.
         assert program.temp_bytes < layer + (2 * ep + 1) * expert + 4096, program.name
 
 
@@ -192,7 +192,7 @@ def test_what_was_counted_is_written_as_the_next_start_reads_it(
     assert json.loads(file.read_text()) == {"logical_count": counts.tolist()}
     again = _open("mixtral", 2, 2, 1, ExpertPolicy(2, str(file))).experts
     assert (np.sort(again.placed) == np.sort(experts.placed)).all()
-    # A folder that went away costs a line in the log, and nothing else.
+    # If the folder goes away, the only effect is a line in the log.
     file.unlink()
     tmp_path.rmdir()
     while experts.counters["eplb_rebalances"] < 2:
@@ -211,7 +211,7 @@ def test_two_workers_of_one_process_id_may_write_one_file(
     replace = Path.replace
 
     def after_the_other(begun: Path, target: Path) -> Path:
-        """The other writes its counts between what the first one begins and ends."""
+        """Let the other write its counts while the first is in the middle of writing its own."""
         monkeypatch.setattr(Path, "replace", replace)
         _counted_rows(opened, other, 2)
         return replace(begun, target)
@@ -227,7 +227,7 @@ def test_what_could_not_be_written_leaves_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "counts.json"
-    file.mkdir()  # in whose place no file can be put
+    file.mkdir()  # a folder, which no file can replace
     policy = ExpertPolicy(0, "trivial", True, str(file), eplb_rebalance_num_iterations=1)
     opened = _open("mixtral", 2, 2, 1, policy)
     _counted_rows(opened, opened.experts, 1)
@@ -236,7 +236,7 @@ def test_what_could_not_be_written_leaves_nothing_behind(
 
 
 def _counted_rows(opened: OpenedModel, experts: PlacedExperts, seed: int) -> np.ndarray:
-    """Have counts, which are returned, taken and read, but no layer looked at."""
+    """Have counts read and written, before any layer is looked at. Returns the counts."""
     _told(opened, experts, seed)
     counts = np.asarray(experts.args.loads).sum(axis=0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""How many processors there are for us, how many threads XLA is told to have, and that it obeys."""
+"""How many processors this process may use, how many threads XLA is given, and that it obeys."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ LARGE, SMALL = 4096, 256
 looks_for_plugins = processors._has_plugins
 available = processors.available
 
-# As the kernel writes it for a container that sees its own group as the root, and for a host.
+# As the kernel writes it: for a container that sees its own group as the root, and for a host.
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "33 25 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,nosuid - cgroup cgroup rw,cpu,cpuacct\n"
 MEMORY = "34 25 0:30 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory\n"
@@ -47,7 +47,7 @@ def test_a_large_network_has_no_more_threads_than_its_container_has_processors(
 
 
 def _host(root: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, mountinfo: str) -> Path:
-    """Of 16 processors, with such groups; where they are mounted."""
+    """A host of 16 processors with such groups; returns where they are mounted."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup)

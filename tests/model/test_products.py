@@ -1,4 +1,4 @@
-"""Products tile by tile: the numbers of whole ones, and memory for no more than a tile."""
+"""Products tile by tile: the numbers of whole products, with memory for only one tile."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def _codes(
 
 
 def _numbers(codes: Any, scales: Any, dtype: Any) -> np.ndarray:
-    """What codes [inputs, outputs] stand for, in NumPy: nothing is compiled for their shape."""
+    """What codes [inputs, outputs] represent, by NumPy, which compiles nothing for their shape."""
     values = np.asarray(codes)
     plain = values if values.dtype == np.int8 else values.view(ml_dtypes.float8_e4m3fn)
     of_each = np.repeat(np.asarray(scales), len(values) // len(scales), axis=0)
@@ -45,7 +45,7 @@ def _numbers(codes: Any, scales: Any, dtype: Any) -> np.ndarray:
 
 
 def _among_others(own: Any) -> Any:
-    """In the last place of a stack [2, 3, ...] of ones, which are other weights and scales."""
+    """A stack [2, 3, ...] with `own` in its last place, and ones as other weights and scales."""
     stack = np.ones((2, 3, *own.shape), own.dtype)
     stack[1, 2] = own
     return jnp.asarray(stack)
@@ -145,7 +145,7 @@ def test_a_layer_of_a_stack_is_one_matrix() -> None:
     "kind", ["codes", "an expert", "an expert's codes", "codes of integers", "few rows"]
 )
 def test_a_processor_has_memory_for_a_tile_and_not_for_all(kind: str, group: int) -> None:
-    """Of 96 MiB in float32; one row by all of them is multiplied as it lies."""
+    """All weights are 96 MiB in float32. Plain ones are multiplied by a single row as they lie."""
     inputs, outputs = 2048, 12288
     lead, at = ((1, 2), (jnp.int32(0),)) if "expert" in kind else ((), ())
     coded = "codes" in kind

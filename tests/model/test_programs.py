@@ -1,4 +1,4 @@
-"""Programs are compiled side by side; the page pool takes what memory they leave, or says why."""
+"""Programs compile concurrently; the page pool takes the memory that is left, or says why not."""
 
 import re
 import threading
@@ -22,7 +22,7 @@ def plan(
     exact: bool = False,
     least: int = 5,
 ) -> MemoryPlan:
-    """In MiB; a page has 2."""
+    """A plan for sizes in MiB, with pages of 2 MiB."""
     return plan_memory(budget * MIB, weights * MIB, scratch * MIB, 2 * MIB, wanted, exact, least)
 
 

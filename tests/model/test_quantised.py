@@ -1,4 +1,4 @@
-"""Quantised checkpoints read as their unquantised selves, against decoders of one value."""
+"""Quantised checkpoints read as if unquantised, against decoders of a single value."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ NORM = "model.norm.weight"
 def _mxfp4_tensors() -> Tensors:
     draw = np.random.default_rng(0)
     scales = draw.integers(100, 150, (NUM_EXPERTS, ROWS, COLS // 32), dtype=np.uint8)
-    scales[0, 0] = 0, 1, 252  # the least ones make subnormal values, the last the largest
+    scales[0, 0] = 0, 1, 252  # the smallest make subnormal values, the last the largest value
     return {
         BLOCKS: draw.integers(0, 256, (NUM_EXPERTS, ROWS, COLS // 32, 16), dtype=np.uint8),
         SCALES: scales,
@@ -47,7 +47,7 @@ def _fp8_tensors() -> Tensors:
     draw = np.random.default_rng(0)
     stored = draw.integers(0, 256, (OUT, IN), dtype=np.uint8)
     stored[:16, :16] = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    stored[(stored & 127) == 127] = 0  # what is no number
+    stored[(stored & 127) == 127] = 0  # removes NaN
     return {
         WEIGHT: stored.view(ml_dtypes.float8_e4m3fn),
         SCALE_INV: draw.uniform(0.001, 0.1, (3, 3)).astype(np.float32),
@@ -80,7 +80,7 @@ def _write(folder: Path, tensors: Tensors) -> Path:
 
 
 def _float(bits: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """The value of a small float with subnormals, by the book; NaN is not looked for."""
+    """The value of a small float with subnormals, by definition; NaN is not handled."""
     sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
     exponent = (bits >> mantissa_bits) % (1 << exponent_bits)
     fraction = bits % (1 << mantissa_bits) / (1 << mantissa_bits)
@@ -112,7 +112,7 @@ def _fp8_whole(tensors: Tensors, block: tuple[int, int]) -> np.ndarray:
 
 
 def _same(got: np.ndarray, expected: np.ndarray) -> bool:
-    """Equal values, signs of zero included."""
+    """Equal values, with equal signs of zeros."""
     return np.array_equal(got, expected) and bool((np.signbit(got) == np.signbit(expected)).all())
 
 
@@ -267,7 +267,7 @@ def test_every_int4_value_is_the_product_in_float32(
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checkpoint, np.ndarray]]:
-    """Of each kind a checkpoint and the whole of its quantised tensor."""
+    """For each kind, a checkpoint and the whole of its quantised tensor."""
     mxfp4, fp8, int4 = map(tmp_path_factory.mktemp, ("mxfp4", "fp8", "int4"))
     return {
         EXPERTS: (

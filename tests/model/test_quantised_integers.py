@@ -1,4 +1,4 @@
-"""Weights of eight bits read as their unquantised selves, against a decoder of one value."""
+"""Weights of eight bits read as if unquantised, against a decoder of a single value."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def _opened(folder: Path, tensors: Tensors, kind: str, group: int) -> Checkpoint
 def opened(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Checkpoint, np.ndarray]]:
-    """By groups and by rows, a checkpoint and the whole of its tensor."""
+    """With scales by groups and by rows: a checkpoint and the whole of its tensor."""
     found = []
     for group in (GROUP, 0):
         tensors = _tensors(request.param, group)

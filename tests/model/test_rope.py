@@ -1,4 +1,4 @@
-"""Frequencies of rotary embedding against one pair at a time, and who may have yarn."""
+"""Rotary frequencies against one pair at a time, and which configurations may use yarn."""
 
 import json
 import math
@@ -17,12 +17,12 @@ YARN = RopeConfig("yarn", 10000.0, 40.0, original_max_position=64)
 
 
 def _turns(rope: RopeConfig, size: int, pair: float) -> float:
-    """Full turns that a pair, which need not be a whole number, makes in the original context."""
+    """Full turns that a pair (its number may be fractional) makes in the original context."""
     return rope.original_max_position * rope.theta ** (-2.0 * pair / size) / (2.0 * math.pi)
 
 
 def _pair_of(rope: RopeConfig, size: int, turns: float) -> float:
-    """The pair that makes so many turns, found by halving: faster pairs have smaller numbers."""
+    """The pair that makes this many turns, by bisection: pairs with smaller numbers are faster."""
     low, high = -10.0 * size, 10.0 * size
     for _ in range(200):
         middle = (low + high) / 2.0
@@ -53,7 +53,7 @@ def _yarn_frequency(rope: RopeConfig, size: int, pair: int) -> float:
         (150000.0, 32.0, 4096, 32.0, 1.0, 64),  # as published
         (10000.0, 40.0, 4096, 32.0, 1.0, 64),
         (1e6, 4.0, 32768, 32.0, 1.0, 128),
-        (1e6, 4.0, 1 << 30, 32.0, 1.0, 8),  # the band ends behind the last pair
+        (1e6, 4.0, 1 << 30, 32.0, 1.0, 8),  # the band ends after the last pair
         (500.0, 1.0, 100, 7.5, 0.3, 10),  # nothing is stretched
     ],
 )

@@ -1,4 +1,4 @@
-"""model/sampling against a plain numpy model, and the promises about what a draw depends on."""
+"""model/sampling against a plain numpy model, and what a draw may depend on."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ class Request:
     min_tokens: int = 0
     num_top_logprobs: int = -1
     grammar: str = ""
-    mask: tuple[int, ...] = ()  # what it may draw, where it has a grammar
+    mask: tuple[int, ...] = ()  # ids that the grammar allows
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     token_idx: int = 0
@@ -188,7 +188,7 @@ def test_a_mask_leaves_what_it_names_and_changes_no_row_beside_it(
     seed, requests, masks, temperature
 ):
     logits = logits_of(seed)
-    # A mask may leave stop ids alone: those who make one see to that (serving/grammar.py).
+    # A mask may allow only stop ids; whoever makes masks rules that out (serving/grammar.py).
     plain = [replace(r, min_tokens=0, temperature=temperature, seed=seed) for r in requests]
     masked = [replace(r, grammar="g", mask=m) for r, m in zip(plain, masks, strict=False)]
     alone, beside = run(logits, plain), run(logits, [*masked, *plain[2:]])
@@ -386,7 +386,7 @@ def test_prompt_logprobs_in_blocks_are_those_of_the_whole():
 
 
 def test_the_history_is_not_touched_when_no_row_has_a_penalty():
-    """A gather of the whole history is behind the branch, not before it."""
+    """The gather of the whole history is inside the branch, not before it."""
     jaxpr = jax.make_jaxpr(
         lambda logits, rows, pool: sampling.sample(
             logits, rows, lambda: (jnp.sort(pool), rows.top_k, rows.top_k), rows.top_k

@@ -1,4 +1,4 @@
-"""Meshes and the sizes they make of a model."""
+"""Meshes, and the sizes that a model has on them."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""model/tiktoken_files: ids as tiktoken recorded them, as plain ranks say, and broken files."""
+"""model/tiktoken_files: ids as tiktoken recorded them and by plain ranks, and broken files."""
 
 import base64
 import itertools
@@ -55,7 +55,7 @@ def test_any_text_comes_back(text):
 
 
 def joined_by_rank(text, ranks):
-    """Ids as tiktoken defines them: the lowest rank first, the leftmost of several."""
+    """Ids by tiktoken's definition: join the pair of lowest rank first, the leftmost if several."""
     if text in ranks:
         return [ranks[text]]
     parts = list(text)
@@ -75,7 +75,7 @@ tokens_of_two_letters = st.lists(st.text("ab", min_size=2, max_size=6), unique=T
 @settings(max_examples=300)
 @given(more=tokens_of_two_letters, texts=st.lists(st.text("ab", min_size=1, max_size=16)))
 def test_merges_do_what_ranks_say_whatever_the_vocabulary(more, texts):
-    """Also where a token comes before its parts, or nothing but itself makes it."""
+    """Also if a token precedes its parts, or cannot be made from other tokens."""
     ranks = {token: 256 + place for place, token in enumerate(more)}
     ranks |= {letter: ord(letter) for letter in "ab"}
     config = {"tokenizer_class": "TikTokenTokenizer"}

@@ -1,4 +1,4 @@
-"""The network against plain numpy, with sizes no mesh divides; what padding must not change."""
+"""The network against plain numpy, with sizes that no mesh divides, and with padding."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken are refused in one line; whole ones arrive where they belong."""
+"""Broken checkpoints are refused in one line; whole ones are loaded to where they belong."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Quantised checkpoints load to the very parameters of the values that they stand for."""
+"""Quantised checkpoints load to exactly the parameters of the values they represent."""
 
 import json
 import shutil

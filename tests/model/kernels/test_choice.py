@@ -14,7 +14,7 @@ SHAPE = kernels.AttentionShape("cpu", "float32", 16, 2, 3, 8)
 
 
 def _chosen(shape: kernels.AttentionShape) -> str:
-    """The decode kernel of a shape, by the name of its function for a block."""
+    """The decode kernel of a shape, by the name of the function that handles a block."""
     kernel = kernels.choose("decode_attention", kernels.DECODE_ATTENTION, shape)
     assert isinstance(kernel, partial)
     return str(kernel.keywords["add"].__module__) if "add" in kernel.keywords else "reference"

@@ -1,4 +1,4 @@
-"""Products of few rows in parts, beside whole ones."""
+"""Products of few rows computed in parts, against whole products."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from model.products import Matrix, product
 
 
 def _run(multiply: Callable[..., jax.Array], x: jax.Array, matrix: Matrix, *cut: Any) -> jax.Array:
-    """As one program, as it is run: op by op there are dozens to compile."""
+    """Run it as one program, as in use: op by op, there are dozens to compile."""
 
     def run(x: jax.Array, values: jax.Array, scales: jax.Array | None) -> jax.Array:
         return multiply(x, replace(matrix, values=values, scales=scales), *cut)
@@ -37,8 +37,8 @@ interpreted = partial(product_parts, interpret=True)
         (64, 512, 128, "bfloat16", 4),
         (3, 1024, 64, "float32", 16),
         (70, 1024, 64, "float32", 16),  # two blocks of rows
-        (65, 256, 64, "bfloat16", 1),  # too many rows to be bound by weights
-        (4, 200, 64, "bfloat16", 1),  # inputs that make no tile
+        (65, 256, 64, "bfloat16", 1),  # with so many rows weights are not the bottleneck
+        (4, 200, 64, "bfloat16", 1),  # inputs that fill no tile
         (4, 256, 72, "bfloat16", 1),
     ],
 )
@@ -67,8 +67,8 @@ def _codes(draw: np.random.Generator, shape: tuple[int, int], dtype: type) -> ja
         (1, 1024, 256, 128, 8),
         (70, 256, 64, 32, 2),  # two blocks of rows
         (4, 256, 64, 8, 2),
-        (257, 256, 64, 32, 1),  # decoded first
-        (4, 256, 48, 32, 2),  # outputs of which half make no tile are read one by one
+        (257, 256, 64, 32, 1),  # the codes are decoded first
+        (4, 256, 48, 32, 2),  # half of the outputs fill no tile, so outputs are read one by one
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -121,7 +121,7 @@ def test_parts_add_up_however_a_product_is_cut(cut: tuple[Tiles, int]) -> None:
 
 
 def test_rows_of_bfloat16_lose_nothing_of_weights_of_float32() -> None:
-    """As a kernel has it that is not interpreted, in which both would be float32."""
+    """As in a kernel that is not interpreted; in an interpreted one, both would be float32."""
     draw = np.random.default_rng(3)
     x = jnp.asarray(draw.standard_normal((16, 64)), jnp.bfloat16)
     tile = jnp.asarray(draw.standard_normal((64, 32)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Kernels of what lies between products, beside their plain forms."""
+"""Kernels for the work between products, against their plain forms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ def _heads(
 
 
 def _placed(place: Callable[..., Any], heads: reference.Heads, *args: jax.Array, dtype: str) -> Any:
-    """As one program, as it is run: op by op there are dozens to compile."""
+    """Run it as one program, as in use: op by op, there are dozens to compile."""
 
     def run(traced: reference.Heads, *args: jax.Array) -> Any:
         return place(traced._replace(eps=heads.eps), *args, dtype)
@@ -67,7 +67,7 @@ def test_heads_are_normed_rotated_and_written_as_the_plain_form_does_it(
     group: int, head_dim: int, bias: bool, norms: bool, dtype: str, pages: str, rows: int
 ) -> None:
     heads = _heads(rows, group, head_dim, bias, norms, dtype)
-    # Nowhere below the pool, nowhere past it, and at its last place.
+    # Written nowhere: below the pool and past it; and written at the pool's last place.
     idx = np.array([-1, 3, PAGES * 16 - 1, 16, PAGES * 16, 17], np.int32)[-rows:]
     pool = jnp.ones((LAYERS, 2, PAGES, 16, 2, head_dim), jnp.dtype(pages))
     args = heads, pool, i32(1), jnp.asarray(idx)
@@ -79,7 +79,7 @@ def test_heads_are_normed_rotated_and_written_as_the_plain_form_does_it(
     q, written = (np.asarray(x.astype(jnp.float32)) for x in found)
     plain_q, plain_written = (np.asarray(x.astype(jnp.float32)) for x in expected)
     np.testing.assert_allclose(q, plain_q, atol=atol)
-    # Bytes are compared as such: rounded the other way they differ by one.
+    # fp8 is compared as bytes: a value rounded the other way differs by one.
     np.testing.assert_allclose(written, plain_written, atol=1 if pages == "uint8" else atol)
     assert (written[0] == 1).all()
 

@@ -1,4 +1,4 @@
-"""Kernels over pages, however the work is cut, against the plain form."""
+"""Attention kernels over pages, however the work is cut, against the plain form."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,14 +19,14 @@ from model.kernels.attention import reference
 from tests.model.harness import i32
 
 PAGES, HEADS, GROUP, HEAD_DIM = 24, 2, 3, 32
-# Blocks within a page and over pages; one program for a row, and several, some with nothing to do.
+# Blocks within a page and across pages; one program per row, and several, some without work.
 DECODE_CUTS = [
     decoding.Cut(positions=16, least=16, programs=1),
     decoding.Cut(positions=16, least=16, programs=60),
-    decoding.Cut(positions=16, least=16, programs=400),  # more parts than are joined at a time
+    decoding.Cut(positions=16, least=16, programs=400),  # more parts than are joined at once
     decoding.Cut(positions=64, least=64, programs=60),
     decoding.Cut(positions=64, least=256, programs=1000, most_queries=2),
-    decoding.Cut(positions=16, least=16, most=32, programs=6),  # programs have several turns
+    decoding.Cut(positions=16, least=16, most=32, programs=6),  # programs take several turns
 ]
 PREFILL_CUTS = [
     prefilling.Cut(rows=16, positions=16),
@@ -36,7 +36,7 @@ PREFILL_CUTS = [
 
 
 def _pool(page_size: int, dtype: Any) -> jax.Array:
-    """Of numbers, or of the bytes of fp8."""
+    """A pool of random numbers, or of the bytes of fp8."""
     drawn = np.random.default_rng(page_size).standard_normal(
         (2, 2, PAGES, page_size, HEADS, HEAD_DIM), np.float32
     )
@@ -50,7 +50,7 @@ def _queries(rows: int, dtype: Any) -> jax.Array:
     return jnp.asarray(drawn, dtype)
 
 
-# As one program each, as they are run, and not optimized, since each is called once or twice.
+# Each compiled as one program, as in use, but not optimized, since it is called once or twice.
 soon = {"xla_backend_optimization_level": 0}
 plain_decode, plain_prefill = (
     jax.jit(partial(plain, accelerator=True), static_argnames="value_dim", compiler_options=soon)
@@ -115,7 +115,7 @@ def test_rows_have_as_many_parts_as_programs_run_at_once(
 
 
 def _chunk(page_size: int) -> ChunkBatch:
-    """A prompt of many tokens, one that goes on behind what is cached, one of a token; padding."""
+    """A long prompt, one that continues after cached positions, one of a single token; padding."""
     starts, lengths = [0, 3 * page_size + 5, 0], [90, 21, 1]
     rows: list[tuple[int, int]] = []
     listed: list[tuple[int, int, int]] = []
@@ -151,7 +151,7 @@ def test_chunks_find_the_same_however_tokens_and_positions_are_cut(
 
 def test_most_pages_of_a_long_prompt_are_seen_entirely() -> None:
     spans = prefilling.spans_of(_chunk(16), 16, 16, None)
-    # The sixth tile has tokens of two sequences, so none of its pages is seen by all.
+    # The sixth tile has tokens of two sequences, so none of its pages is seen by all its tokens.
     assert np.asarray(spans.full_lasts - spans.full_firsts)[:5].tolist() == [0, 1, 2, 3, 4]
     assert np.asarray(spans.lasts - spans.firsts)[:5].tolist() == [1, 2, 3, 4, 5]
 
@@ -226,7 +226,7 @@ def test_arrays_of_which_offsets_would_be_wrong_are_not_for_kernels() -> None:
         assert tiles.is_indexed(jax.ShapeDtypeStruct((size,), dtype)) is indexed
 
 
-# Of an L40 and an A100, in bytes.
+# Shared memory of an L40 and an A100, in bytes.
 @pytest.mark.parametrize(
     ("shared", "queries", "rows", "wide"), [(101376, 32, 32, 32), (166912, 64, 64, 128)]
 )
@@ -236,7 +236,7 @@ def test_a_program_has_as_many_queries_as_its_memory_takes(
     assert decoding.cut_of(576, 128, 2, shared).most_queries == queries
     assert prefilling.cut_of(576, 2, shared).rows == rows
     assert prefilling.cut_of(256, 2, shared).rows == wide
-    for most in (0, 232448):  # of an H200
+    for most in (0, 232448):  # enough, and an H200's
         assert decoding.cut_of(576, 128, 2, most) == decoding.cut_of(576, 128, 2)
         assert prefilling.cut_of(256, 2, most) == prefilling.cut_of(256, 2)
     assert tiles.queries_within(64, 32, 576, 2, 1) == tiles.LEAST

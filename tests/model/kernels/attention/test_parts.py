@@ -31,13 +31,13 @@ def test_parts_of_a_row_are_all_it_looks_at_once(
         assert (rows[own] == row).all()
         seen = [at for part in own for at in range(firsts[part], ends[part])]
         least = 0 if window is None else max(0, position + 1 - window)
-        # A window begins within a block, whose other positions a program hides.
+        # The window begins within a block, whose earlier positions the program masks.
         assert seen == [*range(least - least % cut.positions, position + 1)]
         assert all(firsts[part] % cut.positions == 0 for part in own)
 
 
 def test_where_all_rows_are_long_all_programs_have_as_many_parts() -> None:
-    """Four times as long as what a part is, in as many parts as there are programs."""
+    """Rows four times as long have four times as many parts, so each program takes four turns."""
     cut = decoding.cut_of(576, 16, 2)
     splits = decoding.splits_of(64, 1, CAPACITY, cut)
     how = decoding._How(cut, splits, 16 * splits, cut.programs, (False, False))

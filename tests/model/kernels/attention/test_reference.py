@@ -40,14 +40,14 @@ SHAPES = {
 }
 LAYER = 1
 LAST = np.iinfo(np.int32).max  # the window of a layer without one
-# Of one position, within a page, a page and one more, over pages, a decode block of 128 and one
-# more, over blocks, longer than every context.
+# One position, within a page, a page, a page and one, across pages, a decode block of 128, that and
+# one, across blocks, longer than every context.
 WINDOWS = (1, 5, 16, 17, 40, 128, 129, 200, 1000, LAST)
 LISTED = [[31, 2, 17], [8], list(range(40, 22, -1))]
 
 
 def _built(backends: Sequence[kernels.Backend]) -> list[Any]:
-    """Every backend of every shape that it serves here."""
+    """Every backend with every shape that it serves on this machine."""
     found: list[Any] = []
     for backend in backends:
         for name, shape in SHAPES.items():
@@ -70,7 +70,7 @@ def _pool_and_queries(shape: kernels.AttentionShape, rows: int) -> tuple[np.ndar
 
 
 def _sinks(shape: kernels.AttentionShape) -> np.ndarray | None:
-    """Of usual size, and one that takes nearly all, nearly nothing, all, nothing."""
+    """Sinks of usual size, and some that take nearly all, nearly nothing, all, nothing."""
     if not shape.sinks:
         return None
     return np.array([[0.5, 4.0, -3.0], [1e4, -1e4, -3e38]], np.float32)
@@ -88,7 +88,7 @@ def _one(
     position: int,
     window: int | None,
 ) -> np.ndarray:
-    """What one query finds. The sink is one more score, of a value that is zero."""
+    """Attention of one query. The sink is one more score, whose value is zero."""
     first = 0 if window is None else max(0, position - window + 1)
     flat = pool[LAYER][:, pages].reshape(shape.planes, -1, shape.kv_heads, shape.head_dim)
     keys, values = flat[0, first : position + 1], flat[-1, first : position + 1]
@@ -108,7 +108,7 @@ def _extras(shape: kernels.AttentionShape, window: int | None) -> tuple[jax.Arra
     return None if sinks is None else jnp.asarray(sinks), None if window is None else i32(window)
 
 
-@pytest.mark.parametrize("tile", [256, 3])  # one of all tokens, and three with some padding
+@pytest.mark.parametrize("tile", [256, 3])  # one tile of all tokens; tiles of three, with padding
 @pytest.mark.parametrize(("prefill", "shape"), PREFILL)
 def test_packed_tokens_see_their_own_sequence_up_to_themselves(
     monkeypatch: pytest.MonkeyPatch,
@@ -148,7 +148,7 @@ def test_each_row_sees_its_own_pages_and_padding_rows_see_nothing(
     run = jax.jit(decode)
     pool, q = _pool_and_queries(shape, 4)
     for window in _windows(shape):
-        # From the second on, no row sees the first block of 128 through a short window.
+        # From the second case on, short windows hide the first block of 128 from every row.
         for far in ([40, 0, 287, -1], [-1, -1, 270, -1], [-1, -1, 128, -1], [-1] * 4):
             table = np.zeros((4, 19), np.int32)
             for row, pages in enumerate(LISTED):
@@ -184,7 +184,7 @@ def test_blocks_of_an_accelerator_add_up_to_what_one_finds(monkeypatch: pytest.M
 def test_rows_far_apart_each_keep_their_own_window(
     decode: Callable[..., jax.Array], shape: kernels.AttentionShape
 ) -> None:
-    """All rows read one sequence, each up to another position: the earliest one says where from."""
+    """All rows read one sequence up to different positions; the earliest decides where to begin."""
     run = jax.jit(decode)
     pool, q = _pool_and_queries(shape, 4)
     pages = LISTED[2]
@@ -204,7 +204,7 @@ def test_rows_far_apart_each_keep_their_own_window(
 @pytest.mark.parametrize(
     ("window", "positions", "unread"),
     [
-        (5, [287, 200, -1], 1),  # the earliest is 196
+        (5, [287, 200, -1], 1),  # the earliest position seen is 196
         (5, [287, 131, -1], 0),  # ... 127
         (4, [287, 131, -1], 1),  # ... 128
         (1, [-1, 256, 287], 2),
@@ -215,7 +215,7 @@ def test_rows_far_apart_each_keep_their_own_window(
 def test_decoding_reads_no_block_before_every_rows_window(
     window: int, positions: list[int], unread: int
 ) -> None:
-    """The pages of the blocks that are skipped hold no numbers; those that are read would tell."""
+    """Pages of skipped blocks hold NaN, so reading one would show."""
     pool, q = _pool_and_queries(PLAIN, 4)
     pages = LISTED[2]
     pool[:, :, pages[: unread * 8]] = np.nan
@@ -223,7 +223,7 @@ def test_decoding_reads_no_block_before_every_rows_window(
     run = jax.jit(reference.decode)
     arrays = jnp.asarray(q), jnp.asarray(pool), i32(LAYER), i32([*positions, -1]), table
     assert np.isfinite(np.asarray(run(*arrays, None, i32(window)))).all()
-    pool[:, :, pages[unread * 8]] = np.nan  # the first block that is read
+    pool[:, :, pages[unread * 8]] = np.nan  # the first block that must be read
     arrays = jnp.asarray(q), jnp.asarray(pool), *arrays[2:]
     assert not np.isfinite(np.asarray(run(*arrays, None, i32(window)))).all()
 
@@ -251,7 +251,7 @@ def test_on_a_processor_each_row_reads_its_own_blocks_and_finds_what_it_finds_al
 
 
 def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
-    """Of prefill: a token whose sequence has no page in use."""
+    """In prefill, a token whose sequence has no page in use."""
     shape = SHAPES["sinks"]
     pool, q = _pool_and_queries(shape, 2)
     columns = [[0, 0], [5, 5], [0, 1], [0, 0], [31, 2], [0, 1], [0, 0]]
@@ -266,7 +266,7 @@ def test_a_row_that_sees_nothing_finds_nothing_whatever_the_sinks() -> None:
 def test_a_tile_of_tokens_reads_the_pages_that_they_see_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pages of other tiles, before windows and behind tokens hold no numbers."""
+    """Pages of other tiles, before the windows and after the tokens hold NaN."""
     monkeypatch.setattr(reference, "_PREFILL_TILES", (2, 2))
     monkeypatch.setattr(reference, "_PREFILL_BLOCKS", (PAGE_SIZE, PAGE_SIZE))
     pool, q = _pool_and_queries(PLAIN, 4)

@@ -1,4 +1,4 @@
-"""Blocks of rows of one expert each, and the kernels that multiply them."""
+"""Blocks of rows that each belong to one expert, and the kernels that multiply them."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from model.coded import ExpertStacks
 from model.kernels.moe import batched, grouped, sorting
 from tests.model.harness import i32
 
-# As one program each, as they are run, and not optimized, since each is called once or twice.
+# Each compiled as one program, as in use, but not optimized, since it is called once or twice.
 soon = {"xla_backend_optimization_level": 0}
 by_blocks = jax.jit(partial(grouped.experts, interpret=True), compiler_options=soon)
 plainly = jax.jit(batched.experts, compiler_options=soon)
@@ -116,8 +116,8 @@ def test_products_have_as_many_stages_as_a_device_has_memory_for() -> None:
         cuts = grouped.tiles(rows, 8, stacks, jnp.bfloat16, shared_bytes)
         return [cut.stages for cut in cuts]
 
-    for enough in (0, 232448):  # of an H200
+    for enough in (0, 232448):  # not limited, and an H200's
         assert stages(8192, enough) == [3, 4]
-    assert stages(8192, 101376) == [3, 3]  # of an L40
+    assert stages(8192, 101376) == [3, 3]  # an L40's
     assert stages(64, 101376) == stages(64, 0)
     assert stages(8192, 1) == [2, 2]

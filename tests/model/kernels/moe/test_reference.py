@@ -20,13 +20,13 @@ GPT_OSS = replace(SHAPE, limit=2.0, alpha=1.702, bias=True)
 
 
 def _sized(backend: kernels.Backend, shape: kernels.ExpertsShape) -> kernels.ExpertsShape:
-    """With the sizes that a backend takes."""
+    """The shape with sizes that the backend takes."""
     hidden, width = TILED if backend.name == "grouped" else (HIDDEN, WIDTH)
     return replace(shape, hidden=hidden, intermediate=width)
 
 
 def _stacks(shape: kernels.ExpertsShape, draw: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Two layers' weights, whose products are as large whatever the sizes."""
+    """Two layers' weights, scaled so that products are as large for all sizes."""
     hidden, width = shape.hidden, shape.intermediate
     gate_up = draw.standard_normal((2, EXPERTS, hidden, 2, width)) * (HIDDEN / hidden) ** 0.5
     down = draw.standard_normal((2, EXPERTS, width, hidden)) * (WIDTH / width) ** 0.5
@@ -111,7 +111,7 @@ def test_biases_are_added_and_activations_clamped_where_the_rows_are(
                 seen.append(both)
                 done = _gated(shape, *both) @ stacks[1][1, expert] + biases[1][1, expert]
                 expected[row] += weight * done
-    if kind == "spread":  # both bounds of both halves count for something
+    if kind == "spread":  # every bound of both halves takes effect
         assert np.abs(seen).max(axis=(0, 2)).min() > GPT_OSS.limit
         assert np.min(seen) < -GPT_OSS.limit
     rows_of = [jnp.asarray(a) for a in (x, ids.astype(np.int32), weights)]

@@ -1,4 +1,4 @@
-"""The table of tiles that comes with the code, and how a line of it is found."""
+"""The table of tiles that comes with the code, and how the line for some sizes is found."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_both_products_of_a_line_have_as_many_rows() -> None:
 
 
 def test_codes_are_added_up_in_the_order_in_which_numbers_are() -> None:
-    """So that experts of codes give, bit for bit, what their weights do."""
+    """So that experts kept as codes give the same bits as their weights."""
     for hidden, width in {line.sizes[1:] for line in LINES}:
         for even in (0.1, 1.0, 2.0, 8.0, 9.0, 24.0, 25.0, 96.0, 97.0, 256.0):
             inputs = [
