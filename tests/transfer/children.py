@@ -1,4 +1,4 @@
-"""Ends of a transfer backend as processes of their own, to be killed and frozen."""
+"""Ends of a transfer backend in separate processes, to be killed and frozen."""
 
 import contextlib
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STALL_S = 0.3
-FROZEN_S = 2.0  # for ends of which one is frozen: until then a busy host must not look like that
+FROZEN_S = 2.0  # when one end is frozen: long enough that a busy host does not look frozen too
 NEVER_S = 60.0
 
 _RECEIVER = """
@@ -41,7 +41,7 @@ for start in (0, 2):
 
 
 def receiving(what: str, num_pages: int = 4, **more: object) -> str:
-    """A program: expects room 1, prints its address, then what comes. what: module and class."""
+    """A program: expects room 1, prints its address, then each callback. what: module and class."""
     module, _, kind = what.rpartition(".")
     return _RECEIVER.format(
         module=module, kind=kind, num_pages=num_pages, never_s=NEVER_S, more=more
@@ -49,14 +49,14 @@ def receiving(what: str, num_pages: int = 4, **more: object) -> str:
 
 
 def sending(what: str, **more: object) -> str:
-    """A program: sends two of four pages of room 1, and after a line the others."""
+    """A program: sends two of room 1's four pages, and after reading a line the others."""
     module, _, kind = what.rpartition(".")
     return _SENDER.format(module=module, kind=kind, never_s=NEVER_S, more=more)
 
 
 @contextlib.contextmanager
 def child(program: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
-    """Runs a program, and kills it behind the block."""
+    """Runs a program, and kills it when the block ends."""
     command = [sys.executable, "-c", program, *args]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -69,13 +69,13 @@ def child(program: str, *args: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def said(process: "subprocess.Popen[str]") -> str:
-    """The next line that it prints."""
+    """The next line that the process prints."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def tell(process: "subprocess.Popen[str]") -> None:
-    """A line for it to read."""
+    """Send the process a line to read."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()

@@ -1,4 +1,4 @@
-"""TLS material made on the spot, and ends that share memory."""
+"""TLS material generated for the tests, and ends that share memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from transfer.rpc import Security
 
 @pytest.fixture(scope="session")
 def tls_security(tmp_path_factory: pytest.TempPathFactory) -> Security:
-    """The token of the tests, and a self-signed certificate for localhost and 127.0.0.1."""
+    """The tests' token, and a self-signed certificate for localhost and 127.0.0.1."""
     return made_security(SECURITY.token, tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
 def open_shm_ends() -> Iterator[OpenEnds]:
-    """Makes pairs of ends that share memory and are closed behind the test."""
-    wait_until(lambda: mapped() == 0)  # threads of the test before end in their own time
+    """Makes pairs of ends that share memory, and closes them after the test."""
+    wait_until(lambda: mapped() == 0)  # threads of the previous test end in their own time
     with contextlib.ExitStack() as stack:
 
         def make(**changes: object) -> ShmEnds:

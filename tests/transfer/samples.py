@@ -1,4 +1,4 @@
-"""Small valid values that tests of the transfer package share."""
+"""Small valid values shared by the tests of the transfer package."""
 
 import importlib.util
 from typing import Any
@@ -24,7 +24,7 @@ KV = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, page_size=4, dtype="bfloat
 
 
 def a_worker(role: wire.Role = "decode", worker_id: str = "", **changes: Any) -> wire.WorkerInfo:
-    """A worker of a small model; changes name fields of WorkerInfo."""
+    """A worker of a small model. changes: fields of WorkerInfo."""
     info = wire.WorkerInfo(
         worker_id=worker_id or f"{role}-0",
         role=role,
@@ -68,7 +68,7 @@ def logical_pages(num_pages: int, seed: int = 0, kv: KVSpec = KV) -> np.ndarray:
 
 
 def bits_of(kv: KVSpec) -> Any:
-    """The unsigned integers that have a value's size."""
+    """The unsigned integer type of the same size as a value."""
     return {1: np.uint8, 2: np.uint16, 4: np.uint32}[PAGE_DTYPE_BYTES[kv.dtype]]
 
 

@@ -1,4 +1,4 @@
-"""Pairs of ends that share memory, and how much of it this process has mapped."""
+"""Pairs of ends that share memory, and a count of the memory this process has mapped."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def deliver(ends: TcpEnds, room: int = 1) -> None:
-    """A good room goes through."""
+    """Send a valid room and check what arrives."""
     pages = logical_pages(3, seed=room)
     ends.receiver.expect(room, 1, 3)
     ends.send_room(room, pages)
@@ -29,6 +29,6 @@ def deliver(ends: TcpEnds, room: int = 1) -> None:
 
 
 def mapped() -> int:
-    """How many mappings of such memory this process has."""
+    """How many mappings of lent memory this process has."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:kvferry-pages")

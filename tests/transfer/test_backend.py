@@ -1,4 +1,4 @@
-"""Frame headers: they survive the trip, and hostile bytes are refused by name."""
+"""Frame headers survive the trip, and hostile bytes are refused by name."""
 
 import msgspec
 import numpy as np
@@ -111,7 +111,7 @@ def test_every_byte_of_a_small_payload_in_shared_memory_counts(num_bytes: int) -
 
 @pytest.mark.parametrize("num_bytes", [(64 << 10) + 1, (1 << 20) - 8, 1 << 20])
 def test_any_4_kib_of_a_large_payload_that_are_not_the_right_ones_are_told(num_bytes: int) -> None:
-    """As where a frame before it lies in the slot still, or one behind it already."""
+    """As when a slot still holds an earlier frame, or already holds a later one."""
     payload = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
     before = sampled(payload)
     for at in [*range(0, num_bytes, 4096), num_bytes - 64]:

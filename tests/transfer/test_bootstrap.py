@@ -1,4 +1,4 @@
-"""The registry: leases beside a clock that the test moves, then the whole over real sockets."""
+"""The registry: leases under a clock that the test moves, then everything over real sockets."""
 
 import asyncio
 import contextlib
@@ -198,7 +198,7 @@ class Registry:
         for client in self._clients:
             await client.close()
         if (server := self.server) is not None:
-            await until(lambda: not server._watchers)  # nobody is remembered who left
+            await until(lambda: not server._watchers)  # no watcher that left is remembered
         await self.stop()
 
 
@@ -215,7 +215,7 @@ async def a_registry(clock: Clock = SYSTEM_CLOCK) -> AsyncIterator[Registry]:
 async def a_view(
     views: "asyncio.Queue[wire.ClusterView]", fits: Callable[[wire.ClusterView], bool]
 ) -> wire.ClusterView:
-    """The next view that fits."""
+    """The next view that `fits` accepts."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             view = await views.get()
@@ -224,7 +224,7 @@ async def a_view(
 
 
 def shows(*expected: tuple[str, int]) -> Callable[[wire.ClusterView], bool]:
-    """Exactly these (worker, epoch)."""
+    """Accepts a view of exactly these (worker, epoch)."""
 
     def fits(view: wire.ClusterView) -> bool:
         return [(member.info.worker_id, member.epoch) for member in view.members] == list(expected)
@@ -252,7 +252,7 @@ async def test_a_watcher_is_told_at_once_then_of_every_coming_and_going(
         await a_view(views, shows(("decode-0", 1), ("prefill-0", 1)))
         task.cancel()
         await client.deregister()
-        for _ in range(2):  # and again, as a sign of life
+        for _ in range(2):  # again, as a sign of life
             await a_view(views, shows(("prefill-0", 1)))
 
 
@@ -312,7 +312,7 @@ async def test_a_view_that_could_not_be_used_is_told_of_and_comes_again() -> Non
 async def test_a_registry_behind_a_port_that_said_nothing_is_watched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that was frozen has it: connections are taken by the system, and nobody answers."""
+    """Like a frozen registry: the system accepts connections, but nobody answers."""
     monkeypatch.setattr(bootstrap, "SILENCE_S", 0.3)
     async with a_registry() as registry:
         await registry.stop()

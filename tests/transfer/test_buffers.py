@@ -1,4 +1,4 @@
-"""Payload buffers come back when their last view is gone, and not before."""
+"""Payload buffers are reused once their last view is gone, and not before."""
 
 import mmap
 import threading
@@ -47,7 +47,7 @@ def test_a_buffer_has_the_length_asked_for(num_bytes: int) -> None:
 
 
 class Pins:
-    """Stands for what pins memory: what is pinned, in order, and what is no more."""
+    """Stands in for what pins memory: sizes pinned, in order, and sizes no longer pinned."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -70,7 +70,7 @@ def test_a_large_buffer_is_pinned_once_and_for_as_long_as_it_is_used() -> None:
     assert pins.sizes == [2 << 20]
     view = large.view(np.uint16)[7:]
     larger = pool.take(4 << 20)
-    del larger  # it is more than may wait for use
+    del larger  # it exceeds what may stay idle
     assert pins.ended == [4 << 20]
     pool.max_idle_bytes = 0
     del large
@@ -96,4 +96,4 @@ def test_threads_may_take_and_give_back_at_once() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert pool.idle_bytes <= 4 * 2 * 4096  # each may hold two for a moment
+    assert pool.idle_bytes <= 4 * 2 * 4096  # each thread may briefly hold two

@@ -1,4 +1,4 @@
-"""A certificate that is renewed on disk is shown to who connects next, on both planes."""
+"""After a certificate is renewed on disk, new connections see it, on both planes."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def shown_at(address: tuple[str, int]) -> str:
 
 
 def replace(old: Security, new: Security) -> None:
-    """As a tool does that renews: another file takes the name."""
+    """Renew as tools do: another file takes the name."""
     for here, there in ((new.key_file, old.key_file), (new.cert_file, old.cert_file)):
         assert here is not None
         assert there is not None
@@ -101,7 +101,7 @@ async def test_control_servers_show_the_renewed_certificate(
         replace(old, new)
         assert await asyncio.to_thread(shown_at, ("127.0.0.1", port)) == pem(new.cert_file)
         late = RpcClient(f"127.0.0.1:{port}", old)
-        for each in (client, late):  # the open connection goes on
+        for each in (client, late):  # the open connection continues to work
             await each.call("State", wire.Empty(), wire.Empty, 20.0)
         assert old.key_file is not None
         old.key_file.unlink()
@@ -123,7 +123,7 @@ def test_a_pair_that_does_not_fit_is_refused_at_the_start(
 
 
 def test_an_encrypted_key_is_told_of_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:
-    """OpenSSL would ask at the terminal, and the process stand still until somebody answers."""
+    """OpenSSL would ask at the terminal, and the process would wait until somebody answers."""
     ours = made_security("token-of-the-tests", tmp_path)
     assert ours.cert_file is not None
     assert ours.key_file is not None

@@ -1,4 +1,4 @@
-"""Several connections between two ends: rooms are spread over them, each keeps to its own."""
+"""Several connections between two ends: rooms are spread over them, and each stays on its own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing

@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "transfer.md").read_text(encoding="utf-8")
 
 
 def rows(first_heading: str) -> list[list[str]]:
-    """The cells of the table whose first heading that is."""
+    """The cells of the table that has this first heading."""
     _, found, rest = PAGE.partition(f"| {first_heading} |")
     assert found, f"no table begins with {first_heading!r}"
     lines = rest.split("\n\n", 1)[0].splitlines()[2:]

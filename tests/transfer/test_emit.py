@@ -1,4 +1,4 @@
-"""One message a step and API process, with everything in it."""
+"""Each step sends one message per API process, with everything in it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def rows(*rooms: int) -> Rows:
     n = len(rooms)
     return Rows(
         rooms=np.array(rooms, np.int64),
-        token_ids=np.arange(n, dtype=np.int64) + 10,  # narrowed on the way out
+        token_ids=np.arange(n, dtype=np.int64) + 10,  # becomes i32 in the message
         token_idx=np.arange(n, dtype=np.int32),
         finish=np.full(n, wire.STOP, np.uint8),
     )
@@ -78,7 +78,7 @@ def test_rows_of_two_steps_are_never_one_message() -> None:
 
 
 def first(row: int, room: int, num_generated: int, num_top: int) -> FirstRow:
-    """Of a request with two tokens of prompt and so many that earlier attempts drew."""
+    """For a request of two prompt tokens, with num_generated tokens drawn by earlier attempts."""
     submit = wire.Submit(
         room=room,
         request_id="r",
@@ -95,7 +95,7 @@ def first(row: int, room: int, num_generated: int, num_top: int) -> FirstRow:
 
 
 def drawn(num_rows: int) -> SampleOut:
-    """Whose every number tells its row."""
+    """A draw in which every number identifies its row."""
     row = np.arange(num_rows)
     top = row[:, None] * 100 + np.arange(wire.NUM_TOP_LOGPROBS)
     return SampleOut(
@@ -124,6 +124,6 @@ def test_first_tokens_bring_the_logprobs_that_some_of_them_asked_for() -> None:
     assert told.top_rows is not None
     assert told.top_ids is not None
     assert told.top_logprobs is not None
-    assert told.top_rows.tolist() == [1, 2]  # of these rows, not of the draw's
+    assert told.top_rows.tolist() == [1, 2]  # indices into these rows, not into the draw's
     assert told.top_ids[:, 1].tolist() == [101, 201]
     assert told.top_logprobs[:, 2].tolist() == [-102.0, -202.0]

@@ -1,4 +1,4 @@
-"""A worker that does not fit is told before it reads weights; one that has died is no reason."""
+"""A worker that does not fit is refused before it reads weights; dead workers do not count."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ MODEL = GOLDENS / "llama" / "model"
 
 @contextlib.asynccontextmanager
 async def registry_with(*workers: wire.WorkerInfo) -> AsyncIterator[tuple[RegistryServer, str]]:
-    """A registry that has these workers and hears no more of them, and its address."""
+    """A registry that lists these workers without hearing from them again, and its address."""
     server = RegistryServer(SECURITY, SYSTEM_CLOCK, ttl_s=600.0)
     port = await server.start("127.0.0.1", 0)
     for worker in workers:

@@ -1,4 +1,4 @@
-"""One data connection: who may send when, and what becomes of what the kernel does not take."""
+"""One data connection: who may send when, and what happens to bytes the kernel does not take."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ Pair = tuple[Connection, Connection]
 
 @pytest.fixture(params=[socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two ends of a connection."""
+    """Both ends of a connection."""
     if request.param == socket.AF_UNIX:
         left, right = socket.socketpair(socket.AF_UNIX)
     else:
@@ -36,7 +36,7 @@ def a_frame(room: int, meta_bytes: int = 100) -> bytes:
 
 
 def rooms_of(connection: Connection, num: int) -> list[int]:
-    """Of the next frames, each whole and with the meta that belongs to it."""
+    """The rooms of the next frames, each checked to be whole and to have its own meta."""
     found = []
     for _ in range(num):
         frame, meta = connection.receive_small()
@@ -46,7 +46,7 @@ def rooms_of(connection: Connection, num: int) -> list[int]:
 
 
 def fill(connection: Connection) -> int:
-    """Send until nothing more is taken at once; how many frames that was."""
+    """Send until nothing more is taken at once. Returns the number of frames."""
     num = 0
     while connection.try_send(a_frame(num, 60_000)):
         num += 1
@@ -59,7 +59,7 @@ def test_a_full_connection_takes_nothing_and_loses_nothing(pair: Pair) -> None:
     assert num > 1
     assert not mine.try_send(a_frame(num))
     waiting = threading.Thread(target=mine.send_whole, args=(a_frame(num),))
-    waiting.start()  # behind what was taken in part
+    waiting.start()  # it queues after the frame that was taken in part
     assert rooms_of(theirs, num + 1) == list(range(num + 1))
     waiting.join(PATIENCE_S)
     assert mine.try_send(a_frame(1))
@@ -71,7 +71,7 @@ def test_the_owner_is_woken_for_what_was_taken_in_part_and_flushes_it(pair: Pair
     num = fill(mine)
 
     def own() -> None:
-        # Longer than the other end reads for: it must be woken.
+        # Longer than the test's patience: the owner must be woken.
         if not mine.wait(3 * PATIENCE_S):
             mine.flush()
 
@@ -99,7 +99,7 @@ def test_frames_stay_whole_whichever_threads_send_them(pair: Pair) -> None:
     for thread in senders:
         thread.join(PATIENCE_S)
     assert sorted(found) == list(range(num * threads))
-    for at in range(threads):  # each thread's own are in its order
+    for at in range(threads):  # each thread's frames keep their order
         mine_of = [room for room in found if at * num <= room < (at + 1) * num]
         assert mine_of == sorted(mine_of)
 
@@ -107,7 +107,7 @@ def test_frames_stay_whole_whichever_threads_send_them(pair: Pair) -> None:
 def test_nothing_can_be_sent_on_a_connection_that_is_closed_or_lost(pair: Pair) -> None:
     mine, theirs = pair
     theirs.close()
-    while mine.try_send(a_frame(1)):  # until this end has heard of it
+    while mine.try_send(a_frame(1)):  # until this end notices
         pass
     with pytest.raises(PeerLost):
         mine.receive()
@@ -116,7 +116,7 @@ def test_nothing_can_be_sent_on_a_connection_that_is_closed_or_lost(pair: Pair) 
 
 
 def test_frames_that_follow_at_once_are_waited_for_as_others(pair: Pair) -> None:
-    """After a short wait the next begins by looking; neither that nor sleeping misses a frame."""
+    """The wait after a short one begins by polling; neither polling nor sleeping misses a frame."""
     mine, theirs = pair
     rounds = 200
 
@@ -141,7 +141,7 @@ def test_nothing_overtakes_the_rest_of_a_frame(pair: Pair) -> None:
     mine, theirs = pair
     num = fill(mine)
     assert mine._rest
-    assert rooms_of(theirs, num - 1) == list(range(num - 1))  # there is room again
+    assert rooms_of(theirs, num - 1) == list(range(num - 1))  # the kernel has room again
     assert not mine.try_send(a_frame(num))
     mine.flush()
     assert mine.try_send(a_frame(num))

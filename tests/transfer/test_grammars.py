@@ -1,4 +1,4 @@
-"""Grammars of one worker: compiled in threads of its own, resumed, bounded, and refused clearly."""
+"""One worker's grammars: compiled in separate threads, resumed, bounded, and refused clearly."""
 
 import json
 import queue
@@ -51,7 +51,7 @@ def constraint(grammars: Grammars, grammar: str, generated: tuple[int, ...] = ()
 
 
 def allowed(mask: np.ndarray) -> list[int]:
-    """Token ids of a mask, by the definition of its words."""
+    """Token ids that a mask allows, by the definition of its words."""
     return [t for t in range(len(mask) * 32) if int(mask[t // 32]) >> (t % 32) & 1]
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_followed_fails_with_a_reason(
 def test_a_request_that_ended_meanwhile_is_not_told(grammars: Grammars) -> None:
     outcomes: list[Any] = []
     grammars.begin(submit(regex("abc")), lambda: False, outcomes.append)
-    for _ in range(2):  # as many threads
+    for _ in range(2):  # one for each thread
         constraint(grammars, regex("abd"))
     assert not outcomes
 

@@ -1,4 +1,4 @@
-"""The leader of a group and its members, over real sockets: calls in order, and ends of either."""
+"""A group's leader and members over real sockets: calls in order, and the end of either side."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ CONFIG = PrefillConfig(
 
 
 class Group:
-    """A leader that listens, and whom it lost."""
+    """A leader that listens, and the ranks it lost."""
 
     def __init__(self) -> None:
         self.lost: list[int] = []
@@ -64,7 +64,7 @@ async def led() -> AsyncIterator[Group]:
 def follow(
     led: Group, monkeypatch: pytest.MonkeyPatch, own_signals: None
 ) -> Callable[[Calls], "asyncio.Task[None]"]:
-    """Runs a member whose engine has these calls, as its process would."""
+    """Runs a member whose engine has these calls, as the member's process would."""
     monkeypatch.setattr(member, "join", lambda *_: None)
     monkeypatch.setattr(members, "texts_of_all", lambda text: [led.address, text])
 
@@ -197,7 +197,7 @@ async def test_a_member_that_gives_no_sign_of_life_is_lost(
 async def test_a_member_that_hangs_with_calls_on_their_way_is_lost(
     led: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads no more, so what its leader has for it stands: nothing else would be noticed."""
+    """The member reads no more, so its leader's data stays queued: nothing else would show it."""
     monkeypatch.setattr(group, "SILENCE_S", 1.2)
     client = led.client()
     stream = client.stream("Follow", Follow(1), DeviceCalls)
@@ -229,7 +229,7 @@ async def test_a_leader_that_slept_blames_nobody(
 async def test_a_leader_stays_until_its_members_have_left_not_until_they_are_told(
     led: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JAX aborts a member that finds its leader gone before it is gone itself."""
+    """JAX aborts a member that sees its leader gone before it has ended itself."""
     monkeypatch.setattr(group, "_FAREWELL_S", 60.0)
     client = led.client()
     stream: Any = client.stream("Follow", Follow(1), DeviceCalls)
@@ -237,7 +237,7 @@ async def test_a_leader_stays_until_its_members_have_left_not_until_they_are_tol
     dismissing = asyncio.create_task(led.leader.dismiss())
     while not (await anext(stream)).is_last:
         pass
-    await asyncio.sleep(2 * group._ENDING_S)  # told long ago, and busy with its end
+    await asyncio.sleep(2 * group._ENDING_S)  # the member was told long ago, and is busy ending
     assert not dismissing.done()
     await stream.aclose()
     await asyncio.wait_for(dismissing, 5)

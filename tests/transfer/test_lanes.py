@@ -1,4 +1,4 @@
-"""Lanes of the sending side: which one a room takes, and what a room that is over still costs."""
+"""Lanes of the sending side: which lane a room takes, and what a room that is over still costs."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_a_lost_lane_leaves_the_others_to_their_rooms() -> None:
         queue_room(sender, room, 1)
     sender.lost(sender.opened[0], "reset")
     assert [(event.kind, event.room) for event in sender.events] == [("lost", 1)]
-    sender.finish(a_grant(2, "a", 1), FirstToken(1, 0, 4))  # where its pages are
+    sender.finish(a_grant(2, "a", 1), FirstToken(1, 0, 4))  # it follows the room's pages
     assert len(sender.opened) == 2
     assert list(sender.opened[1].rooms) == [2]
 
@@ -117,7 +117,7 @@ def test_rooms_that_ended_are_remembered_up_to_a_number_the_oldest_forgotten_fir
     for room in (1, 2, 3):
         queue_room(sender, room, 1)
         sender.heard(sender.lane, Frame(Kind.ACK, room), b"")
-    for room in (2, 3):  # known to be over
+    for room in (2, 3):  # the sender remembers that these are over
         queue_room(sender, room, 1)
     assert not sender.lane.rooms
     queue_room(sender, 1, 1)
@@ -141,7 +141,7 @@ def test_how_long_writing_took_is_told_of_each_pair() -> None:
     sender = StillSender()
     sender.clock.advance(50.0)
     queue_room(sender, 1, 3)
-    sender.left()  # a second each
+    sender.left()  # takes a second per frame
     (pair,) = sender.transfers
     assert (pair.backend, pair.peer) == ("tcp", "a")
     assert (pair.num_bytes, pair.seconds) == (3 * KV.page_bytes, 3.0)
@@ -149,6 +149,6 @@ def test_how_long_writing_took_is_told_of_each_pair() -> None:
 
 def test_frames_are_as_long_as_their_lane_takes_them() -> None:
     sender = StillSender()
-    sender.lane.max_frame_bytes = 2 * KV.page_bytes  # twice the sender's own
+    sender.lane.max_frame_bytes = 2 * KV.page_bytes  # twice the sender's own bound
     queue_room(sender, 1, 3)
     assert sender.left() == [(Kind.PAGES, 1), (Kind.PAGES, 1), (Kind.FINISH, 1)]

@@ -1,4 +1,4 @@
-"""The reshard plan beside a naive one, and pairs that cannot work."""
+"""The reshard plan against a naive one, and pairs of workers that cannot work."""
 
 import itertools
 from collections import Counter
@@ -32,13 +32,13 @@ def shardings(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
 
 
 def stored_logical(heads: int, shards: int, stored: int) -> dict[tuple[int, int], int]:
-    """(shard, head of it) -> the logical head it holds; the naive model."""
+    """(shard, head on it) -> the logical head it holds; the naive model."""
     local = stored // shards
     return {(j // local, j % local): j * heads // stored for j in range(stored)}
 
 
 def spread(runs: tuple[HeadRun, ...]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Each head of each run as (source, destination)."""
+    """Each head of each run as a pair (source, destination)."""
     return [
         ((run.src_shard, run.src_start + i), (run.dst_shard, run.dst_start + i))
         for run in runs
@@ -81,7 +81,7 @@ def test_equal_sides_send_each_shard_to_its_twin_in_one_run(shards: int) -> None
 
 
 def test_sources_that_hold_copies_share_the_work() -> None:
-    runs = plan_heads(2, 4, 4, 4, 4)  # each head lies on two shards of both sides
+    runs = plan_heads(2, 4, 4, 4, 4)  # each head lies on two shards on both sides
     work = Counter(run.src_shard for run in runs)
     assert set(work.values()) == {1}
 
@@ -116,7 +116,7 @@ def test_a_pair_with_one_latent_head_fits_whatever_the_copies() -> None:
 
 
 def backends(prefill: tuple[str, str], decode: tuple[str, str]) -> list[wire.WorkerInfo]:
-    """A pair of workers, each of (transfer backend, host identity)."""
+    """A pair of workers, each given as (transfer backend, host identity)."""
     return [
         a_worker("prefill", transfer_backend=prefill[0], host_identity=prefill[1]),
         a_worker("decode", transfer_backend=decode[0], host_identity=decode[1]),

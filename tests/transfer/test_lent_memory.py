@@ -1,4 +1,4 @@
-"""Slots and cached pages at their bounds: the last that fits, one that is none, and none at all."""
+"""Slots and cached pages at their bounds: the last that fits, one too many, and none at all."""
 
 import contextlib
 import fcntl
@@ -20,11 +20,11 @@ from transfer.slots import FRAME_BYTES
 from transfer.staging import _SEALS, BorrowedSlots, SharedSlots, SlotShape, slot_shape
 
 SHAPE = SlotShape(slot_bytes=4096, num_slots=4)
-LONG_S = 1000 * PATIENCE_S  # whoever waits for a sign of life waits in vain
+LONG_S = 1000 * PATIENCE_S  # so long that a test cannot be rescued by a sign of life
 
 
 def open_memory() -> int:
-    """Files of this process that are memory to lend."""
+    """The number of memory files to lend that this process has open."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # another thread has closed it
@@ -85,7 +85,7 @@ def test_a_connection_that_is_over_has_no_slot_to_fill() -> None:
 
 def test_enough_memory_is_enough_for_pages_of_any_size() -> None:
     shape = slot_shape(64 << 20, 2, FRAME_BYTES, 0)
-    assert shape == SlotShape(64 << 20, 8)  # two runs that are read while two are written
+    assert shape == SlotShape(64 << 20, 8)  # two runs are read while two are written
 
 
 def test_memory_that_is_given_back_by_another_thread_is_told_at_once(
@@ -123,7 +123,7 @@ def test_a_frame_that_no_slot_holds_costs_its_room_and_not_who_sends_it(
     ends.receiver.shape = SlotShape(4096, 8)  # type: ignore[attr-defined]
     deliver(ends)
     ends.receiver.expect(2, 1, 8)
-    ends.send_room(2, logical_pages(8))  # 8192 bytes, small enough to leave at once
+    ends.send_room(2, logical_pages(8))  # 8192 bytes, small enough to be sent at once
     ends.until(lambda: ("lost", 2) in ends.diary.kinds())
     assert "8192" in ends.diary.events[-1].message
 

@@ -1,4 +1,4 @@
-"""Two lives of one worker: epochs are of the wall clock, which may have gone back between them."""
+"""Two lives of one worker: epochs come from a wall clock that may have gone back between them."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def a_beat(epoch: int) -> wire.Heartbeat:
 
 
 def leases_of(epoch: int) -> Leases:
-    """That life's, from 10 s on."""
+    """Leases that hold the life of this epoch, from 10 s on."""
     leases = Leases(TTL_S)
     leases.register(a_worker(), epoch, now_s=10.0)
     assert leases.heartbeat(a_beat(epoch), now_s=10.0)
@@ -67,7 +67,7 @@ def test_each_who_wants_the_place_waits_for_a_heartbeat_of_its_own() -> None:
     with pytest.raises(Unavailable):
         leases.register(a_worker(), OLD, now_s=10.1)
     leases.heartbeat(a_beat(NEW), now_s=10.5)
-    with pytest.raises(Unavailable):  # the heartbeat may have been the last one
+    with pytest.raises(Unavailable):  # that heartbeat may have been the last one
         leases.register(a_worker(), OLD + 1, now_s=10.6)
     leases.expire(13.6)
     leases.register(a_worker(), OLD + 1, now_s=13.6)

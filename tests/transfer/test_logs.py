@@ -1,4 +1,4 @@
-"""What a process may write on stderr, and how much."""
+"""What a process may write on stderr, and how much of it."""
 
 import logging
 import warnings
@@ -49,7 +49,7 @@ def test_the_level_is_for_what_libraries_say_too(
     logging.getLogger("jax").info("jax says")
     logging.getLogger("jax").warning("jax warns")
     logging.getLogger("serving").info("said")
-    for name in ("jax", "serving"):  # what is set back is not asked again
+    for name in ("jax", "serving"):  # loggers cache which levels are on, and the test resets levels
         logging.getLogger(name)._cache.clear()  # type: ignore[attr-defined]
     told = capsys.readouterr().err
     assert [line.split(" ", 2)[2] for line in told.splitlines()] == shown

@@ -1,4 +1,4 @@
-"""Loopback's faults: loss, delay, reordering, corruption, cuts; and never a wrong page."""
+"""Loopback's faults: loss, delay, reordering, corruption, cuts; and no wrong page ever."""
 
 import random
 
@@ -11,7 +11,7 @@ from transfer.loopback import NO_FAULT, Fault
 
 
 def flip(at: int) -> Fault:
-    """A bit changes at this byte of the frame."""
+    """Flip a bit of the frame's byte at this position."""
 
     def change(data: bytearray) -> None:
         data[at] ^= 1

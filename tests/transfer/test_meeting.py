@@ -1,4 +1,4 @@
-"""Nodes of a group meet at node 0, over real sockets: who is let in, and what others are told."""
+"""A group's nodes meet at node 0, over real sockets: who is admitted, and what others are told."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ SETTINGS = {"role": "prefill", "--nnodes": "3", "--dtype": "auto"}
 
 
 class Nodes:
-    """Node 0 of three, and others that come to it."""
+    """Node 0 of three, and the others that come to it."""
 
     def __init__(self, security: Security = SECURITY) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -57,11 +57,11 @@ class Nodes:
         return self._started(visit.all_came(settings, patience_s))
 
     def waiting(self) -> list[int]:
-        """Ranks that node 0 knows."""
+        """Ranks that have come to node 0."""
         return sorted(self.meeting._came)
 
     async def met(self) -> str:
-        """A group that has met; where JAX is to listen."""
+        """Let the group meet. Returns the address at which JAX is to listen."""
         all_of_them = [self.lead(), self.come(1), self.come(2)]
         first, *others = await asyncio.gather(*all_of_them)
         assert set(others) == {first}
@@ -103,7 +103,7 @@ async def test_nodes_come_in_any_order_and_hear_of_a_free_port_once_all_are_ther
     host, _, port = coordinator.rpartition(":")
     assert host == "127.0.0.1"
     assert coordinator != nodes.address
-    socket.create_server((host, int(port))).close()  # it is free
+    socket.create_server((host, int(port))).close()  # the port is free
 
 
 async def test_what_differs_is_told_to_the_node_that_came_and_the_others_wait_on(
@@ -160,7 +160,7 @@ async def test_a_node_whose_call_broke_may_call_again_before_that_is_noticed(nod
     await asyncio.sleep(0.1)
     assert nodes.waiting() == [1]
     assert await nodes.come(2) == await leader == (await second).coordinator
-    assert (await call()).coordinator == await leader  # that answer may have been lost
+    assert (await call()).coordinator == await leader  # the earlier reply may have been lost
     await calls[1].aclose()
     await asyncio.sleep(0.1)
     assert not nodes.lost
@@ -185,7 +185,7 @@ async def test_node_0_lets_the_others_leave_before_it_does(
     closing = asyncio.create_task(nodes.meeting.close())
     for visit in nodes.visits:
         await asyncio.wait_for(visit.over.wait(), PATIENCE_S)
-        gc.collect()  # a stream that nobody holds would be closed
+        gc.collect()  # a stream without a reference would be closed
         await asyncio.sleep(0.05)
         assert not closing.done()
         await visit.close()
@@ -210,7 +210,7 @@ async def test_a_node_0_that_leaves_while_it_waits_does_so_at_once(
     first = nodes.come(1)
     await until(lambda: nodes.waiting() == [1])
     await asyncio.wait_for(nodes.meeting.close(), 5)
-    assert not first.done()  # it waits for the next
+    assert not first.done()  # it still waits for node 2
 
 
 async def test_a_group_that_has_met_takes_nobody_else_and_says_so(nodes: Nodes) -> None:
@@ -336,7 +336,7 @@ def test_the_digest_of_the_code_is_over_names_and_contents(
         ("model/a.py", "1"),
         ("model/a.py", "2"),
         ("decode/a/b.py", "2"),
-        ("serving/app.py", "2"),  # not what nodes run alike
+        ("serving/app.py", "2"),  # not part of what nodes must share
         ("model/a.pyc", "2"),
     ):
         file = tmp_path / name

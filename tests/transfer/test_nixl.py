@@ -1,4 +1,4 @@
-"""NIXL between processes: dead and frozen ends, late writes, bounds, and bytes that changed."""
+"""NIXL between processes: dead and frozen ends, late writes, bounds, and changed bytes."""
 
 import contextlib
 import gc
@@ -41,7 +41,7 @@ Open = Callable[..., NixlEnds]
 
 @pytest.fixture(params=["", "tcp"], ids=["any transport", "tcp only"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What UCX may use: within a host it writes into the peer's memory, unless told not to."""
+    """The transports UCX may use: on one host it writes into the peer's memory, unless limited."""
     if request.param:
         monkeypatch.setenv("UCX_TLS", request.param)
 
@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_registered_refuses_to_start(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sends", [NixlEnds, TcpEnds])
 def test_an_end_that_goes_by_tcp_moves_nothing(sends: type[TcpEnds]) -> None:
-    """The registry refuses such a pair; who meets all the same loses the room."""
+    """The registry refuses such a pair; if they meet all the same, the room is lost."""
     takes = TcpEnds if sends is NixlEnds else NixlEnds
     with (
         contextlib.closing(sends(stall_timeout_s=STALL_S)) as here,
@@ -106,7 +106,7 @@ def test_an_end_that_goes_by_tcp_moves_nothing(sends: type[TcpEnds]) -> None:
 def test_a_byte_that_changed_on_the_way_ends_the_connection(
     open_ends: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that samples would not see: the digest is over all of them."""
+    """A byte that sampling would miss: the digest covers all bytes."""
     written = RemoteSlots.write
 
     def write(slots: RemoteSlots, pages: np.ndarray) -> tuple[int, memoryview]:
@@ -147,7 +147,7 @@ def never_waits(write: Write) -> None:
 
 
 def test_a_late_write_reaches_nothing_that_is_in_use(transport: None) -> None:
-    """Where nothing but addresses is checked, they must not be those of anything else."""
+    """Where a transport checks only addresses, the old ones must not be used for anything else."""
     target, source = Agent("decode", is_target=True), Agent("prefill", is_target=False)
     former = RegisteredSlots(target, SHAPE, lambda: None)
     told = former.told()
@@ -160,7 +160,7 @@ def test_a_late_write_reaches_nothing_that_is_in_use(transport: None) -> None:
         range(slots.told().address, slots.told().address + SHAPE.num_bytes) for slots in others
     ]
     assert all(told.address not in taken for taken in ranges)
-    with contextlib.suppress(PeerLost):  # hardware refuses it
+    with contextlib.suppress(PeerLost):  # hardware may refuse it
         sender.write(np.full(4096, 8, np.uint8))
     for slots in others:
         assert not slots.take(0, SHAPE.slot_bytes).any()
@@ -185,7 +185,7 @@ def test_memory_of_an_ended_connection_takes_up_nothing_once_it_was_read() -> No
 
 
 class Stuck:
-    """Slots whose write is under way until it is told otherwise."""
+    """Slots with a write under way until the test ends it."""
 
     is_under_way = True
     closed = 0
@@ -225,7 +225,7 @@ def test_a_write_to_a_frozen_receiver_has_a_deadline_and_its_memory_is_kept(
         ends.send_room(1, logical_pages(4), finish=False)
         assert said(process) == "pages"
         os.kill(process.pid, signal.SIGSTOP)
-        # More than sockets hold: the write cannot end.
+        # More than the sockets hold, so the write cannot end.
         pages = np.broadcast_to(logical_pages(1), (2, 2, 4096, *logical_pages(1).shape[3:]))
         ends.send_room(1, np.ascontiguousarray(pages)[:, :, 4:], finish=False)
         ends.until(lambda: bool(ends.diary.events))
@@ -300,7 +300,7 @@ def test_connections_leave_no_descriptor_and_no_thread(open_ends: Open) -> None:
         gc.collect()
         return process.num_fds(), process.num_threads()
 
-    deliver(open_ends())  # what is loaded once is loaded
+    deliver(open_ends())  # loads what is loaded only once
     num_fds, num_threads = footprint()
     former = len(nixl._FORMER)
     for room in range(5):

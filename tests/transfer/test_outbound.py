@@ -1,4 +1,4 @@
-"""Cutting runs of pages into frames, and reading their bytes without copying."""
+"""Runs of pages are cut into frames, and their bytes are read without copying."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def shards_of(num_pages: int, shards: int = 1) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("max_pages", "expected"),
-    # Of those in between only the lengths that decode has compiled: 2, 8, 32.
+    # Of sizes in between, only the run lengths that decode has compiled: 2, 8, 32.
     [(0, [1] * 5), (1, [1] * 5), (2, [2, 2, 1]), (4, [2, 2, 1]), (5, [5]), (9, [5])],
 )
 def test_a_run_is_cut_by_pages_to_the_frame_s_bound(max_pages: int, expected: list[int]) -> None:
@@ -80,7 +80,7 @@ def test_no_pages_have_no_segments() -> None:
 
 
 class StillLane(Lane):
-    """Nobody empties it but the test."""
+    """A lane that only the test empties."""
 
     def wake(self) -> None:
         pass
@@ -90,7 +90,7 @@ class StillLane(Lane):
 
 
 class QuickLane(StillLane):
-    """Takes jobs from the thread that brings them, while it is open."""
+    """Sends jobs in the thread that brings them, while it is open."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -123,7 +123,7 @@ class StillSender(Sender):
         return self.lane
 
     def left(self) -> list[tuple[Kind, int]]:
-        """What leaves when all of it may."""
+        """Send all that is queued; returns what was sent."""
         jobs = []
         while (job := self.next_job(self.lane)) is not None:
             begun_s = self.clock.monotonic_s()
@@ -311,7 +311,7 @@ def test_what_left_is_told_of_a_room_that_ends_badly_too_and_kept_of_none() -> N
 
 
 class OneThreadSender(StillSender):
-    """The process has threads for one connection only."""
+    """A sender whose process has threads for only one connection."""
 
     def _open_lane(self, address: str) -> Lane:
         if self._lanes:
@@ -322,7 +322,7 @@ class OneThreadSender(StillSender):
 def test_a_connection_that_cannot_be_opened_costs_its_room_or_nothing() -> None:
     sender = OneThreadSender(connections=2)
     queue_room(sender, 1, 1)
-    queue_room(sender, 2, 1)  # there is one that can be used
+    queue_room(sender, 2, 1)  # takes the connection that there is
     assert sender.events == []
     assert sender.counters["connections_not_opened"] == 1
     grant = a_grant(3, "b", 1)

@@ -1,4 +1,4 @@
-"""PagePool beside a naive model, on random events."""
+"""PagePool against a naive model, under random events."""
 
 import random
 from collections import Counter
@@ -9,7 +9,7 @@ from transfer.pages import PagePool
 
 
 class NaivePool:
-    """A dictionary of counts, and nothing clever."""
+    """A plain dictionary of counts."""
 
     def __init__(self, num_pages: int) -> None:
         self.counts = dict.fromkeys(range(num_pages), 0)

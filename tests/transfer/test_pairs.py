@@ -1,4 +1,4 @@
-"""What was moved is told by way and peer, of so many peers and no more."""
+"""Traffic is reported by backend and peer, for a bounded number of peers."""
 
 import pytest
 

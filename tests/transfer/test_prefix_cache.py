@@ -1,4 +1,4 @@
-"""The prefix cache beside a naive one: sharing, salt, limit, and an eviction order that helps."""
+"""The prefix cache against a naive one: sharing, salt, limit, and an eviction order that helps."""
 
 from collections.abc import Iterator
 
@@ -27,12 +27,12 @@ def filled(num_pages: int = 8) -> tuple[PagePool, PrefixCache]:
 
 
 def match(cache: PrefixCache, tokens: list[int], salt: str, limit: int) -> tuple[int, ...]:
-    """Share what is cached of at most so many tokens."""
+    """Share what is cached of at most `limit` tokens."""
     return cache.share(Sharing(ids(tokens), salt, limit).cached(cache))
 
 
 def cached_prompt(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: str = "") -> None:
-    """One prompt comes, is computed and goes."""
+    """One prompt arrives, is computed and leaves."""
     shared = match(cache, tokens, salt, len(tokens))
     fresh = pool.reserve(-(-len(tokens) // PAGE) - len(shared))
     assert fresh is not None
@@ -44,7 +44,7 @@ def cached_prompt(pool: PagePool, cache: PrefixCache, tokens: list[int], salt: s
 def test_a_prefix_is_found_page_by_page_and_shared() -> None:
     pool, cache = filled()
     cached_prompt(pool, cache, [1, 2, 3, 4, 5])
-    assert len(cache) == 2  # the half page at the end belongs to nobody else
+    assert len(cache) == 2  # the half-filled last page is not cached
     found = match(cache, [1, 2, 3, 4, 9, 9], "", 6)
     assert len(found) == 2
     assert [pool.refcount(page) for page in found] == [2, 2]
@@ -75,7 +75,7 @@ def test_looking_what_is_cached_shares_nothing_and_makes_nothing_younger() -> No
     ]
     assert found == [2, 1, 0, 0]
     assert cache.num_evictable() == 3
-    cache.evict(2)  # the oldest chain, though it was looked at last
+    cache.evict(2)  # evicts the oldest chain, although it was looked at last
     assert cache.cached_pages(cache.chain(ids([5, 6]), "")) == 1
 
 
@@ -117,7 +117,7 @@ def test_a_page_is_digested_once_and_not_before_somebody_looks_for_it() -> None:
     cache.insert(known.first(cache, 3), pages[:3])
     assert cache.num_digested == 3
     assert known.cached(cache) == known.first(cache, 3)
-    assert cache.num_digested == 4  # the fourth is not found
+    assert cache.num_digested == 4  # the fourth was digested, but not found
     for _ in range(3):
         assert other.cached(cache) == []
     assert cache.num_digested == 5
@@ -172,7 +172,7 @@ def test_a_page_that_somebody_holds_is_never_evicted() -> None:
 def test_eviction_takes_tails_before_heads_so_all_that_stays_can_be_found(
     events: list[list[int] | int],
 ) -> None:
-    """Prompts come one after the other; an integer evicts that many pages."""
+    """Prompts arrive one after the other; an integer evicts that many pages."""
     pool, cache = filled(64)
     seen: list[list[int]] = []
     for event in events:
@@ -186,14 +186,14 @@ def test_eviction_takes_tails_before_heads_so_all_that_stays_can_be_found(
 
 
 def _peek(pool: PagePool, cache: PrefixCache, tokens: list[int]) -> tuple[int, ...]:
-    """Match without a lasting reference. It makes its chain young, so the order stays lawful."""
+    """Match without keeping a reference. It makes its chain young, so their order stays valid."""
     pages = match(cache, tokens, "", len(tokens))
     pool.release(pages)
     return pages
 
 
 class CacheBesideModel(RuleBasedStateMachine):
-    """Prompts overlap at random; a dict of prefixes and a list of ages say what must be."""
+    """Prompts overlap at random; a dict of prefixes and a list of ages model the cache."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps that wait for a slow reader leave together, in order, and never without a bound."""
+"""Steps that wait for a slow reader leave together, in order, and in bounded number."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ EMITTER = StepEmitter("d", 3)
 
 
 def step(idx: int, rooms: list[int], top: list[int] | None = None) -> wire.StepBatch:
-    """Token idx of some rooms; top: the rows that have top logprobs."""
+    """Token idx of some rooms. top: the rows with top logprobs."""
     n = len(rooms)
     has = top is not None
     EMITTER.rows(
@@ -111,7 +111,7 @@ async def test_a_message_has_a_bound_and_what_is_left_leaves_next(monkeypatch: p
         assert merged is not None
         sizes.append(merged.num_rows)
     assert sizes == [4, 4, 2]
-    for idx in range(2):  # each row of these takes as much as several without logprobs
+    for idx in range(2):  # each of these rows takes as much as several without logprobs
         replies.offer(step(idx, [1, 2], top=[0, 1]))
     merged = await replies.take(1.0)
     assert merged is not None
@@ -129,7 +129,7 @@ def prefilled(room: int, num_bytes: int) -> wire.RoomEvent:
 async def test_logprobs_of_prompts_leave_in_messages_that_grpc_takes(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Those of one step, and of steps that waited: a message too long would end the stream."""
+    """For one step and for steps that waited: a message that is too long would end the stream."""
     monkeypatch.setattr(transfer.replies, "_EVENT_BYTES_PER_MESSAGE", 100)
     replies = Replies()
     for room in (1, 2):

@@ -1,4 +1,4 @@
-"""What both roles do alike; the rest of it is in the tests of each role and in tests/sim."""
+"""What both roles do alike; more of it is tested with each role and in tests/sim."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

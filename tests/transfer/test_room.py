@@ -1,4 +1,4 @@
-"""A room's states: only legal moves, and a bounded table that knows what has expired."""
+"""A room's states: only legal moves, and a bounded table that remembers what has expired."""
 
 import itertools
 

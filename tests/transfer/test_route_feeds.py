@@ -1,4 +1,4 @@
-"""Routes over real sockets: told once, told again after every loss, and never without leave."""
+"""Routes over real sockets: sent once, sent again after every loss, and only with permission."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ TTL_S = 3.0
 
 
 class Cluster:
-    """A registry that can die and come back on its port, prefill workers and copies of routes."""
+    """A registry that can die and return on its port, prefill workers, and copies of the routes."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self.port = 0
@@ -50,7 +50,7 @@ class Cluster:
         return self.server.routes
 
     async def prefill(self, epoch: int = 1, worker_id: str = WORKER) -> RoutePublisher:
-        """A registered worker that publishes."""
+        """A registered worker that publishes its routes."""
         client = self._client()
         publisher = RoutePublisher(worker_id, epoch, client.connect_routes)
         client.on_registered = publisher.registered
@@ -62,7 +62,7 @@ class Cluster:
         return publisher
 
     def decode(self, name: str = "decode-0") -> "Copy":
-        """Who follows the routes."""
+        """A copy that follows the routes."""
         copy = Copy()
         watching = self._client().watch_routes(copy.table, name, copy.heard)
         self._tasks.append(asyncio.create_task(watching))
@@ -74,7 +74,7 @@ class Cluster:
     async def link(
         self, worker_id: str, epoch: int = 1, follows: bool = False, security: Security = SECURITY
     ) -> RouteLink:
-        """A connection for routes of whoever says to be this worker."""
+        """A routes connection of a peer that claims to be this worker."""
         rpc = self.rpc()
         found = await rpc.call("FindRoutes", wire.Empty(), wire.RoutesAddress, PATIENCE_S)
         await rpc.close()
@@ -169,7 +169,7 @@ async def test_a_worker_whose_lease_ended_takes_its_routes_along_and_brings_them
         clock.advance(TTL_S + 1)
         server.expire()
         assert len(cluster.table) == 0
-        again = cluster.decode()  # is told what the registry has: nothing, until it has it again
+        again = cluster.decode()  # gets nothing until the worker has told the registry again
         await again.until(has(7, 2))
         assert len(cluster.table) == 1
 
@@ -204,7 +204,7 @@ async def test_a_worker_that_says_goodbye_leaves_no_route() -> None:
 
 
 async def ends(link: RouteLink) -> None:
-    """The registry ends this connection, and says nothing before."""
+    """The registry must end this connection without sending anything first."""
     with pytest.raises(Unavailable):
         await asyncio.wait_for(link.receive(), PATIENCE_S)
     link.close()
@@ -236,7 +236,7 @@ async def test_a_reader_has_nothing_to_tell() -> None:
     async with a_cluster() as cluster:
         await cluster.prefill()
         link = await cluster.link(WORKER, follows=True)
-        await asyncio.wait_for(link.receive(), PATIENCE_S)  # that nothing is known of this worker
+        await asyncio.wait_for(link.receive(), PATIENCE_S)  # nothing is known of this worker
         link.send(wire.encode(a_route()))
         await ends(link)
         assert len(cluster.table) == 0
@@ -273,7 +273,7 @@ async def test_no_route_is_told_or_read_without_the_cluster_token(follows: bool)
 
 
 async def test_a_registry_that_does_not_know_the_token_is_told_nothing() -> None:
-    """It sends back whatever it was sent, as somebody would who wants to be taken for one."""
+    """The fake registry echoes what it was sent, hoping to pass for a real one."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(struct.pack("<I", 32) + bytes(32))
@@ -318,7 +318,7 @@ async def test_the_same_stranger_again_and_again_is_told_of_once(
 
 
 async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
-    """Twenty times the bound, and nobody ends any."""
+    """Twenty times the bound, none of them ended."""
     async with a_cluster() as cluster:
         copy = cluster.decode()
         prefill = await cluster.prefill()
@@ -335,7 +335,7 @@ async def test_many_rooms_over_sockets_leave_no_more_than_the_bound() -> None:
 
 
 async def test_a_peer_that_does_not_read_is_cut_off() -> None:
-    """In time, so that what waits for it has a bound; what it was to be told is no part of that."""
+    """Once the unread data exceeds a bound, which does not count what was sent at the start."""
     over = asyncio.Event()
 
     async def idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

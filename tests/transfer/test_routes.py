@@ -1,4 +1,4 @@
-"""Rooms and ranks: news that comes twice, late or never, and a table that stays small."""
+"""Rooms and ranks: news that arrives twice, late or never, and a table that stays small."""
 
 import pytest
 from hypothesis import given, settings
@@ -131,7 +131,7 @@ def test_malformed_news_is_refused_and_changes_nothing(
 
 
 def test_a_million_rooms_stay_within_the_bound_and_the_time() -> None:
-    """Half of them are never ended; a room lives for ten seconds of a thousand."""
+    """Half of them are never ended. A room lives for ten of the thousand seconds."""
     most = 20_000
     table = RouteTable(max_rooms=most, ttl_s=10.0)
     counts = []
@@ -146,7 +146,7 @@ def test_a_million_rooms_stay_within_the_bound_and_the_time() -> None:
         table.expire(float(second))
         counts.append(len(table))
     assert max(counts) <= most
-    # Ten seconds of those that nobody ends, and two of those that end.
+    # Ten seconds of rooms that are never ended, and two seconds of those that end.
     assert counts[-1] == 10 * 500 + 2 * 500
     table.expire(1010.0)
     assert len(table) == 0
@@ -161,7 +161,7 @@ def test_a_table_that_nothing_expires_keeps_its_bound() -> None:
     assert table.get("prefill-1", 1, 10_099) == 0
 
 
-# --- what a worker tells ------------------------------------------------------------------------
+# --- what a worker sends ------------------------------------------------------------------------
 
 
 def test_the_first_news_is_whole_and_then_only_what_is_new() -> None:
@@ -204,7 +204,7 @@ events = st.lists(
 def test_however_messages_are_lost_doubled_or_late_the_end_is_what_is_live(
     played: list[tuple[str, int | bool | None]],
 ) -> None:
-    """A publisher as transfer.route_feeds has it, beside a registry that may start anew."""
+    """A publisher as in transfer.route_feeds, against a registry that may restart empty."""
     told, table = RouteNews("prefill-0", 1), RouteTable()
     sent: list[wire.Routes] = []
     next_room = 0
@@ -220,7 +220,7 @@ def test_however_messages_are_lost_doubled_or_late_the_end_is_what_is_live(
                 sent.append(message)
                 if value:
                     table.apply(message, 0.0)
-                else:  # lost, or its answer was
+                else:  # the message or its reply was lost
                     told.tell_all()
         elif what == "restart":
             table.clear()

@@ -53,7 +53,7 @@ def a_hanging_server() -> tuple[RpcServer, asyncio.Event, asyncio.Event]:
 async def served(
     server: RpcServer, security: Security = SECURITY, host: str = "127.0.0.1"
 ) -> AsyncIterator[RpcClient]:
-    """A client of a running server; both end with the block."""
+    """A client of a running server; both are closed after the block."""
     port = await server.start("127.0.0.1", 0)
     client = RpcClient(f"{host}:{port}", security)
     try:
@@ -185,7 +185,7 @@ async def test_the_log_tells_of_the_first_wrong_token_and_counts_those_of_a_minu
         await refused(2)
         clock.advance(1.0)
         await refused(1)
-    # gRPC may still tell asyncio's log of a loop that was another test's.
+    # gRPC may still log to asyncio about the loop of an earlier test.
     records = [record for record in caplog.records if record.name == "transfer.rpc"]
     told = [record.getMessage().rpartition(":")[0] for record in records]
     assert told == [
@@ -259,7 +259,7 @@ async def test_calls_in_order_share_a_stream_and_are_answered_one_by_one() -> No
                 for room in (1, 2)
             )
         )
-        # Another way to the same server is not held up, so the second had its chance.
+        # Calls out of order are not held up, so the second call had its chance to overtake.
         while not handled:
             await client.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
         assert handled == [1]
@@ -332,7 +332,7 @@ async def test_calls_in_order_find_a_peer_that_was_away_or_hung() -> None:
         again = an_echo_server()
         await again.start("127.0.0.1", int(client.address.rpartition(":")[2]))
         async with asyncio.timeout(PATIENCE_S):
-            while True:  # gRPC connects again in its own time
+            while True:  # gRPC reconnects in its own time
                 with contextlib.suppress(Unavailable):
                     await calls.call("Echo", MESSAGE, wire.AbortBatch, PATIENCE_S)
                     break
@@ -372,7 +372,7 @@ async def test_all_addresses_are_not_taken_where_another_has_one_of_them() -> No
 async def test_a_name_stands_for_one_address_however_many_it_has() -> None:
     first, second = an_echo_server(), an_echo_server()
     port = await first.start("127.0.0.1", 0)
-    with pytest.raises(ConfigError, match=rf"localhost:{port}.*in use"):  # often ::1 as well
+    with pytest.raises(ConfigError, match=rf"localhost:{port}.*in use"):  # it is often ::1 as well
         await second.start("localhost", port)
     await first.stop(0.0)
 
@@ -417,7 +417,7 @@ async def test_a_process_ends_once_grpc_has_let_go_of_a_handler_that_took_its_ti
             yield wire.Empty()
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)  # more turns than a server that stops gives it
+            await asyncio.sleep(0.2)  # more turns than a stopping server gives it
             ended.set()
 
     async def main() -> str:

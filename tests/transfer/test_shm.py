@@ -33,7 +33,7 @@ def ends(open_shm_ends: OpenEnds) -> ShmEnds:
     return open_shm_ends()
 
 
-# --- which way pages take -------------------------------------------------------------------------
+# --- the way that pages take ----------------------------------------------------------------------
 
 
 def test_two_ends_of_one_host_share_memory_and_say_so(ends: ShmEnds) -> None:
@@ -60,7 +60,7 @@ def test_a_page_that_comes_while_its_connection_is_made_waits_for_a_slot(
     ends: ShmEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(transfer.shm._ShmLane):
-        """Whoever finds no slots goes on only when there are some."""
+        """A thread that finds no slots goes on only once there are some."""
 
         @property
         def slots(self) -> FillableSlots | None:
@@ -96,7 +96,7 @@ def test_ends_on_different_hosts_go_by_tcp(
 def test_a_socket_that_cannot_be_reached_means_tcp(
     open_shm_ends: OpenEnds, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in two containers of one host with a network namespace each."""
+    """As between two containers on one host that have separate network namespaces."""
     caplog.set_level("INFO")
     ends = open_shm_ends()
     ends.receiver.offer = Offer(host_identity(), "kvferry-nobody-listens-here")  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ def test_staging_that_holds_too_little_refuses_to_start() -> None:
 
 @contextlib.contextmanager
 def by_hand(ends: ShmEnds) -> Iterator[tuple[Connection, np.ndarray]]:
-    """A sender's connection and the memory lent to it, for a test to misuse."""
+    """A sender's connection, and the memory lent to it, for a test to misuse."""
     offer = ends.receiver.offer  # type: ignore[attr-defined]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{offer.socket_name}")
@@ -285,7 +285,7 @@ def test_a_frame_that_is_longer_than_a_slot_ends_the_connection(ends: ShmEnds) -
 
 
 class Holder:
-    """A decode that keeps the views it is given."""
+    """A decode end that keeps the views it is given."""
 
     def __init__(self, num_slots: int, tp_size: int = 1) -> None:
         self.kept: list[list[np.ndarray]] = []
@@ -308,7 +308,7 @@ class Holder:
 
 @pytest.fixture
 def holder(ends: ShmEnds) -> Iterator[Holder]:
-    """Takes the place of the receiver that `ends` came with."""
+    """Replaces the receiver that `ends` came with."""
     holder = Holder(num_slots=4)
     ends.address = holder.address
     with contextlib.closing(holder.receiver):
@@ -358,7 +358,7 @@ def test_a_room_is_cancelled_while_it_waits_for_memory(ends: ShmEnds, holder: Ho
 
 
 def test_parts_of_a_refused_room_give_their_memory_back(open_shm_ends: OpenEnds) -> None:
-    """Two shards, of which the second never comes: the first's part must not stay for ever."""
+    """Two shards, the second of which never comes: the first one's part must not stay for ever."""
     ends = open_shm_ends(tp_size=2)
     for room in range(20):
         ends.receiver.expect(room, 1, 2)
@@ -376,7 +376,7 @@ def test_parts_of_a_refused_room_give_their_memory_back(open_shm_ends: OpenEnds)
 
 @contextlib.contextmanager
 def receiver_by_hand(fd: int | None, meta: bytes) -> Iterator[str]:
-    """Listens by TCP and by Unix socket, and lends what a test says; its address."""
+    """Listens on TCP and on a Unix socket, and lends what the test says; yields its address."""
     name = f"kvferry-test-{os.getpid()}-{os.urandom(4).hex()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(f"\0{name}")
@@ -405,7 +405,7 @@ def receiver_by_hand(fd: int | None, meta: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize("with_fd", [False, True])
 def test_a_receiver_that_lends_nothing_usable_loses_the_room(ends: ShmEnds, with_fd: bool) -> None:
-    read_end, write_end = os.pipe()  # a descriptor, but not of memory
+    read_end, write_end = os.pipe()  # a descriptor that is not memory
     try:
         with receiver_by_hand(
             read_end if with_fd else None, wire.encode(SlotShape(4096, 4))
@@ -431,7 +431,7 @@ def test_a_frame_that_cannot_leave_at_once_keeps_no_slot(
     job = Job(Frame(Kind.PAGES, 2, 1, 0, 1, num_heads=4), b"", payload, payload.nbytes)
     kept: list[int] = []
     assert lane.slots is not None
-    monkeypatch.setattr(lane.slots, "keep", kept.append)  # others come back meanwhile
+    monkeypatch.setattr(lane.slots, "keep", kept.append)  # other slots come back meanwhile
     with lane.leaving:
         assert not lane.try_send(job)
     assert len(kept) == 1

@@ -1,4 +1,4 @@
-"""Shared memory over its life: nothing leaks, and ends that are killed or frozen are noticed."""
+"""Shared memory over its life: nothing leaks, and killed or frozen ends are noticed."""
 
 import contextlib
 import os
@@ -46,11 +46,11 @@ def test_a_thousand_rooms_leave_nothing_behind(ends: ShmEnds) -> None:
     ends.until(lambda: len(ends.diary.events) == 1200)
     after = footprint()
     assert after[:2] == (descriptors, mappings)
-    assert after[2] - resident < 8 << 20  # payloads that leaked were 20 MB
+    assert after[2] - resident < 8 << 20  # leaked payloads would be 20 MB
 
 
 def test_a_connection_leaves_no_descriptor_and_no_memory(open_shm_ends: OpenEnds) -> None:
-    deliver(open_shm_ends())  # what is loaded once is loaded
+    deliver(open_shm_ends())  # loads what is loaded only once
     before = footprint()
     for _ in range(10):
         with contextlib.closing(ShmEnds()) as ends:
@@ -101,7 +101,7 @@ def test_what_a_thawed_sender_still_writes_reaches_nobody(open_shm_ends: OpenEnd
         ends.until(lambda: bool(ends.diary.pages))
         os.kill(process.pid, signal.SIGSTOP)
         ends.until(lambda: bool(ends.diary.lost))
-        # The room goes to another sender; its pages lie in memory that the first one never had.
+        # The room goes to another sender, whose pages lie in memory that the first one never had.
         ends.receiver.expect(1, 1, 4)
         ends.diary.pages.clear()
         pages = logical_pages(4, seed=9)

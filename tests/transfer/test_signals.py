@@ -1,4 +1,4 @@
-"""What tells a process to leave, and that while it ends nothing changes how it does."""
+"""Which signals tell a process to leave, and that signals change nothing once it is ending."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from transfer.signals import on_signals
 
-# The loop's wake-up socket is closed before its handlers are removed; the signal comes there.
+# The signal arrives after the loop's wake-up socket is closed and before its handlers are removed.
 ENDS = """
 import asyncio, os, signal, sys
 from transfer import flags
@@ -51,8 +51,8 @@ def test_a_signal_while_the_loop_closes_changes_nothing(number: signal.Signals) 
     ("before", "numbers", "told"),
     [
         (signal.SIG_DFL, (signal.SIGHUP,), 1),
-        (signal.SIG_DFL, (signal.SIGHUP, signal.SIGHUP), 1),  # as of a terminal that closes
-        (signal.SIG_DFL, (signal.SIGTERM, signal.SIGHUP), 1),  # as systemd may
+        (signal.SIG_DFL, (signal.SIGHUP, signal.SIGHUP), 1),  # from a terminal that closes
+        (signal.SIG_DFL, (signal.SIGTERM, signal.SIGHUP), 1),  # systemd may send both
         (signal.SIG_DFL, (signal.SIGHUP, signal.SIGTERM), 2),
         (signal.SIG_IGN, (signal.SIGHUP,), 0),  # as under nohup
         (signal.SIG_IGN, (signal.SIGTERM, signal.SIGTERM), 2),
@@ -68,5 +68,5 @@ async def test_a_terminal_that_closes_is_the_first_sigterm_unless_that_is_ignore
         for number in numbers:
             os.kill(os.getpid(), number)
             for _ in range(5):
-                await asyncio.sleep(0)  # the loop hears it in its next turn
+                await asyncio.sleep(0)  # the loop handles it in its next turn
     assert len(heard) == told

@@ -1,4 +1,4 @@
-"""Memory that two processes share: sealed, of the size announced, each slot with one owner."""
+"""Memory shared by two processes: sealed, of the announced size, and one owner for each slot."""
 
 import gc
 import os
@@ -70,7 +70,7 @@ def test_more_slots_than_a_message_names_come_back_in_several() -> None:
 
 
 def test_slots_live_as_long_as_what_was_lent_of_them() -> None:
-    """What NIXL registered goes back to the kernel with the last view, whoever else let go."""
+    """Memory registered by NIXL goes back to the kernel with its last view, whoever else let go."""
     lent = SharedSlots(SHAPE, lambda: None)
     BorrowedSlots(lent.fd, SHAPE)
     view = lent.take(2, 10)

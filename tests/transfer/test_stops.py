@@ -1,4 +1,4 @@
-"""When a token ends its request: one by one, and alike for a batch."""
+"""When a token ends its request: the same one by one as for a batch."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(max_new_tokens=3, stop_token_ids=(7, 9))
         (9, 1, STOP),
         (5, 1, RUNNING),
         (5, 2, LENGTH),
-        (9, 2, STOP),  # a stop id at the last place stops: the client hears why
+        (9, 2, STOP),  # the client is told of the stop id, not the length
         (5, 3, LENGTH),
     ],
 )

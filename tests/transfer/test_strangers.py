@@ -1,4 +1,4 @@
-"""Who connects to a control port and proves nothing: let go soon, bounded, told of."""
+"""Peers that connect to a control port and prove nothing: dropped soon, bounded, and reported."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ async def echo(batch: wire.AbortBatch) -> wire.AbortBatch:
 
 @contextlib.asynccontextmanager
 async def a_port(security: Security = SECURITY) -> AsyncIterator[int]:
-    """Of a running server."""
+    """The port of a running server."""
     server = RpcServer(security)
     server.unary("Echo", wire.AbortBatch, echo)
     yield await server.start("127.0.0.1", 0)
@@ -37,7 +37,7 @@ async def a_port(security: Security = SECURITY) -> AsyncIterator[int]:
 
 
 async def let_go(stranger: Stranger) -> None:
-    """Wait for the server to close. Raises TimeoutError."""
+    """Wait until the server closes the connection. Raises TimeoutError."""
     reader, writer = stranger
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""TCP against the world: hostile bytes, dead and frozen processes, silence, TLS."""
+"""TCP under attack and failure: hostile bytes, dead and frozen processes, silence, TLS."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def ends(open_ends: Callable[..., TcpEnds]) -> TcpEnds:
 
 @contextlib.contextmanager
 def raw_peer(address: str, greeted: bool = True) -> Iterator[tuple[socket.socket, Connection]]:
-    """A connection to a receiver by hand: what it sends is up to the test."""
+    """A hand-made connection to a receiver, over which the test sends what it likes."""
     sock = socket.create_connection(parse_address(address), PATIENCE_S)
     connection = Connection(sock, PATIENCE_S)
     try:
@@ -69,13 +69,13 @@ def nack_of(connection: Connection) -> Refused:
 
 
 def until_lost(connection: Connection) -> None:
-    """The receiver ends the connection, whatever it says before."""
+    """Read until the receiver ends the connection, whatever it sends first."""
     with pytest.raises(PeerLost, match=r"closed by the peer|receiving failed"):
         [connection.receive_small() for _ in range(10)]
 
 
 def still_serves(ends: TcpEnds, room: int = 77) -> None:
-    """A good room goes through."""
+    """A valid room still arrives."""
     pages = logical_pages(2)
     ends.receiver.expect(room, 1, 2)
     ends.send_room(room, pages)
@@ -122,7 +122,7 @@ ROOM_AT, EPOCH_AT, KIND_AT = 8, 16, 6
 def test_a_frame_whose_header_was_changed_leaves_no_room_waiting(
     ends: TcpEnds, kind: Kind, at: int, bit: int
 ) -> None:
-    """Refused for what its header says now, it would be missed by the room that it was for."""
+    """Refused by its changed header alone, the frame would be missing from the room it was for."""
     ends.receiver.expect(1, 1, 2)
     good, data = pages_frame(), pages_frame()
     if kind is Kind.FINISH:
@@ -203,7 +203,7 @@ def test_a_wrong_token_is_refused_by_both_sides(ends: TcpEnds) -> None:
     stranger = Security("another-token-of-the-tests")
     with raw_peer(ends.address, greeted=False) as (_, connection), pytest.raises(PeerLost):
         introduce(connection, stranger, "stranger")
-    # A receiver that does not know the token cannot welcome a sender that does.
+    # A receiver that does not know the token cannot welcome a sender that knows it.
     left, right = socket.socketpair()
     mine, theirs = Connection(left, PATIENCE_S), Connection(right, PATIENCE_S)
     theirs.send(Frame(Kind.CHALLENGE), bytes(32))
@@ -232,7 +232,7 @@ def test_the_receiver_serves_on_after_it_could_have_no_more_threads(
 
 
 def test_a_host_that_is_gone_while_no_room_is_open_is_noticed_by_the_kernel(ends: TcpEnds) -> None:
-    with raw_peer(ends.address) as (sock, _):  # as at the other end: one class serves both
+    with raw_peer(ends.address) as (sock, _):  # the sender uses the same class
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
 
@@ -270,7 +270,7 @@ def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
     ends.receiver.expect(1, 1, 4)
     ends.send_room(1, logical_pages(4)[:, :, :2], finish=False)
     ends.until(lambda: bool(ends.diary.pages))
-    # Three come in a stall timeout: at twelve, four of them have passed.
+    # Three pings are sent per stall timeout, so at twelve, four timeouts have passed.
     ends.until(lambda: ends.receiver.counters["pings"] >= 12)
     assert ends.diary.lost == []
     assert ends.diary.events == []
@@ -279,7 +279,7 @@ def test_a_prefill_that_computes_for_long_is_not_taken_for_dead(
 def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first_pause(
     open_ends: Callable[..., TcpEnds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a decode that is slower than what comes, so that there is always more to read."""
+    """Decode reads more slowly than data arrives, so there is always more to read."""
     clock = ManualClock()
     monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
     ends = open_ends(stall_timeout_s=STALL_S)
@@ -303,7 +303,7 @@ def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first
         ends.until(lambda: len(ends.diary.pages) == 40)
         while asked_busy.acquire(blocking=False):
             pass
-        # The wait that is on and one more are over when a third begins.
+        # When a third wait begins, the current one and one more are over.
         assert asked_busy.acquire(timeout=PATIENCE_S)
         assert asked_busy.acquire(timeout=PATIENCE_S)
         connection.send(Frame(Kind.PING))
@@ -313,7 +313,7 @@ def test_a_sender_that_was_heard_all_the_time_is_not_taken_for_dead_in_its_first
 
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[socket.socket, str]]:
-    """A receiver by hand: its socket and its address."""
+    """A hand-made receiver: its socket and its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener, f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -329,7 +329,7 @@ def test_a_receiver_that_answers_nothing_loses_the_room(
 
 
 def test_a_sender_gives_signs_of_life_as_often_as_its_receiver_expects_them(ends: TcpEnds) -> None:
-    """Whose --stall-timeout is shorter than its own."""
+    """The receiver's --stall-timeout is shorter than the sender's."""
     with listening() as (listener, address):
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
         peer = Connection(listener.accept()[0], PATIENCE_S)
@@ -346,7 +346,7 @@ def test_a_sender_gives_signs_of_life_as_often_as_its_receiver_expects_them(ends
 def test_a_receiver_that_falls_silent_between_two_rooms_loses_the_second(
     open_ends: Callable[..., TcpEnds],
 ) -> None:
-    """Its frames leave by the thread that brings them, while the connection's own one sleeps."""
+    """Frames are sent by the threads that bring them, while the connection's own thread sleeps."""
     ends = open_ends(stall_timeout_s=STALL_S)
     with listening() as (listener, address):
         ends.sender.finish(a_grant(1, address, 0), FirstToken(0, 0, 0))
@@ -431,7 +431,7 @@ def test_a_port_in_use_is_a_config_error_that_names_it(ends: TcpEnds) -> None:
 
 
 class Exhausted(socket.socket):
-    """A listening socket of a process that has as many open files as it may, for a while."""
+    """A listening socket of a process that has run out of open files, for a while."""
 
     failures = 2
 

@@ -1,4 +1,4 @@
-"""What the ends of TCP keep account of: rooms owed, connections open, and silence."""
+"""What TCP ends keep account of: rooms owed, connections open, and silence."""
 
 import contextlib
 import socket
@@ -50,7 +50,7 @@ def test_what_keeps_a_peer_out_is_told_once_at_either_end_until_it_is_let_in(
         complaint.settle()
         clock.advance(1.0)
     assert caplog.text.count("refused: 10.0.0.3: the token is wrong") == 2
-    for number in range(100):  # another one each time: a line a second is enough
+    for number in range(100):  # a different message each time: at most one line per second
         complaint.tell(f"a frame begins with {number}")
         clock.advance(0.1)
     assert caplog.text.count("refused: 10.0.0.3: a frame begins with") == 10
@@ -84,7 +84,7 @@ def test_silent_strangers_of_one_host_leave_room_for_others(ends: TcpEnds) -> No
         assert all(sock.recv(1) for sock in silent), "each is asked for the token"
         assert knock().recv(1) == b""
         ends.until(lambda: ends.receiver.counters["connections_over_limit"] == 1)
-        with raw_peer(ends.address):  # of another host
+        with raw_peer(ends.address):  # from another host
             pass
 
 
@@ -105,7 +105,7 @@ def test_there_are_no_more_connections_than_threads_are_wanted(
 def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
     ends: TcpEnds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which may have stood still as well, as in a paused machine; its word is on the way."""
+    """The sender may have stood still too, as in a paused machine, with its PING on the way."""
     clock = ManualClock()
     monkeypatch.setattr(tcp, "SYSTEM_CLOCK", clock)
     receiver: Any = ends.receiver
@@ -122,7 +122,7 @@ def test_a_process_that_stood_still_does_not_take_its_sender_for_dead(
 
         stall_s = receiver.stall_timeout_s
         for pause_s in (0.9 * stall_s, 10 * stall_s):
-            feeder._heard_s = clock.monotonic_s()  # a PING
+            feeder._heard_s = clock.monotonic_s()  # a PING arrives
             assert not waits(0.3 * stall_s)
             assert not waits(pause_s)
         feeder._heard_s = clock.monotonic_s()
@@ -156,7 +156,7 @@ def test_a_silent_receiver_is_lost_within_its_time_and_the_time_it_took_bytes_is
         lane._turn(connection)
         clock.advance(sent_s or 1.0)
     assert asked
-    if sent_s:  # it takes what is sent, however slowly
+    if sent_s:  # it takes the bytes, however slowly
         return
     with pytest.raises(PeerLost):
         lane._turn(connection)

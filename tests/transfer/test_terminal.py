@@ -1,4 +1,4 @@
-"""What is said where nobody reads, and a process that was started without its standard files."""
+"""Output that nobody reads, and processes started without their standard files."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_who_reads_again_is_told_how_much_is_missing() -> None:
         command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=pipe
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "go\n"  # though stderr takes nothing
+        assert process.stdout.readline() == "go\n"  # although nothing can be written to stderr
         _, told = process.communicate("\n", timeout=20)
     *kept, missing, last = told.splitlines()
     assert [*map(int, kept)] == sorted({*map(int, kept)})  # in order, and none twice

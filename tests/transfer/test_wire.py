@@ -1,4 +1,4 @@
-"""Messages survive the trip, and nothing malformed gets in."""
+"""Messages survive the trip, and nothing malformed is accepted."""
 
 import functools
 import operator
@@ -79,13 +79,13 @@ def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
 
 
 def test_arrays_within_arrays_without_end_are_no_message() -> None:
-    extra = b"\x91" * 5000 + b"\xc0"  # behind the fields that are known
+    extra = b"\x91" * 5000 + b"\xc0"  # after the known fields
     with pytest.raises(BadMessage, match="ClusterView"):
         wire.decode(b"\x93\x01\x90" + extra, wire.ClusterView)
 
 
 @given(st.binary(max_size=64))
-@example(b"\x93\xa2\x00\x80")  # a text of no such encoding
+@example(b"\x93\xa2\x00\x80")  # a text that is not valid UTF-8
 def test_foreign_bytes_never_raise_anything_but_bad_message(data: bytes) -> None:
     for kind in (wire.SubmitBatch, wire.StepBatch, wire.Register, wire.Heartbeat, wire.Routes):
         try:
@@ -120,7 +120,7 @@ FIRST = FirstToken(1, 0, 3)
     ],
 )
 def test_a_number_that_its_array_cannot_hold_is_refused_with_the_message(message, at, value):
-    """An engine would end where it puts them into one."""
+    """Otherwise an engine would fail when it puts the numbers into an array."""
     fields = msgspec.msgpack.decode(wire.encode(message))
     *path, last = at
     holder = functools.reduce(operator.getitem, path, fields)
@@ -174,7 +174,7 @@ def test_generated_tokens_are_counted_behind_the_prompt() -> None:
 
 
 def test_a_step_of_a_side_that_tells_no_legs_is_read_and_one_with_legs_by_it() -> None:
-    """Why legs needed no new version of the wire."""
+    """This is why legs needed no new wire version."""
     batch = next(message for message in MESSAGES if isinstance(message, wire.StepBatch))
     fields = msgspec.msgpack.decode(wire.encode(batch))
     assert fields[-2] == wire.WIRE_VERSION

@@ -1,4 +1,4 @@
-"""The shell around both roles: what is refused, whom a step reaches, and how an engine ends."""
+"""The shell around both roles: what it refuses, whom a step reaches, and how an engine ends."""
 
 import asyncio
 import mmap
@@ -24,7 +24,7 @@ from transfer.worker import ApiGone, Drain, Inbox, Submitted, Worker
 
 
 class PlainWorker(Worker):
-    """Notes its events; fails when told to."""
+    """Records its events; fails when told to."""
 
     role: wire.Role = "decode"
 
@@ -236,7 +236,7 @@ async def test_an_api_process_that_does_not_read_is_gone(
     assert "api does not read its steps" in caplog.text
     assert worker.inbox.drain(0.0) == [ApiGone("api")]
     assert [batch.step async for batch in stream] == []
-    assert worker.inbox.drain(0.0) == []  # told once
+    assert worker.inbox.drain(0.0) == []  # told only once
 
 
 async def test_events_are_handled_and_questions_answered_on_the_engine_thread() -> None:
@@ -254,7 +254,7 @@ async def test_events_are_handled_and_questions_answered_on_the_engine_thread() 
 
 
 class PlacingWorker(PlainWorker):
-    """Writes arrays that come into a pool, on the device behind what that is doing already."""
+    """Writes arrays that arrive into a pool, queued on the device after the work it already has."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
