@@ -132,8 +132,10 @@ class FakeCluster:
         return dispatcher
 
     async def pass_time(self, seconds: float) -> None:
-        """Advance the manual clock in steps of half a second; before each, every worker that is
-        neither dead nor hung gives a sign of life."""
+        """Advance the manual clock in steps of half a second.
+
+        Before each, every worker that is neither dead nor hung gives a sign of life.
+        """
         while seconds > 0:
             for worker in self.workers:
                 worker.sign_of_life()

@@ -39,8 +39,10 @@ class Loopback:
 
 
 class Namespaces:
-    """A namespace with a bridge, registry and API processes, and for each worker a namespace
-    behind a cable (veth) that can be unplugged."""
+    """Workers in namespaces of their own, behind cables (veth) that can be unplugged.
+
+    The registry and the API processes share the namespace of the bridge.
+    """
 
     def __init__(self) -> None:
         self._prefix = f"kvf{os.getpid()}"

@@ -138,8 +138,9 @@ def _golden_tensors(name: str) -> Tensors:
 
 
 def int4_pair(quantised: Path, plain: Path, golden: str = "deepseek_v3") -> tuple[Path, Path]:
-    """A network with int4 weights, and its plain twin. Quantised are the routed experts, as in Kimi
-    K2, or in a network without experts the projections.
+    """A network with int4 weights, and its plain twin.
+
+    The routed experts are quantised, as in Kimi K2; in a network without experts, its projections.
     """
     tensors = _golden_tensors(golden)
     packed = dict(tensors)

@@ -40,9 +40,9 @@ DENSE_PAIRS: dict[str, Callable[[Path, Path], tuple[Path, Path]]] = {
     "fp8": partial(fp8_pair, "qwen3", block=(24, 16)),
     "int8": partial(int8_pair, golden="qwen3", group=16, packed=False),
 }
-# tp, ep, dp: whole experts, experts that devices share, experts that ranks share.
 # Tolerance of correct float32 runs, and how large their logits are: tests/goldens/README.md.
 RECORDED_ATOL, RECORDED_REACH = 2e-4, 13
+# tp, ep, dp: whole experts, experts that devices share, experts that ranks share.
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 4, 2)]
 
 
@@ -457,7 +457,7 @@ def test_a_missing_tensor_is_told_as_such(tmp_path: Path) -> None:
 def test_a_network_in_tiles_generates_what_whole_products_do(
     how: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, stacked layers strips of the head, with tiles made small for a small network."""
+    """Experts, stacked layers, strips of the head: in tiles made small for a small network."""
     folder, _ = fp8_pair("deepseek_v3", tmp_path / "fp8", tmp_path / "plain", (24, 16))
     prompts = [list(range(1, n)) for n in (5, 40, 23)]
     whole = Harness(folder, coded=how).run(prompts, 8)

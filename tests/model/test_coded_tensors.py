@@ -65,7 +65,7 @@ def _tensors(kind: str) -> Tensors:
             codes, scales, _ = as_fp8(values, block)
             return {NAME: codes, f"{NAME}_scale_inv": scales}
         case _:
-            values[3, 32:64] = 0  # a group of zeros, which only this form can have no scale for
+            values[3, 32:64] = 0  # zeros, for which the other forms have no scale
             return {NAME: values}
 
 
@@ -170,8 +170,10 @@ def test_weights_too_small_for_a_scale_are_nothing(tmp_path: Path) -> None:
 def test_codes_of_weights_that_have_a_coarse_scale_are_no_larger_than_the_largest(
     kind: str, dtype: type, size: int, largest: int, least: int, tmp_path: Path
 ) -> None:
-    """The scale is the smallest float, and such a weight is one and a half times what the largest
-    code represents at that scale."""
+    """The scale is the smallest float.
+
+    Such a weight is one and a half times what the largest code represents at that scale.
+    """
     weight = np.float32(size) * np.float32(1e-45)
 
     def change(tensors: Tensors) -> None:

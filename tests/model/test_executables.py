@@ -203,7 +203,7 @@ def test_a_folder_that_may_only_be_read_is_read(
         assert not made(tmp_path, held + 1).was_kept
     assert len(lowered) == 2
     assert sorted(tmp_path.iterdir()) == before
-    assert caplog.text.count("may not be written to") == 3  # once per process: per cache
+    assert caplog.text.count("may not be written to") == 3  # once per process, here each `made`
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])

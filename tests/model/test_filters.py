@@ -114,7 +114,7 @@ def test_a_row_without_filters_keeps_all_beside_one_that_has_some(on_cpu):
         min_p=np.where(off, 0.0, 0.1),
     )
     assert found[::2].all()
-    assert (found[1::2].sum(axis=1) < VOCAB).sum() >= 2  # elsewhere all values are equal or tie
+    assert (found[1::2].sum(axis=1) < VOCAB).sum() >= 2  # all values of one row may tie
 
 
 @both_forms

@@ -40,7 +40,7 @@ CASES += [("llama", 2, 1, 2), ("mixtral", 2, 2, 2), ("mixtral", 2, 4, 2), ("qwen
 CASES += [("gpt_oss", 2, 4, 2), ("deepseek_v3", 2, 4, 2)]
 # Norms over all heads, with fewer heads on some shards, and with the same.
 CASES += [("minimax_m2", 2, 1, 2), ("olmoe", 2, 2, 1)]
-# Meshes on which each dense layer has its own arrays, as in larger networks on CPU.
+# Meshes on which each dense layer has its own arrays, as large layers have on CPU.
 OWN_ARRAYS = {("llama", 2, 1, 1), ("qwen3", 1, 1, 1)}
 # Meshes on which everything takes the form that an accelerator runs.
 AS_ON_CUDA = {

@@ -40,7 +40,7 @@ def test_prompts_of_several_chunks_end_alike(
     [
         (8192, 8192, {}, True),
         (683, 8192, {}, True),
-        (682, 8192, {}, False),  # as many operations either way; reads four times as many pages
+        (682, 8192, {}, False),  # with four times the pages, as many operations either way
         (8192, 87_000, {}, True),
         (8192, 88_000, {}, False),  # more than a gibibyte
         (8192, 8192, {"rope_dim": 60}, False),

@@ -53,7 +53,7 @@ def _routed(
 ) -> Routed:
     """Route with an identity as the router's weights, so that the inputs are the logits.
 
-    All backends must agree, and so must an accelerator, which pads a single row with others.
+    All backends must agree, and so must an accelerator, which pads a single row with zeros.
     """
     cfg = dataclasses.replace(
         BASE, num_experts=EXPERTS, num_experts_per_tok=CHOSEN, router=how, hidden_size=EXPERTS

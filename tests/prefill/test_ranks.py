@@ -1,4 +1,4 @@
-"""The queue of prompts before prefill's ranks: bound late, oldest first, dictated ones in turn."""
+"""The queue before prefill's ranks: bound late, oldest first, and none passes a dictated prompt."""
 
 import numpy as np
 import pytest

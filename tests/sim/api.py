@@ -30,7 +30,7 @@ class Request:
     sampling: wire.SamplingParams
     salt: str
     patience_s: float
-    is_dictated: bool  # the client chooses the ranks of both workers
+    is_dictated: bool  # the request names the ranks of both workers
     arrival_s: float = 0.0  # by the clock of its API process
     tokens: list[int] = field(default_factory=list)
     early: dict[int, int] = field(default_factory=dict)
@@ -181,8 +181,8 @@ class Api:
         line.open = False
         self.lines.remove(line)
         for request in list(self._rooms.values()):
-            # If decode sent a token, it has all of prefill's pages. So it has if prefill left in
-            # order after the first token.
+            # Decode has all of prefill's pages if it sent a token, or if prefill left in order
+            # after the first token.
             enough = request.attempt_start + (0 if line.drained else 1)
             if request.pair[1] is line or (
                 request.pair[0] is line and len(request.tokens) <= enough

@@ -191,7 +191,10 @@ class Simulation:
         self.net.after(self.rng.randrange(2, 40), lambda: self._spawn(self._plans[worker_id]))
 
     def _drain(self, worker: SimPrefill | SimDecode) -> None:
-        """Tell a worker to leave. API processes hear of it only from the worker, the latest way."""
+        """Tell a worker to leave.
+
+        API processes hear of it from the worker alone, which is the latest that they can.
+        """
         if worker.leaving.draining:
             return
         for held in worker._held.values():
@@ -213,7 +216,7 @@ class Simulation:
             if owner is worker:
                 del self._lines[worker, api_id]
                 line.farewell()
-        # It waits until all have read its last message: only rooms that have ended see the break.
+        # It waits until all have read its last message: the break then concerns only ended rooms.
         data_plane = worker.sender if isinstance(worker, SimPrefill) else worker.receiver
         self.net.after(LONGEST_DELAY, data_plane.close)
         again = LONGEST_DELAY + self.rng.randrange(2, 40)

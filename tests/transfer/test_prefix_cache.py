@@ -186,7 +186,7 @@ def test_eviction_takes_tails_before_heads_so_all_that_stays_can_be_found(
 
 
 def _peek(pool: PagePool, cache: PrefixCache, tokens: list[int]) -> tuple[int, ...]:
-    """Match without keeping a reference. It makes its chain young, so their order stays valid."""
+    """Match without keeping a reference. It makes its chain young, so the order stays valid."""
     pages = match(cache, tokens, "", len(tokens))
     pool.release(pages)
     return pages
