@@ -22,6 +22,7 @@ from model.sampling import Asks, empty_rows
 from model.sharding import make_mesh
 
 DAY_S = 86400
+changed_since = executables._changed_since
 # For programs without options of their own.
 OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 MESH = make_mesh(2, 1)
@@ -54,6 +55,8 @@ def held() -> int:
 @pytest.fixture(autouse=True)
 def _of_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_KNOWN", (*fingerprint._KNOWN, "tests"))
+    # Whether sources were saved a moment before these tests began does not matter to them.
+    monkeypatch.setattr(executables, "_changed_since", lambda _: False)
 
 
 def made(folder: Path, held: int, **changed: Any) -> Program:
@@ -405,6 +408,7 @@ def test_nothing_is_kept_once_a_source_has_changed(
     source.parent.mkdir()
     source.touch()
     monkeypatch.setattr(executables, "_ROOT", tmp_path)
+    monkeypatch.setattr(executables, "_changed_since", changed_since)
     assert ExecutableCache.beside_compiled() is None
     assert "sources are newer than this process" in caplog.text
 
