@@ -424,7 +424,7 @@ WORKER_HELP = {
     "2048 where decode computes prompts",
     "max_seqs_per_chunk": "maximum number of prompts packed into one chunk",
     "transfer_connections": "maximum number of data connections to each decode worker; 0: one for "
-    "each two processors of this host, at most 2",
+    "each two processors that this process may use (affinity and container quota), at most 2",
     "transfer_queue_bytes": "bytes of pages that may wait in host memory for one decode worker; "
     "while more wait, its prompts are not computed",
     "disable_radix_cache": "do not reuse the pages of prefixes computed before",
@@ -438,7 +438,8 @@ WORKER_HELP = {
     "speculative_algorithm": "how a step drafts tokens; a draft counts only if the step draws that "
     "very token. NGRAM: drafts are what followed the last tokens where these occurred before",
     "speculative_num_draft_tokens": "maximum tokens drafted for a slot in a step; a step of "
-    "several slots drafts only if slots x (1 + drafts) is at most --max-running-requests",
+    "several slots of a rank drafts only if their number, rounded up to a power of two, times "
+    "(1 + drafts) is at most the slots of the rank (see --max-running-requests)",
     "speculative_ngram_min_match_window_size": "minimum number of last tokens that must have "
     "occurred before",
     "speculative_ngram_max_match_window_size": "maximum number of last tokens that are compared; "

@@ -28,7 +28,7 @@ class WorkerConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, none are read
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     context_length: int = 0  # 0 = the model's, at most 4096 on CPU
-    cpu_threads: int = 0  # of XLA on CPU; 0 = one for a small network, else all processors
+    cpu_threads: int = 0  # of XLA on CPU; 0 = one for a small network, else all available
     tp_size: int = 1
     ep_size: int = 1
     dp_size: int = 1
