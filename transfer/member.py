@@ -98,7 +98,7 @@ class Member:
         built.cancel()
         if stopped.done():
             return None
-        raise Unavailable("node 0 was lost while this node was starting, see its last lines")
+        raise Unavailable("node 0 was lost while this node was starting: see node 0's last lines")
 
     async def _serve(
         self, parts: _Built, stopped: "asyncio.Task[Any]", on_ready: Callable[[str], None]

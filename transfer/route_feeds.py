@@ -88,7 +88,7 @@ class RouteFeeds:
             else:
                 log.debug("too many connections for routes: refused one")
         except Unavailable as error:
-            log.debug("%s", error)  # the peer is gone: every link ends that way
+            log.debug("%s", error)  # the peer is gone: the usual end of a link
         except RpcError as error:
             complaint.tell(error)
         finally:

@@ -383,8 +383,9 @@ class RpcClient:
 class OrderedCalls:
     """Calls to one peer over one stream, one at a time, each of one message each way.
 
-    A separate gRPC call costs either end several times as much. The first call opens the stream; a
-    call that fails ends it, and the next call opens another.
+    A separate gRPC call costs either end several times as much. The first call opens the stream. A
+    call that gets no answer ends it, and the next call opens another; an error that the handler
+    raised is an answer.
     """
 
     def __init__(self, address: str, open_stream: Callable[[], Any]) -> None:

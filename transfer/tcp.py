@@ -400,7 +400,7 @@ class TcpFeeder:
         receiver = self.receiver
         sock = self._sock
         try:
-            # Within a host there is no TLS: nobody can listen in on a Unix socket.
+            # No TLS over a Unix socket: nobody can listen in on it.
             if receiver.context is not None and sock.family != socket.AF_UNIX:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock = receiver.context.wrap_socket(sock, server_side=True)
