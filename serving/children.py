@@ -203,8 +203,8 @@ class Supervisor:
     async def _start_again(self, ended: Child, restarts: int) -> tuple[Child, int] | None:
         """Start it again: the new child and its restarts in a row; None when none is needed.
 
-        None is needed once its group has left, or while those in front drain. Raises ChildFailed
-        after too many restarts.
+        None is needed once its group has left, or if it is in front and those in front drain.
+        Raises ChildFailed after too many restarts.
         """
         others = [] if ended.followed else self._group_of(ended)
         while True:

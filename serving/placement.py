@@ -229,7 +229,7 @@ class Placement:
         Prefill is not needed once decode has drawn a token: all pages have arrived by then. The
         first token alone does not prove that, since it overtakes the pages; it does if the worker
         drained, because then it saw its pages arrive. Requests that a drained worker was sent and
-        never accepted move without counting as retries.
+        never accepted move without using up one of their attempts.
         """
         code = Code.DRAINING if drained else Code.PEER_LOST
         for generation in list(self._rooms.values()):

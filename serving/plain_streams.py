@@ -117,7 +117,7 @@ class PlainStreams:
             self._fill(rows)
 
     def begun(self) -> list[Generation]:
-        """Generations that got decode's first token since the last call and still decode."""
+        """Generations that got decode's first token since the last call and did not move since."""
         begun, self._just_begun = self._just_begun, []
         for generation in begun:
             if generation.lent_to is self:

@@ -17,7 +17,7 @@ Key = tuple[str, int]  # worker id and epoch: one incarnation
 Cache = tuple[Key, int]  # a worker and the rank that has the cache; -1: any, or its only one
 # Prefill: queued tokens, requests. Decode: share of slots or pages in use, the larger; requests.
 Burden = tuple[float, float]
-_FULLER = 0.25  # a place whose share in use is the least share + this is not picked for its cache
+_FULLER = 0.25  # a place with this much more in use than the emptiest is not picked for its cache
 MAX_CONSIDERED = 8  # places of a role whose burdens are kept with a pair
 
 # A worker reports its load every 0.5 s and the registry passes it on within 0.25 s, so the reports
