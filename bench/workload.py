@@ -15,8 +15,8 @@ class WorkloadConfig:
     input_tokens, output_tokens: means; spread 0.5 draws lengths evenly from half to one and a half
     times the mean, 0 sends exactly the mean. shared_prefix_tokens: tokens at the start of every
     prompt, the same in all. rate_per_s: Poisson arrivals; None keeps `concurrency` requests in
-    flight instead. repeat_token: the id of which a bias makes answers consist, which shows the most
-    that drafts of tokens can gain; None: no bias.
+    flight instead. repeat_token: a bias makes answers consist of this id, which shows the most that
+    drafts of tokens can gain; None: no bias.
     Raises ValueError naming the flag that makes no sense.
     """
 

@@ -155,7 +155,7 @@ class DecodeEngine:
         self._runs = PlacedRuns(opened.kv, opened.model.mesh, buckets.run_pages)
         self.plan: MemoryPlan
         self._pool: Array
-        # On an accelerator all memory that is left caches prefixes; a laptop keeps its own.
+        # On an accelerator, all memory that is left caches prefixes; on a CPU, the host keeps it.
         contexts = self._rank_slots if local is None or on_cpu() else 1 << 20
         # Pages that arrived and are on the device, but not in the pool yet.
         self._placing_pages = 0

@@ -34,8 +34,8 @@ class GrantSender:
         """Raises ConfigError while a file of certificates cannot be read."""
         client = self._clients.pop(address, None)
         if client is not None and client.is_backing_off:
-            # While it backs off, it would not even call a worker that has just replaced a dead one,
-            # whose requests would use up their attempts within milliseconds.
+            # A client that backs off fails every call at once, even if another worker has already
+            # replaced the dead one: requests would use up their attempts within milliseconds.
             self._begin(client.close(GRANT_TIMEOUT_S))
             client = None
         client = client or RpcClient(address, self._security)

@@ -6,7 +6,7 @@ So pages behind a window can be freed while the other half of the same positions
 vllm-project/vllm: vllm/v1/core/kv_cache_utils.py, which allows more than two groups. All other
 models have one group.
 
-By default page p of a request is page p of the pool for the first group and page N + p for the
+By default an id p in a page table is page p of the pool for the first group and page N + p for the
 second, where each group has N pages in a rank. A decode worker that keeps no more than windows
 takes pages one by one instead, and has a ring of them for each slot: the slot's j-th page is entry
 j % len.

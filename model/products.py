@@ -97,7 +97,7 @@ class Matrix:
 
 
 def _divisor(size: int, most: int, multiple: int) -> int:
-    """The largest such multiple up to `most` that divides size; size if none is worth a tile."""
+    """The largest of the multiples up to `most` that divides size; size if none is worth a tile."""
     fits = [n for n in range(multiple, most + 1, multiple) if size % n == 0 and n >= _LEAST]
     return max(fits, default=size)
 

@@ -75,10 +75,10 @@ def cut_of(head_dim: int, group: int, itemsize: int, shared_bytes: int = 0) -> C
 
 
 def splits_of(rows: int, heads: int, capacity: int, cut: Cut) -> int:
-    """Parts of a row; a short row has fewer, a long one a multiple. capacity: of a page table.
+    """Parts of a row; a short row has fewer, a long one a multiple.
 
     The number with which rows that are all alike end first: where there are more parts than
-    programs, some parts wait. capacity: in positions.
+    programs, some parts wait. capacity: positions that a page table has room for.
     """
 
     def taken(splits: int) -> float:
