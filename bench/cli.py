@@ -51,14 +51,16 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE")
     for command in (kernels, serve, routing):  # the others draw no random numbers
-        command.add_argument("--seed", type=at_least(0), default=0)
+        command.add_argument(
+            "--seed", type=at_least(0), default=0, help="of the random numbers drawn"
+        )
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
     _add_frontend(frontend)
     _add_routing(routing)
-    comparing.add_argument("before", type=Path)
-    comparing.add_argument("after", type=Path)
+    comparing.add_argument("before", type=Path, help="file of rows to compare with")
+    comparing.add_argument("after", type=Path, help="file of rows that may be better or worse")
     comparing.add_argument(
         "--tolerance",
         type=at_least(0, float),
@@ -68,9 +70,11 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument(
         "--fail-on-worse", action="store_true", help="exit 1 if a row is worse or missing"
     )
-    plotting.add_argument("what", choices=("frontend",))
-    plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl")
-    plotting.add_argument("--out", type=Path, required=True, metavar="FILE.svg")
+    plotting.add_argument("what", choices=("frontend",), help="the benchmark to draw")
+    plotting.add_argument("rows", type=Path, metavar="RESULTS.jsonl", help="its rows")
+    plotting.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.svg", help="where to write the picture"
+    )
 
 
 _BUDGET_S = at_least(0.001, float)
@@ -123,12 +127,16 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N...]",
         help="requests of each case: one number, or one for each --concurrency",
     )
-    parser.add_argument("--input-tokens", "--isl", type=int, default=512)
-    parser.add_argument("--output-tokens", "--osl", type=int, default=128)
+    parser.add_argument("--input-tokens", "--isl", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument(
+        "--output-tokens", "--osl", type=int, default=128, help="tokens of an answer"
+    )
     parser.add_argument(
         "--spread", type=float, default=0.0, help="0.5: lengths are 0.5 to 1.5 times those given"
     )
-    parser.add_argument("--shared-prefix-tokens", type=int, default=0)
+    parser.add_argument(
+        "--shared-prefix-tokens", type=int, default=0, help="first tokens that all prompts share"
+    )
     parser.add_argument("--rate", type=above_zero, help="requests per second, as Poisson arrivals")
     parser.add_argument(
         "--concurrency",
@@ -147,8 +155,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="bias answers to this token, so that every draft is right",
     )
-    parser.add_argument("--slo-ttft-ms", type=above_zero)
-    parser.add_argument("--slo-tpot-ms", type=above_zero)
+    parser.add_argument(
+        "--slo-ttft-ms", type=above_zero, help="longest TTFT of requests that goodput counts"
+    )
+    parser.add_argument(
+        "--slo-tpot-ms", type=above_zero, help="longest TPOT of requests that goodput counts"
+    )
     parser.add_argument(
         "--timeout-s", type=above_zero, default=600.0, help="seconds a request may take"
     )
@@ -187,7 +199,9 @@ def _add_frontend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overload-step-ms", type=above_zero, default=12.0, help="the same at the pace `overload`"
     )
-    parser.add_argument("--output-tokens", "--osl", type=int, default=128)
+    parser.add_argument(
+        "--output-tokens", "--osl", type=int, default=128, help="tokens of a stream"
+    )
     parser.add_argument(
         "--rounds", type=int, help="rounds of each cell; default: 3 at `saturated`, else 1"
     )

@@ -154,10 +154,13 @@ def _check_fit(new: wire.WorkerInfo, old: wire.WorkerInfo) -> None:
 
 
 def _misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
-    """Why a worker would be refused beside the others in a view; None if it would not be."""
+    """Why a worker does not fit the others in a view; None if it does.
+
+    Workers that drain do not count: they may have left by the time this one has loaded.
+    """
     try:
         for member in view.members:
-            if member.info.worker_id != info.worker_id:
+            if member.info.worker_id != info.worker_id and not member.draining:
                 _check_fit(info, member.info)
     except Incompatible as error:
         return error
@@ -303,18 +306,21 @@ class RegistryClient:
         """Raise what `run_worker` would for a worker that does not fit the registered ones.
 
         A dead worker is listed until its lease ends, so only a misfit that lasts SILENCE_S counts.
-        When the registry cannot be reached, the check passes: `run_worker` waits for it.
+        When the registry cannot be reached, or goes away meanwhile, the check passes: `run_worker`
+        waits for it.
         """
         misfit: Incompatible | None = None
         stream = self._client.stream("Watch", wire.Empty(), wire.ClusterView)
-        with contextlib.suppress(TimeoutError, Unavailable):
-            async with asyncio.timeout(SILENCE_S), contextlib.aclosing(stream):
-                async for view in stream:
-                    misfit = _misfit(info, view)
-                    if misfit is None:
-                        return
-        if misfit is not None:
-            raise misfit
+        with contextlib.suppress(Unavailable):
+            try:
+                async with asyncio.timeout(SILENCE_S), contextlib.aclosing(stream):
+                    async for view in stream:
+                        misfit = _misfit(info, view)
+                        if misfit is None:
+                            return
+            except TimeoutError:
+                if misfit is not None:
+                    raise misfit from None
 
     async def run_worker(
         self,

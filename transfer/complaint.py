@@ -67,5 +67,5 @@ class Tally:
         since_s = now_s - self._told_s
         if since_s >= _MINUTE_S:
             within = f" in {since_s:.0f} s" if math.isfinite(since_s) else ""
-            self._log.warning(f"{self._what}%s, the last of %s", self._untold, within, last)
+            self._log.warning(f"{self._what}%s, the last from %s", self._untold, within, last)
             self._untold, self._told_s = 0, now_s

@@ -67,6 +67,32 @@ async def test_who_it_does_not_fit_may_be_dead_and_leave_meanwhile() -> None:
         await asking
 
 
+async def test_who_it_does_not_fit_may_be_about_to_leave() -> None:
+    async with registry_with(a_worker("prefill")) as (server, address):
+        beat = wire.Heartbeat("prefill-0", 1, wire.Load(), draining=True)
+        assert server.leases.heartbeat(beat, SYSTEM_CLOCK.monotonic_s())
+        await ask(address, a_worker("decode", model_digest="d2"))
+
+
+async def test_a_registry_that_goes_away_while_it_is_asked_refuses_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap, "SILENCE_S", PATIENCE_S)
+    async with registry_with(a_worker("prefill")) as (server, address):
+        seen = asyncio.Event()
+        found = bootstrap._misfit
+
+        def misfit(info: wire.WorkerInfo, view: wire.ClusterView) -> Incompatible | None:
+            seen.set()
+            return found(info, view)
+
+        monkeypatch.setattr(bootstrap, "_misfit", misfit)
+        asking = asyncio.create_task(ask(address, a_worker("decode", model_digest="d2")))
+        await asyncio.wait_for(seen.wait(), PATIENCE_S)
+        await server.stop()
+        await asking
+
+
 async def test_a_registry_that_is_not_there_yet_is_no_obstacle_and_a_wrong_token_is() -> None:
     await ask("127.0.0.1:1", a_worker())
     async with registry_with() as (_, address):

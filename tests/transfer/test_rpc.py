@@ -189,7 +189,7 @@ async def test_the_log_tells_of_the_first_wrong_token_and_counts_those_of_a_minu
     records = [record for record in caplog.records if record.name == "transfer.rpc"]
     told = [record.getMessage().rpartition(":")[0] for record in records]
     assert told == [
-        f"wrong or missing cluster token: {calls}, the last of ipv4:127.0.0.1"
+        f"wrong or missing cluster token: {calls}, the last from ipv4:127.0.0.1"
         for calls in ("1 call(s) refused", "5 call(s) refused in 60 s")
     ]
 
