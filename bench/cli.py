@@ -51,9 +51,7 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     for command in (kernels, transfer, serve, frontend, routing):
         command.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE")
     for command in (kernels, serve, routing):  # the others draw no random numbers
-        command.add_argument(
-            "--seed", type=at_least(0), default=0, help="of the random numbers drawn"
-        )
+        command.add_argument("--seed", type=at_least(0), default=0, help="seed of random numbers")
     _add_kernels(kernels)
     _add_transfer(transfer)
     _add_serve(serve)
