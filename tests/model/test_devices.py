@@ -67,5 +67,7 @@ def test_a_device_that_converts_codes_or_is_not_nvidias_is_taken(capability: str
 
 def test_a_gpu_that_cannot_convert_codes_is_refused() -> None:
     old = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
-    with pytest.raises(ModelError, match=r"A100 has compute capability 8\.0; .* need 8\.9 or later"):
+    with pytest.raises(
+        ModelError, match=r"A100 has compute capability 8\.0; .* need 8\.9 or later"
+    ):
         opening.check_reads_codes([old])
