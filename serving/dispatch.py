@@ -11,7 +11,7 @@ import msgspec
 from serving.config import ServeConfig
 from serving.generation import FinishReason, Generation, GenerationSpec, Sink
 from serving.limits import Limiter, Ticket
-from serving.membership import Membership, WatchViews
+from serving.membership import Membership
 from serving.metrics import Metrics
 from serving.placement import Placement
 from serving.router import router_of
@@ -47,9 +47,7 @@ class Dispatcher:
         metrics: Metrics | None = None,
         *,
         timers: Timers | None = None,
-        watch: WatchViews | None = None,
     ) -> None:
-        """watch: streams cluster views for ever; by default those of the config's registry."""
         self.metrics = metrics or Metrics()
         self._config = config
         self._clock = clock
@@ -62,7 +60,7 @@ class Dispatcher:
         )
         self.api_id = f"api-{secrets.token_hex(6)}"
         context = Context(self.api_id, security, clock, self._timers, self)
-        self._membership = Membership(config, context, self._view_changed, watch)
+        self._membership = Membership(config, context, self._view_changed)
         self._router = router_of(config)
         self.timelines = Timelines(config.timeline_requests, self._router.policies, clock)
         self._placement = Placement(

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from serving.config import ServeConfig
 from serving.router import Key, computes_all, key_of
@@ -12,9 +12,6 @@ from transfer import wire
 from transfer.bootstrap import RegistryClient
 
 logger = logging.getLogger(__name__)
-
-# Takes on_view, and a callback that is called before each stream of views.
-WatchViews = Callable[[Callable[[wire.ClusterView], None], Callable[[], None]], Awaitable[None]]
 
 _TICK_S = 0.5
 # A restarted registry knows no workers until their next heartbeats, so workers whose streams are
@@ -37,14 +34,12 @@ class Membership:
         config: ServeConfig,
         context: Context,
         on_change: Callable[[], None],
-        watch: WatchViews | None,
     ) -> None:
         self.members: tuple[wire.Member, ...] = ()
         self.model_digest = ""
         self._config = config
         self._context = context
         self._on_change = on_change
-        self._watch = watch or _registry_watch(config.registry_address, context)
         self._links: dict[Key, WorkerLink] = {}
         self._listed: frozenset[Key] = frozenset()
         self._has_view = False
@@ -53,11 +48,11 @@ class Membership:
         self._context_length = 0
         self._ticked_s = 0.0
         self._ticker: Timer | None = None
-        self._watching: asyncio.Future[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._watching = asyncio.ensure_future(self._watch(self.on_view, self._begin_anew))
+        self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(_log_end)
         self._ticked_s = self._context.clock.monotonic_s()
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
@@ -183,6 +178,14 @@ class Membership:
         if link.key not in self._listed:
             self._close(link)
 
+    async def _watch(self) -> None:
+        context = self._context
+        client = RegistryClient(self._config.registry_address, context.security, context.clock)
+        try:
+            await client.watch(self.on_view, self._begin_anew)
+        finally:
+            await client.close()
+
     def _begin_anew(self) -> None:
         self._is_anew = True
 
@@ -216,19 +219,6 @@ class Membership:
         self._ticker = self._context.timers.call_later(_TICK_S, self._tick)
 
 
-def _log_end(watching: "asyncio.Future[None]") -> None:
+def _log_end(watching: asyncio.Task[None]) -> None:
     if not watching.cancelled() and watching.exception() is not None:
         logger.error("the registry is no longer watched", exc_info=watching.exception())
-
-
-def _registry_watch(address: str, context: Context) -> WatchViews:
-    async def watch(
-        on_view: Callable[[wire.ClusterView], None], on_begin: Callable[[], None]
-    ) -> None:
-        client = RegistryClient(address, context.security, context.clock)
-        try:
-            await client.watch(on_view, on_begin)
-        finally:
-            await client.close()
-
-    return watch
