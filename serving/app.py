@@ -30,28 +30,12 @@ from serving.errors import ApiError
 from serving.front import Front
 from serving.protocol import ServedModel
 from serving.siblings import Siblings
-from serving.timers import LoopTimers, Timers
+from serving.timers import LoopTimers
 from serving.tokenizer import Tokenizer
 from transfer.clock import SYSTEM_CLOCK, Clock
 
 # Served without a key: probes and scrapers have none.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-
-
-def create_app(
-    dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    config: ServeConfig,
-    model_config: ModelConfig,
-    clock: Clock = SYSTEM_CLOCK,
-    timers: Timers | None = None,
-) -> Starlette:
-    """The whole HTTP side of a process that serves alone.
-
-    The dispatcher is started and stopped by the caller.
-    """
-    front = create_front(dispatcher, tokenizer, config, model_config, clock, timers)
-    return app_of(front)
 
 
 def create_front(
@@ -60,7 +44,6 @@ def create_front(
     config: ServeConfig,
     model_config: ModelConfig,
     clock: Clock = SYSTEM_CLOCK,
-    timers: Timers | None = None,
 ) -> Front:
     """What the routes work with."""
     model = ServedModel(
@@ -74,7 +57,7 @@ def create_front(
         "Long conversations waiting for the chat template",
         lambda: model.templates.num_waiting,
     )
-    return Front(dispatcher, model, config, clock, timers or LoopTimers())
+    return Front(dispatcher, model, config, clock, LoopTimers())
 
 
 def app_of(front: Front, siblings: Siblings | None = None) -> Starlette:

@@ -14,7 +14,7 @@ import uvicorn
 
 from model.config import ModelConfig
 from serving.api import http_config
-from serving.app import create_app
+from serving.app import app_of, create_front
 from serving.dispatch import Dispatcher
 from serving.tokenizer import Tokenizer
 from tests.fakes import FakeCluster
@@ -105,17 +105,14 @@ async def live_server(
     ) as cluster:
         dispatcher = await cluster.dispatcher(**settings)
         tokenizer = tokenizer or tokenizer_of_tests()
-        app = create_app(
-            dispatcher,
-            tokenizer,
-            cluster.config(**settings),
-            ModelConfig.from_dir(MODEL_PATH),
-            clock,
-        )
+        model_config = ModelConfig.from_dir(MODEL_PATH)
+        front = create_front(dispatcher, tokenizer, cluster.config(**settings), model_config, clock)
         with socket.create_server(("127.0.0.1", 0)) as sock:
             if send_buffer_bytes:  # accepted connections inherit it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-            server = _Server(http_config(app, cluster.config(**settings), dispatcher.metrics))
+            server = _Server(
+                http_config(app_of(front), cluster.config(**settings), dispatcher.metrics)
+            )
             serving = asyncio.create_task(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             try:
