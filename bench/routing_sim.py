@@ -17,9 +17,10 @@ from bench.routing_cost import (
     ChunkCost,
     pairs_of,
 )
+from model.pieces import Piece
 from prefill.balancer import Method
 from prefill.ranks import Rank, Ranks
-from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.scheduler import PrefillScheduler, Prompt
 from serving.config import Policy
 from serving.prompt import Prompt as AskedPrompt
 from serving.router import Pair, Router
@@ -64,7 +65,7 @@ class Group:
         rank.scheduler.add(prompt)
         rank.scheduler.grant(prompt.room)
 
-    def plan(self) -> Sequence[tuple[Piece, ...]]:
+    def plan(self) -> Sequence[tuple[Piece[Prompt], ...]]:
         """The next chunk of each rank."""
         if self._queue is not None:
             return self._queue.plan()
@@ -184,7 +185,7 @@ class Simulation:
         took_s = self.cost.of([_size(pieces) for pieces in chunks])
         self._at(self.now_s + took_s, lambda: self._end_chunk(group, chunks))
 
-    def _end_chunk(self, group: Group, chunks: Sequence[tuple[Piece, ...]]) -> None:
+    def _end_chunk(self, group: Group, chunks: Sequence[tuple[Piece[Prompt], ...]]) -> None:
         """First tokens leave. Decode already has all pages but the last, so prefill is done."""
         group.busy = False
         for rank, pieces in zip(group.ranks, chunks, strict=True):
@@ -206,7 +207,7 @@ class Simulation:
             self._at(decoded_s, lambda: router.ended(pair))
 
 
-def _size(pieces: tuple[Piece, ...]) -> tuple[int, int]:
+def _size(pieces: tuple[Piece[Prompt], ...]) -> tuple[int, int]:
     """Tokens and pairs of one rank's chunk."""
     tokens = sum(piece.num_tokens for piece in pieces)
     return tokens, sum(pairs_of(piece.start, piece.num_tokens) for piece in pieces)

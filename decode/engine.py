@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from decode.draws import Draws, width_of
-from decode.local import LocalPiece, LocalPrompt
+from decode.local import LocalPrompt
 from decode.step import SlotState, admit_slots, decode_step, mask_slots, try_tokens
 from model.buckets import DecodeBuckets, PrefillBuckets, bucket_for, geometric, mask_words
 from model.calls import Calls
@@ -27,6 +27,7 @@ from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool, on_cpu
 from model.page_runs import PlacedRuns
+from model.pieces import Piece
 from model.placement import ExpertArgs
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import Asks, SampleOut, empty_rows, set_row
@@ -103,7 +104,7 @@ class StepEngine(Protocol):
     ) -> StepInFlight: ...
     def can_draft(self, slots: np.ndarray) -> bool: ...
     def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]: ...
 
 
@@ -275,7 +276,7 @@ class DecodeEngine:
         return self._buckets.drafting_of(bucket_for(most, self._buckets.slots)) is not None
 
     def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
         """Dispatch a chunk of prompts, by rank, and the draw of first tokens.
 

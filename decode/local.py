@@ -59,12 +59,6 @@ class LocalPrompt:
         return self.seat.pages
 
 
-class LocalPiece(Piece[LocalPrompt]):
-    """A run of one prompt's tokens within a chunk."""
-
-    __slots__ = ()
-
-
 def local_buckets(local_tokens: int, chunk_tokens: int, page_size: int) -> PrefillBuckets:
     """Shapes of chunks for prompts of up to local_tokens tokens, chunk_tokens at once."""
     whole = pages_for(local_tokens, page_size) * page_size
@@ -93,7 +87,7 @@ class LocalQueue:
         for rank, waiting in enumerate(self._waiting):
             self._waiting[rank] = deque(prompt for prompt in waiting if prompt.room != room)
 
-    def plan(self) -> list[Sequence[LocalPiece]]:
+    def plan(self) -> list[Sequence[Piece[LocalPrompt]]]:
         """The next chunk, by rank; its tokens count as planned at once."""
         return [self._take(waiting) for waiting in self._waiting]
 
@@ -102,8 +96,8 @@ class LocalQueue:
         waiting = self._waiting[rank]
         return len(waiting), sum(prompt.num_left for prompt in waiting)
 
-    def _take(self, waiting: deque[LocalPrompt]) -> Sequence[LocalPiece]:
-        pieces: list[LocalPiece] = []
+    def _take(self, waiting: deque[LocalPrompt]) -> Sequence[Piece[LocalPrompt]]:
+        pieces: list[Piece[LocalPrompt]] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         short = [x.num_left if x.num_left <= self._chunk_tokens else 0 for x in waiting]
         shorter = sum(short)  # tokens of the short prompts not reached yet
@@ -121,7 +115,7 @@ class LocalQueue:
             num_pages = pages_for(prompt.num_planned + num_tokens, self._page_size)
             if num_pages > pages_left:
                 break
-            piece = LocalPiece(prompt, prompt.num_planned, num_tokens)
+            piece = Piece(prompt, prompt.num_planned, num_tokens)
             pieces.append(piece)
             self._planned(piece)
             tokens_left -= num_tokens
@@ -133,7 +127,7 @@ class LocalQueue:
             self._planned(longer)
         return pieces
 
-    def _planned(self, piece: LocalPiece) -> None:
+    def _planned(self, piece: Piece[LocalPrompt]) -> None:
         piece.prompt.num_planned = piece.end
         self._admission.computed(piece.prompt.seat, piece.end)
 

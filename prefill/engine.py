@@ -17,10 +17,11 @@ from model.chunks import ChunkInFlight, ChunkPrograms, FirstSample
 from model.kv import abstract_pool
 from model.opening import OpenedModel, make_pool
 from model.page_runs import GatheredRuns
+from model.pieces import Piece
 from model.programs import MemoryPlan, Program, abstract_like
 from model.sampling import SampleOut
 from model.sharding import spans_processes
-from prefill.scheduler import Piece, Prompt
+from prefill.scheduler import Prompt
 
 
 class PrefillEngine:
@@ -69,7 +70,7 @@ class PrefillEngine:
 
     # --- effects ------------------------------------------------------------------------------
 
-    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight[Prompt]:
+    def run_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> ChunkInFlight[Prompt]:
         """Dispatch one packed chunk of every rank; plans: pieces by rank."""
         packed = self._chunks.pack(plans)
         return packed.in_flight(self.calls("chunk", packed.bucket, *packed.arrays))

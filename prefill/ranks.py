@@ -15,11 +15,13 @@ shorter ones, a prompt that fits whole into that part is bound there, past older
 fit. With one rank there is nothing to choose, and its scheduler has the only queue.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from model.pieces import Piece
 from prefill.balancer import Balancer, Method, RankLoad
-from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.scheduler import PrefillScheduler, Prompt, arrival_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache
 
@@ -67,10 +69,7 @@ class Ranks:
         if prompt.room not in self._unbound:
             self.ranks[prompt.rank].scheduler.grant(prompt.room)
         elif prompt not in self._ready:
-            at = len(self._ready)
-            while at and self._ready[at - 1].arrival_s > prompt.arrival_s:
-                at -= 1
-            self._ready.insert(at, prompt)
+            insort(self._ready, prompt, key=arrival_of)
 
     def keep_back(self, prompt: Prompt) -> None:
         """Compute nothing more of the prompt until it is granted again."""
@@ -86,7 +85,7 @@ class Ranks:
         elif prompt in self._ready:
             self._ready.remove(prompt)
 
-    def plan(self) -> tuple[tuple[Piece, ...], ...]:
+    def plan(self) -> tuple[tuple[Piece[Prompt], ...], ...]:
         """The next chunk of each rank. Their tokens count as planned at once."""
         self._bind()
         return tuple(rank.scheduler.plan() for rank in self.ranks)

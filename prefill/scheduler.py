@@ -8,14 +8,14 @@ always finishes. Before its first chunk it holds none, and when it starts, it sh
 prompts have computed by then.
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from model import pieces
 from model.buckets import pages_for
-from model.pieces import fill, part_of_shorter, tokens_of
+from model.pieces import Piece, fill, part_of_shorter, tokens_of
 from transfer.pages import PagePool
 from transfer.prefix_cache import PrefixCache, Sharing, reusable_tokens
 
@@ -50,10 +50,8 @@ class Prompt:
         return self.logprobs_start >= 0
 
 
-class Piece(pieces.Piece[Prompt]):
-    """A run of one prompt's tokens within a chunk."""
-
-    __slots__ = ()
+def arrival_of(prompt: Prompt) -> float:
+    return prompt.arrival_s
 
 
 class PrefillScheduler:
@@ -90,10 +88,7 @@ class PrefillScheduler:
         if prompt.granted:
             return
         prompt.granted = True
-        at = len(self._ready)
-        while at and self._ready[at - 1].arrival_s > prompt.arrival_s:
-            at -= 1
-        self._ready.insert(at, prompt)
+        insort(self._ready, prompt, key=arrival_of)
 
     def keep_back(self, room: int) -> None:
         """Compute nothing more of the prompt until it is granted again."""
@@ -116,12 +111,12 @@ class PrefillScheduler:
         self._pool.release(tuple(prompt.pages))
         prompt.pages = []
 
-    def plan(self) -> tuple[Piece, ...]:
+    def plan(self) -> tuple[Piece[Prompt], ...]:
         """The next chunk; empty when nothing can run. Its tokens count as planned at once.
 
         Oldest first, but a prompt longer than a chunk leaves part of it to shorter ones.
         """
-        pieces: list[Piece] = []
+        pieces: list[Piece[Prompt]] = []
         tokens_left, pages_left = self._chunk_tokens, self._chunk_pages
         may_start = True
         short = [self._if_short(prompt) for prompt in self._ready]
@@ -243,7 +238,7 @@ class PrefillScheduler:
         prompt.num_cached = prompt.num_planned = len(shared) * self._page_size
         return True
 
-    def _planned(self, piece: Piece) -> None:
+    def _planned(self, piece: Piece[Prompt]) -> None:
         prompt = piece.prompt
         prompt.num_planned = piece.end
         if piece.is_last:

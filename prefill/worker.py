@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from model import pieces
 from model.buckets import PrefillBuckets, bucket_for
 from model.chunks import ChunkInFlight, FirstSample
+from model.pieces import Piece
 from model.sampling import SampleOut
 from prefill.config import PrefillConfig
 from prefill.held import Held, first_sample
 from prefill.opening import build_engine
 from prefill.ranks import Rank, Ranks
-from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.scheduler import PrefillScheduler, Prompt
 from prefill.shipping import NO_RUN, InFlight, Run, Shipping, Staged, pages_to_ship
 from transfer import wire
 from transfer.backend import FirstToken, PageSender, SenderEvent
@@ -59,7 +59,7 @@ class ChunkEngine(Protocol):
     def num_pages(self) -> int: ...
     @property
     def max_run_pages(self) -> int: ...
-    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight[Prompt]: ...
+    def run_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> ChunkInFlight[Prompt]: ...
     def sample_first(self, firsts: Sequence[FirstSample]) -> SampleOut: ...
     def gather_runs(self, page_ids: Sequence[Sequence[int]]) -> list[list[Any]]: ...
 
@@ -299,7 +299,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self.publish(self._emitter.take(self.clock.monotonic_s()))
         return bool(self._inflight)
 
-    def _dispatch_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> None:
+    def _dispatch_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> None:
         now_s = self.clock.monotonic_s()
         chunk = self._engine.run_chunk(plans)
         firsts: list[FirstSample] = []
@@ -328,7 +328,7 @@ class PrefillWorker(RoleWorker[Held, PrefillConfig]):
         self.counters["chunks"] += 1
         self._tell_routes()  # the rest of the turn waits for the device
 
-    def _runs_of(self, held: Held, piece: pieces.Piece[Prompt]) -> list[Run]:
+    def _runs_of(self, held: Held, piece: Piece[Prompt]) -> list[Run]:
         """The pages that this piece completes, in runs that fit a compiled gather."""
         wanted = pages_to_ship(piece, self._facts.page_size, held.shipped_pages)
         held.shipped_pages += len(wanted)

@@ -14,8 +14,9 @@ from decode.scheduler import DecodeScheduler
 from model.buckets import Drafting, decode_buckets, prefill_buckets
 from model.chunks import FirstSample
 from model.opening import OpenedModel
+from model.pieces import Piece
 from prefill.engine import PrefillEngine
-from prefill.scheduler import Piece, PrefillScheduler, Prompt
+from prefill.scheduler import PrefillScheduler, Prompt
 from prefill.shipping import Shipping
 from tests.model.harness import open_plainly
 from transfer import wire

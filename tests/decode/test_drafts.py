@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from decode.admission import Admission
 from decode.drafts import NO_DRAFT, REJECTED, num_drawn, propose
 from decode.engine import DecodeEngine, FirstAsk, SlotStart, StepInFlight
-from decode.local import LocalPiece, LocalPrompt, local_buckets
+from decode.local import LocalPrompt, local_buckets
 from decode.scheduler import DecodeScheduler, OutOfPages, StepPlan, ended
 from decode.speculation import Speculation
 from model.buckets import Drafting, decode_buckets
 from model.errors import ModelError
+from model.pieces import Piece
 from model.sampling import NOT_A_TOKEN
 from serving.demo import demo_model_path
 from serving.tokenizer import Tokenizer
@@ -237,8 +238,8 @@ def run(
         request = requests[seat.room]
         ids, num_tokens = request.token_ids, len(request.token_ids)
         prompt = LocalPrompt(seat, Sharing(ids, "", 0))
-        plans: list[list[LocalPiece]] = [[] for _ in pools]
-        plans[seat.rank] = [LocalPiece(prompt, 0, num_tokens)]
+        plans: list[list[Piece[LocalPrompt]]] = [[] for _ in pools]
+        plans[seat.rank] = [Piece(prompt, 0, num_tokens)]
         chunk, out = engine.run_local(plans, {seat.room: FirstAsk(request.params, num_tokens)})
         assert out is not None
         request.drawn.append(int(np.asarray(out.ids)[chunk.pieces[0].row]))

@@ -8,9 +8,10 @@ import pytest
 
 from model.buckets import prefill_buckets
 from model.chunks import FirstSample
+from model.pieces import Piece
 from model.sampling import Asks
 from prefill.engine import PrefillEngine
-from prefill.scheduler import Piece, Prompt
+from prefill.scheduler import Prompt
 from tests.model.harness import GOLDENS, open_plainly
 from transfer.wire import SamplingParams
 

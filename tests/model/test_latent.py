@@ -9,9 +9,10 @@ from model import chunks, latent
 from model.buckets import prefill_buckets
 from model.config import FP8
 from model.config_attention import LatentConfig
+from model.pieces import Piece
 from model.transformer import Model
 from prefill.engine import PrefillEngine
-from prefill.scheduler import Piece, Prompt
+from prefill.scheduler import Prompt
 from tests.model.harness import GOLDENS, Golden, Harness, open_plainly
 
 LITE = LatentConfig(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from decode.admission import Seat
 from decode.rings import Rings, first_seen
 from model.buckets import pages_for, touched_pages
-from prefill.scheduler import Piece, Prompt
+from model.pieces import Piece
+from prefill.scheduler import Prompt
 from prefill.shipping import Shipping, pages_to_ship
 from transfer.role import PoolFacts
 

@@ -13,15 +13,14 @@ import numpy as np
 
 from decode.drafts import NO_DRAFT, REJECTED
 from decode.engine import FirstAsk, SlotStart, StepInFlight
-from decode.local import LocalPiece, LocalPrompt
+from decode.local import LocalPrompt
 from model.chunks import ChunkInFlight, FirstSample, Placed
+from model.pieces import Piece
 from model.sampling import NUM_TOP, SampleOut
-from prefill.scheduler import Piece
+from prefill.scheduler import Prompt
 from tests.sim.network import FIRST_ID, START, chain, draw, extend, kv_of
 from transfer.role import PoolFacts
 from transfer.wire import SamplingParams
-
-AnyPiece = Piece | LocalPiece
 
 
 class Pool:
@@ -123,7 +122,7 @@ class ChunkEngine:
         self._chunk_tokens = chunk_tokens
         self._seqs = seqs
 
-    def run_chunk(self, plans: Sequence[tuple[Piece, ...]]) -> ChunkInFlight:
+    def run_chunk(self, plans: Sequence[tuple[Piece[Prompt], ...]]) -> ChunkInFlight:
         self.dispatched += 1
         assert len(plans) == len(self._pools)
         assert any(plans)
@@ -230,7 +229,7 @@ class StepEngine:
             self._slots[number].mask = mask
 
     def run_local(
-        self, plans: Sequence[Sequence[LocalPiece]], asks: Mapping[int, FirstAsk]
+        self, plans: Sequence[Sequence[Piece[LocalPrompt]]], asks: Mapping[int, FirstAsk]
     ) -> tuple[ChunkInFlight[LocalPrompt], SampleOut | None]:
         self.dispatched += 1
         assert all(sum(p.num_tokens for p in pieces) <= self._local_chunk for pieces in plans)
@@ -337,7 +336,7 @@ class StepEngine:
         return self._pools[slot // self._rank_slots]
 
 
-def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
+def _compute(pool: Pool, piece: Piece[Any], what: str) -> int:
     """Write the piece's pages; returns the state after its last token."""
     prompt, page_size = piece.prompt, pool.facts.page_size
     salt = prompt.sharing.salt if isinstance(prompt, LocalPrompt) else prompt.salt
@@ -353,7 +352,7 @@ def _compute(pool: Pool, piece: AnyPiece, what: str) -> int:
     return fresh[-1]
 
 
-def _told(piece: AnyPiece) -> list[tuple[float, int]]:
+def _told(piece: Piece[Any]) -> list[tuple[float, int]]:
     """Logprob and id of the token that follows each of the piece's tokens."""
     follow = [*piece.prompt.token_ids[piece.start + 1 : piece.end + 1].tolist(), 0]
     spots = range(piece.start + 1, piece.end + 1)
