@@ -57,8 +57,13 @@ class Place(NamedTuple):
         worker_id = self.member.info.worker_id
         return worker_id if self.rank < 0 else f"{worker_id}/{self.rank}"
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share its queue: a prompt whose rank is chosen late waits for one's share."""
+        return self.member.info.dp_size if self.rank < 0 else 1
 
-def _places(members: Sequence[wire.Member], rank: int) -> list[Place]:
+
+def _places_of(members: Sequence[wire.Member], rank: int) -> list[Place]:
     """The places of these workers.
 
     Every rank of a decode worker is a place. A prefill worker is one place, unless a rank is
@@ -283,15 +288,15 @@ class Router:
         stalled: Collection[Key],
         now_s: float,
     ) -> list[Place]:
-        return _places(self._takers(members, avoid, stalled, now_s, rank), rank)
+        return _places_of(self._takers(members, rank, avoid, stalled, now_s), rank)
 
     def _takers(
         self,
         members: Sequence[wire.Member],
+        rank: int,
         avoid: frozenset[str],
         stalled: Collection[Key],
         now_s: float,
-        rank: int,
     ) -> list[wire.Member]:
         """The workers that may be picked, in order of their keys.
 
@@ -423,18 +428,15 @@ class Router:
 
     def _to_compute(self, place: Place) -> float:
         """Tokens of prompts that are queued at the place, per rank if prefill chooses the rank."""
-        # A prompt whose rank is chosen late waits for one rank's share of the queue.
-        sharers = place.member.info.dp_size if place.rank < 0 else 1
-        return (place.load.queued_tokens + self._charge(place).to_compute) / sharers
+        return (place.load.queued_tokens + self._charge(place).to_compute) / place.num_ranks
 
     def _burden(self, place: Place) -> tuple[float, float, int]:
         """Sort key for places of one role: the least burdened first, equals in turn."""
-        member, rank, load = place
+        member, _, load = place
         charge = self._charge(place)
         requests = load.queued_requests + load.running_requests + charge.requests
         if member.info.role == "prefill":
-            sharers = member.info.dp_size if rank < 0 else 1
-            return self._to_compute(place), requests / sharers, charge.last_pick
+            return self._to_compute(place), requests / place.num_ranks, charge.last_pick
         slots = requests / max(load.slots_total, 1)
         pages = 0.0
         if load.pages_total:
