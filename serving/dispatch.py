@@ -184,7 +184,7 @@ class Dispatcher:
         return self._was_ready
 
     def context_length(self) -> int:
-        """Most tokens, prompt and output, of one request; 0 before any worker was seen."""
+        """Most tokens, prompt and output, of one request; 0 while neither workers nor flags say."""
         return self._membership.context_length()
 
     def dp_size(self, role: wire.Role) -> int | None:

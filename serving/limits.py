@@ -30,8 +30,8 @@ class _Waiter:
 class Limiter:
     """A counter with a bounded first-come-first-served queue in front.
 
-    Invariant: inflight + what waiters ask for = everything admitted or waiting. Waiters exist only
-    while the first of them does not fit, so none overtakes another.
+    Invariant: there are waiters only while the first of them does not fit, and nobody is admitted
+    past them.
     """
 
     def __init__(

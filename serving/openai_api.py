@@ -56,7 +56,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionReader:
-    """One completions request on its way to a `Request`: `check`, then `finish`."""
+    """One completions request on its way to a `Request`."""
 
     def __init__(self, fields: CompletionFields, model: ServedModel) -> None:
         """Raises ApiError if any field is wrong."""

@@ -1,7 +1,7 @@
 """The `Request` that every API makes of what it reads, and the checks that the APIs share.
 
-The APIs (openai_api, sglang_api) first read JSON into structs of their own. Every error in a field
-is found before any text is tokenized.
+The APIs (openai_api, responses_api, sglang_api) first read JSON into structs of their own. Every
+error in a field is found before any text is tokenized.
 """
 
 import asyncio

@@ -197,7 +197,7 @@ class StepBatch(Message):
 
     worker_id: str
     epoch: int
-    step: int
+    step: int  # grows from step to step; in a sign of life: turns of the engine so far
     emitted_s: float  # monotonic seconds on the worker's host
     rooms: bytes = b""
     token_ids: bytes = b""
@@ -313,7 +313,7 @@ class Member(Message):
 
 
 class ClusterView(Message):
-    """Every live worker; sent whole on each change and after each heartbeat interval."""
+    """Every live worker; sent whole when a worker or a load changes, and at least every second."""
 
     revision: int
     members: tuple[Member, ...]
